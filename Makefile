@@ -1,0 +1,55 @@
+# make train   set up .venv and run the main job        make check        ruff, mypy
+# make test    the test suite (two cores, < 10 minutes) make test-faults  the long fault suite
+# make bench   paired measurements -> benchmarks/       make test-gpu     what needs a CUDA GPU
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+GPUS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count())")
+PROCESSES ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
+OUTPUT_DIR ?= runs/train
+# Nothing here needs a hub or an account; W&B writes its files below the output directory.
+OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test check test-faults test-gpu bench clean
+.DEFAULT_GOAL := train
+
+train: $(VENV)/installed
+	@mkdir -p $(OUTPUT_DIR)
+	$(OFFLINE) WANDB_DIR=$(OUTPUT_DIR) $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml \
+	  --num_processes $(PROCESSES) recipes/ddp/train.py --output_dir $(OUTPUT_DIR) --report_to wandb $(ARGS)
+
+test: $(VENV)/installed-dev
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not faults" $(ARGS)
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-faults: $(VENV)/installed-dev
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m faults $(ARGS)
+
+test-gpu: $(VENV)/installed-dev
+	$(OFFLINE) $(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+bench: $(VENV)/installed-dev
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs dist build .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# DeepSpeed builds from source and looks for torch, so torch comes first.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) torch
+	$(PIP) -e ".[wandb]"
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) setuptools wheel
+	$(PIP) -e ".[dev]"
+	@touch $@

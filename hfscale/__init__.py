@@ -1,0 +1,34 @@
+"""hfscale: plan it, launch it, keep it alive, know what it costs: any Hugging Face Trainer run.
+
+The names below load their modules when they are first used, so that `import hfscale` costs no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "CommHealthCallback": "hfscale.callbacks.comm_health",
+    "LRScalingCallback": "hfscale.callbacks.lr_scaling",
+    "ModelShape": "hfscale.facts.model_shape",
+    "ParallelLayout": "hfscale.facts.layout",
+    "ScalingCallback": "hfscale.callbacks.scaling",
+    "ScalingMetricsCallback": "hfscale.callbacks.scaling_metrics",
+    "SpotCheckpointCallback": "hfscale.callbacks.spot_checkpoint",
+    "latest_checkpoint": "hfscale.checkpoint.store",
+}
+
+__all__ = [*_HOME_OF, "__version__", "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("hfscale.errors")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hfscale' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
