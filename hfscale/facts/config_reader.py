@@ -1,0 +1,140 @@
+"""Reads a transformers `config.json`: finds it, unwraps it, and gives its keys by one name and with their type."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hfscale.errors import ConfigFileError, UnsupportedModelError
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+"""The name used here -> the names under which the model families write the same thing."""
+
+TEXT_MODELS: Mapping[str, str] = {"gemma3": "gemma3_text"}
+"""Image-and-text models whose `text_config` is an ordinary language model -> the family it is read as."""
+
+
+def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """The config of the language model in `source`, with its `model_type`.
+
+    Of an image-and-text model in `TEXT_MODELS` only the language model is returned: the vision tower and its
+    projector, which see images and not tokens, are left out.
+
+    Args:
+        source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or the folder that holds it.
+
+    Raises:
+        `ConfigFileError`: There is no such file, it is not JSON, or it holds no `model_type`.
+        `UnsupportedModelError`: The model wraps a language model in a way that is not known here.
+    """
+    config = dict(source) if isinstance(source, Mapping) else _parse(Path(source))
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigFileError("the model config has no model_type: pass the config.json that save_pretrained writes")
+    if "text_config" not in config:
+        return config
+    text = config["text_config"]
+    if model_type not in TEXT_MODELS or not isinstance(text, Mapping):
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} wraps its language model in a text_config: save that text_config as a "
+            "config.json of its own and pass it instead"
+        )
+    # The head belongs to the outer model, so the outer key says whether it is tied.
+    tied = config.get("tie_word_embeddings", True)
+    return {**text, "model_type": TEXT_MODELS[model_type], "tie_word_embeddings": tied}
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigFileError(f"no model config at {path}: pass a config.json or the folder that holds one") from None
+    except (OSError, ValueError) as error:
+        raise ConfigFileError(f"{path} cannot be read as a model config ({error}): write it anew") from error
+    if not isinstance(config, dict):
+        raise ConfigFileError(f"{path} holds no JSON object: pass the config.json that save_pretrained writes")
+    return config
+
+
+class ModelConfig:
+    """A model's config, read by key with a known type.
+
+    A key that the file leaves out takes the default of its model's class, as transformers does; a key that the file
+    sets to `null` is None. Every reading error names the model type, the key and the mend.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> None:
+        """
+        Args:
+            values (`Mapping`): What `load_config` returned.
+            defaults (`Mapping`): What the model's class assumes for keys that the file leaves out.
+        """
+        self.model_type: str = values["model_type"]
+        self._values = values
+        self._defaults = defaults
+
+    def get(self, key: str) -> Any:
+        """The raw value of `key` under any of its `ALIASES`; its default, or None, where the file leaves it out."""
+        for name in ALIASES.get(key, (key,)):
+            if name in self._values:
+                return self._values[name]
+        return self._defaults.get(key)
+
+    def optional_count(self, key: str) -> int | None:
+        """A whole number of at least 0, or None where the config leaves the key open.
+
+        Raises:
+            `UnsupportedModelError`: The value is something else.
+        """
+        value = self.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise self._error(key, f"is {value!r}", "a whole number of at least 0")
+        return value
+
+    def count(self, key: str) -> int:
+        """A whole number of at least 1.
+
+        Raises:
+            `UnsupportedModelError`: The key is missing, or its value is something else.
+        """
+        value = self.optional_count(key)
+        if not value:
+            state = "is missing" if value is None else "is 0"
+            raise self._error(key, state, "a whole number of at least 1")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """`true` or `false`.
+
+        Raises:
+            `UnsupportedModelError`: The key is missing and its model has no default for it, or it is something else.
+        """
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise self._error(key, "is missing" if value is None else f"is {value!r}", "true or false")
+        return value
+
+    def items(self, key: str) -> list[Any] | None:
+        """A list, or None where the config leaves the key open.
+
+        Raises:
+            `UnsupportedModelError`: The value is something else.
+        """
+        value = self.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self._error(key, f"is {value!r}", "a list")
+        return value
+
+    def _error(self, key: str, state: str, wanted: str) -> UnsupportedModelError:
+        names = " or ".join(ALIASES.get(key, (key,)))
+        return UnsupportedModelError(
+            f"config of model_type {self.model_type!r}: {key} {state}; set {names} to {wanted} in config.json"
+        )

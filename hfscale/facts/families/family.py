@@ -1,0 +1,132 @@
+"""The columns of the tables in this package: what a model family does that its `config.json` does not say.
+
+Most columns are a literal or the name of a config key. What neither can say is a rule, a small function of the config;
+the rules stand in `rules.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hfscale.facts.config_reader import ModelConfig
+from hfscale.facts.families import rules
+
+COMMON_DEFAULTS: Mapping[str, Any] = {
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "qk_layernorm": False,
+}
+"""What most config classes assume for the keys read here that a `config.json` may leave out."""
+
+Flag = bool | str | Callable[[ModelConfig], bool]
+"""A literal, the config key that decides, or a rule."""
+
+Count = int | Callable[[ModelConfig], int]
+"""A literal or a rule."""
+
+
+def decide(flag: Flag, config: ModelConfig) -> bool:
+    """The value of a `Flag` for one config."""
+    if callable(flag):
+        return flag(config)
+    return config.flag(flag) if isinstance(flag, str) else flag
+
+
+def count(number: Count, config: ModelConfig) -> int:
+    """The value of a `Count` for one config."""
+    return number(config) if callable(number) else number
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFamily:
+    """How a family builds the MLPs of its mixture-of-experts layers.
+
+    Each expert is gated. transformers 5 stacks the experts of a layer in two parameters: gate and up in one, down in
+    the other.
+    """
+
+    width: str = "moe_intermediate_size"
+    """Config key of one expert's inner width."""
+    layers: Callable[[ModelConfig], tuple[bool, ...]] = rules.every_layer
+    """Which layers are mixtures of experts; the others are dense."""
+    stacked: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    """Paths of the two stacked parameters inside a layer."""
+    bias: bool = False
+    """Whether experts have biases."""
+    router: str = "mlp.gate"
+    """Path of the matrix that scores the experts."""
+    router_bias: bool = False
+    """Whether the router has a bias that is a parameter (a buffer is not counted)."""
+    shared: tuple[str, ...] = ()
+    """Paths of the matrices of the expert that every token passes, as in `Family.mlp`."""
+    shared_width: Count = 0
+    """Inner width of the shared expert; 0 where the config switches it off."""
+    shared_bias: Flag = False
+    """Whether the shared expert has biases."""
+    shared_gate: str | None = None
+    """Path of the matrix that weighs the shared expert with one number per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row of the table. The defaults describe Llama, and most rows change only a few."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the config class assumes for keys that a `config.json` may leave out, beyond `COMMON_DEFAULTS`."""
+
+    kv_heads: Callable[[ModelConfig], int] = rules.grouped_query
+    """Number of key-value heads."""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Paths of the query, key and value projections inside a layer, or of the one that holds all three."""
+    attention_out: str = "self_attn.o_proj"
+    """Path of the attention's output projection."""
+    qkv_bias: Flag = "attention_bias"
+    """Whether the projections of `qkv` have biases."""
+    attention_out_bias: Flag = "attention_bias"
+    """Whether the output projection has a bias."""
+    latent: bool = False
+    """Multi-head latent attention (DeepSeek): low-rank queries, keys and values; `qkv` is then not used."""
+    qk_norm: Literal["shared", "per_head"] | None = None
+    """Norms of queries and keys: one weight of the head's width for all heads, or a weight for each head."""
+    qk_norm_when: Flag = True
+    """Whether the norms of `qk_norm` are there."""
+    qk_norm_bias: bool = False
+    """Whether the norms of `qk_norm` have biases."""
+    sinks: bool = False
+    """Whether each head has a learned attention sink, one number."""
+    windows: Callable[[ModelConfig], tuple[int | None, ...]] = rules.full_attention
+    """The sliding window of each layer in tokens, or None where it attends to all."""
+
+    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    """Paths of the dense MLP's matrices, the one back to the hidden size last. Two paths of a gated MLP: the first
+    matrix holds gate and up."""
+    gated: bool = True
+    """Whether the activation is gated (SwiGLU, GeGLU)."""
+    mlp_bias: Flag = False
+    """Whether the dense MLP has biases."""
+    ffn: Callable[[ModelConfig], int] = rules.stated_ffn
+    """Inner width of the dense MLP."""
+    activation_parameters: int = 0
+    """Learned numbers of the MLP's activation function."""
+    experts: ExpertFamily | None = None
+    """The mixture of experts, in families that have one."""
+
+    norms: Count = 2
+    """Norms per layer of the hidden size's width."""
+    norm_vectors: Count = 1
+    """Vectors of a norm: 0 for none, 1 for a weight, 2 for a weight and a bias."""
+    final_norm: Flag = True
+    """Whether a norm follows the last layer."""
+    embedding_norm: bool = False
+    """Whether a norm follows the embedding."""
+
+    extra_positions: int | None = None
+    """Rows of the learned position table beyond `max_position_embeddings`; None where positions are not learned."""
+    embedding_width: str = "hidden_size"
+    """Config key of the token embedding's width."""
+    head_bias: Flag = False
+    """Whether the language-model head has a bias."""
+    parallel_residual: Flag = False
+    """Whether attention and MLP of a layer read the same input and are added together."""

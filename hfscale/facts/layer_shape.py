@@ -1,0 +1,274 @@
+"""The matrices of one transformer layer, and the numbers a planner needs to shard them."""
+
+from dataclasses import dataclass
+
+from hfscale.errors import UnsupportedModelError
+from hfscale.facts.config_reader import ModelConfig
+from hfscale.facts.families.family import ExpertFamily, Family, count, decide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A weight matrix that tokens are multiplied by, or a stack of them, one per expert."""
+
+    path: str
+    """Its path inside the layer, as transformers names it: `self_attn.q_proj`."""
+    inputs: int
+    """Width of what it reads."""
+    outputs: int
+    """Width of what it writes."""
+    bias: bool = False
+    """Whether it has a bias of `outputs` numbers."""
+    copies: int = 1
+    """Matrices in the stack: the number of experts, or 1."""
+    used: int = 1
+    """Matrices of the stack that one token passes: `top_k`, or 1."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers it holds, over all copies."""
+        return self.copies * self._parameters_of_one
+
+    @property
+    def idle_parameters(self) -> int:
+        """Numbers of the copies that one token does not pass."""
+        return (self.copies - self.used) * self._parameters_of_one
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that one token is multiplied by; biases are added, not multiplied."""
+        return self.used * self.inputs * self.outputs
+
+    @property
+    def _parameters_of_one(self) -> int:
+        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The attention of a layer; all layers of a model share it."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key-value heads; fewer than `heads` in grouped-query and multi-query attention."""
+    head_dim: int
+    """Width of a query or key head."""
+    value_head_dim: int
+    """Width of a value head; differs from `head_dim` in latent attention only."""
+    linears: tuple[Linear, ...]
+    """Its projections."""
+    qk_norm: bool
+    """Whether queries and keys are normalised."""
+    other_parameters: int
+    """Parameters outside the projections: norms of queries, keys and latents, attention sinks."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one layer's attention."""
+        return sum(linear.parameters for linear in self.linears) + self.other_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpShape:
+    """The MLP of a dense layer."""
+
+    ffn: int
+    """Inner width."""
+    gated: bool
+    """Whether the activation is gated, that is whether two matrices lead to the inner width."""
+    linears: tuple[Linear, ...]
+    """Its matrices."""
+    other_parameters: int
+    """Learned numbers of the activation function."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one dense layer's MLP."""
+        return sum(linear.parameters for linear in self.linears) + self.other_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeShape:
+    """The MLP of a mixture-of-experts layer."""
+
+    experts: int
+    """Routed experts."""
+    top_k: int
+    """Routed experts that a token passes."""
+    expert_ffn: int
+    """Inner width of one routed expert."""
+    shared_ffn: int
+    """Inner width of the expert that every token passes, all shared experts together; 0 without one."""
+    gated: bool
+    """Whether the activation is gated."""
+    router: tuple[Linear, ...]
+    """The matrix that scores the experts, and the one that weighs the shared expert where there is one."""
+    linears: tuple[Linear, ...]
+    """Routed experts, stacked, and the shared expert."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one layer's experts, shared expert included, router not."""
+        return sum(linear.parameters for linear in self.linears)
+
+    @property
+    def router_parameters(self) -> int:
+        """Parameters of one layer's router and shared-expert gate."""
+        return sum(linear.parameters for linear in self.router)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParameters:
+    """Parameters of one layer, by part."""
+
+    attention: int
+    """Projections, their biases, norms of queries and keys, attention sinks."""
+    mlp: int
+    """The dense MLP, or all experts with the shared one."""
+    router: int
+    """Router and shared-expert gate; 0 in a dense layer."""
+    norms: int
+    """Norms of the hidden size's width."""
+
+    @property
+    def total(self) -> int:
+        """All of the layer's parameters."""
+        return self.attention + self.mlp + self.router + self.norms
+
+
+def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
+    """The attention that `config` describes.
+
+    Raises:
+        `UnsupportedModelError`: A key is missing or wrong, or the heads do not divide the hidden size.
+    """
+    if family.latent:
+        return _latent_attention(config)
+    hidden, heads, kv_heads = config.count("hidden_size"), config.count("num_attention_heads"), family.kv_heads(config)
+    head_dim = config.optional_count("head_dim") or _even_head_dim(config, hidden, heads)
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    widths = (queries, keys, keys) if len(family.qkv) == 3 else (queries + 2 * keys,)
+    bias, out_bias = decide(family.qkv_bias, config), decide(family.attention_out_bias, config)
+    projections = [
+        Linear(path=path, inputs=hidden, outputs=width, bias=bias)
+        for path, width in zip(family.qkv, widths, strict=True)
+    ]
+    projections.append(Linear(path=family.attention_out, inputs=queries, outputs=hidden, bias=out_bias))
+
+    qk_norm = family.qk_norm is not None and decide(family.qk_norm_when, config)
+    norm_width = 2 * head_dim if family.qk_norm == "shared" else queries + keys
+    norm_vectors = 2 if family.qk_norm_bias else 1
+    return AttentionShape(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        linears=tuple(projections),
+        qk_norm=qk_norm,
+        other_parameters=(norm_width * norm_vectors if qk_norm else 0) + (heads if family.sinks else 0),
+    )
+
+
+def _even_head_dim(config: ModelConfig, hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise UnsupportedModelError(
+            f"config of model_type {config.model_type!r}: hidden_size {hidden} is not a multiple of "
+            f"num_attention_heads {heads}; change one of them or set head_dim"
+        )
+    return hidden // heads
+
+
+def _latent_attention(config: ModelConfig) -> AttentionShape:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in the form that is trained.
+
+    Keys and values are expanded from the latent, so each query head has its own. Without `q_lora_rank` the queries are
+    projected directly.
+    """
+    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    rotary, value_dim = config.count("qk_rope_head_dim"), config.count("v_head_dim")
+    plain = config.count("qk_nope_head_dim")
+    q_rank, kv_rank = config.optional_count("q_lora_rank"), config.count("kv_lora_rank")
+    bias = config.flag("attention_bias")
+    queries = heads * (plain + rotary)
+    if q_rank:
+        query_linears = [
+            Linear(path="self_attn.q_a_proj", inputs=hidden, outputs=q_rank, bias=bias),
+            Linear(path="self_attn.q_b_proj", inputs=q_rank, outputs=queries),
+        ]
+    else:
+        query_linears = [Linear(path="self_attn.q_proj", inputs=hidden, outputs=queries)]
+    return AttentionShape(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=plain + rotary,
+        value_head_dim=value_dim,
+        linears=(
+            *query_linears,
+            Linear(path="self_attn.kv_a_proj_with_mqa", inputs=hidden, outputs=kv_rank + rotary, bias=bias),
+            Linear(path="self_attn.kv_b_proj", inputs=kv_rank, outputs=heads * (plain + value_dim)),
+            Linear(path="self_attn.o_proj", inputs=heads * value_dim, outputs=hidden, bias=bias),
+        ),
+        qk_norm=False,
+        other_parameters=(q_rank or 0) + kv_rank,
+    )
+
+
+def mlp_shape(config: ModelConfig, family: Family) -> MlpShape:
+    """The MLP of a dense layer of `config`.
+
+    Raises:
+        `UnsupportedModelError`: A key is missing or wrong.
+    """
+    ffn = family.ffn(config)
+    bias = decide(family.mlp_bias, config)
+    return MlpShape(
+        ffn=ffn,
+        gated=family.gated,
+        linears=_mlp_linears(family.mlp, config.count("hidden_size"), ffn, gated=family.gated, bias=bias),
+        other_parameters=family.activation_parameters,
+    )
+
+
+def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
+    """The MLP of a mixture-of-experts layer of `config`.
+
+    Raises:
+        `UnsupportedModelError`: A key is missing or wrong, or a token passes more experts than there are.
+    """
+    hidden = config.count("hidden_size")
+    experts, top_k = config.count("num_experts"), config.count("num_experts_per_tok")
+    width = config.count(family.width)
+    if top_k > experts:
+        raise UnsupportedModelError(
+            f"config of model_type {config.model_type!r}: num_experts_per_tok {top_k} is more than the {experts} "
+            "experts there are; set it to at most that"
+        )
+    stacked = _mlp_linears(family.stacked, hidden, width, gated=True, bias=family.bias, copies=experts, used=top_k)
+    router = [Linear(path=family.router, inputs=hidden, outputs=experts, bias=family.router_bias)]
+    shared_width = count(family.shared_width, config)
+    shared_bias = decide(family.shared_bias, config)
+    shared = _mlp_linears(family.shared, hidden, shared_width, gated=True, bias=shared_bias) if shared_width else ()
+    if family.shared_gate is not None:
+        router.append(Linear(path=family.shared_gate, inputs=hidden, outputs=1))
+    return MoeShape(
+        experts=experts,
+        top_k=top_k,
+        expert_ffn=width,
+        shared_ffn=shared_width,
+        gated=True,
+        router=tuple(router),
+        linears=stacked + shared,
+    )
+
+
+def _mlp_linears(
+    paths: tuple[str, ...], hidden: int, ffn: int, *, gated: bool, bias: bool, copies: int = 1, used: int = 1
+) -> tuple[Linear, ...]:
+    """Matrices of an MLP. With two paths of a gated MLP, the first holds gate and up."""
+    *upward, down = paths
+    width = 2 * ffn if gated and len(upward) == 1 else ffn
+    return (
+        *(Linear(path=up, inputs=hidden, outputs=width, bias=bias, copies=copies, used=used) for up in upward),
+        Linear(path=down, inputs=ffn, outputs=hidden, bias=bias, copies=copies, used=used),
+    )

@@ -1,0 +1,317 @@
+"""The shape of a language model, read from its `config.json`: parameters, FLOPs per token, LoRA sizes.
+
+Parameters are exact: they equal those of `AutoModelForCausalLM.from_config` of transformers 5.23, tied weights counted
+once. Multi-token-prediction heads of a checkpoint are not counted, as transformers does not build them.
+
+FLOPs are those of the matrix products, a multiply-add counting 2; norms, activations, softmax and rotary positions are
+left out, as in PaLM (arXiv 2204.02311, appendix B), Megatron-LM and torchtitan.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from hfscale.errors import UsageError
+from hfscale.facts.config_reader import ModelConfig, load_config
+from hfscale.facts.families import family_of
+from hfscale.facts.families.family import COMMON_DEFAULTS, count, decide
+from hfscale.facts.layer_shape import (
+    AttentionShape,
+    LayerParameters,
+    Linear,
+    MlpShape,
+    MoeShape,
+    attention_shape,
+    mlp_shape,
+    moe_shape,
+)
+
+AttentionCount = Literal["full", "causal"]
+"""How attention is counted: `full` counts the masked half too (PaLM, torchtitan, nanotron, llm-foundry), `causal` does
+not (Megatron-LM)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What of a language model decides its memory and time. Made by `ModelShape.from_config`."""
+
+    model_type: str
+    """The family, as `config.json` names it."""
+    layers: int
+    """Number of layers."""
+    hidden: int
+    """Width of the residual stream."""
+    vocab: int
+    """Rows of the token embedding, padding included."""
+    tied: bool
+    """Whether the language-model head shares the token embedding's weight."""
+
+    attention: AttentionShape
+    """Attention of every layer: heads, widths, projections."""
+    mlp: MlpShape | None
+    """MLP of the dense layers; None where all layers are mixtures of experts."""
+    moe: MoeShape | None
+    """MLP of the mixture-of-experts layers; None in a dense model."""
+    moe_layers: tuple[bool, ...]
+    """For each layer, whether it is a mixture of experts."""
+    windows: tuple[int | None, ...]
+    """For each layer, the sliding window in tokens, the token itself included; None where it attends to all."""
+    parallel_residual: bool
+    """Whether attention and MLP of a layer read the same input and are added together."""
+
+    norms_per_layer: int
+    """Norms of the hidden size's width in a layer."""
+    norm_parameters: int
+    """Parameters of one such norm: 0, `hidden` (weight) or `2 x hidden` (weight and bias)."""
+    embedding_norm: bool
+    """Whether a norm follows the embedding."""
+    final_norm: bool
+    """Whether a norm follows the last layer."""
+    embedding_width: int
+    """Width of the token embedding; where it is not `hidden`, two matrices translate (OPT-350m)."""
+    learned_positions: int
+    """Rows of the learned position table; 0 where positions are computed."""
+    head_bias: bool
+    """Whether the language-model head has a bias of `vocab` numbers."""
+
+    @classmethod
+    def from_config(cls, source: Mapping[str, Any] | str | Path) -> "ModelShape":
+        """Reads a model's shape.
+
+        Args:
+            source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or the folder that holds it. Keys
+                left out are what transformers takes them to be. Of an image-and-text model whose `text_config` is
+                known (`gemma3`), the language model alone.
+
+        Raises:
+            `ConfigFileError`: There is no such file, or it is no model config.
+            `UnsupportedModelError`: The family is not known, or a key is missing or wrong.
+        """
+        values = load_config(source)
+        family = family_of(values["model_type"])
+        config = ModelConfig(values, defaults={**COMMON_DEFAULTS, **family.defaults})
+        layers, hidden = config.count("num_hidden_layers"), config.count("hidden_size")
+        moe_layers = family.experts.layers(config) if family.experts else (False,) * layers
+        positions = family.extra_positions
+        return cls(
+            model_type=config.model_type,
+            layers=layers,
+            hidden=hidden,
+            vocab=config.count("vocab_size"),
+            tied=config.flag("tie_word_embeddings"),
+            attention=attention_shape(config, family),
+            mlp=None if all(moe_layers) else mlp_shape(config, family),
+            moe=moe_shape(config, family.experts) if family.experts and any(moe_layers) else None,
+            moe_layers=moe_layers,
+            windows=family.windows(config),
+            parallel_residual=decide(family.parallel_residual, config),
+            norms_per_layer=count(family.norms, config),
+            norm_parameters=hidden * count(family.norm_vectors, config),
+            embedding_norm=family.embedding_norm,
+            final_norm=decide(family.final_norm, config),
+            embedding_width=config.optional_count(family.embedding_width) or hidden,
+            learned_positions=0 if positions is None else config.count("max_position_embeddings") + positions,
+            head_bias=decide(family.head_bias, config),
+        )
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def layer_parameters(self, layer: int) -> LayerParameters:
+        """Parameters of a layer, counted from 0.
+
+        Raises:
+            `IndexError`: There is no such layer.
+        """
+        moe = self.moe if self.moe_layers[layer] else None
+        dense = self.mlp if not self.moe_layers[layer] else None
+        return LayerParameters(
+            attention=self.attention.parameters,
+            mlp=(moe.parameters if moe else 0) + (dense.parameters if dense else 0),
+            router=moe.router_parameters if moe else 0,
+            norms=self.norms_per_layer * self.norm_parameters,
+        )
+
+    @cached_property
+    def layers_parameters(self) -> int:
+        """Parameters of all layers together."""
+        return sum(self.layer_parameters(layer).total for layer in range(self.layers))
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters before the first layer: tokens, learned positions, and what follows them."""
+        tokens = self.vocab * self.embedding_width
+        positions = self.learned_positions * self.hidden
+        norm = self.norm_parameters if self.embedding_norm else 0
+        return tokens + positions + norm + sum(linear.parameters for linear in self._embedding_linears)
+
+    @property
+    def final_norm_parameters(self) -> int:
+        """Parameters of the norm after the last layer."""
+        return self.norm_parameters if self.final_norm else 0
+
+    @property
+    def lm_head_parameters(self) -> int:
+        """Parameters after the final norm that are not the embedding's: of a tied head only a bias, if it has one."""
+        shared = self.vocab * self.embedding_width if self.tied else 0
+        return sum(linear.parameters for linear in self._head_linears) - shared
+
+    @property
+    def total_parameters(self) -> int:
+        """All parameters, tied weights once."""
+        ends = self.embedding_parameters + self.final_norm_parameters + self.lm_head_parameters
+        return self.layers_parameters + ends
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets: all but those of the experts it does not pass."""
+        return self.total_parameters - sum(linear.idle_parameters for linear in self._layer_linears)
+
+    # -- FLOPs --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def matmul_parameters(self) -> int:
+        """Weights that one token is multiplied by, N_matmul.
+
+        The head counts even when tied, the embedding look-up does not; of the experts, `top_k` and the shared one do.
+        """
+        ends = (*self._embedding_linears, *self._head_linears)
+        return self._layer_matmul_parameters + sum(linear.matmul_parameters for linear in ends)
+
+    def forward_flops_per_token(self, seq_len: float, *, attention: AttentionCount = "full") -> float:
+        """FLOPs of a forward pass: 2 N_matmul + attention.
+
+        Args:
+            seq_len (`float`): Tokens per sequence; for packed sequences of lengths l, their mean seen by a token,
+                sum(l^2) / sum(l).
+            attention (`str`): `full` or `causal`, see `AttentionCount`.
+
+        Raises:
+            `UsageError`: `seq_len` or `attention` is out of range.
+        """
+        return 2 * self.matmul_parameters + self._attention_flops(seq_len, attention)
+
+    def flops_per_token(
+        self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
+    ) -> float:
+        """Model FLOPs of a training step, per token: what MFU divides by.
+
+        Training all parameters: 6 N_matmul + 12 c L H d S (PaLM, arXiv 2204.02311, appendix B), with c = 1 for `full`
+        and 1/2 for `causal`. With LoRA the frozen weights need no gradient of their own: 4 N_matmul + 6 N_lora +
+        the same attention.
+
+        The attention term is the sum over layers of 3 x 2 H (d + d_v) S_layer, where d and d_v are the widths of a key
+        and a value head (2d = d + d_v outside latent attention), and S_layer is the number of keys per query. With
+        w = min(S, window of the layer), S_layer is w for `full` and w (1 - w / 2S) for `causal`: the mean over a
+        sequence of min(i, w) keys, which is S/2 without a window.
+
+        Args:
+            seq_len (`float`): As in `forward_flops_per_token`.
+            attention (`str`): `full` or `causal`, see `AttentionCount`.
+            lora_parameters (`int`, *optional*): Trained LoRA parameters (`ModelShape.lora_parameters`) where all else
+                is frozen; None where all parameters train.
+
+        Raises:
+            `UsageError`: `seq_len` or `attention` is out of range.
+        """
+        attention_flops = 3 * self._attention_flops(seq_len, attention)
+        if lora_parameters is None:
+            return 6 * self.matmul_parameters + attention_flops
+        return 4 * self.matmul_parameters + 6 * lora_parameters + attention_flops
+
+    def hardware_flops_per_token(
+        self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
+    ) -> float:
+        """FLOPs of a training step with full activation recomputation, per token: what HFU divides by.
+
+        Adds to `flops_per_token` a second forward pass of the layers (8/6 of their FLOPs when all parameters train:
+        Korthikanti et al., arXiv 2205.05198, appendix A), of attention and LoRA too, but not of the head. Without
+        recomputation, HFU is MFU. Arguments and errors are those of `flops_per_token`.
+        """
+        again = 2 * (self._layer_matmul_parameters + (lora_parameters or 0))
+        model_flops = self.flops_per_token(seq_len, attention=attention, lora_parameters=lora_parameters)
+        return model_flops + again + self._attention_flops(seq_len, attention)
+
+    def _attention_flops(self, seq_len: float, attention: AttentionCount) -> float:
+        """FLOPs of one forward pass of attention scores and their sum of values, over all layers, per token."""
+        if not seq_len > 0:
+            raise UsageError(f"seq_len {seq_len} is not a number of tokens: give one above 0")
+        if attention not in ("full", "causal"):
+            raise UsageError(f"attention {attention!r} is not a way to count it: use full or causal")
+        keys = 0.0
+        for window in self.windows:
+            reach = seq_len if window is None else min(seq_len, window)
+            keys += reach if attention == "full" else reach * (1 - reach / (2 * seq_len))
+        return 2 * self.attention.heads * (self.attention.head_dim + self.attention.value_head_dim) * keys
+
+    # -- LoRA ---------------------------------------------------------------------------------------------------------
+
+    def lora_parameters(self, r: int, target_modules: Iterable[str] | Literal["all-linear"] = "all-linear") -> int:
+        """Parameters of rank-`r` LoRA adapters: r x (inputs + outputs) for each adapted matrix (arXiv 2106.09685).
+
+        Equals what PEFT 0.21 trains. How PEFT adapts experts differs between families and versions, so in a mixture
+        of experts only attention (and `lm_head`) can be counted.
+
+        Args:
+            r (`int`): Rank.
+            target_modules (`Iterable[str]`): Module names as in PEFT's `LoraConfig` (`q_proj`, `mlp.down_proj`), or
+                `all-linear`: every linear layer but the head.
+
+        Raises:
+            `UsageError`: `r` is below 1, a name matches no module, or it matches experts or a router.
+        """
+        if r < 1:
+            raise UsageError(f"LoRA rank {r} is below 1: give a rank such as 16")
+        inside = (*self._layer_linears, *self._embedding_linears, *self._head_linears)
+        if target_modules == "all-linear":
+            chosen = {linear.path for linear in inside} - {"lm_head"}
+        elif isinstance(target_modules, str):
+            raise UsageError(f"target_modules {target_modules!r} is one string: give a list of names, or all-linear")
+        else:
+            chosen = {path for name in target_modules for path in self._paths_named(name)}
+        experts = chosen & ({linear.path for linear in (*self.moe.router, *self.moe.linears)} if self.moe else set())
+        if experts:
+            raise UsageError(
+                f"LoRA on {', '.join(sorted(experts))} of a mixture of experts is not counted: "
+                f"target attention, such as {self.attention.linears[0].path.rpartition('.')[2]}"
+            )
+        return sum(r * (linear.inputs + linear.outputs) for linear in inside if linear.path in chosen)
+
+    def _paths_named(self, name: str) -> set[str]:
+        """Paths that PEFT's rule matches: the whole path, or the end of it after a dot."""
+        known = {linear.path for linear in (*self._layer_linears, *self._embedding_linears, *self._head_linears)}
+        matched = {path for path in known if path == name or path.endswith(f".{name}")}
+        if not matched:
+            raise UsageError(
+                f"target module {name!r} names no linear layer of {self.model_type}: use some of "
+                f"{', '.join(sorted({path.rpartition('.')[2] for path in known}))}"
+            )
+        return matched
+
+    # -- matrices -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _layer_linears(self) -> tuple[Linear, ...]:
+        """The matrices of all layers, one entry per layer and matrix."""
+        dense = self.mlp.linears if self.mlp else ()
+        sparse = (*self.moe.router, *self.moe.linears) if self.moe else ()
+        per_layer = (self.attention.linears + (sparse if is_moe else dense) for is_moe in self.moe_layers)
+        return tuple(linear for linears in per_layer for linear in linears)
+
+    @cached_property
+    def _layer_matmul_parameters(self) -> int:
+        return sum(linear.matmul_parameters for linear in self._layer_linears)
+
+    @property
+    def _embedding_linears(self) -> tuple[Linear, ...]:
+        if self.embedding_width == self.hidden:
+            return ()
+        return (Linear(path="project_in", inputs=self.embedding_width, outputs=self.hidden),)
+
+    @property
+    def _head_linears(self) -> tuple[Linear, ...]:
+        head = Linear(path="lm_head", inputs=self.embedding_width, outputs=self.vocab, bias=self.head_bias)
+        if self.embedding_width == self.hidden:
+            return (head,)
+        return (Linear(path="project_out", inputs=self.hidden, outputs=self.embedding_width), head)
