@@ -1,0 +1,157 @@
+"""How the learning rate follows the batch: the rules, their sources, and one function that applies them.
+
+Batches are compared by tokens per optimizer step. With kappa = tokens now / tokens of the run the learning rate was
+tuned for:
+
+| rule | factor | source |
+|---|---|---|
+| `linear` | kappa | SGD: Goyal et al. 2017, arXiv 1706.02677 |
+| `sqrt` | sqrt(kappa) | Adam and its family: Malladi et al. 2022, arXiv 2205.10287 |
+| `auto` | `linear` for SGD, `sqrt` for adaptive optimizers | both of the above |
+| `rubric` | kappa up to 32,768 tokens per step, square root of what lies above | common guides; no primary source |
+| `none` | 1 | |
+
+Only data-parallel ranks multiply the batch: tensor, pipeline and context parallel ranks work on the same tokens.
+Beyond the critical batch size (McCandlish et al. 2018, arXiv 1812.06162) a larger batch carries no more signal, so
+where one is given kappa stops growing there, under every rule.
+"""
+
+import math
+from dataclasses import dataclass
+
+from hfscale.errors import UsageError
+
+RULES = ("auto", "linear", "sqrt", "rubric", "none")
+
+RUBRIC_TOKENS_PER_STEP = 32_768
+"""Tokens per step where the rubric of common guides turns from linear to square root. A threshold, not a law."""
+
+RUBRIC_WARMUP_FACTOR = 5.0
+"""What common guides multiply the warm-up by when the batch grows. No primary source."""
+
+_ADAPTIVE = (
+    "adam", "ademamix", "adafactor", "adagrad", "adalomo", "apollo", "galore", "lamb", "lion", "muon", "rmsprop"
+)  # fmt: skip
+_PLAIN = ("sgd", "lomo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRScaling:
+    """What a rule decided."""
+
+    rule: str
+    """The rule that was applied: `linear`, `sqrt`, `rubric` or `none` (`auto` is resolved)."""
+    kappa: float
+    """Tokens per optimizer step, now / base, after the cap of the critical batch size."""
+    factor: float
+    """What the learning rate is multiplied by."""
+    warmup_factor: float
+    """What the number of warm-up steps is multiplied by."""
+    reason: str
+    """The decision in words, for the log."""
+
+
+def scale_learning_rate(
+    *,
+    rule: str,
+    optimizer: str,
+    global_batch_size: int,
+    base_global_batch_size: int | None,
+    block_size: int | None = None,
+    base_block_size: int | None = None,
+    critical_batch_size: int | None = None,
+    warmup_scale: float = 1.0,
+) -> LRScaling:
+    """Decide the factor for a run of `global_batch_size` from the batch its learning rate was tuned for.
+
+    Args:
+        rule (`str`): one of `RULES`.
+        optimizer (`str`): name of the optimizer, as in `TrainingArguments.optim`, a class or a DeepSpeed type.
+        global_batch_size (`int`): sequences per optimizer step now.
+        base_global_batch_size (`int`, *optional*): sequences per step the learning rate was tuned for. Without it
+            nothing is known about the base, and the learning rate stays as it is.
+        block_size, base_block_size (`int`, *optional*): tokens per sequence now and in the base run; equal if absent.
+        critical_batch_size (`int`, *optional*): sequences of the current length beyond which kappa stops growing.
+        warmup_scale (`float`): what to multiply the warm-up steps by (the rule `rubric` brings its own 5).
+
+    Raises:
+        UsageError: an unknown rule or optimizer, a size that is not positive, or a length that the rule needs.
+    """
+    if rule not in RULES:
+        raise UsageError(f"lr_scaling_rule '{rule}' is unknown: choose one of {', '.join(RULES)}")
+    sizes = {
+        "global_batch_size": global_batch_size,
+        "base_global_batch_size": base_global_batch_size,
+        "block_size": block_size,
+        "base_block_size": base_block_size,
+        "critical_batch_size": critical_batch_size,
+        "warmup_scale": warmup_scale,
+    }
+    for name, size in sizes.items():
+        if size is not None and size <= 0:
+            raise UsageError(f"{name} is {size}: it must be greater than 0")
+    if rule == "none":
+        return LRScaling(rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason="rule 'none'")
+    if base_global_batch_size is None:
+        reason = "no base_global_batch_size given, so the learning rate is taken to be tuned for this batch"
+        return LRScaling(rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason=reason)
+
+    length_ratio = _length_ratio(block_size, base_block_size)
+    capped_batch = min(global_batch_size, max(critical_batch_size, 1)) if critical_batch_size else global_batch_size
+    kappa = capped_batch / base_global_batch_size * length_ratio
+    batches = f"global batch {base_global_batch_size} -> {global_batch_size} sequences"
+    if length_ratio != 1:
+        batches += f" of {base_block_size} -> {block_size} tokens"
+    if capped_batch != global_batch_size:
+        batches += f", capped at the critical batch of {critical_batch_size}"
+    batches += f" (kappa {kappa:.4g})"
+
+    if rule == "rubric":
+        if block_size is None:
+            raise UsageError("lr_scaling_rule 'rubric' counts tokens per step: give block_size too")
+        factor = _rubric_factor(capped_batch * block_size, kappa)
+        warmup = warmup_scale * (RUBRIC_WARMUP_FACTOR if kappa > 1 else 1.0)
+        reason = f"{batches}, rubric: linear up to {RUBRIC_TOKENS_PER_STEP:,} tokens per step, square root beyond"
+        return LRScaling(rule="rubric", kappa=kappa, factor=factor, warmup_factor=warmup, reason=reason)
+
+    resolved = resolve_rule(rule, optimizer)
+    factor = kappa if resolved == "linear" else math.sqrt(kappa)
+    reason = f"{batches}, {resolved} rule for {optimizer}"
+    return LRScaling(rule=resolved, kappa=kappa, factor=factor, warmup_factor=warmup_scale, reason=reason)
+
+
+def resolve_rule(rule: str, optimizer: str) -> str:
+    """`auto` -> `linear` for SGD, `sqrt` for adaptive optimizers; any other rule as it is.
+
+    Raises:
+        UsageError: `auto` with an optimizer that no rule is known for.
+    """
+    if rule != "auto":
+        return rule
+    name = optimizer.lower()
+    if any(part in name for part in _ADAPTIVE):
+        return "sqrt"
+    if any(part in name for part in _PLAIN):
+        return "linear"
+    raise UsageError(
+        f"lr_scaling_rule 'auto' knows no rule for the optimizer '{optimizer}': give linear, sqrt, rubric or none"
+    )
+
+
+def _length_ratio(block_size: int | None, base_block_size: int | None) -> float:
+    if base_block_size is None:
+        return 1.0
+    if block_size is None:
+        raise UsageError(f"base_block_size {base_block_size} is given without block_size: give both or neither")
+    return block_size / base_block_size
+
+
+def _rubric_factor(tokens: float, kappa: float) -> float:
+    """Linear below the threshold, square root above; continuous where the two runs lie on different sides."""
+    base_tokens = tokens / kappa
+
+    def curve(tokens_per_step: float) -> float:
+        ratio = tokens_per_step / RUBRIC_TOKENS_PER_STEP
+        return ratio if ratio <= 1 else math.sqrt(ratio)
+
+    return curve(tokens) / curve(base_tokens)
