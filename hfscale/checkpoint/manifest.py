@@ -1,0 +1,113 @@
+"""The manifest of a checkpoint: which files belong to it, how long they are and what they hash to.
+
+`checkpoint-N/hfscale_manifest.json` is written after every other file has reached the disk, so its presence is the
+commit. It holds
+
+    {"format": 1, "step": N, "strategy": "ddp", "world_size": 2, "global_batch_size": 16,
+     "files": {"model.safetensors": {"bytes": 123, "xxh3_128": "…32 hex digits…"}, …}}
+
+with paths relative to the checkpoint, in POSIX form.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from hfscale.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST_NAME = "hfscale_manifest.json"
+_CHUNK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    bytes: int
+    """Length in bytes."""
+    xxh3_128: str
+    """XXH3 128-bit digest of the content, 32 hexadecimal digits."""
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        """Read `path` once and record it."""
+        digest, length = xxhash.xxh3_128(), 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                length += len(chunk)
+        return cls(bytes=length, xxh3_128=digest.hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What `hfscale_manifest.json` says."""
+
+    step: int
+    """Optimizer steps taken when the checkpoint was written."""
+    strategy: str
+    """`single`, `ddp`, `fsdp2`, `zero1`, `zero2`, `zero3` or `parallel`."""
+    world_size: int
+    """Processes that wrote it."""
+    global_batch_size: int
+    """Sequences per optimizer step of the run."""
+    files: dict[str, FileRecord]
+    """Every other file of the checkpoint, by relative POSIX path."""
+    format: int = FORMAT
+    """Version of this format."""
+
+    def to_json(self) -> str:
+        """The manifest as indented JSON."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
+    """Read and check the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, not JSON, of another format, or names a file outside the checkpoint.
+    """
+    path = Path(checkpoint) / MANIFEST_NAME
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{checkpoint} is incomplete: it has no {MANIFEST_NAME}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    try:
+        if fields["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {fields['format']}, this version of hfscale reads {FORMAT}")
+        files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+        manifest = Manifest(files=files, **fields)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a manifest: {type(error).__name__} {error}") from None
+    for name in manifest.files:
+        _check_name(path, name)
+    return manifest
+
+
+def _check_name(manifest_path: Path, name: str) -> None:
+    """A manifest may have come from anywhere: no name may lead out of the checkpoint."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or "\\" in name or ".." in parts or MANIFEST_NAME in parts:
+        raise CheckpointError(f"{manifest_path} names '{name}', which is not a plain path inside the checkpoint")
+
+
+def checkpoint_files(checkpoint: Path) -> list[str]:
+    """Every regular file below `checkpoint` but the manifest, as sorted relative POSIX paths; links are left out."""
+    found = []
+    for folder, _, names in os.walk(checkpoint, followlinks=False):
+        for name in names:
+            path = Path(folder) / name
+            if name != MANIFEST_NAME and path.is_file() and not path.is_symlink():
+                found.append(path.relative_to(checkpoint).as_posix())
+    return sorted(found)
+
+
+def record_files(checkpoint: Path) -> dict[str, FileRecord]:
+    """A record of every file that belongs to the checkpoint."""
+    return {name: FileRecord.of(checkpoint / name) for name in checkpoint_files(checkpoint)}

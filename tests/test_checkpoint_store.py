@@ -1,0 +1,156 @@
+"""Manifest, verification, rotation: what makes a checkpoint trustworthy."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hfscale import latest_checkpoint
+from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from hfscale.checkpoint.store import commit, list_checkpoints, rotate, set_aside, verify, write_atomically
+from hfscale.errors import CheckpointError
+
+
+def make(output_dir: Path, step: int, committed: bool = True) -> Path:
+    checkpoint = output_dir / f"checkpoint-{step}"
+    (checkpoint / "shards").mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(os.urandom(5000))
+    (checkpoint / "shards" / "rank_0.distcp").write_bytes(os.urandom(300))
+    (checkpoint / "trainer_state.json").write_text("{}")
+    if committed:
+        commit(checkpoint, step=step, strategy="ddp", world_size=2, global_batch_size=16)
+    return checkpoint
+
+
+def test_manifest_has_the_promised_form(tmp_path):
+    fields = json.loads((make(tmp_path, 7) / MANIFEST_NAME).read_text())
+    assert set(fields) == {"format", "step", "strategy", "world_size", "global_batch_size", "files"}
+    assert (fields["format"], fields["step"], fields["strategy"], fields["world_size"]) == (1, 7, "ddp", 2)
+    assert set(fields["files"]) == {"model.safetensors", "shards/rank_0.distcp", "trainer_state.json"}
+    record = fields["files"]["model.safetensors"]
+    assert record["bytes"] == 5000
+    assert len(record["xxh3_128"]) == 32
+
+
+def test_the_digest_is_plain_xxh3_128(tmp_path):
+    import xxhash
+
+    checkpoint = make(tmp_path, 1)
+    expected = xxhash.xxh3_128_hexdigest((checkpoint / "model.safetensors").read_bytes())
+    assert verify(checkpoint).files["model.safetensors"].xxh3_128 == expected
+
+
+def flip_bit(checkpoint):
+    path = checkpoint / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[4321] ^= 1
+    path.write_bytes(content)
+
+
+def swap(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "t")
+    (checkpoint / "shards" / "rank_0.distcp").rename(checkpoint / "model.safetensors")
+    (checkpoint / "t").rename(checkpoint / "shards" / "rank_0.distcp")
+
+
+def link(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint.parent / "elsewhere")
+    (checkpoint / "model.safetensors").symlink_to(checkpoint.parent / "elsewhere")
+
+
+DAMAGE = {
+    "bit flip": (flip_bit, "content of model.safetensors has changed"),
+    "truncated": (lambda c: os.truncate(c / "model.safetensors", 100), "has 100 bytes, not 5000"),
+    "zero length": (lambda c: (c / "model.safetensors").write_bytes(b""), "has 0 bytes"),
+    "missing": (lambda c: (c / "shards" / "rank_0.distcp").unlink(), "shards/rank_0.distcp is missing"),
+    "swapped": (swap, "corrupt"),
+    "link": (link, "model.safetensors is missing"),
+    "no manifest": (lambda c: (c / MANIFEST_NAME).unlink(), "incomplete"),
+    "half a manifest": (lambda c: os.truncate(c / MANIFEST_NAME, 40), "cannot be read"),
+    "not a manifest": (lambda c: (c / MANIFEST_NAME).write_text("[1]"), "not a manifest"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found_named_and_passed_over(tmp_path, kind):
+    damage, message = DAMAGE[kind]
+    good, bad = make(tmp_path, 10), make(tmp_path, 20)
+    assert latest_checkpoint(tmp_path) == str(bad)
+    damage(bad)
+    with pytest.raises(CheckpointError, match=message):
+        verify(bad)
+    assert latest_checkpoint(tmp_path) == str(good)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../b", "", "a\\..\\b", MANIFEST_NAME])
+def test_a_manifest_that_leads_outside_is_refused(tmp_path, name):
+    checkpoint = make(tmp_path, 1)
+    fields = json.loads((checkpoint / MANIFEST_NAME).read_text())
+    fields["files"][name] = fields["files"].pop("model.safetensors")
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="not a plain path"):
+        read_manifest(checkpoint)
+
+
+def test_another_format_is_refused(tmp_path):
+    checkpoint = make(tmp_path, 1)
+    text = (checkpoint / MANIFEST_NAME).read_text().replace('"format": 1', '"format": 2')
+    (checkpoint / MANIFEST_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match="format 2"):
+        read_manifest(checkpoint)
+
+
+def test_newest_is_by_number_not_by_name_or_time(tmp_path):
+    make(tmp_path, 100)
+    make(tmp_path, 20)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
+
+
+def test_no_folder_and_an_empty_one_have_no_checkpoint(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_rotation_keeps_the_newest_the_best_and_what_is_not_committed(tmp_path):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    make(tmp_path, 5, committed=False)
+    rotate(tmp_path, limit=2, keep=tmp_path / "checkpoint-1")
+    assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 3, 4, 5)]
+
+
+def test_rotation_never_deletes_the_last_good_one(tmp_path):
+    make(tmp_path, 1)
+    make(tmp_path, 2, committed=False)
+    assert rotate(tmp_path, limit=1) == []
+    assert rotate(tmp_path, limit=0) == []
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+def test_checkpoints_of_later_steps_are_set_aside_and_none_is_lost(tmp_path):
+    for _ in range(2):
+        make(tmp_path, 5)
+        make(tmp_path, 9)
+        set_aside(tmp_path, after_step=4)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
+        "checkpoint-5.superseded",
+        "checkpoint-5.superseded-2",
+        "checkpoint-9.superseded",
+        "checkpoint-9.superseded-2",
+    ]
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    write_atomically(path, "old")
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
