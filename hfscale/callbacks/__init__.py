@@ -1,0 +1,1 @@
+"""Callbacks for any `transformers.Trainer`: one file each, and `scaling.py` for all of them together."""

@@ -1,0 +1,50 @@
+"""Adds metric keys to what the Trainer logs, before any reporter sees it."""
+
+from collections.abc import Callable
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.callbacks.trainer_access import stand_first
+
+LogSource = Callable[[TrainerState], dict[str, float]]
+
+
+class LogKeys(TrainerCallback):
+    """Stands first among a Trainer's callbacks and completes each training log with the keys of its sources.
+
+    So a metric needs no log record of its own: it stands beside the loss of its step, in `log_history`, on the
+    console and with every integration of `report_to`. Get the one of a Trainer with `LogKeys.of(trainer)`.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[LogSource] = []
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> "LogKeys":
+        """The Trainer's `LogKeys`, put in place at the first call."""
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, cls):
+                return callback
+        log_keys = cls()
+        stand_first(trainer, log_keys)
+        return log_keys
+
+    def add(self, source: LogSource) -> None:
+        """Have `source(state)` asked for keys at each training log, on every rank, in the order of addition."""
+        if source not in self._sources:
+            self._sources.append(source)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        if logs is None or not ("loss" in logs or "train_runtime" in logs):
+            return  # an evaluation's own record
+        for source in self._sources:
+            keys = source(state)
+            logs.update(keys)
+            state.log_history[-1].update(keys)  # Trainer appended a copy of `logs` just before

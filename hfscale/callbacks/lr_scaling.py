@@ -1,0 +1,176 @@
+"""Scales the learning rate to the global batch, for any optimizer, scheduler and resume."""
+
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.callbacks.log_keys import LogKeys
+from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size, saved_state
+from hfscale.errors import UsageError
+from hfscale.facts.lr_rules import LRScaling, scale_learning_rate
+from hfscale.logs import get_logger
+
+logger = get_logger(__name__)
+
+_DEEPSPEED_LR_KEYS = {
+    "optimizer": ("lr",),
+    "scheduler": ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"),
+}
+
+
+class LRScalingCallback(TrainerCallback):
+    """Multiplies the learning rate by a factor that depends on how much larger the global batch has become.
+
+    The factor is decided when the Trainer is made, before optimizer and scheduler exist, so they are simply built
+    with the scaled values. It is kept in every checkpoint: on a resume it is not applied a second time, and if it has
+    changed (another global batch) the restored optimizer and scheduler are rescaled by the ratio.
+
+    | metric key | unit | meaning |
+    |---|---|---|
+    | `lr_scaling/factor` | ratio | learning rate in use / learning rate given |
+
+    Args:
+        rule (`str`): `auto`, `linear`, `sqrt`, `rubric` or `none`; see `hfscale.facts.lr_rules`.
+        base_global_batch_size (`int`, *optional*): sequences per step that the given learning rate was tuned for.
+            Without it the learning rate is left alone.
+        block_size, base_block_size (`int`, *optional*): tokens per sequence now and in the base run.
+        critical_batch_size (`int`, *optional*): sequences per step beyond which the factor stops growing.
+        warmup_scale (`float`): what the warm-up steps are multiplied by; 1 keeps their number.
+
+    Raises:
+        UsageError: when the Trainer is made: an unknown rule or optimizer, or sizes that make no sense.
+    """
+
+    def __init__(
+        self,
+        *,
+        rule: str = "auto",
+        base_global_batch_size: int | None = None,
+        block_size: int | None = None,
+        base_block_size: int | None = None,
+        critical_batch_size: int | None = None,
+        warmup_scale: float = 1.0,
+    ) -> None:
+        self.rule = rule
+        self.base_global_batch_size = base_global_batch_size
+        self.block_size = block_size
+        self.base_block_size = base_block_size
+        self.critical_batch_size = critical_batch_size
+        self.warmup_scale = warmup_scale
+        self.scaling: LRScaling | None = None
+        """What was decided; None until the Trainer is made."""
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = calling_trainer()
+        self.scaling = scaling = self._decide(trainer)
+        given = args.learning_rate
+        args.learning_rate *= scaling.factor
+        args.warmup_steps = _scaled_warmup(args.warmup_steps, scaling.warmup_factor)
+        if trainer.optimizer is not None:
+            given = _scale_built(trainer.optimizer, trainer.lr_scheduler, scaling.factor)
+        if trainer.is_deepspeed_enabled:
+            _scale_deepspeed_config(trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config, scaling)
+        self._say(args, scaling, given)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = calling_trainer()
+        saved = saved_state(state, "lr_scaling")
+        # What optimizer and scheduler carry now: a fresh run was built with our factor (or, if this callback was
+        # added after the Trainer was made, with none); a resumed one carries the checkpoint's.
+        built_with = self.scaling.factor if self.scaling else 1.0
+        if self.scaling is None:
+            if trainer.is_deepspeed_enabled:
+                raise UsageError(
+                    "with DeepSpeed give LRScalingCallback to Trainer(callbacks=[...]), not add_callback()"
+                )
+            self.scaling = self._decide(trainer)
+            self._say(args, self.scaling, args.learning_rate)
+        carried = saved.get("factor", 1.0) if state.global_step > 0 else built_with
+        factor = self.scaling.factor
+        if carried != factor:
+            _scale_built(trainer.optimizer, trainer.lr_scheduler, factor / carried)
+            if state.global_step > 0:
+                logger.info("lr_scaling: resumed with factor %.4g, rescaled to %.4g", carried, factor)
+        saved.update(factor=factor, kappa=self.scaling.kappa, rule=self.scaling.rule)
+        LogKeys.of(trainer).add(self._keys)
+
+    def _keys(self, state: TrainerState) -> dict[str, float]:
+        return {"lr_scaling/factor": self.scaling.factor} if self.scaling else {}
+
+    def _decide(self, trainer: Trainer) -> LRScaling:
+        return scale_learning_rate(
+            rule=self.rule,
+            optimizer=_optimizer_name(trainer),
+            global_batch_size=global_batch_size(trainer),
+            base_global_batch_size=self.base_global_batch_size,
+            block_size=self.block_size,
+            base_block_size=self.base_block_size,
+            critical_batch_size=self.critical_batch_size,
+            warmup_scale=self.warmup_scale,
+        )
+
+    def _say(self, args: TrainingArguments, scaling: LRScaling, given: float) -> None:
+        if scaling.factor == 1:
+            logger.info("lr_scaling: learning rate stays %.4g: %s", given, scaling.reason)
+            return
+        warmup = f"warm-up {args.warmup_steps:g}" + (" steps kept" if scaling.warmup_factor == 1 else " steps")
+        scaled = given * scaling.factor
+        logger.info("lr_scaling: learning rate %.4g -> %.4g, %s: %s", given, scaled, warmup, scaling.reason)
+
+
+def _optimizer_name(trainer: Trainer) -> str:
+    """The optimizer's name wherever it is configured: as an object, in a DeepSpeed config, or in the arguments."""
+    optimizer = trainer.optimizer
+    if optimizer is not None:
+        return type(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer).__name__
+    if trainer.is_deepspeed_enabled:
+        config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+        if "optimizer" in config:
+            return str(config["optimizer"]["type"])
+    return str(getattr(trainer.args.optim, "value", trainer.args.optim))
+
+
+def _scaled_warmup(warmup_steps: float, factor: float) -> float:
+    """Below 1 `warmup_steps` is a share of all steps, which cannot exceed 1; from 1 on it is a number of steps."""
+    if factor == 1:
+        return warmup_steps
+    return min(1.0, warmup_steps * factor) if warmup_steps < 1 else round(warmup_steps * factor)
+
+
+def _scale_built(optimizer: Optimizer, scheduler: Any, ratio: float) -> float:
+    """Multiply the learning rates of an optimizer and scheduler that exist; returns the first one from before.
+
+    A DeepSpeed scheduler restores its position only, and takes its learning rates from the config at hand, which is
+    scaled already: of its fields only the last value needs the ratio.
+    """
+    before = float(optimizer.param_groups[0]["lr"])
+    for group in optimizer.param_groups:
+        for key in ("lr", "initial_lr"):
+            if key in group:
+                group[key] *= ratio
+    if isinstance(scheduler, AcceleratedScheduler):
+        scheduler = scheduler.scheduler
+    if scheduler is not None:
+        for name in ("base_lrs", "_last_lr"):  # not every scheduler has both; `_last_lr` is what the Trainer logs
+            if name in vars(scheduler):
+                setattr(scheduler, name, [lr * ratio for lr in getattr(scheduler, name)])
+    return before
+
+
+def _scale_deepspeed_config(config: dict[str, Any], scaling: LRScaling) -> None:
+    """Scale what a DeepSpeed optimizer or scheduler will be built from; "auto" values not yet filled follow `args`."""
+    for section, keys in _DEEPSPEED_LR_KEYS.items():
+        params = config.get(section, {}).get("params", {})
+        for key in keys:
+            if isinstance(params.get(key), int | float):
+                params[key] *= scaling.factor
+    scheduler = config.get("scheduler", {}).get("params", {})
+    if isinstance(scheduler.get("warmup_num_steps"), int | float):
+        scheduler["warmup_num_steps"] = round(scheduler["warmup_num_steps"] * scaling.warmup_factor)

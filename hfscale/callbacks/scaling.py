@@ -1,0 +1,57 @@
+"""The four parts together."""
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.callbacks.comm_health import CommHealthCallback
+from hfscale.callbacks.lr_scaling import LRScalingCallback
+from hfscale.callbacks.scaling_metrics import ScalingMetricsCallback
+from hfscale.callbacks.spot_checkpoint import SpotCheckpointCallback
+
+
+class ScalingCallback(TrainerCallback):
+    """Everything hfscale does for a training, in one callback: `Trainer(..., callbacks=[ScalingCallback()])`.
+
+    It has no logic of its own; each event goes to the parts in this order. Pass a part to configure it.
+
+    | part | does |
+    |---|---|
+    | [`CommHealthCallback`] | stops a run that is not the one asked for |
+    | [`LRScalingCallback`] | scales the learning rate to the global batch |
+    | [`SpotCheckpointCallback`] | commits checkpoints that survive a lost machine |
+    | [`ScalingMetricsCallback`] | logs tokens/s, MFU and where the time goes |
+    """
+
+    def __init__(
+        self,
+        *,
+        comm_health: CommHealthCallback | None = None,
+        lr_scaling: LRScalingCallback | None = None,
+        spot_checkpoint: SpotCheckpointCallback | None = None,
+        metrics: ScalingMetricsCallback | None = None,
+    ) -> None:
+        self.comm_health = comm_health or CommHealthCallback()
+        self.lr_scaling = lr_scaling or LRScalingCallback()
+        self.spot_checkpoint = spot_checkpoint or SpotCheckpointCallback()
+        self.metrics = metrics or ScalingMetricsCallback()
+
+    @property
+    def parts(self) -> tuple[TrainerCallback, ...]:
+        """The parts, in the order in which they see each event."""
+        return (self.comm_health, self.lr_scaling, self.spot_checkpoint, self.metrics)
+
+
+def _forward(event: str) -> Any:
+    def handle(
+        self: ScalingCallback, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for part in self.parts:
+            getattr(part, event)(args, state, control, **kwargs)
+
+    handle.__name__ = event
+    return handle
+
+
+for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
+    setattr(ScalingCallback, _event, _forward(_event))

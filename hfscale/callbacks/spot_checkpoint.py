@@ -1,0 +1,170 @@
+"""Checkpoints on a cadence of steps and minutes, committed by a manifest, with a status file for schedulers."""
+
+import atexit
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale import distributed
+from hfscale.callbacks.log_keys import LogKeys
+from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size
+from hfscale.checkpoint.status import write_status
+from hfscale.checkpoint.store import commit, rotate, set_aside
+from hfscale.errors import UsageError
+from hfscale.logs import get_logger
+from hfscale.strategy import running_strategy
+
+logger = get_logger(__name__)
+
+DEFAULT_EVERY_STEPS = 500
+DEFAULT_EVERY_MINUTES = 15.0
+_AGREEMENT_EVERY_S = 5.0
+
+
+class SpotCheckpointCallback(TrainerCallback):
+    """Saves every N steps or M minutes, whichever comes first, and makes each checkpoint provably whole.
+
+    Trainer writes the checkpoint; this callback then flushes it to the disk, records every file's hash in
+    `hfscale_manifest.json`, and only after that deletes older ones beyond `save_total_limit` (Trainer itself deletes
+    them before). `hfscale_status.json` says how the run stands. `hfscale.latest_checkpoint(output_dir)` is then the
+    newest checkpoint that is whole. With `save_strategy="no"` nothing is saved.
+
+    | metric key | unit | meaning |
+    |---|---|---|
+    | `checkpoint/stall_s` | s | training stood still for the last save |
+    | `checkpoint/write_s` | s | from the start of the last save to its commit |
+    | `checkpoint/bytes` | bytes | size of the last committed checkpoint |
+
+    Args:
+        every_steps (`int`, *optional*): steps between saves; absent: the Trainer's `save_steps`, or 500 where its
+            `save_strategy` is not `steps`.
+        every_minutes (`float`, *optional*): minutes between saves; None: steps only.
+
+    Raises:
+        UsageError: a cadence that is not positive.
+    """
+
+    def __init__(self, *, every_steps: int | None = None, every_minutes: float | None = DEFAULT_EVERY_MINUTES) -> None:
+        for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
+            if value is not None and value <= 0:
+                raise UsageError(f"{name} is {value}: it must be greater than 0, or None")
+        self.every_steps = every_steps
+        self.every_minutes = every_minutes
+        self.last_committed: str | None = None
+        """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
+        self._limit: int | None = None
+        self._running_step: int | None = None
+        self._pending_keys: dict[str, float] = {}
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._take_over_rotation(args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = calling_trainer()
+        self._take_over_rotation(args)
+        self._strategy = running_strategy(trainer)
+        self._global_batch_size = global_batch_size(trainer)
+        self._agreement = distributed.StepAgreement(every_s=_AGREEMENT_EVERY_S)
+        self._saved_step, self._saved_at, self._idle_since = state.global_step, time.monotonic(), time.monotonic()
+        LogKeys.of(trainer).add(self._keys)
+        if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
+            logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
+        if args.should_save:
+            for moved in set_aside(args.output_dir, after_step=state.global_step):
+                logger.info("set aside a checkpoint of later steps than this run begins at: %s", moved)
+            self.last_committed = f"checkpoint-{state.global_step}" if state.global_step else None
+            self._set_status(args, "running", state.global_step)
+            atexit.register(self._report_failure, args)
+        distributed.barrier()  # no rank may begin to write what another is about to set aside
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._idle_since = time.monotonic()
+        if self._running_step is not None:
+            self._running_step = state.global_step
+        if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
+            return
+        minutes = (time.monotonic() - self._saved_at) / 60
+        overdue = self.every_minutes is not None and minutes >= self.every_minutes
+        # Ranks read different clocks; the step at which they save must be one and the same.
+        agreed = self._agreement.step(float(overdue)) if self.every_minutes is not None else 0.0
+        if agreed or state.global_step - self._saved_step >= self._cadence_steps(args):
+            control.should_save = True
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._idle_since = time.monotonic()
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._idle_since = time.monotonic()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        distributed.barrier()  # every rank has written its files
+        if args.should_save:
+            self._commit(args, state)
+        distributed.barrier()
+        self._saved_step, self._saved_at = state.global_step, time.monotonic()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.should_save:
+            self._set_status(args, "completed", state.global_step)
+            atexit.unregister(self._report_failure)
+
+    def _cadence_steps(self, args: TrainingArguments) -> int:
+        if self.every_steps is not None:
+            return self.every_steps
+        by_steps = str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps"
+        return int(args.save_steps) if by_steps and args.save_steps >= 1 else DEFAULT_EVERY_STEPS
+
+    def _take_over_rotation(self, args: TrainingArguments) -> None:
+        """Trainer rotates inside its save, before the new checkpoint is committed: with a limit of 1, a machine lost
+        between the two leaves nothing. So the limit is taken from it and applied after the commit."""
+        if args.save_total_limit is not None:
+            self._limit, args.save_total_limit = args.save_total_limit, None
+
+    def _commit(self, args: TrainingArguments, state: TrainerState) -> None:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        manifest = commit(
+            checkpoint,
+            step=state.global_step,
+            strategy=self._strategy,
+            world_size=args.world_size,
+            global_batch_size=self._global_batch_size,
+        )
+        self.last_committed = checkpoint.name
+        if self._limit is not None:
+            best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+            rotate(args.output_dir, limit=self._limit, keep=best)
+        self._set_status(args, "running", state.global_step)
+        stall_s = time.monotonic() - self._idle_since
+        self._pending_keys = {
+            "checkpoint/stall_s": stall_s,
+            "checkpoint/write_s": stall_s,  # the save is synchronous: training stands still for all of it
+            "checkpoint/bytes": float(sum(record.bytes for record in manifest.files.values())),
+        }
+
+    def _keys(self, state: TrainerState) -> dict[str, float]:
+        keys, self._pending_keys = self._pending_keys, {}
+        return keys
+
+    def _set_status(self, args: TrainingArguments, status: str, step: int, reason: str | None = None) -> None:
+        self._running_step = step if status == "running" else None
+        write_status(Path(args.output_dir), status, step=step, checkpoint=self.last_committed, reason=reason)
+
+    def _report_failure(self, args: TrainingArguments) -> None:
+        """At interpreter exit: a run that neither completed nor was preempted has failed."""
+        if self._running_step is not None:
+            error = getattr(sys, "last_value", None)
+            reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
+            self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))

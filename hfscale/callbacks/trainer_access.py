@@ -1,0 +1,63 @@
+"""What callbacks need of the Trainer and its API does not hand them.
+
+Trainer passes its callbacks the arguments, state, model and optimizer, but neither itself nor a place in its state.
+Both gaps are closed here and nowhere else:
+
+- `calling_trainer` finds the Trainer on the call stack of the event being handled;
+- `saved_state` keeps values in `trainer_state.json`, so they travel with each checkpoint;
+- `stand_first` puts a callback before the reporting integrations, which would otherwise run before any user callback.
+"""
+
+import inspect
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from hfscale.errors import HfScaleError
+
+_KEY = "hfscale"
+
+
+def calling_trainer() -> Trainer:
+    """The Trainer whose callback event is being handled.
+
+    Raises:
+        HfScaleError: no Trainer is on the call stack.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, Trainer):
+            return candidate
+        frame = frame.f_back
+    raise HfScaleError("no Trainer is calling: pass this callback to transformers.Trainer(callbacks=[...])")
+
+
+def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
+    """The live dictionary `name` of what hfscale keeps in `trainer_state.json`; empty in a fresh run.
+
+    Changes made to it are part of every later checkpoint. transformers' own `ExportableState` is not used: it raises
+    a KeyError on save when the run resumed from a checkpoint that was written without the callback, and it restores
+    by making a second instance of the callback.
+    """
+    return state.stateful_callbacks.setdefault(_KEY, {}).setdefault(name, {})
+
+
+def stand_first(trainer: Trainer, callback: TrainerCallback) -> None:
+    """Put `callback` before all others, so that what it adds to the logs reaches every reporter.
+
+    The list is replaced, not changed: an event may be iterating over it right now.
+    """
+    handler = trainer.callback_handler
+    handler.callbacks = [callback, *handler.callbacks]
+
+
+def data_parallel_size(trainer: Trainer) -> int:
+    """Number of different batches per micro-step: processes without tensor, context and sequence parallelism."""
+    model_parallel = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+    return trainer.args.world_size // model_parallel
+
+
+def global_batch_size(trainer: Trainer) -> int:
+    """Sequences per optimizer step: per-device batch x accumulation x data-parallel size."""
+    return trainer.get_total_train_batch_size(trainer.args)

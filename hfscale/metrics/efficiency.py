@@ -1,0 +1,66 @@
+"""Model and hardware FLOPs utilisation, from a model's shape and the accelerator's peak."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hfscale.errors import UnsupportedModelError
+from hfscale.facts.hardware import match_device_name, peak_tflops
+from hfscale.facts.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsModel:
+    """FLOPs per token of one training run; formulas in `hfscale.facts.model_shape`."""
+
+    shape: ModelShape
+    """The model."""
+    lora_parameters: int | None
+    """Trainable parameters on top of a frozen model; None when all of it is trained."""
+    recomputes: bool
+    """Whether the layers' forward is computed again in the backward (activation checkpointing)."""
+
+    @classmethod
+    def of(cls, model: "PreTrainedModel", args: "TrainingArguments") -> "FlopsModel":
+        """Read a model (also one wrapped by peft) and its training arguments.
+
+        Raises:
+            UnsupportedModelError: an architecture whose FLOPs hfscale cannot count.
+        """
+        config = getattr(model, "config", None)
+        if config is None:
+            raise UnsupportedModelError(f"{type(model).__name__} has no config: its FLOPs cannot be counted")
+        is_peft = getattr(model, "peft_config", None) is not None
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) if is_peft else None
+        return cls(
+            shape=ModelShape.from_config(config.to_dict()),
+            lora_parameters=trainable,
+            recomputes=bool(args.activation_checkpointing or args.gradient_checkpointing),
+        )
+
+    def model_flops_per_token(self, sequence_length: int) -> float:
+        """What the mathematics needs: no recomputation, full attention (c = 1)."""
+        return self.shape.flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
+
+    def hardware_flops_per_token(self, sequence_length: int) -> float:
+        """What the hardware executes: with the layers' second forward where activations are recomputed."""
+        if not self.recomputes:
+            return self.model_flops_per_token(sequence_length)
+        return self.shape.hardware_flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
+
+
+def training_dtype(args: "TrainingArguments") -> str:
+    """The dtype matrix products run in: `bf16`, `fp16` or `fp32`."""
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def device_peak_tflops(device: torch.device, dtype: str) -> float | None:
+    """Dense peak of the accelerator at hand in TFLOP/s, or None where it is not in hardware.toml."""
+    if device.type != "cuda":
+        return None
+    accelerator = match_device_name(torch.cuda.get_device_name(device))
+    return None if accelerator is None else peak_tflops(accelerator, dtype)
