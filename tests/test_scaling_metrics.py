@@ -1,0 +1,252 @@
+"""ScalingMetricsCallback: each number against an independent count."""
+
+import json
+import time
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from tiny import LENGTH, VOCAB, RandomTokens, logged, tiny_model, tiny_trainer
+from transformers import TrainerCallback
+from wandb_file import history, run_files, run_id, step_metrics
+
+from hfscale import ScalingMetricsCallback
+from hfscale.errors import UsageError
+from hfscale.metrics.phases import PhaseClock
+
+TOKENS_PER_STEP = 4 * LENGTH
+
+
+class SlowTokens(RandomTokens):
+    """Each sequence takes `seconds` to read."""
+
+    def __init__(self, size, seconds):
+        super().__init__(size)
+        self.seconds = seconds
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+class SlowStep(TrainerCallback):
+    """Each optimizer step takes `seconds` more."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        time.sleep(self.seconds)
+
+
+def jsonl(output_dir):
+    return [json.loads(line) for line in (output_dir / "scaling.jsonl").read_text().splitlines()]
+
+
+def test_tokens_are_counted_exactly_with_accumulation_and_odd_windows(tmp_path):
+    trainer = tiny_trainer(
+        tmp_path, ScalingMetricsCallback(), max_steps=5, logging_steps=2, gradient_accumulation_steps=3
+    )
+    trainer.train()
+    per_step = 3 * TOKENS_PER_STEP
+    assert logged(trainer, "scaling/tokens_seen") == [2 * per_step, 4 * per_step, 5 * per_step]
+
+
+def test_evaluation_counts_neither_as_tokens_nor_as_time(tmp_path):
+    trainer = tiny_trainer(
+        tmp_path,
+        ScalingMetricsCallback(),
+        SlowStep(0.05),
+        max_steps=6,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    trainer.eval_dataset = SlowTokens(8, 0.03)
+    trainer.train()
+    assert logged(trainer, "scaling/tokens_seen")[-1] == 6 * TOKENS_PER_STEP
+    # 8 x 30 ms of evaluation per step would leave a fifth of this rate.
+    assert min(logged(trainer, "scaling/tokens_per_s")[1:3]) > TOKENS_PER_STEP / 0.15
+
+
+def test_the_rate_times_the_time_is_the_tokens(tmp_path):
+    trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), SlowStep(0.05), max_steps=20, logging_steps=5)
+    trainer.train()
+    rates = logged(trainer, "scaling/tokens_per_s")[:4]
+    seconds = sum(5 * TOKENS_PER_STEP / rate for rate in rates)
+    runtime = logged(trainer, "train_runtime")[0]
+    assert seconds == pytest.approx(runtime, rel=0.02, abs=0.02)
+    assert logged(trainer, "scaling/tokens_per_s_per_gpu")[:4] == rates
+
+
+@pytest.mark.parametrize(("read_s", "step_s", "fraction"), [(0.02, 0.08, 0.5), (0.0, 0.08, 0.0), (0.04, 0.04, 0.8)])
+def test_data_wait_is_the_share_of_time_spent_on_batches(tmp_path, read_s, step_s, fraction):
+    trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), SlowStep(step_s), max_steps=8, logging_steps=4)
+    trainer.train_dataset = SlowTokens(64, read_s)
+    trainer.train()
+    assert logged(trainer, "scaling/data_wait_fraction")[1] == pytest.approx(fraction, abs=0.08)
+
+
+class TestUtilisation:
+    PEAK = 0.01  # TFLOP/s
+
+    def flops_per_token(self, model):
+        """6 x matmul parameters + 12 L H d S, from the weights themselves: every matrix but the embedding look-up."""
+        config = model.config
+        matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name)
+        head_dim = config.hidden_size // config.num_attention_heads
+        attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * LENGTH
+        return 6 * matrices + attention
+
+    def test_mfu_is_the_formula(self, tmp_path):
+        trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(peak_tflops=self.PEAK))
+        trainer.train()
+        for rate, mfu in zip(logged(trainer, "scaling/tokens_per_s"), logged(trainer, "scaling/mfu"), strict=True):
+            assert mfu == pytest.approx(rate * self.flops_per_token(trainer.model) / (self.PEAK * 1e12))
+        assert logged(trainer, "scaling/hfu") == logged(trainer, "scaling/mfu")
+
+    def test_hfu_counts_the_second_forward_of_the_layers(self, tmp_path):
+        arguments = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+        trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(peak_tflops=self.PEAK), **arguments)
+        trainer.train()
+        whole = self.flops_per_token(trainer.model)
+        layers = whole - 6 * VOCAB * trainer.model.config.hidden_size
+        ratio = logged(trainer, "scaling/hfu")[0] / logged(trainer, "scaling/mfu")[0]
+        assert ratio == pytest.approx((whole + layers / 3) / whole)
+
+    def test_lora_does_not_pay_for_the_gradients_of_frozen_weights(self, tmp_path):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        )
+        frozen = sum(
+            p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "lora" not in n and "embed" not in n
+        )
+        adapters = sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
+        config = model.config
+        attention = 12 * config.num_hidden_layers * config.hidden_size * LENGTH
+        trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(peak_tflops=self.PEAK), model=model)
+        trainer.train()
+        per_token = logged(trainer, "scaling/mfu")[0] / logged(trainer, "scaling/tokens_per_s")[0] * self.PEAK * 1e12
+        assert per_token == pytest.approx(4 * frozen + 6 * adapters + attention)
+
+    def test_is_absent_where_the_peak_is_unknown(self, tmp_path):
+        trainer = tiny_trainer(tmp_path, ScalingMetricsCallback())
+        trainer.train()
+        assert logged(trainer, "scaling/mfu") == logged(trainer, "scaling/hfu") == []
+        assert not any("mfu" in record for record in jsonl(tmp_path))
+
+    def test_is_absent_for_a_model_it_cannot_count(self, tmp_path):
+        class Bag(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = torch.nn.Embedding(VOCAB, VOCAB)
+
+            def forward(self, input_ids, labels=None):
+                logits = self.head(input_ids)
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                return {"loss": loss, "logits": logits}
+
+        trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(peak_tflops=self.PEAK), model=Bag())
+        trainer.train()
+        assert logged(trainer, "scaling/mfu") == []
+        assert logged(trainer, "scaling/tokens_seen")[-1] == 4 * TOKENS_PER_STEP
+
+    @pytest.mark.parametrize("peak", [0, -1.0])
+    def test_a_peak_must_be_positive(self, peak):
+        with pytest.raises(UsageError, match="peak_tflops"):
+            ScalingMetricsCallback(peak_tflops=peak)
+
+
+class TestJsonl:
+    def test_has_one_record_per_log_with_the_trainers_numbers(self, tmp_path):
+        trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), max_steps=6, logging_steps=2)
+        trainer.train()
+        records = jsonl(tmp_path)
+        assert [record["step"] for record in records] == [2, 4, 6]
+        assert [record["loss"] for record in records] == logged(trainer, "loss")
+        assert [record["scaling/tokens_per_s"] for record in records] == logged(trainer, "scaling/tokens_per_s")[:3]
+
+    def test_a_resume_goes_on_where_the_checkpoint_was(self, tmp_path):
+        arguments = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 2}
+        tiny_trainer(tmp_path, ScalingMetricsCallback(), max_steps=5, **arguments).train()
+        with (tmp_path / "scaling.jsonl").open("a") as file:
+            file.write('{"step": 6, "lo')  # the machine was lost here
+        again = tiny_trainer(tmp_path, ScalingMetricsCallback(), max_steps=8, **arguments)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        records = jsonl(tmp_path)
+        assert [record["step"] for record in records] == [2, 4, 6, 8]
+        # Step 3 was saved between two logs: its tokens are in the checkpoint all the same.
+        assert [record["scaling/tokens_seen"] for record in records] == [n * TOKENS_PER_STEP for n in (2, 4, 6, 8)]
+
+    def test_a_fresh_run_puts_the_old_file_beside(self, tmp_path):
+        for _ in range(2):
+            tiny_trainer(tmp_path, ScalingMetricsCallback()).train()
+        assert len(jsonl(tmp_path)) == 4
+        assert len(list(tmp_path.glob("scaling-until-*.jsonl"))) == 1
+
+    def test_holds_no_number_that_json_does_not_know(self, tmp_path):
+        class Explode(TrainerCallback):
+            def on_step_begin(self, args, state, control, model=None, **kwargs):
+                if state.global_step == 2:
+                    model.lm_head.weight.data.fill_(float("nan"))
+
+        tiny_trainer(tmp_path, ScalingMetricsCallback(), Explode(), logging_nan_inf_filter=False).train()
+        text = (tmp_path / "scaling.jsonl").read_text()
+        assert "NaN" not in text
+        assert "Infinity" not in text
+        assert "loss" not in jsonl(tmp_path)[-1]
+
+
+class TestWandb:
+    """Each training in a process of its own, as in life: W&B keeps its settings for the life of a process."""
+
+    @pytest.fixture
+    def train(self, python, tmp_path):
+        def run(*argv, **env):
+            worker = REPOSITORY / "tests" / "workers" / "wandb_train.py"
+            done = python(worker, *argv, env={"WANDB_DIR": str(tmp_path)} | env)
+            assert done.code == 0, done.err[-3000:]
+            return run_files(tmp_path)[-1]
+
+        return run
+
+    def test_every_key_stands_beside_the_loss_of_its_step_and_axes_are_defined(self, train, tmp_path):
+        file = train()
+        rows = [row for row in history(file) if "train/loss" in row]
+        assert [row["train/global_step"] for row in rows] == [1, 2, 3, 4]
+        rates = [record["scaling/tokens_per_s"] for record in jsonl(tmp_path / "out")]
+        assert [row["train/scaling/tokens_per_s"] for row in rows] == rates
+        assert [row["train/scaling/tokens_seen"] for row in rows] == [n * TOKENS_PER_STEP for n in (1, 2, 3, 4)]
+        assert {"train/loss", "*"} <= step_metrics(file)
+
+    def test_a_resume_continues_the_run_and_a_fresh_start_begins_another(self, train):
+        first, resumed, fresh = run_id(train()), run_id(train("out/checkpoint-2")), run_id(train())
+        assert first == resumed
+        assert first != fresh
+
+    def test_an_id_of_the_users_own_is_left_alone(self, train):
+        assert run_id(train(WANDB_RUN_ID="mine1234")) == "mine1234"
+
+
+@pytest.mark.world(2)
+def test_two_processes_count_together(launch, tmp_path):
+    done = launch(2, REPOSITORY / "tests" / "workers" / "metrics.py")
+    assert done.code == 0, done.err[-3000:]
+    records = jsonl(tmp_path / "out")
+    assert [record["scaling/tokens_seen"] for record in records] == [n * 2 * TOKENS_PER_STEP for n in (2, 4, 6)]
+    for record in records:
+        assert record["scaling/tokens_per_s"] == pytest.approx(2 * record["scaling/tokens_per_s_per_gpu"])
+    # Only rank 1 reads slowly; the worst rank is reported, not the mean.
+    assert records[-1]["scaling/data_wait_fraction"] > 0.5
+
+
+def test_phase_clock_charges_every_second_once():
+    times = iter([0.0, 1.0, 3.0, 6.0, 10.0, 11.0])
+    clock = PhaseClock(now=lambda: next(times))
+    for phase in ("data_wait", "compute", "data_wait", "save"):
+        clock.end(phase)
+    assert clock.seconds == {"data_wait": 4.0, "compute": 2.0, "save": 4.0}
+    clock.restart()
+    assert clock.seconds == {}

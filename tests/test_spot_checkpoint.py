@@ -1,0 +1,208 @@
+"""SpotCheckpointCallback: cadence, commit, rotation and status in real Trainers."""
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from tiny import logged, tiny_trainer
+from transformers import TrainerCallback
+
+from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.checkpoint.manifest import MANIFEST_NAME
+from hfscale.checkpoint.store import verify
+from hfscale.errors import UsageError
+
+
+class Pause(TrainerCallback):
+    """Makes every step take `seconds`."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        time.sleep(self.seconds)
+
+
+class Interrupt(TrainerCallback):
+    """Raises at the end of a step, or in the middle of a save."""
+
+    def __init__(self, step, in_save=False):
+        self.step, self.in_save = step, in_save
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and not self.in_save:
+            raise RuntimeError("the machine is gone")
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step and self.in_save:
+            raise RuntimeError("the machine is gone")
+
+
+def saved_steps(output_dir):
+    return sorted(int(path.name.split("-")[1]) for path in Path(output_dir).glob("checkpoint-*"))
+
+
+def status(output_dir):
+    return json.loads((Path(output_dir) / "hfscale_status.json").read_text())
+
+
+def test_the_trainers_own_cadence_is_kept_and_committed(tmp_path):
+    tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2, max_steps=5).train()
+    assert saved_steps(tmp_path) == [2, 4, 5]
+    for step in (2, 4, 5):
+        manifest = verify(tmp_path / f"checkpoint-{step}")
+        assert (manifest.step, manifest.strategy, manifest.world_size) == (step, "single", 1)
+        assert manifest.global_batch_size == 4
+        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= set(manifest.files)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
+
+
+def test_every_steps_saves_beside_another_strategy(tmp_path):
+    callback = SpotCheckpointCallback(every_steps=3)
+    tiny_trainer(tmp_path, callback, save_strategy="epoch", max_steps=7).train()
+    assert saved_steps(tmp_path) == [3, 6, 7]  # 7: the end of the epoch
+
+
+def test_minutes_come_first_when_steps_are_slow(tmp_path):
+    callback = SpotCheckpointCallback(every_steps=1000, every_minutes=0.3 / 60)
+    tiny_trainer(tmp_path, callback, Pause(0.1), save_strategy="steps", max_steps=10).train()
+    steps = saved_steps(tmp_path)
+    assert 2 <= len(steps) - 1 <= 4, steps  # the last step is saved by the Trainer
+    assert all(2 <= later - earlier <= 5 for earlier, later in pairwise(steps[:-1]))
+
+
+def test_no_minutes_means_steps_only(tmp_path):
+    callback = SpotCheckpointCallback(every_steps=1000, every_minutes=None)
+    tiny_trainer(tmp_path, callback, Pause(0.05), save_strategy="epoch", max_steps=4).train()
+    assert saved_steps(tmp_path) == [4]  # the end of the epoch
+
+
+def test_save_strategy_no_saves_nothing(tmp_path):
+    tiny_trainer(tmp_path, SpotCheckpointCallback(every_steps=1), save_strategy="no").train()
+    assert saved_steps(tmp_path) == []
+    assert status(tmp_path) == {"status": "completed", "step": 4, "checkpoint": None, "reason": None}
+
+
+@pytest.mark.parametrize(
+    "bad", [{"every_steps": 0}, {"every_steps": -1}, {"every_minutes": 0}, {"every_minutes": -2.0}]
+)
+def test_a_cadence_that_is_not_positive_is_refused(bad):
+    with pytest.raises(UsageError, match="must be greater than 0"):
+        SpotCheckpointCallback(**bad)
+
+
+class TestRotation:
+    def test_follows_save_total_limit(self, tmp_path):
+        trainer = tiny_trainer(
+            tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=1, save_total_limit=2, max_steps=5
+        )
+        trainer.train()
+        assert saved_steps(tmp_path) == [4, 5]
+
+    def test_keeps_the_best(self, tmp_path):
+        trainer = tiny_trainer(
+            tmp_path,
+            SpotCheckpointCallback(),
+            save_strategy="steps",
+            save_steps=1,
+            save_total_limit=1,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=1,
+            metric_for_best_model="loss",
+            greater_is_better=True,
+            learning_rate=0.1,
+        )
+        trainer.train()  # a rising rate of the loss is "better": the first is the best one
+        best = int(trainer.state.best_model_checkpoint.split("-")[-1])
+        assert saved_steps(tmp_path) == sorted({best, 4})
+
+    @pytest.mark.parametrize("with_callback", [False, True])
+    def test_a_crash_before_the_commit_leaves_a_good_one(self, tmp_path, with_callback):
+        """The control without the callback: Trainer deletes the old checkpoint inside its save."""
+        spot = [SpotCheckpointCallback()] if with_callback else []
+        trainer = tiny_trainer(
+            tmp_path, Interrupt(2, in_save=True), *spot, save_strategy="steps", save_steps=1, save_total_limit=1
+        )
+        with pytest.raises(RuntimeError, match="gone"):
+            trainer.train()
+        if with_callback:
+            assert saved_steps(tmp_path) == [1, 2]
+            assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+        else:
+            assert saved_steps(tmp_path) == [2]
+
+
+class TestResume:
+    def test_is_bitwise_the_uninterrupted_run(self, tmp_path):
+        arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "linear"}
+        whole = tiny_trainer(tmp_path / "whole", SpotCheckpointCallback(), **arguments)
+        whole.train()
+        broken = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), Interrupt(5), **arguments)
+        with pytest.raises(RuntimeError, match="gone"):
+            broken.train()
+        again = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), **arguments)
+        again.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "run"))
+        assert again.state.global_step == 6
+        assert logged(again, "loss") == logged(whole, "loss")
+
+    def test_works_from_a_checkpoint_of_a_run_without_the_callback(self, tmp_path):
+        """transformers' ExportableState fails here with a KeyError at the next save."""
+        tiny_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
+        again = tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2, max_steps=6)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-6")
+
+    def test_later_checkpoints_than_the_start_are_set_aside(self, tmp_path):
+        arguments = {"save_strategy": "steps", "save_steps": 2}
+        tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments).train()
+        tiny_trainer(tmp_path, SpotCheckpointCallback(), **(arguments | {"max_steps": 3})).train()  # afresh
+        assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
+        assert (tmp_path / "checkpoint-4.superseded" / MANIFEST_NAME).is_file()
+
+    def test_take_hfscale_away_and_the_checkpoint_still_loads(self, tmp_path):
+        tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2).train()
+        plain = tiny_trainer(tmp_path, max_steps=6)
+        plain.train(resume_from_checkpoint=True)
+        assert plain.state.global_step == 6
+
+
+def test_the_cost_of_a_save_is_logged_once(tmp_path):
+    trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2, max_steps=5)
+    trainer.train()
+    stalls, sizes = logged(trainer, "checkpoint/stall_s"), logged(trainer, "checkpoint/bytes")
+    assert len(stalls) == len(sizes) == 3  # steps 2 and 4 in the logs of 3 and 5, step 5 in the final record
+    folder = tmp_path / "checkpoint-5"
+    assert sizes[-1] == sum(path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST_NAME)
+    assert all(0 < stall < 30 for stall in stalls)
+    assert logged(trainer, "checkpoint/write_s") == stalls
+
+
+class TestStatus:
+    def test_completed(self, tmp_path):
+        tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=3).train()
+        assert status(tmp_path) == {"status": "completed", "step": 4, "checkpoint": "checkpoint-4", "reason": None}
+
+    def test_running_names_the_last_commit(self, tmp_path):
+        seen = []
+
+        class Look(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                seen.append(status(tmp_path))
+
+        tiny_trainer(tmp_path, SpotCheckpointCallback(), Look(), save_strategy="steps", save_steps=2).train()
+        assert [entry["status"] for entry in seen] == ["running"] * 4
+        assert [entry["checkpoint"] for entry in seen] == [None, None, "checkpoint-2", "checkpoint-2"]
+
+    def test_failed_tells_the_reason(self, tmp_path, python):
+        done = python(REPOSITORY / "tests" / "workers" / "failing.py")
+        assert done.code == 1
+        assert status(tmp_path / "out") == {
+            "status": "failed",
+            "step": 3,
+            "checkpoint": "checkpoint-2",
+            "reason": "RuntimeError: the machine is gone",
+        }

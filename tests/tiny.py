@@ -1,0 +1,80 @@
+"""A Trainer that takes a second: a Llama of a few thousand parameters on random tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+VOCAB = 64
+LENGTH = 16
+
+
+class RandomTokens(Dataset):
+    """`size` sequences of `LENGTH` tokens, the same at every run."""
+
+    def __init__(self, size: int = 64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randint(3, VOCAB, (size, LENGTH), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def tiny_model(**overrides: Any) -> LlamaForCausalLM:
+    """Always the same weights."""
+    set_seed(0)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(sizes | overrides)))
+
+
+def tiny_arguments(output_dir: Path | str, **overrides: Any) -> TrainingArguments:
+    """On the CPU, four sequences a step, a log at every step, no bars."""
+    defaults = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(output_dir=str(output_dir), **(defaults | overrides))
+
+
+def tiny_trainer(
+    output_dir: Path | str,
+    *callbacks: TrainerCallback,
+    model: Any = None,
+    optimizers: Any = (None, None),
+    **overrides: Any,
+) -> Trainer:
+    """A Trainer with these callbacks; other keywords are training arguments."""
+    return Trainer(
+        model=model if model is not None else tiny_model(),
+        args=tiny_arguments(output_dir, **overrides),
+        train_dataset=RandomTokens(),
+        eval_dataset=RandomTokens(8),
+        callbacks=list(callbacks),
+        optimizers=optimizers,
+    )
+
+
+def logged(trainer: Trainer, key: str) -> list[float]:
+    """The values of `key` in the Trainer's log history."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]

@@ -1,0 +1,58 @@
+"""Reads the records of an offline W&B run back: LevelDB-framed `wandb_internal_pb2.Record` messages."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wandb.proto import wandb_internal_pb2
+
+_FILE_HEADER = 7
+_BLOCK = 32768
+_FRAME_HEADER = struct.Struct("<IHB")  # checksum, length, type: 1 full, 2 first, 3 middle, 4 last
+
+
+def run_files(folder: Path) -> list[Path]:
+    """The `.wandb` files below a folder, oldest first."""
+    return sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_mtime)
+
+
+def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """Every record of one file."""
+    data, at, parts = path.read_bytes(), _FILE_HEADER, b""
+    while at + _FRAME_HEADER.size <= len(data):
+        left = _BLOCK - at % _BLOCK
+        if left < _FRAME_HEADER.size:
+            at += left
+            continue
+        _, length, kind = _FRAME_HEADER.unpack_from(data, at)
+        at += _FRAME_HEADER.size
+        parts += data[at : at + length]
+        at += length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """What was logged, one dictionary per `wandb.log`."""
+    rows = []
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+def run_id(path: Path) -> str:
+    """The id of the run."""
+    return next(record.run.run_id for record in records(path) if record.WhichOneof("record_type") == "run")
+
+
+def step_metrics(path: Path) -> set[str]:
+    """Each metric or pattern that has an x-axis of its own."""
+    defined = (record.metric for record in records(path) if record.WhichOneof("record_type") == "metric")
+    return {metric.name or metric.glob_name for metric in defined if metric.step_metric or metric.step_metric_index}

@@ -1,0 +1,18 @@
+"""A training that reports to W&B, fresh or from the checkpoint given.
+
+python tests/workers/wandb_train.py [CHECKPOINT]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import wandb
+from tiny import tiny_trainer
+
+from hfscale import ScalingMetricsCallback
+
+trainer = tiny_trainer("out", ScalingMetricsCallback(), report_to="wandb", save_strategy="steps", save_steps=2)
+trainer.train(resume_from_checkpoint=sys.argv[1] if len(sys.argv) > 1 else None)
+wandb.finish()
