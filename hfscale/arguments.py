@@ -1,0 +1,242 @@
+"""The flags of the recipes, as dataclasses for `HfArgumentParser`, and their reading from a YAML file and argv.
+
+Names are those of Hugging Face's `run_clm.py` where it has them, and every `TrainingArguments` flag is taken as well.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import NoReturn
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from hfscale.config_file import nearest, read_yaml_mapping, to_argv
+from hfscale.errors import UsageError
+from hfscale.facts.lr_rules import RULES
+
+
+def _flag(help: str, default: object = None, **metadata: object) -> object:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(kw_only=True)
+class ModelArguments:
+    """Which model, and how much of it is trained."""
+
+    model_name_or_path: str | None = _flag("Checkpoint to start from: a hub id or a folder.")
+    config_name: str | None = _flag("Train from scratch: a config.json, its folder or a hub id.")
+    tokenizer_name: str | None = _flag("Tokenizer, where it is not the model's: a hub id or a folder.")
+    attn_implementation: str | None = _flag("sdpa, flash_attention_2, … (transformers chooses by default).")
+    use_peft: bool = _flag("Train LoRA adapters instead of the whole model.", default=False)
+    lora_r: int = _flag("Rank of the LoRA adapters.", default=16)
+    lora_alpha: int = _flag("LoRA scaling numerator.", default=32)
+    lora_dropout: float = _flag("Dropout in front of the adapters.", default=0.0)
+    lora_target_modules: list[str] | None = _flag("Modules to adapt; default: every linear layer but the head.")
+
+    def __post_init__(self) -> None:
+        if self.model_name_or_path and self.config_name:
+            raise UsageError(
+                "--model_name_or_path starts from a checkpoint and --config_name from scratch: give one of them"
+            )
+        require_positive(self, "lora_r", "lora_alpha")
+
+
+@dataclass(kw_only=True)
+class DataArguments:
+    """What text is trained on."""
+
+    dataset_name: str | None = _flag("Dataset of the hub, or a folder that `datasets` loads.")
+    dataset_config_name: str | None = _flag("Configuration of that dataset.")
+    train_file: str | None = _flag("Training text: .txt, .json, .jsonl, .csv or .parquet.")
+    validation_file: str | None = _flag("Evaluation text, of the same kinds.")
+    validation_split_percentage: int = _flag("Share of the training text set apart when there is no other.", default=5)
+    streaming: bool = _flag("Read the dataset while training instead of preparing it first.", default=False)
+    block_size: int = _flag("Tokens per sequence; text is packed into full blocks.", default=1024)
+    max_train_samples: int | None = _flag("Use only so many training sequences.")
+    max_eval_samples: int | None = _flag("Use only so many evaluation sequences.")
+    preprocessing_num_workers: int | None = _flag("Processes that tokenise.")
+
+    def __post_init__(self) -> None:
+        if self.dataset_name and self.train_file:
+            raise UsageError("--dataset_name and --train_file both name the training text: give one of them")
+        if self.validation_file and not (self.train_file or self.dataset_name):
+            raise UsageError("--validation_file is given without --train_file or --dataset_name: give one of them too")
+        require_positive(self, "block_size", "max_train_samples", "max_eval_samples", "preprocessing_num_workers")
+        if not 0 <= self.validation_split_percentage < 100:
+            raise UsageError(f"--validation_split_percentage {self.validation_split_percentage} is not in 0 … 99")
+
+
+@dataclass(kw_only=True)
+class ScalingArguments:
+    """What hfscale's callbacks do."""
+
+    lr_scaling_rule: str = _flag(
+        "How the learning rate follows the global batch: " + ", ".join(RULES) + ".", default="auto", choices=RULES
+    )
+    base_global_batch_size: int | None = _flag("Sequences per step that --learning_rate was tuned for.")
+    base_block_size: int | None = _flag("Tokens per sequence it was tuned for, where that was another length.")
+    critical_batch_size: int | None = _flag("Sequences per step beyond which the learning rate stops growing.")
+    warmup_scale: float = _flag("What the warm-up steps are multiplied by.", default=1.0)
+    save_minutes: float | None = _flag("Save after so many minutes at the latest.", default=15.0)
+    peak_tflops: float | None = _flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
+    early_stopping_patience: int | None = _flag("Stop after so many evaluations without a better loss.")
+
+    def __post_init__(self) -> None:
+        require_positive(self, *(name for name in vars(self) if name != "lr_scaling_rule"))
+
+
+@dataclass(kw_only=True)
+class RecipeTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with the defaults of the recipes; every flag means what transformers says it means."""
+
+    output_dir: str | None = _flag("Where checkpoints, metrics and the model go.", default="runs/default")
+    logging_steps: float = _flag("Steps between logs.", default=10)
+    save_total_limit: int | None = _flag("Committed checkpoints to keep.", default=3)
+    bf16: bool | None = _flag("bf16 mixed precision; default: where the hardware has it.")
+    ddp_find_unused_parameters: bool | None = _flag(
+        "Search each backward for parameters without a gradient; needed only by models that skip some.", default=False
+    )
+    dataloader_num_workers: int = _flag("Processes per rank that load batches.", default=2)
+    dataloader_persistent_workers: bool = _flag("Keep them between epochs.", default=True)
+    dataloader_prefetch_factor: int | None = _flag("Batches each of them reads ahead.", default=4)
+    resume_from_checkpoint: str | None = _flag(
+        "true: from the newest verified checkpoint of output_dir, afresh where there is none; "
+        "false: afresh; a path: from that checkpoint.",
+        default="true",
+    )
+
+    def __post_init__(self) -> None:
+        has_accelerator = torch.accelerator.is_available()
+        self.use_cpu = self.use_cpu or not has_accelerator
+        if self.bf16 is None:
+            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_bf16_supported(including_emulation=False)
+        if self.use_cpu:
+            self.dataloader_pin_memory = False  # there is nothing to copy to
+        if self.dataloader_num_workers == 0:
+            self.dataloader_persistent_workers, self.dataloader_prefetch_factor = False, None
+        require_positive(
+            self, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+            "save_total_limit", "logging_steps", "eval_steps", "num_train_epochs",
+        )  # fmt: skip
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "dataloader_num_workers"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name} {getattr(self, name)} is negative: give 0 or more")
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise UsageError(f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to go by epochs")
+        super().__post_init__()
+
+
+def require_positive(arguments: object, *names: str) -> None:
+    """Raise a UsageError for the first of these fields that is set and not greater than 0."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
+            raise UsageError(f"--{name} {value} must be greater than 0")
+
+
+class _Parser(HfArgumentParser):
+    """Raises a UsageError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+EMBEDDED_DEFAULTS = {
+    "block_size": "256",
+    "per_device_train_batch_size": "4",
+    "learning_rate": "2e-3",
+    "base_global_batch_size": "4",
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": "10",
+    "max_steps": "120",
+    "logging_steps": "10",
+    "save_steps": "60",
+    "max_eval_samples": "64",
+    "weight_decay": "0.1",
+}
+"""Flags of the embedded default run, for what the user leaves open: a minute on two CPU cores."""
+
+_NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file")
+_EXCLUDES = {"num_train_epochs": "max_steps"}
+
+
+def parse_arguments(
+    argv: Sequence[str] | None = None,
+) -> tuple[ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments]:
+    """Read `--config FILE.yaml` and the command line, whose flags win.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): the flags; absent: those of this process.
+
+    Raises:
+        ConfigFileError: the YAML file is missing, broken or has an unknown key.
+        UsageError: an unknown flag, a value of the wrong type or range, flags that contradict each other.
+    """
+    groups = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
+    parser = _Parser(groups, allow_abbrev=False)
+    known = {flag.name for group in groups for flag in fields(group) if flag.init}
+    rest, config = _split_off_config(list(sys.argv[1:] if argv is None else argv))
+    from_file = to_argv(config, read_yaml_mapping(config, known)) if config else []
+    for flag in (token.partition("=")[0] for token in rest):
+        name = flag[2:].replace("-", "_")
+        if flag.startswith("--") and not {name, name.removeprefix("no_")} & known:
+            raise UsageError(f"unknown flag {flag}{nearest(flag[2:], known, prefix='--')}")
+    tokens = _embedded_defaults([*from_file, *rest]) + from_file + rest
+    try:
+        parsed = parser.parse_args_into_dataclasses(args=tokens)
+    except UsageError:
+        raise
+    except (ValueError, TypeError, OSError, ImportError) as error:  # what TrainingArguments makes of the values
+        raise UsageError(" ".join(str(error).split())) from error
+    return tuple(parsed)
+
+
+def _embedded_defaults(tokens: Sequence[str]) -> list[str]:
+    """The flags of the embedded default run, where neither a model nor a text is named."""
+    given = {token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")}
+    if given.intersection(_NAMES_A_RUN):
+        return []
+    excluded = {_EXCLUDES[name] for name in given if name in _EXCLUDES}
+    defaults = {flag: value for flag, value in EMBEDDED_DEFAULTS.items() if flag not in excluded}
+    return [token for flag, value in defaults.items() for token in (f"--{flag}", value)]
+
+
+def _split_off_config(argv: list[str]) -> tuple[list[str], str | None]:
+    for index, token in enumerate(argv):
+        if token.startswith("--config="):
+            return argv[:index] + argv[index + 1 :], token.removeprefix("--config=")
+        if token == "--config":
+            if index + 1 == len(argv):
+                raise UsageError("--config needs a YAML file: --config FILE.yaml")
+            return argv[:index] + argv[index + 2 :], argv[index + 1]
+    return argv, None
+
+
+@contextmanager
+def blaming(flag: str, value: object) -> Iterator[None]:
+    """Turn what transformers raises about a name or a file into a UsageError that names the flag it came from."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"{flag} {value} cannot be used: {reason}") from error
+
+
+def check_evaluation(args: TrainingArguments, *, has_evaluation: bool, patience: int | None) -> None:
+    """Complete and check the arguments that need an evaluation text.
+
+    Raises:
+        UsageError: evaluations or early stopping are asked for, and there is nothing to evaluate on.
+    """
+    if patience is not None:
+        args.metric_for_best_model, args.greater_is_better = args.metric_for_best_model or "loss", False
+        if args.eval_strategy == "no":
+            raise UsageError("--early_stopping_patience counts evaluations: give --eval_strategy steps --eval_steps N")
+    if args.eval_strategy != "no" and not has_evaluation:
+        raise UsageError(
+            f"--eval_strategy {args.eval_strategy.value} needs text to evaluate on: give --validation_file"
+        )

@@ -1,0 +1,75 @@
+"""Where a relaunched command goes on."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hfscale import distributed
+from hfscale.checkpoint.manifest import MANIFEST_NAME
+from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify
+from hfscale.errors import CheckpointError, UsageError
+from hfscale.logs import get_logger
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
+logger = get_logger(__name__)
+
+
+def resume_point(args: "TrainingArguments") -> str | None:
+    """The checkpoint to give to `trainer.train(resume_from_checkpoint=…)`, by `--resume_from_checkpoint`.
+
+    `true` is the newest verified checkpoint of `output_dir`, None where there is none; `false` is None; anything else
+    is the path of one checkpoint. The main process reads and verifies, the others follow it.
+
+    Raises:
+        UsageError: the path is not a checkpoint.
+        CheckpointError: the checkpoint at the path is corrupt.
+    """
+    asked = str(args.resume_from_checkpoint)
+    if asked.lower() == "false":
+        return None
+    if asked.lower() != "true":
+        if distributed.rank() == 0:
+            _check_given(Path(asked))
+        distributed.barrier()
+        return asked
+    found = latest_checkpoint(args.output_dir) if distributed.rank() == 0 else None
+    step = int(distributed.all_max([checkpoint_step(Path(found)) if found else -1])[0])
+    if step < 0:
+        return None
+    logger.info("continues from checkpoint-%d of %s", step, args.output_dir)
+    return str(Path(args.output_dir) / f"checkpoint-{step}")
+
+
+def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
+    """Whether `checkpoint` already holds all the steps asked for; Trainer would take one more step."""
+    if checkpoint is None:
+        return False
+    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    *_, max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    done = state["global_step"]
+    if done < math.ceil(max_steps):
+        return False
+    logger.info(
+        "nothing to do: %s holds all %d steps; raise --max_steps or --num_train_epochs to go on, or start afresh with "
+        "--resume_from_checkpoint false",
+        checkpoint,
+        done,
+    )
+    return True
+
+
+def _check_given(checkpoint: Path) -> None:
+    if not (checkpoint / "trainer_state.json").is_file():
+        raise UsageError(
+            f"--resume_from_checkpoint {checkpoint} is not a checkpoint folder: name one, or give true or false"
+        )
+    if not (checkpoint / MANIFEST_NAME).is_file():
+        logger.info("%s has no %s: it is used unverified", checkpoint, MANIFEST_NAME)
+        return
+    try:
+        verify(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"--resume_from_checkpoint: {error}; name another, or give true") from None
