@@ -1,0 +1,72 @@
+"""The command line: one file per subcommand, imported only when it is called.
+
+To add a subcommand, write `hfscale/cli/NAME.py` with a function `register(app)` that adds it to a typer app, and give
+it a line in `COMMANDS`. Exit codes: 0 done, 1 the thing checked is bad, 2 wrong usage.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import typer
+from typer.exceptions import TyperException
+
+from hfscale import __version__
+from hfscale.errors import HfScaleError
+
+COMMANDS = {
+    "configs": "List, show or copy the shipped Accelerate, DeepSpeed and recipe configs.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; an error is one line on standard error, never a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = _build(arguments[0])(args=arguments, prog_name="hfscale", standalone_mode=False)
+    except HfScaleError as error:
+        print(f"hfscale: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except TyperException as error:
+        message = " ".join(error.format_message().split())
+        print(f"hfscale: error: {message} (see hfscale {_help_path(arguments)}--help)", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader, `head` say, has had enough
+        sys.stdout = None
+        return 0
+    return int(code or 0)
+
+
+def _build(wanted: str) -> typer.Typer:
+    """The app, with the wanted command loaded and the others as lines of the help."""
+    app = typer.Typer(
+        help="Scale any Hugging Face Trainer run: plan it, launch it, keep it alive, know what it costs.",
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    app.callback()(_global_options)
+    for name, summary in COMMANDS.items():
+        if name == wanted:
+            import_module(f"hfscale.cli.{name}").register(app)
+        else:
+            app.command(name, help=summary)(_not_loaded)
+    return app
+
+
+def _global_options(
+    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit."),
+) -> None:
+    if version:
+        print(f"hfscale {__version__}")
+        raise typer.Exit
+
+
+def _not_loaded() -> None:
+    raise AssertionError("the wanted command is always loaded")
+
+
+def _help_path(arguments: list[str]) -> str:
+    return f"{arguments[0]} " if arguments[0] in COMMANDS else ""

@@ -1,0 +1,74 @@
+"""The configs and recipes that come with hfscale: in a checkout where they lie, in a wheel inside the package."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfscale.errors import UsageError
+
+_PACKAGE = Path(__file__).parent
+_KINDS = {
+    "accelerate": ("accelerate_configs", "*.yaml"),
+    "deepspeed": ("ds_configs", "*.json"),
+    "recipe": ("recipes", "*.yaml"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShippedConfig:
+    """One config file."""
+
+    name: str
+    """Path as in the repository, `accelerate_configs/ddp.yaml`; its short names are `ddp.yaml` and `ddp`."""
+    kind: str
+    """`accelerate`, `deepspeed` or `recipe`."""
+    path: Path
+    """Where it lies on this machine."""
+
+    @property
+    def names(self) -> set[str]:
+        """Every name it answers to."""
+        full = Path(self.name)
+        return {self.name, full.name, full.stem, f"{full.parent.name}/{full.name}"}
+
+    @property
+    def summary(self) -> str:
+        """Its first comment line that is not the launch command."""
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            text = line.lstrip("# ").strip()
+            if not line.startswith("#"):
+                break
+            if text and not text.startswith(("accelerate launch", "--", "recipes/")):
+                return text
+        return ""
+
+
+def shipped_root() -> Path:
+    """The folder that holds `accelerate_configs/`, `ds_configs/` and `recipes/`."""
+    in_wheel = _PACKAGE / "shipped"
+    return in_wheel if in_wheel.is_dir() else _PACKAGE.parent
+
+
+def list_configs() -> list[ShippedConfig]:
+    """Every shipped config, by kind and name."""
+    root = shipped_root()
+    found = []
+    for kind, (folder, pattern) in _KINDS.items():
+        for path in sorted((root / folder).rglob(pattern)):
+            found.append(ShippedConfig(name=path.relative_to(root).as_posix(), kind=kind, path=path))
+    return found
+
+
+def find_config(name: str) -> ShippedConfig:
+    """The shipped config of this name.
+
+    Raises:
+        UsageError: no config, or more than one, answers to it.
+    """
+    configs = list_configs()
+    matches = [config for config in configs if name in config.names]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UsageError(f"'{name}' is more than one config: give {' or '.join(config.name for config in matches)}")
+    known = ", ".join(config.name for config in configs)
+    raise UsageError(f"no shipped config is named '{name}': choose one of {known}")
