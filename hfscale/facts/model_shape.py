@@ -81,9 +81,9 @@ class ModelShape:
         """Reads a model's shape.
 
         Args:
-            source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or the folder that holds it. Keys
-                left out are what transformers takes them to be. Of an image-and-text model whose `text_config` is
-                known (`gemma3`), the language model alone.
+            source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or the folder that holds it.
+                Optional keys left out are what transformers takes them to be; sizes must be there. Of an
+                image-and-text model whose `text_config` is known (`gemma3`), the language model alone.
 
         Raises:
             `ConfigFileError`: There is no such file, or it is no model config.
