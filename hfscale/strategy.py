@@ -55,9 +55,9 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
             f"the launcher started {launched} processes but each of them trains alone (world size {args.world_size}): "
             "on a machine without GPUs pass --use_cpu true"
         )
-    # accelerate's CPU launcher exports MASTER_ADDR when its config asks for several processes, then starts one.
-    by_cpu_launcher = environ.get("ACCELERATE_USE_CPU") == "True" and "ACCELERATE_MIXED_PRECISION" in environ
-    if by_cpu_launcher and "MASTER_ADDR" in environ and "WORLD_SIZE" not in environ:
+    # accelerate's launcher of single processes exports MASTER_ADDR when its config asks for several, then starts one.
+    by_single_launcher = "ACCELERATE_USE_CPU" in environ and "ACCELERATE_MIXED_PRECISION" in environ
+    if by_single_launcher and "MASTER_ADDR" in environ and "WORLD_SIZE" not in environ:
         raise StrategyMismatchError(
             "the accelerate config asks for several CPU processes but its launcher started one: "
             "use distributed_type MULTI_GPU with use_cpu false, which starts them on a CPU machine too"

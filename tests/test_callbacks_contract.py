@@ -1,0 +1,160 @@
+"""What every callback of hfscale promises, whatever it does: one contract, all callbacks."""
+
+import json
+import re
+
+import pytest
+from conftest import REPOSITORY
+from tiny import logged, tiny_trainer
+from transformers import TrainerCallback
+
+import hfscale
+from hfscale.checkpoint.store import latest_checkpoint
+from hfscale.errors import HfScaleError
+
+CALLBACKS = sorted(name for name in hfscale.__all__ if name.endswith("Callback"))
+PARTS = [name for name in CALLBACKS if name != "ScalingCallback"]
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_scheduler_type": "constant"}
+PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
+
+every_callback = pytest.mark.parametrize("name", CALLBACKS)
+
+
+def documented_keys(name):
+    """The metric keys in the table of a callback's docstring."""
+    return set(re.findall(r"^\s*\| `([a-z_]+/[a-z_]+)` \|", getattr(hfscale, name).__doc__, re.MULTILINE))
+
+
+def logged_keys(trainer):
+    return {key for entry in trainer.state.log_history for key in entry if key.startswith(PREFIXES)}
+
+
+def test_there_are_four_parts_and_the_whole():
+    assert len(PARTS) == 4
+    assert len(hfscale.ScalingCallback().parts) == 4
+
+
+@every_callback
+def test_needs_no_argument_and_trains(tmp_path, name):
+    trainer = tiny_trainer(tmp_path, getattr(hfscale, name)())
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+@every_callback
+def test_does_not_change_the_training(tmp_path, name):
+    plain = tiny_trainer(tmp_path / "plain")
+    plain.train()
+    trainer = tiny_trainer(tmp_path / "with", getattr(hfscale, name)())
+    trainer.train()
+    assert logged(trainer, "loss") == logged(plain, "loss")
+    assert logged(trainer, "grad_norm") == logged(plain, "grad_norm")
+
+
+@every_callback
+@pytest.mark.parametrize("restores", [False, True])
+def test_state_survives_a_resume(tmp_path, name, restores):
+    """Whether or not transformers is asked to restore callbacks by making new ones."""
+    whole = tiny_trainer(tmp_path / "whole", getattr(hfscale, name)(), **SAVING)
+    whole.train()
+    tiny_trainer(tmp_path / "run", getattr(hfscale, name)(), **(SAVING | {"max_steps": 3})).train()
+    again = tiny_trainer(
+        tmp_path / "run", getattr(hfscale, name)(), restore_callback_states_from_checkpoint=restores, **SAVING
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    for key in ("lr_scaling/factor", "scaling/tokens_seen"):
+        assert logged(again, key)[-1:] == logged(whole, key)[-1:]
+    first, second = (
+        json.loads((tmp_path / run / "checkpoint-6" / "trainer_state.json").read_text())["stateful_callbacks"]
+        for run in ("whole", "run")
+    )
+    assert first.get("hfscale") == second.get("hfscale")
+
+
+@every_callback
+def test_joins_a_run_that_began_without_it(tmp_path, name):
+    tiny_trainer(tmp_path, **(SAVING | {"max_steps": 3})).train()
+    trainer = tiny_trainer(tmp_path, getattr(hfscale, name)(), **SAVING)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert trainer.state.global_step == 6
+
+
+@every_callback
+def test_can_be_added_after_the_trainer_was_made(tmp_path, name):
+    trainer = tiny_trainer(tmp_path, **SAVING)
+    trainer.add_callback(getattr(hfscale, name)())
+    trainer.train()
+    assert documented_keys(name) & {"scaling/tokens_seen", "lr_scaling/factor", "checkpoint/bytes"} <= logged_keys(
+        trainer
+    )
+
+
+@every_callback
+def test_can_train_twice(tmp_path, name):
+    trainer = tiny_trainer(tmp_path, getattr(hfscale, name)(), **SAVING)
+    trainer.train()
+    once = logged(trainer, "scaling/tokens_seen")
+    trainer.train()
+    assert logged(trainer, "scaling/tokens_seen") == once
+    assert len(trainer.callback_handler.callbacks) <= 5
+
+
+@every_callback
+def test_logs_no_key_that_is_not_documented(tmp_path, name):
+    options = {"metrics": hfscale.ScalingMetricsCallback(peak_tflops=1.0)} if name == "ScalingCallback" else {}
+    trainer = tiny_trainer(tmp_path, getattr(hfscale, name)(**options), eval_strategy="steps", eval_steps=2, **SAVING)
+    trainer.train()
+    documented = documented_keys(name) if name in PARTS else set().union(*map(documented_keys, PARTS))
+    assert logged_keys(trainer) <= documented
+    if name == "ScalingCallback":  # everything but what only a GPU has
+        assert {key for key in documented - logged_keys(trainer) if not key.startswith("gpu/")} == set()
+
+
+def test_every_documented_key_stands_in_the_readme():
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    missing = [key for part in PARTS for key in documented_keys(part) if f"`{key}`" not in readme]
+    assert missing == []
+
+
+@every_callback
+def test_says_clearly_that_it_belongs_in_a_trainer(name):
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    arguments = TrainingArguments(output_dir="unused", use_cpu=True)
+    with pytest.raises(HfScaleError, match="Trainer"):
+        getattr(hfscale, name)().on_train_begin(arguments, TrainerState(), TrainerControl())
+
+
+def test_the_whole_has_no_logic_of_its_own():
+    """Each event of Trainer reaches each part, once, in order."""
+    seen = []
+
+    class Part(TrainerCallback):
+        def __init__(self, number):
+            self.number = number
+
+        def __getattribute__(self, name):
+            if name.startswith("on_"):
+                return lambda *args, **kwargs: seen.append((name, object.__getattribute__(self, "number")))
+            return object.__getattribute__(self, name)
+
+    whole = hfscale.ScalingCallback(comm_health=Part(1), lr_scaling=Part(2), spot_checkpoint=Part(3), metrics=Part(4))
+    events = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+    for event in events:
+        getattr(whole, event)(None, None, None)
+    assert seen == [(event, part) for event in events for part in (1, 2, 3, 4)]
+
+
+@pytest.mark.world(2)
+def test_all_work_in_two_processes(launch, tmp_path):
+    done = launch(2, REPOSITORY / "tests" / "workers" / "contract.py", *CALLBACKS)
+    assert done.code == 0, done.err[-3000:]
+    for name in CALLBACKS:
+        losses = json.loads((tmp_path / f"{name}.json").read_text())
+        assert losses["resumed"] == losses["whole"]
+    for name in ("ScalingCallback", "SpotCheckpointCallback"):
+        newest = latest_checkpoint(tmp_path / name)
+        assert newest is not None
+        manifest = json.loads((tmp_path / name / "checkpoint-6" / "hfscale_manifest.json").read_text())
+        assert (manifest["strategy"], manifest["world_size"], manifest["global_batch_size"]) == ("ddp", 2, 8)
+        assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(manifest["files"])
