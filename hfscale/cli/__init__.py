@@ -33,9 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # the reader, `head` say, has had enough
-        sys.stdout = None
-        return 0
     return int(code or 0)
 
 
@@ -56,12 +53,18 @@ def _build(wanted: str) -> typer.Typer:
     return app
 
 
-def _global_options(
-    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit."),
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(f"hfscale {__version__}")
         raise typer.Exit
+
+
+def _global_options(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+    ),
+) -> None:
+    """What stands before the command."""
 
 
 def _not_loaded() -> None:

@@ -1,0 +1,141 @@
+"""The command line: its answers, its errors, its speed."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+from hfscale import __version__
+from hfscale.cli import COMMANDS, main
+from hfscale.shipped import list_configs
+
+
+def hfscale(*argv, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "hfscale", *argv], capture_output=True, text=True, cwd=cwd, timeout=60, check=False
+    )
+
+
+def test_help_lists_every_command():
+    done = hfscale("--help")
+    assert done.returncode == 0
+    assert all(f"  {name}" in done.stdout for name in COMMANDS)
+    assert hfscale().stdout == done.stdout
+
+
+def test_help_answers_in_under_300_ms():
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        hfscale("--help")
+        times.append(time.perf_counter() - begun)
+    assert statistics.median(times) < 0.3
+
+
+def test_version():
+    assert hfscale("--version").stdout.strip() == f"hfscale {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["nothing"], ["nothing", "hfscale --help"]),
+        (["configs", "nothing"], ["nothing", "hfscale configs --help"]),
+        (["configs"], ["Missing command", "hfscale configs --help"]),
+        (["configs", "show"], ["NAME"]),
+        (["configs", "show", "ddpp"], ["'ddpp'", "accelerate_configs/ddp.yaml"]),
+        (["configs", "list", "--wide"], ["--wide"]),
+        (["--wide"], ["--wide"]),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(argv, parts):
+    done = hfscale(*argv)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert all(part in done.stderr for part in parts), done.stderr
+
+
+class TestConfigs:
+    def test_list_has_every_shipped_file_with_a_summary(self, capsys):
+        assert main(["configs", "list", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        files = [
+            path.relative_to(REPOSITORY).as_posix()
+            for folder, pattern in (("accelerate_configs", "*.yaml"), ("ds_configs", "*.json"), ("recipes", "*.yaml"))
+            for path in (REPOSITORY / folder).rglob(pattern)
+        ]
+        assert sorted(row["name"] for row in rows) == sorted(files)
+        assert all(row["summary"] or row["kind"] == "deepspeed" for row in rows)
+        assert main(["configs", "list"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == len(files)
+
+    @pytest.mark.parametrize("config", list_configs(), ids=lambda config: config.name)
+    def test_show_is_the_file(self, config, capsys):
+        assert main(["configs", "show", config.name]) == 0
+        assert capsys.readouterr().out.strip() == config.path.read_text(encoding="utf-8").strip()
+
+    def test_copy_to_a_folder_and_to_a_name(self, tmp_path, capsys):
+        assert main(["configs", "copy", "ddp", str(tmp_path)]) == 0
+        assert main(["configs", "copy", "ddp", str(tmp_path / "mine.yaml")]) == 0
+        original = (REPOSITORY / "accelerate_configs" / "ddp.yaml").read_bytes()
+        assert (tmp_path / "ddp.yaml").read_bytes() == (tmp_path / "mine.yaml").read_bytes() == original
+
+    def test_copy_overwrites_nothing_unless_told(self, tmp_path, capsys):
+        (tmp_path / "ddp.yaml").write_text("mine")
+        assert main(["configs", "copy", "ddp", str(tmp_path)]) == 2
+        assert (tmp_path / "ddp.yaml").read_text() == "mine"
+        assert "exists" in capsys.readouterr().err
+        assert main(["configs", "copy", "ddp", str(tmp_path), "--force"]) == 0
+
+    def test_copy_into_nowhere(self, tmp_path, capsys):
+        assert main(["configs", "copy", "ddp", str(tmp_path / "a" / "b")]) == 1
+        assert "cannot be written: No such file" in capsys.readouterr().err
+
+    def test_a_reader_that_stops_early_gets_no_traceback(self):
+        argv = [sys.executable, "-m", "hfscale", "configs", "show", "ddp"]
+        writer = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        writer.stdout.close()  # before it writes: the pipe is broken from the start
+        assert writer.stderr.read() == ""
+        writer.wait(60)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "accelerate_configs").rglob("*.yaml")), ids=lambda path: path.stem
+)
+def test_accelerate_configs_open_with_their_command_and_load(path):
+    """Loaded by the library that reads them, which refuses unknown keys."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith(f"# accelerate launch --config_file {path.relative_to(REPOSITORY)} ")
+    config = load_config_from_file(str(path))
+    assert config.distributed_type.value == yaml.safe_load(path.read_text())["distributed_type"]
+
+
+def test_an_accelerate_config_with_an_unknown_key_would_fail(tmp_path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = tmp_path / "bad.yaml"
+    path.write_text((REPOSITORY / "accelerate_configs" / "ddp.yaml").read_text() + "num_proceses: 2\n")
+    with pytest.raises(ValueError, match="num_proceses"):
+        load_config_from_file(str(path))
+
+
+def test_the_wheel_brings_the_configs_and_recipes(tmp_path):
+    """Built as it will be published, unpacked, and used with nothing of the repository on the path."""
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(REPOSITORY)]
+    subprocess.run(build, check=True, capture_output=True, timeout=120)
+    wheel = next(tmp_path.glob("*.whl"))
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "site")], check=True, timeout=60)
+    code = "import sys; sys.path.insert(0, 'site'); from hfscale.cli import main; main(['configs', 'list', '--json'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert {row["name"] for row in json.loads(done.stdout)} == {config.name for config in list_configs()}
+    assert (tmp_path / "site" / "hfscale" / "shipped" / "recipes" / "ddp" / "train.py").is_file()

@@ -1,0 +1,177 @@
+"""The names that are promises, what importing them costs, and which floor may import which."""
+
+import ast
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+import hfscale
+from hfscale import errors
+
+PACKAGE = REPOSITORY / "hfscale"
+HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "deepspeed", "wandb")
+# Lowest first; a module imports from its own floor and those above it in this list, never below.
+FLOORS = (
+    ("hfscale.errors",),
+    ("hfscale.facts",),
+    ("hfscale.planner",),
+    ("hfscale.logs", "hfscale.config_file", "hfscale.shipped"),
+    ("hfscale.distributed", "hfscale.preemption", "hfscale.checkpoint", "hfscale.health", "hfscale.metrics",
+     "hfscale.parallel"),
+    ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.corpus", "hfscale.data",
+     "hfscale.resume", "hfscale.summary", "hfscale.entrypoint"),
+    ("hfscale.cli", "hfscale.report", "hfscale.__main__"),
+)  # fmt: skip
+
+
+def imported_by(code):
+    """Which of the heavy packages a fresh interpreter has loaded after `code`."""
+    probe = f"import sys; {code}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.splitlines()[-1].split()
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+        yield name, path
+
+
+def floor(name):
+    if name == "hfscale":
+        return -1  # the version, and names that load when they are used
+    levels = [level for level, homes in enumerate(FLOORS) if any(f"{name}.".startswith(f"{home}.") for home in homes)]
+    assert levels, f"{name} stands on no floor: give it a place in FLOORS and in the README's tree"
+    return levels[0]
+
+
+def hfscale_imports(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hfscale":
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            known = {name for name, _ in modules()}
+            yield from [name for name in inside if name in known] or [node.module]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "hfscale")
+
+
+def test_every_public_name_is_there_and_dir_lists_them():
+    for name in hfscale.__all__:
+        assert getattr(hfscale, name) is not None
+    assert set(dir(hfscale)) == set(hfscale.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = hfscale.nothing
+
+
+def test_the_promised_names_of_this_version():
+    promised = {
+        "ScalingCallback", "LRScalingCallback", "SpotCheckpointCallback", "CommHealthCallback",
+        "ScalingMetricsCallback", "latest_checkpoint", "ParallelLayout", "ModelShape", "errors",
+    }  # fmt: skip
+    assert promised <= set(hfscale.__all__)
+    assert issubclass(hfscale.errors.HfScaleError, Exception)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hfscale",
+        "from hfscale import ModelShape, ParallelLayout, errors",
+        "import hfscale.facts.hardware, hfscale.facts.lr_rules",
+        "import hfscale.checkpoint.store; hfscale.latest_checkpoint",
+        "import hfscale.cli; hfscale.cli.main(['--help'])",
+        "import hfscale.cli; hfscale.cli.main(['configs', 'list'])",
+    ],
+)
+def test_the_floors_without_torch_load_none_of_it(code):
+    assert imported_by(code) == []
+
+
+def test_the_probe_itself_can_fail():
+    assert "torch" in imported_by("import hfscale; hfscale.ScalingCallback")
+
+
+def test_imports_go_downward_only():
+    upward = [
+        f"{name} imports {wanted}"
+        for name, path in modules()
+        for wanted in hfscale_imports(path)
+        if name != "hfscale" and floor(wanted) > floor(name)
+    ]
+    assert upward == []
+
+
+def test_callbacks_and_parallel_never_meet():
+    for name, path in modules():
+        for wanted in hfscale_imports(path):
+            assert {name.split(".")[1:2][0] if "." in name else "", wanted.split(".")[-1]} != {"callbacks", "parallel"}
+
+
+def test_no_room_is_too_large():
+    for _, path in modules():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 320, f"{path.name} has {len(lines)} lines: is there a second room inside?"
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.FunctionDef):
+                first = node.body[1:2] or node.body
+                length = (node.end_lineno or 0) - first[0].lineno + 1
+                assert length <= 60, f"{path.name}: {node.name} has {length} lines"
+
+
+def test_the_drawing_of_the_errors_is_the_tree():
+    drawn, stack = {}, []
+    for line in (errors.__doc__ or "").splitlines():
+        names = [word for word in line.replace("│", " ").split() if word.endswith(("Error", "Error)"))]
+        if names and ("──" in line or line.strip().startswith("HfScaleError")):
+            depth = line.index(names[0]) // 4
+            stack = [*stack[: depth - 1], names[0]]
+            drawn[names[0]] = stack[-2] if len(stack) > 1 else "Exception"
+    real = {
+        name: cls.__mro__[1].__name__
+        for name, cls in vars(errors).items()
+        if isinstance(cls, type) and issubclass(cls, errors.HfScaleError)
+    }
+    assert drawn == real
+
+
+def test_wrong_usage_is_a_value_error_with_exit_code_2():
+    for cls in vars(errors).values():
+        if isinstance(cls, type) and issubclass(cls, errors.HfScaleError):
+            is_usage = issubclass(cls, errors.UsageError)
+            assert issubclass(cls, ValueError) == is_usage
+            assert cls.exit_code == (2 if is_usage else 1)
+
+
+def test_every_module_opens_with_what_it_is_for():
+    for name, path in modules():
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{name} has no docstring"
+
+
+def test_nothing_unpickles_or_calls_a_shell():
+    banned = ("import pickle", "shell=True", "os.system", "weights_only=False", "yaml.load(", "eval(")
+    for name, path in modules():
+        text = path.read_text(encoding="utf-8").replace(".eval()", "").replace("model.eval(", "")
+        assert not [word for word in banned if word in text], name
+
+
+def test_floors_are_sorted_as_the_house_is():
+    assert all(floor(low[0]) < floor(high[0]) for low, high in pairwise(FLOORS))
+
+
+def test_readme_tree_names_every_room():
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    missing = [path.name for _, path in modules() if path.name != "__init__.py" and path.name not in readme]
+    assert missing == []
+
+
+def test_paths_in_the_readme_exist():
+    import re
+
+    for document in ("README.md", "CONTRIBUTING.md"):
+        text = (REPOSITORY / document).read_text(encoding="utf-8")
+        for found in re.findall(r"(?:recipes|accelerate_configs|ds_configs|benchmarks|tests)/[\w./-]+\w", text):
+            assert Path(REPOSITORY / found).exists(), f"{document} names {found}"
