@@ -1,0 +1,33 @@
+"""`python -m benchmarks [NAME …]`: runs the benchmarks named, or all, and writes one result file each."""
+
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+NAMES = ("callback_overhead", "cli_start")
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    for name in sys.argv[1:] or NAMES:
+        if name not in NAMES:
+            sys.exit(f"no benchmark is named '{name}': choose one of {', '.join(NAMES)}")
+        result = import_module(f"benchmarks.{name}").measure()
+        machine = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        }
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **result}, indent=1) + "\n")
+        print(f"{name}: {json.dumps(result['summary'])}")
+
+
+if __name__ == "__main__":
+    main()
