@@ -59,16 +59,17 @@ def list_configs() -> list[ShippedConfig]:
 
 
 def find_config(name: str) -> ShippedConfig:
-    """The shipped config of this name.
+    """The shipped config of this name; where several answer, the Accelerate one before DeepSpeed's and a recipe's.
 
     Raises:
-        UsageError: no config, or more than one, answers to it.
+        UsageError: no config answers to the name, or several of one kind do.
     """
     configs = list_configs()
     matches = [config for config in configs if name in config.names]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        raise UsageError(f"'{name}' is more than one config: give {' or '.join(config.name for config in matches)}")
-    known = ", ".join(config.name for config in configs)
-    raise UsageError(f"no shipped config is named '{name}': choose one of {known}")
+    if not matches:
+        known = ", ".join(config.name for config in configs)
+        raise UsageError(f"no shipped config is named '{name}': choose one of {known}")
+    first_kind = [config for config in matches if config.kind == matches[0].kind]
+    if len(first_kind) > 1:
+        raise UsageError(f"'{name}' is more than one config: give {' or '.join(config.name for config in first_kind)}")
+    return matches[0]

@@ -61,15 +61,24 @@ def summary_rows(trainer: "Trainer", callback: "ScalingCallback", metrics: dict[
         rows.append(("checkpoint", f"{output_dir / committed} (committed, every file hashed)"))
     rows.append(("metrics", str(output_dir / JSONL_NAME)))
     rows.append(("model", str(output_dir)))
-    rows.append(("continue with", f"{launch_command()} --max_steps {2 * trainer.state.max_steps}"))
+    longer = _with_flag(launch_command(), "--max_steps", str(2 * trainer.state.max_steps))
+    rows.append(("continue with", shlex.join(longer)))
     return rows
 
 
-def launch_command() -> str:
-    """The command that started this run, as it can be typed again: the launcher's where one is the parent process."""
+def launch_command() -> list[str]:
+    """What started this run, as it can be typed again: the launcher's words where one is the parent process."""
     parent = psutil.Process().parent()
     command = parent.cmdline() if parent is not None else []
     for index, token in enumerate(command[:3]):
         if Path(token).name in _LAUNCHERS:
-            return shlex.join([Path(token).name, *command[index + 1 :]])
-    return shlex.join(["python", *sys.argv])
+            return [Path(token).name, *command[index + 1 :]]
+    return ["python", *sys.argv]
+
+
+def _with_flag(command: list[str], flag: str, value: str) -> list[str]:
+    """`command` with `flag value` at its end, in the place of an earlier one."""
+    if flag in command:
+        at = command.index(flag)
+        command = command[:at] + command[at + 2 :]
+    return [*command, flag, value]

@@ -17,17 +17,7 @@ _SHOWN = {
 
 
 class CompactProgressCallback(ProgressCallback):
-    """Trainer's progress bar, with one short line per log instead of every key. Logs no metric keys.
-
-    A callback that stands after the Trainer's own would come too late: exchange them with `replace_in(trainer)`.
-    """
-
-    @classmethod
-    def replace_in(cls, trainer: Trainer) -> None:
-        """Put this bar in the place of the Trainer's own, or of its printer where bars are off."""
-        trainer.remove_callback(ProgressCallback)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(cls())
+    """Trainer's progress bar, with one short line per log instead of every key. Logs no metric keys."""
 
     def on_log(
         self,
@@ -37,11 +27,42 @@ class CompactProgressCallback(ProgressCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        shown = [form.format(float(logs[key])) for key, form in _SHOWN.items() if logs and key in logs]
-        if not (state.is_world_process_zero and shown):
-            return
-        line = f"step {state.global_step}/{state.max_steps}  " + "  ".join(shown)
-        if self.training_bar is not None and not args.disable_tqdm:
+        line = _line(state, logs)
+        if line and self.training_bar is not None:
             self.training_bar.write(line)
-        else:
+        elif line:  # an evaluation after the training
             print(line, flush=True)
+
+
+class CompactPrinterCallback(PrinterCallback):
+    """The same lines without a bar, for `--disable_tqdm`. Logs no metric keys."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if line := _line(state, logs):
+            print(line, flush=True)
+
+
+def use_compact_progress(trainer: Trainer) -> None:
+    """Put the compact bar, or printer, in the place of the Trainer's own."""
+    own, compact = (
+        (PrinterCallback, CompactPrinterCallback)
+        if trainer.args.disable_tqdm
+        else (ProgressCallback, CompactProgressCallback)
+    )
+    trainer.remove_callback(own)
+    trainer.add_callback(compact())
+
+
+def _line(state: TrainerState, logs: dict[str, Any] | None) -> str:
+    """The line of one log; empty on other ranks than the first, and for a record that has nothing to show."""
+    shown = [form.format(float(logs[key])) for key, form in _SHOWN.items() if logs and key in logs]
+    if not (state.is_world_process_zero and shown):
+        return ""
+    return f"step {state.global_step}/{state.max_steps}  " + "  ".join(shown)

@@ -1,11 +1,11 @@
-"""Train or fine-tune a causal language model under 7B parameters, data parallel (DDP).
+r"""Train or fine-tune a causal language model under 7B parameters, data parallel (DDP).
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/ddp/train.py
 
 trains a small Llama on the Python standard library. A real one:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/ddp/train.py \
-        --config recipes/ddp/smollm2-135m.yaml --output_dir runs/smollm2
+        --config recipes/ddp/smollm2-135m-full.yaml
 
 Relaunching the same command continues from the newest verified checkpoint. Copy this file and change it.
 """
@@ -31,11 +31,11 @@ from hfscale import (
     corpus,
 )
 from hfscale.arguments import blaming, check_evaluation, parse_arguments
-from hfscale.callbacks.progress import CompactProgressCallback
+from hfscale.callbacks.progress import use_compact_progress
 from hfscale.data import load_packed_datasets
 from hfscale.entrypoint import check_output_dir, run
 from hfscale.errors import UsageError
-from hfscale.resume import is_finished, resume_point
+from hfscale.resume import is_finished, keep_global_batch, resume_point
 from hfscale.strategy import check_launch
 from hfscale.summary import print_summary
 
@@ -45,6 +45,7 @@ def main():
     check_launch(training_args)
     check_output_dir(training_args.output_dir)
     checkpoint = resume_point(training_args)
+    keep_global_batch(training_args, checkpoint)
     set_seed(training_args.seed)  # the same initial weights on every rank, and at every launch
 
     # Tokenizer and text: the main process prepares, the others read its cache.
@@ -97,7 +98,9 @@ def main():
         processing_class=tokenizer,
         callbacks=[scaling, *([EarlyStoppingCallback(patience)] if patience else [])],
     )
-    CompactProgressCallback.replace_in(trainer)
+    use_compact_progress(trainer)
+    # Gradients live in DDP's buckets, not in copies beside them: 4 bytes less per trained parameter.
+    trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
 
     if is_finished(trainer, checkpoint):
         return

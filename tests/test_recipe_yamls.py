@@ -1,0 +1,157 @@
+"""Every recipe YAML opens with the command that runs it, parses and adds up; README shell blocks name what exists."""
+
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from conftest import REPOSITORY
+
+from hfscale.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, parse_arguments
+from hfscale.errors import ConfigFileError, UsageError
+
+RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
+A_RECIPE = REPOSITORY / "recipes" / "ddp" / "smollm2-135m-full.yaml"
+READMES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "recipes").rglob("README.md"))]
+GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
+FLAGS = {"config", *(flag.name for group in GROUPS for flag in fields(group) if flag.init)}
+SHELL_BLOCK = re.compile(r"^ *```(?:bash|sh|shell|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+REPOSITORY_PATH = re.compile(r"(?:accelerate_configs|ds_configs|recipes)/")
+SCRIPT = re.compile(r"recipes/.+\.py")
+SUMMARY_LENGTH = 100
+
+
+def named(path: Path) -> str:
+    """A path as commands name it."""
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def launch_line(recipe: Path) -> tuple[Namespace, list[str]]:
+    """The command in a recipe's first line: what accelerate makes of it, and the flags for the script."""
+    first = recipe.read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# accelerate launch "), first
+    launcher = launch_command_parser().parse_args(shlex.split(first)[3:])
+    return launcher, launcher.training_script_args
+
+
+def batch_problem(recipe: Path) -> str | None:
+    """What is wrong between the batch flags of a recipe and the number of processes in its command."""
+    launcher, _ = launch_line(recipe)
+    flags = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    if launcher.num_processes is None or "base_global_batch_size" not in flags:
+        return None
+    sequences = flags["per_device_train_batch_size"] * flags["gradient_accumulation_steps"] * launcher.num_processes
+    base = flags["base_global_batch_size"]
+    return None if sequences == base else f"{launcher.num_processes} processes make {sequences} sequences, not {base}"
+
+
+def shell_commands(markdown: str) -> Iterator[list[str]]:
+    """The commands of all fenced shell blocks, as tokens."""
+    for block in SHELL_BLOCK.findall(markdown):
+        for line in block.replace("\\\n", " ").splitlines():
+            command: list[str] = []
+            for token in [*shlex.split(line.strip().removeprefix("$ "), comments=True), "&&"]:
+                if token not in ("&&", "||", ";", "|", "&"):
+                    command.append(token)
+                elif command:
+                    yield command
+                    command = []
+
+
+def command_problems(command: list[str]) -> list[str]:
+    """Paths of the repository that do not exist and flags that no recipe has, in one command."""
+    words = [word for token in command for part in token.split() for word in part.split("=")]
+    paths = [word for word in words if REPOSITORY_PATH.match(word)]
+    problems = [f"no path {path}" for path in paths if not any(REPOSITORY.glob(path.rstrip("/")))]
+    script = next((index for index, token in enumerate(command) if SCRIPT.fullmatch(token)), None)
+    if script is not None:
+        given = [token.partition("=")[0][2:] for token in command[script + 1 :] if token.startswith("--")]
+        problems += [f"no flag --{name}" for name in given if not {name, name.removeprefix("no_")} & FLAGS]
+    if command[:2] == ["accelerate", "launch"]:
+        try:
+            launch_command_parser().parse_args(command[2:])
+        except SystemExit:
+            problems.append(f"accelerate rejects: {shlex.join(command)}")
+    return problems
+
+
+def test_there_are_recipes():
+    assert RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def test_first_line_launches_this_recipe(recipe):
+    launcher, script_flags = launch_line(recipe)
+    assert (REPOSITORY / launcher.config_file).is_file()
+    assert (REPOSITORY / launcher.training_script).is_file()
+    assert script_flags == ["--config", named(recipe)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def test_second_line_is_a_summary(recipe):
+    second = recipe.read_text(encoding="utf-8").splitlines()[1]
+    assert re.fullmatch(rf"# \S.{{10,{SUMMARY_LENGTH}}}", second)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def test_parses_and_is_flat(recipe):
+    model, data, _, training = parse_arguments(["--config", str(recipe)])
+    assert model.model_name_or_path or model.config_name
+    assert data.dataset_name or data.train_file
+    assert training.output_dir == f"runs/{recipe.stem}"
+    assert training.max_steps > 0 or not data.streaming  # a streamed text has no known length
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def test_batch_is_the_one_the_learning_rate_is_for(recipe):
+    assert batch_problem(recipe) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("learning_rate:", "learning_rte:", ConfigFileError),
+        ("block_size: 2048", "block_size: long", UsageError),
+        ("block_size: 2048", "block_size: [", ConfigFileError),
+    ],
+)
+def test_a_broken_recipe_is_refused(tmp_path, old, new, error):
+    text = A_RECIPE.read_text(encoding="utf-8")
+    assert old in text
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(error):
+        parse_arguments(["--config", str(broken)])
+
+
+def test_a_wrong_batch_is_seen(tmp_path):
+    text = A_RECIPE.read_text(encoding="utf-8")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(text.replace("--num_processes 8", "--num_processes 4"), encoding="utf-8")
+    assert batch_problem(broken) == "4 processes make 64 sequences, not 128"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=named)
+def test_shell_blocks_name_what_exists(readme):
+    commands = list(shell_commands(readme.read_text(encoding="utf-8")))
+    assert [problem for command in commands for problem in command_problems(command)] == []
+
+
+@pytest.mark.parametrize(
+    ("block", "problem"),
+    [
+        ("cp recipes/ddp/trian.py .", "no path recipes/ddp/trian.py"),
+        ("cd x && accelerate launch \\\n  --config_file ds_configs/no.json x.py", "no path ds_configs/no.json"),
+        ("python recipes/ddp/train.py --block_sise 4", "no flag --block_sise"),
+        ("accelerate launch --no_such_option 8 recipes/ddp/train.py", "accelerate rejects"),
+    ],
+)
+def test_a_wrong_shell_block_is_seen(block, problem):
+    commands = list(shell_commands(f"text\n```bash\n# a comment\n{block}\n```\n"))
+    problems = [found for command in commands for found in command_problems(command)]
+    assert [found for found in problems if found.startswith(problem)]
