@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfscale import distributed
-from hfscale.checkpoint.manifest import MANIFEST_NAME
+from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify
-from hfscale.errors import CheckpointError, UsageError
+from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.logs import get_logger
 
 if TYPE_CHECKING:
@@ -41,6 +41,43 @@ def resume_point(args: "TrainingArguments") -> str | None:
         return None
     logger.info("continues from checkpoint-%d of %s", step, args.output_dir)
     return str(Path(args.output_dir) / f"checkpoint-{step}")
+
+
+def keep_global_batch(args: "TrainingArguments", checkpoint: str | None) -> None:
+    """On another number of processes than the checkpoint's, keep its global batch by changing the accumulation.
+
+    The steps, the samples of each step and the learning rate are then those of the uninterrupted run. Call it before
+    the Trainer is made. On the same number of processes the arguments stand as they are.
+
+    Raises:
+        LayoutError: no accumulation and per-device batch make up the global batch on so many processes.
+    """
+    if checkpoint is None or not (Path(checkpoint) / MANIFEST_NAME).is_file():
+        return
+    manifest = read_manifest(checkpoint)
+    world_size, wanted = args.world_size, manifest.global_batch_size
+    if world_size == manifest.world_size:
+        return
+    per_rank, left_over = divmod(wanted, world_size)
+    if left_over or per_rank == 0:
+        fitting = [n for n in range(1, wanted + 1) if wanted % n == 0]
+        nearest = min(fitting, key=lambda n: abs(n - world_size))
+        raise LayoutError(
+            f"{world_size} processes cannot keep the run's global batch of {wanted} sequences: start {nearest}, or "
+            "begin afresh with --resume_from_checkpoint false"
+        )
+    per_device = args.per_device_train_batch_size
+    while per_rank % per_device:
+        per_device -= 1
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = per_device, per_rank // per_device
+    logger.info(
+        "%d processes instead of %d: the global batch stays %d sequences, by %d per device x %d accumulation steps",
+        world_size,
+        manifest.world_size,
+        wanted,
+        per_device,
+        args.gradient_accumulation_steps,
+    )
 
 
 def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:

@@ -1,0 +1,190 @@
+"""The DDP recipe, launched as its users launch it: train, lose the machine, relaunch, finish."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import RECIPE, REPOSITORY, run_process
+
+from hfscale.checkpoint.store import latest_checkpoint, verify
+
+QUICK = [
+    "--block_size", "64", "--per_device_train_batch_size", "2", "--max_train_samples", "64", "--max_eval_samples", "4",
+    "--max_steps", "6", "--save_steps", "2", "--logging_steps", "1", "--dataloader_num_workers", "0",
+    "--disable_tqdm", "true", "--lr_scheduler_type", "linear",
+]  # fmt: skip
+
+
+def records(output_dir):
+    return [json.loads(line) for line in (output_dir / "scaling.jsonl").read_text().splitlines()]
+
+
+def status(output_dir):
+    return json.loads((output_dir / "hfscale_status.json").read_text())
+
+
+def losses(output_dir):
+    return {record["step"]: record["loss"] for record in records(output_dir)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of two processes, which the tests below read and compare with."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    done = run_process([*command, "--num_processes", "2", str(RECIPE), *QUICK, "--output_dir", "out"], folder)
+    assert done.code == 0, done.err[-4000:]
+    return folder / "out", done
+
+
+@pytest.mark.world(2)
+class TestTwoProcesses:
+    def test_trains_and_says_what_a_person_wants_to_know(self, whole):
+        output_dir, done = whole
+        text = re.sub(r"\s*│\s*", " ", done.out)
+        last = records(output_dir)[-1]["loss"]
+        for wanted in (
+            "6 steps done", f"-> {last:.4f}", "evaluation loss", "tokens/s per process, 2 processes", "x 1: ",
+            "checkpoint-6 (committed", "scaling.jsonl", "--max_steps 12",
+        ):  # fmt: skip
+            assert wanted in text, text
+        assert text.count("steps done") == 1
+
+    def test_leaves_the_promised_files(self, whole):
+        output_dir, _ = whole
+        assert status(output_dir) == {"status": "completed", "step": 6, "checkpoint": "checkpoint-6", "reason": None}
+        assert latest_checkpoint(output_dir) == str(output_dir / "checkpoint-6")
+        manifest = verify(output_dir / "checkpoint-6")
+        assert (manifest.strategy, manifest.world_size, manifest.global_batch_size) == ("ddp", 2, 4)
+        tokens = [record["scaling/tokens_seen"] for record in records(output_dir)]
+        assert tokens == [2 * 2 * 64 * step for step in range(1, 7)]
+
+    def test_the_folder_is_a_model(self, whole):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        output_dir, _ = whole
+        model = AutoModelForCausalLM.from_pretrained(output_dir)
+        tokenizer = AutoTokenizer.from_pretrained(output_dir)
+        assert 3e6 < model.num_parameters() < 6e6
+        assert tokenizer.decode(tokenizer("def main():\n    return 1\n")["input_ids"]) == "def main():\n    return 1\n"
+
+    def test_a_killed_run_goes_on_as_if_nothing_had_happened(self, whole, launch, tmp_path):
+        """Killed after its first commit; the relaunched command must give the very losses of the whole run."""
+        output_dir = tmp_path / "out"
+        flags = [*QUICK, "--output_dir", "out"]
+        config = REPOSITORY / "accelerate_configs" / "ddp.yaml"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(
+                [*command, "--num_processes", "2", str(RECIPE), *flags], cwd=tmp_path, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+            deadline = time.monotonic() + 120
+            while latest_checkpoint(output_dir) is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+            for pid in [process.pid, *map(int, workers.stdout.split())]:
+                subprocess.run(["kill", "-9", str(pid)], check=False)
+            assert process.wait(30) == -signal.SIGKILL
+        assert (status(output_dir)["status"], latest_checkpoint(output_dir) is not None) == ("running", True)
+        done = launch(2, RECIPE, *flags)
+        assert done.code == 0, done.err[-4000:]
+        assert len(done.lines("hfscale: continues from checkpoint-")) == 1
+        assert losses(output_dir) == losses(whole[0])
+
+    def test_the_newest_checkpoint_being_damaged_the_one_before_is_used(self, whole, launch, tmp_path):
+        shutil.copytree(whole[0], tmp_path / "out")
+        with (tmp_path / "out" / "checkpoint-6" / "model.safetensors").open("r+b") as file:
+            file.seek(100_000)
+            file.write(b"\xff\xff")
+        done = launch(2, RECIPE, *QUICK, "--output_dir", "out")
+        assert done.code == 0, done.err[-4000:]
+        assert "the content of model.safetensors has changed" in done.err
+        assert len(done.lines("hfscale: continues from checkpoint-4")) == 1
+        assert losses(tmp_path / "out") == losses(whole[0])
+
+
+def test_fewer_processes_keep_the_global_batch_the_samples_and_the_rate(whole, python, tmp_path):
+    """Two processes lose a machine: one goes on, with the losses and learning rates of the whole run."""
+    shutil.copytree(whole[0], tmp_path / "out")
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "out" / f"checkpoint-{step}")
+    done = python(RECIPE, *QUICK, "--output_dir", "out")
+    assert done.code == 0, done.err[-4000:]
+    assert "1 processes instead of 2: the global batch stays 4 sequences, by 2 per device x 2" in done.err
+    expected, found = losses(whole[0]), losses(tmp_path / "out")
+    assert found == pytest.approx(expected, abs=2e-5)
+    assert found != pytest.approx({step: loss + 1e-3 for step, loss in expected.items()}, abs=2e-5)
+    rates = [[record["learning_rate"] for record in records(folder)] for folder in (whole[0], tmp_path / "out")]
+    assert rates[0] == rates[1]
+
+
+def test_one_process_resumes_by_every_form_of_the_flag(python, tmp_path):
+    def train(*flags):
+        done = python(RECIPE, *QUICK, "--output_dir", "out", *flags)
+        assert done.code == 0, done.err[-4000:]
+        return done
+
+    train("--max_steps", "2")
+    first = losses(tmp_path / "out")
+    again = train("--max_steps", "2", "--resume_from_checkpoint", "true")
+    assert "nothing to do" in again.err
+    train("--max_steps", "3", "--resume_from_checkpoint", "out/checkpoint-2")
+    assert list(losses(tmp_path / "out")) == [1, 2, 3]
+    train("--max_steps", "2", "--resume_from_checkpoint", "false")
+    assert losses(tmp_path / "out") == first
+    assert (tmp_path / "out" / "checkpoint-3.superseded").is_dir()
+
+
+def test_lora_from_a_checkpoint_with_a_yaml_and_early_stopping(whole, python, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        f"model_name_or_path: {whole[0]}\nuse_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
+        "train_file: text.txt\nblock_size: 32\nmax_steps: 20\nlearning_rate: 0\nlogging_steps: 1\nsave_steps: 1\n"
+        "eval_strategy: steps\neval_steps: 1\nearly_stopping_patience: 2\nvalidation_file: text.txt\n"
+        "per_device_train_batch_size: 1\noutput_dir: out\ndataloader_num_workers: 0\npeak_tflops: 1\n"
+    )
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text of one's own\n" for number in range(200)))
+    done = python(RECIPE, "--config", "run.yaml", "--lora_r", "2")
+    assert done.code == 0, done.err[-4000:]
+    adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (adapter["r"], sorted(adapter["target_modules"])) == (2, ["q_proj", "v_proj"])
+    # With a learning rate of zero no evaluation is better than the first: two more, and it stops.
+    assert status(tmp_path / "out")["step"] == 3
+    assert all(record["scaling/mfu"] > 0 for record in records(tmp_path / "out"))
+    trainable = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert trainable["global_step"] == 3
+
+
+def test_from_scratch_with_a_config_and_options_of_hugging_face(whole, python, tmp_path):
+    """Compiled, with activation checkpointing, another optimizer, streaming text."""
+    config = json.loads((whole[0] / "config.json").read_text()) | {"num_hidden_layers": 1, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 8}))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "word " * 40}) + "\n" for _ in range(50)))
+    done = python(
+        RECIPE, "--config_name", "config.json", "--tokenizer_name", whole[0], "--train_file", "text.jsonl",
+        "--streaming", "--max_steps", "3", "--block_size", "32", "--per_device_train_batch_size", "2",
+        "--optim", "sgd", "--base_global_batch_size", "1", "--learning_rate", "0.1", "--lr_scheduler_type", "constant",
+        "--activation_checkpointing", "--torch_compile", "--torch_compile_backend", "eager", "--logging_steps", "1",
+        "--output_dir", "out", "--dataloader_num_workers", "0", "--save_strategy", "no",
+    )  # fmt: skip
+    assert done.code == 0, done.err[-4000:]
+    assert [record["learning_rate"] for record in records(tmp_path / "out")] == pytest.approx([0.2] * 3)
+    assert [record["scaling/tokens_seen"] for record in records(tmp_path / "out")] == [64, 128, 192]
+    assert "save_strategy is 'no'" in done.err
+
+
+@pytest.mark.world(2)
+def test_zero1_by_nothing_but_the_config_file(launch, tmp_path):
+    """The same script and flags under DeepSpeed; the manifest tells what ran."""
+    shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")
+    config = REPOSITORY / "accelerate_configs" / "zero1.yaml"
+    done = launch(2, RECIPE, *QUICK, "--max_steps", "2", "--output_dir", "out", config=config)
+    assert done.code == 0, done.err[-4000:]
+    assert done.lines("hfscale: strategy") == ["hfscale: strategy zero1 on 2 processes (cpu)"]
+    assert verify(tmp_path / "out" / "checkpoint-2").strategy == "zero1"

@@ -1,0 +1,26 @@
+"""Exchanges values, then trains with a cadence of minutes that is long over on rank 1 and far away on rank 0."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch.distributed as dist
+from test_spot_checkpoint import Pause
+from tiny import tiny_trainer
+
+from hfscale import SpotCheckpointCallback, distributed
+
+arguments = {"save_strategy": "steps", "save_steps": 1000, "max_steps": 40}
+spot = SpotCheckpointCallback(every_steps=1000)
+trainer = tiny_trainer("out", spot, Pause(0.02), **arguments)
+rank = dist.get_rank()
+mine = [3.0, 6.0] if rank == 1 else [0.0, 7.0]
+values = {"max": distributed.all_max(mine), "rows": distributed.gather_rows(mine)}
+if rank == 0:
+    Path("values.json").write_text(json.dumps(values))
+spot.every_minutes = 0.2 / 60 if rank == 1 else 10.0
+trainer.train()
+dist.barrier()
+dist.destroy_process_group()
