@@ -95,6 +95,16 @@ def test_the_probe_itself_can_fail():
     assert "torch" in imported_by("import hfscale; hfscale.ScalingCallback")
 
 
+@pytest.mark.timing
+def test_importing_hfscale_takes_under_50_ms():
+    probe = "import time; begun = time.perf_counter(); import hfscale; print(time.perf_counter() - begun)"
+    times = [
+        float(subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, timeout=60).stdout)
+        for _ in range(5)
+    ]
+    assert sorted(times)[2] < 0.05
+
+
 def test_imports_go_downward_only():
     upward = [
         f"{name} imports {wanted}"

@@ -52,6 +52,7 @@ def test_tokens_are_counted_exactly_with_accumulation_and_odd_windows(tmp_path):
     assert logged(trainer, "scaling/tokens_seen") == [2 * per_step, 4 * per_step, 5 * per_step]
 
 
+@pytest.mark.timing
 def test_evaluation_counts_neither_as_tokens_nor_as_time(tmp_path):
     trainer = tiny_trainer(
         tmp_path,
@@ -69,6 +70,7 @@ def test_evaluation_counts_neither_as_tokens_nor_as_time(tmp_path):
     assert min(logged(trainer, "scaling/tokens_per_s")[1:3]) > TOKENS_PER_STEP / 0.15
 
 
+@pytest.mark.timing
 def test_the_rate_times_the_time_is_the_tokens(tmp_path):
     trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), SlowStep(0.05), max_steps=20, logging_steps=5)
     trainer.train()
@@ -79,6 +81,7 @@ def test_the_rate_times_the_time_is_the_tokens(tmp_path):
     assert logged(trainer, "scaling/tokens_per_s_per_gpu")[:4] == rates
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("read_s", "step_s", "fraction"), [(0.02, 0.08, 0.5), (0.0, 0.08, 0.0), (0.04, 0.04, 0.8)])
 def test_data_wait_is_the_share_of_time_spent_on_batches(tmp_path, read_s, step_s, fraction):
     trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), SlowStep(step_s), max_steps=8, logging_steps=4)

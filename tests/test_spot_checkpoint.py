@@ -66,6 +66,7 @@ def test_every_steps_saves_beside_another_strategy(tmp_path):
     assert saved_steps(tmp_path) == [3, 6, 7]  # 7: the end of the epoch
 
 
+@pytest.mark.timing
 def test_minutes_come_first_when_steps_are_slow(tmp_path):
     callback = SpotCheckpointCallback(every_steps=1000, every_minutes=0.3 / 60)
     tiny_trainer(tmp_path, callback, Pause(0.1), save_strategy="steps", max_steps=10).train()
