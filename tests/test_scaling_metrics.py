@@ -6,12 +6,13 @@ import time
 import pytest
 import torch
 from conftest import REPOSITORY
-from tiny import LENGTH, VOCAB, RandomTokens, logged, tiny_model, tiny_trainer
-from transformers import TrainerCallback
+from tiny import LENGTH, VOCAB, RandomTokens, logged, tiny_arguments, tiny_model, tiny_trainer
+from transformers import LlamaForSequenceClassification, TrainerCallback
 from wandb_file import history, run_files, run_id, step_metrics
 
 from hfscale import ScalingMetricsCallback
-from hfscale.errors import UsageError
+from hfscale.errors import UnsupportedModelError, UsageError
+from hfscale.metrics.efficiency import FlopsModel
 from hfscale.metrics.phases import PhaseClock
 
 TOKENS_PER_STEP = 4 * LENGTH
@@ -139,6 +140,11 @@ class TestUtilisation:
         trainer.train()
         assert logged(trainer, "scaling/mfu") == logged(trainer, "scaling/hfu") == []
         assert not any("mfu" in record for record in jsonl(tmp_path))
+
+    def test_another_head_on_a_known_config_is_not_counted_as_a_language_model(self, tmp_path):
+        model = LlamaForSequenceClassification(tiny_model().config)
+        with pytest.raises(UnsupportedModelError, match="LlamaForSequenceClassification has"):
+            FlopsModel.of(model, tiny_arguments(tmp_path))
 
     def test_is_absent_for_a_model_it_cannot_count(self, tmp_path):
         class Bag(torch.nn.Module):

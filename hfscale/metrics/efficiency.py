@@ -34,11 +34,19 @@ class FlopsModel:
         config = getattr(model, "config", None)
         if config is None:
             raise UnsupportedModelError(f"{type(model).__name__} has no config: its FLOPs cannot be counted")
+        shape = ModelShape.from_config(config.to_dict())
         is_peft = getattr(model, "peft_config", None) is not None
-        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad) if is_peft else None
+        parameters = sum(_numel(p) for p in model.parameters())
+        if not is_peft and parameters != shape.total_parameters:
+            # A classifier or a changed model under a known config: whatever its FLOPs are, they are not the shape's.
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {parameters:,} parameters, a {shape.model_type} language model of its "
+                f"config {shape.total_parameters:,}: its FLOPs cannot be counted"
+            )
+        trainable = sum(_numel(p) for p in model.parameters() if p.requires_grad)
         return cls(
-            shape=ModelShape.from_config(config.to_dict()),
-            lora_parameters=trainable,
+            shape=shape,
+            lora_parameters=trainable if is_peft else None,
             recomputes=bool(args.activation_checkpointing or args.gradient_checkpointing),
         )
 
@@ -64,3 +72,8 @@ def device_peak_tflops(device: torch.device, dtype: str) -> float | None:
         return None
     accelerator = match_device_name(torch.cuda.get_device_name(device))
     return None if accelerator is None else peak_tflops(accelerator, dtype)
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    """Elements of the whole parameter: under ZeRO-3 the local one is empty, and DeepSpeed keeps the number beside it."""
+    return getattr(parameter, "ds_numel", parameter.numel())
