@@ -3,17 +3,21 @@
 Names are those of Hugging Face's `run_clm.py` where it has them, and every `TrainingArguments` flag is taken as well.
 """
 
+import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import NoReturn
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments, get_scheduler
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from hfscale.config_file import nearest, read_yaml_mapping, to_argv
-from hfscale.errors import UsageError
+from hfscale.config_file import nearest, read_yaml_mapping, split_off_config, to_argv
+from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.lr_rules import RULES
 
 
@@ -33,7 +37,9 @@ class ModelArguments:
     lora_r: int = _flag("Rank of the LoRA adapters.", default=16)
     lora_alpha: int = _flag("LoRA scaling numerator.", default=32)
     lora_dropout: float = _flag("Dropout in front of the adapters.", default=0.0)
-    lora_target_modules: list[str] | None = _flag("Modules to adapt; default: every linear layer but the head.")
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules to adapt; default: every linear layer but the head."}
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and self.config_name:
@@ -41,6 +47,7 @@ class ModelArguments:
                 "--model_name_or_path starts from a checkpoint and --config_name from scratch: give one of them"
             )
         require_positive(self, "lora_r", "lora_alpha")
+        require_from_0(self, lora_dropout=1)
 
 
 @dataclass(kw_only=True)
@@ -63,9 +70,12 @@ class DataArguments:
             raise UsageError("--dataset_name and --train_file both name the training text: give one of them")
         if self.validation_file and not (self.train_file or self.dataset_name):
             raise UsageError("--validation_file is given without --train_file or --dataset_name: give one of them too")
+        if self.streaming and not (self.train_file or self.dataset_name):
+            raise UsageError("--streaming is given without --train_file or --dataset_name: give one of them too")
+        if self.dataset_config_name and not self.dataset_name:
+            raise UsageError(f"--dataset_config_name {self.dataset_config_name} is given without --dataset_name")
         require_positive(self, "block_size", "max_train_samples", "max_eval_samples", "preprocessing_num_workers")
-        if not 0 <= self.validation_split_percentage < 100:
-            raise UsageError(f"--validation_split_percentage {self.validation_split_percentage} is not in 0 … 99")
+        require_from_0(self, validation_split_percentage=100)
 
 
 @dataclass(kw_only=True)
@@ -94,6 +104,9 @@ class RecipeTrainingArguments(TrainingArguments):
     output_dir: str | None = _flag("Where checkpoints, metrics and the model go.", default="runs/default")
     logging_steps: float = _flag("Steps between logs.", default=10)
     save_total_limit: int | None = _flag("Committed checkpoints to keep.", default=3)
+    report_to: list[str] | None = field(
+        default_factory=lambda: ["none"], metadata={"help": "Where metrics go besides files: wandb, tensorboard, …"}
+    )
     bf16: bool | None = _flag("bf16 mixed precision; default: where the hardware has it.")
     ddp_find_unused_parameters: bool | None = _flag(
         "Search each backward for parameters without a gradient; needed only by models that skip some.", default=False
@@ -118,29 +131,74 @@ class RecipeTrainingArguments(TrainingArguments):
             self.dataloader_persistent_workers, self.dataloader_prefetch_factor = False, None
         require_positive(
             self, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-            "save_total_limit", "logging_steps", "eval_steps", "num_train_epochs",
+            "save_total_limit", "save_steps", "logging_steps", "eval_steps", "eval_accumulation_steps",
+            "num_train_epochs", "dataloader_prefetch_factor", "ddp_bucket_cap_mb", "ddp_timeout",
         )  # fmt: skip
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "dataloader_num_workers"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"--{name} {getattr(self, name)} is negative: give 0 or more")
+        require_from_0(
+            self, "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon", "eval_delay",
+            "neftune_noise_alpha", "data_seed", "dataloader_num_workers",
+            adam_beta1=1, adam_beta2=1, label_smoothing_factor=1, seed=2**32,
+        )  # fmt: skip
         if self.max_steps == 0 or self.max_steps < -1:
             raise UsageError(f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to go by epochs")
+        if self.save_strategy == "best" and self.metric_for_best_model is None:
+            raise UsageError("--save_strategy best needs to know by what: give --metric_for_best_model, such as loss")
+        _check_json(self, "lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "gradient_checkpointing_kwargs",
+                    "activation_checkpointing_kwargs")  # fmt: skip
         super().__post_init__()
+        for name in self.report_to or []:
+            if name not in INTEGRATION_TO_CALLBACK:
+                raise UsageError(f"--report_to {name} is none of all, none, {', '.join(INTEGRATION_TO_CALLBACK)}")
+        _check_scheduler(self)
 
 
 def require_positive(arguments: object, *names: str) -> None:
     """Raise a UsageError for the first of these fields that is set and not greater than 0."""
     for name in names:
         value = getattr(arguments, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # so that nan does not pass
             raise UsageError(f"--{name} {value} must be greater than 0")
+
+
+def require_from_0(arguments: object, *names: str, **limits: float) -> None:
+    """Raise a UsageError for the first of these fields that is set and negative, or not below its limit."""
+    for name, limit in (dict.fromkeys(names) | limits).items():
+        value = getattr(arguments, name)
+        if value is not None and not (value >= 0 and (limit is None or value < limit)):
+            below = f" and less than {limit}" if limit else ""
+            raise UsageError(f"--{name} {value} must be at least 0{below}")
+
+
+def _check_json(arguments: object, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        if not isinstance(value, str):
+            continue
+        try:
+            is_text = value.startswith("{") or name.endswith("kwargs")
+            content = json.loads(value if is_text else Path(value).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"--{name} {value} is neither a JSON mapping nor a readable file") from error
+        except ValueError as error:
+            raise UsageError(f"--{name} {value} is not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise UsageError(f"--{name} {value} is not a JSON mapping")
+
+
+def _check_scheduler(args: TrainingArguments) -> None:
+    """Some schedules need arguments, and none takes those of another: ask transformers before a model is loaded."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    kwargs = args.lr_scheduler_kwargs or {}
+    name = f"{args.lr_scheduler_type.value} with --lr_scheduler_kwargs '{json.dumps(kwargs)}'"
+    with blaming("--lr_scheduler_type", name):
+        get_scheduler(args.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs))
 
 
 class _Parser(HfArgumentParser):
     """Raises a UsageError where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+        raise UsageError(re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message))
 
 
 EMBEDDED_DEFAULTS = {
@@ -177,20 +235,26 @@ def parse_arguments(
     groups = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
     parser = _Parser(groups, allow_abbrev=False)
     known = {flag.name for group in groups for flag in fields(group) if flag.init}
-    rest, config = _split_off_config(list(sys.argv[1:] if argv is None else argv))
+    rest, config = split_off_config(list(sys.argv[1:] if argv is None else argv))
     from_file = to_argv(config, read_yaml_mapping(config, known)) if config else []
     for flag in (token.partition("=")[0] for token in rest):
         name = flag[2:].replace("-", "_")
-        if flag.startswith("--") and not {name, name.removeprefix("no_")} & known:
-            raise UsageError(f"unknown flag {flag}{nearest(flag[2:], known, prefix='--')}")
+        if flag.startswith("--") and not {name, name.removeprefix("no_")} & {*known, "help"}:
+            mend = nearest(flag[2:], known, prefix="--") or "; --help lists all"
+            raise UsageError(f"unknown flag {flag}{mend}")
     tokens = _embedded_defaults([*from_file, *rest]) + from_file + rest
     try:
-        parsed = parser.parse_args_into_dataclasses(args=tokens)
-    except UsageError:
+        *parsed, left = parser.parse_args_into_dataclasses(args=tokens, return_remaining_strings=True)
+    except HfScaleError:
         raise
     except (ValueError, TypeError, OSError, ImportError) as error:  # what TrainingArguments makes of the values
-        raise UsageError(" ".join(str(error).split())) from error
-    return tuple(parsed)
+        raise UsageError(_one_line(error)) from error
+    if left:
+        raise UsageError(f"'{left[0]}' is no flag, and belongs to none: flags begin with --, and most take one value")
+    model, data, scaling, training = parsed
+    if data.streaming and training.max_steps < 0:
+        raise UsageError("--streaming reads a text whose length is not known: give --max_steps")
+    return model, data, scaling, training
 
 
 def _embedded_defaults(tokens: Sequence[str]) -> list[str]:
@@ -203,27 +267,23 @@ def _embedded_defaults(tokens: Sequence[str]) -> list[str]:
     return [token for flag, value in defaults.items() for token in (f"--{flag}", value)]
 
 
-def _split_off_config(argv: list[str]) -> tuple[list[str], str | None]:
-    for index, token in enumerate(argv):
-        if token.startswith("--config="):
-            return argv[:index] + argv[index + 1 :], token.removeprefix("--config=")
-        if token == "--config":
-            if index + 1 == len(argv):
-                raise UsageError("--config needs a YAML file: --config FILE.yaml")
-            return argv[:index] + argv[index + 2 :], argv[index + 1]
-    return argv, None
-
-
 @contextmanager
 def blaming(flag: str, value: object) -> Iterator[None]:
-    """Turn what transformers raises about a name or a file into a UsageError that names the flag it came from."""
+    """Turn whatever transformers raises about a name or a file into a UsageError that names the flag it came from."""
     try:
         yield
-    except UsageError:
+    except (HfScaleError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UsageError(f"{flag} {value} cannot be used: {reason}") from error
+    except Exception as error:
+        if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) and not Path(value).exists():
+            raise UsageError(f"{flag} {value} does not exist") from error
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise UsageError(f"{flag} {value} cannot be used: {kind}{_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return words if len(words) <= 300 else f"{words[:300]}…"
 
 
 def check_evaluation(args: TrainingArguments, *, has_evaluation: bool, patience: int | None) -> None:

@@ -7,18 +7,18 @@ import hashlib
 import os
 import platform
 import sysconfig
-import tempfile
 import tokenize
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from hfscale.errors import DataError
+from hfscale.errors import DataError, StorageError
 
 VOCAB_SIZE = 4096
-EOS_TOKEN = "<|endoftext|>"
+EOS_TOKEN = "<|endoftext|>"  # noqa: S105 (not a password)
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 _EVALUATE_ONE_IN = 20
 
@@ -30,7 +30,10 @@ def source_files() -> list[Path]:
         DataError: this Python has no source files (a frozen or zipped build).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in root.rglob("*.py") if not _NOT_LIBRARY & set(path.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _NOT_LIBRARY  # what is installed beside the library can be large: never entered
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"this Python has no standard library sources in {root}: give --train_file or --dataset_name")
     return sorted(files)
@@ -45,8 +48,8 @@ def read_sources(split: str) -> Iterator[dict[str, str]]:
 
 
 def fingerprint() -> str:
-    """Changes when the text does: the Python version with the names and lengths of all files."""
-    names = "".join(f"{path.name}:{path.stat().st_size};" for path in source_files())
+    """Changes when the text does: the Python version with the paths and lengths of all files."""
+    names = "".join(f"{path}:{path.stat().st_size};" for path in source_files())
     digest = hashlib.sha256(names.encode()).hexdigest()[:12]
     return f"python{platform.python_version()}-{digest}"
 
@@ -55,13 +58,24 @@ def default_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens trained on the corpus, from the cache after the first time.
 
     Call it on the main process first; the others then find it in the cache.
+
+    Raises:
+        StorageError: the cache cannot be written.
     """
     path = _cache_folder() / f"{fingerprint()}-bpe{VOCAB_SIZE}.json"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as temporary:
-            _train_bpe().save(temporary.name)
-        os.replace(temporary.name, path)
+        content = _train_bpe().to_str(pretty=True)
+        temporary = path.with_suffix(f".{os.getpid()}")  # other runs may be writing it too
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(content, encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise StorageError(
+                f"the cache {path.parent} cannot be written: {error.strerror}: set XDG_CACHE_HOME to a folder that can"
+            ) from error
     return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=EOS_TOKEN, pad_token=EOS_TOKEN)
 
 

@@ -1,23 +1,37 @@
 """Text in, packed sequences out: from the hub, from files or from the embedded corpus."""
 
+import codecs
+import errno
+import glob
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from hfscale import corpus
 from hfscale.arguments import DataArguments
-from hfscale.errors import DataError
+from hfscale.errors import DataError, HfScaleError, StorageError
 from hfscale.logs import get_logger
 
 logger = get_logger(__name__)
 
-_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-_TEXT_KINDS = (".txt", ".json", ".jsonl", ".csv")
 AnyDataset = Dataset | IterableDataset
 Splits = dict[str, AnyDataset]
+
+_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_BUILDER_OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True, "encoding": "utf-8-sig"}}
+_STRINGS = ("string", "large_string")
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+_BATCH_TOKENS, _BATCH_BLOCKS = 2**20, 64  # about so much is packed in one go, whichever is more
+_BYTES_PER_TOKEN = 4  # for that estimate only
+_SAMPLE = 32  # records that it looks at
+_PIECE_CHARACTERS = 2**14  # of a running text, tokenised as one
 
 
 def load_packed_datasets(
@@ -26,22 +40,28 @@ def load_packed_datasets(
     """The training sequences, and the evaluation sequences where there are any, each of exactly `block_size` tokens.
 
     Documents are tokenised, ended with the tokenizer's end-of-text token, laid end to end and cut: no padding. Lines
-    of a .txt file are one running text, with no end between them. What is left over of 1,000 documents, less than one
-    block, is dropped. Call it on the main process first; the others then find the result in the cache.
+    of a .txt file are one running text, with no end between them. Packing goes by batches of about a million tokens
+    (64 blocks, where those are more); what is left over of each, less than one block, is dropped. Call it on the main
+    process first; the others then find the result in the cache.
 
     Args:
         seed (`int`): for the split of a text that has no evaluation part of its own.
 
     Raises:
         DataError: a file is missing, unreadable, not of the kind its name says, has no text column or too little text.
+        StorageError: the cache of `datasets` cannot be written.
     """
-    splits = load_splits(args, seed=seed)
-    train = pack(splits["train"], tokenizer, args)
-    evaluation = pack(splits["validation"], tokenizer, args) if "validation" in splits else None
-    if isinstance(train, Dataset) and len(train) == 0:
-        raise DataError(f"the training text fills not one block of {args.block_size} tokens: lower --block_size")
-    if isinstance(evaluation, Dataset) and len(evaluation) == 0:
-        logger.info("no evaluation: its text fills not one block of %d tokens", args.block_size)
+    packed = {
+        split: pack(records, tokenizer, args, split=split) for split, records in load_splits(args, seed=seed).items()
+    }
+    train, evaluation = packed["train"], packed.get("validation")
+    if _is_empty(train, args, "train"):
+        raise DataError(
+            f"{_source(args, 'train')} is shorter than one block of {args.block_size} tokens: give more text or lower "
+            "--block_size"
+        )
+    if evaluation is not None and _is_empty(evaluation, args, "validation"):
+        logger.info("no evaluation: its text is shorter than one block of %d tokens", args.block_size)
         evaluation = None
     return _first(train, args.max_train_samples), _first(evaluation, args.max_eval_samples)
 
@@ -49,132 +69,226 @@ def load_packed_datasets(
 def load_splits(args: DataArguments, *, seed: int) -> Splits:
     """The raw records: `train`, and `validation` where the source has one or can spare a part."""
     if args.train_file:
-        splits = _load_files(args)
+        splits: Splits = {"train": _load_file(args, "train")}
     elif args.dataset_name:
         splits = _load_dataset(args)
     else:
-        return _load_corpus()
-    if "train" not in splits:
-        raise DataError(f"the dataset '{args.dataset_name}' has no split 'train' but {', '.join(splits)}")
-    if "validation" not in splits and args.validation_split_percentage:
-        train = splits["train"]
-        if isinstance(train, Dataset) and len(train) > 1:
-            parts = train.train_test_split(test_size=args.validation_split_percentage / 100, seed=seed)
-            return {"train": parts["train"], "validation": parts["test"]}
-        logger.info("no evaluation: a text that is streamed, or a single record, is not split; give --validation_file")
+        return _load_corpus(args)
+    if args.validation_file:
+        splits["validation"] = _load_file(args, "validation")
+    elif "validation" not in splits and args.validation_split_percentage:
+        splits |= _split(splits["train"], args, seed)
     return splits
 
 
-def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> AnyDataset:
-    """Tokenise a dataset of records and pack it into sequences of `block_size` tokens, with their labels."""
-    column = _text_column(dataset)
-    running_text = args.train_file is not None and Path(args.train_file).suffix.lower() == ".txt"
-    end = [] if running_text or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str) -> AnyDataset:
+    """Tokenise the records of a split and pack them into sequences of `block_size` tokens, with their labels."""
+    with _reading(args, split):
+        sample = _sample(dataset)
+        column = _text_column(dataset, sample, source=_source(args, split))
+        # `datasets` hashes what the function holds into the cache's name: plain values, no flags beside the point.
+        block_size, is_running = args.block_size, _is_running_text(args, split)
+        end = [] if is_running or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def tokenize_and_pack(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
-        tokens: list[int] = []
-        for ids in tokenizer([text or "" for text in batch[column]], add_special_tokens=False)["input_ids"]:
-            tokens += ids + end
-        whole = len(tokens) // args.block_size * args.block_size
-        blocks = [tokens[start : start + args.block_size] for start in range(0, whole, args.block_size)]
-        return {"input_ids": blocks, "labels": [list(block) for block in blocks]}
+        def tokenize_and_pack(batch: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
+            texts = [text or "" for text in batch[column]]
+            texts = _join_lines(texts) if is_running else texts
+            tokens: list[int] = []
+            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                tokens += ids + end
+            whole = len(tokens) // block_size * block_size
+            blocks = [tokens[start : start + block_size] for start in range(0, whole, block_size)]
+            return {"input_ids": blocks, "labels": [list(block) for block in blocks]}
 
-    options: dict[str, Any] = {"batched": True, "remove_columns": dataset.column_names}
-    if isinstance(dataset, Dataset):
-        # A dataset line may be a sentence or a book: small texts are packed in one go, lest each batch drop its rest.
-        options |= {"num_proc": args.preprocessing_num_workers, "desc": f"Packing into {args.block_size} tokens"}
-    return dataset.map(tokenize_and_pack, **options)
+        options: dict[str, Any] = {"batched": True, "batch_size": _batch_size(sample, column, block_size)}
+        if isinstance(dataset, Dataset):
+            options |= {"num_proc": args.preprocessing_num_workers, "desc": f"Packing into {block_size} tokens"}
+        return dataset.map(tokenize_and_pack, remove_columns=dataset.column_names or list(sample[0]), **options)
 
 
-def _load_corpus() -> Splits:
+def _load_corpus(args: DataArguments) -> Splits:
     """The standard library, through `datasets`' cache, keyed by its content."""
     splits: Splits = {}
     for split in ("train", "validation"):
-        splits[split] = Dataset.from_generator(
-            corpus.read_sources, gen_kwargs={"split": split}, fingerprint=f"{corpus.fingerprint()}-{split}"
-        )
+        with _reading(args, split):
+            splits[split] = Dataset.from_generator(
+                corpus.read_sources, gen_kwargs={"split": split}, fingerprint=f"{corpus.fingerprint()}-{split}"
+            )
     return splits
 
 
-def _load_files(args: DataArguments) -> Splits:
-    files = {"train": args.train_file, "validation": args.validation_file}
-    kinds = {_builder(path) for path in files.values() if path}
-    if len(kinds) > 1:
-        raise DataError(f"{args.train_file} and {args.validation_file} are of two kinds: convert one of them")
-    builder = kinds.pop()
-    options = {"keep_linebreaks": True} if builder == "text" else {}
-    data_files = {split: path for split, path in files.items() if path}
-    return _load(builder, args, f"{args.train_file}", data_files=data_files, **options)
+def _load_file(args: DataArguments, split: str) -> AnyDataset:
+    path = Path(_file(args, split) or "")
+    source = _source(args, split)
+    builder = _BUILDERS.get(path.suffix.lower())
+    if not path.exists():
+        raise DataError(f"{source} does not exist")
+    if not path.is_file():
+        raise DataError(f"{source} is not a file: name one, or give a folder to --dataset_name")
+    if builder is None:
+        raise DataError(f"{source} ends in none of {', '.join(_BUILDERS)}: rename or convert it")
+    if path.stat().st_size == 0:
+        raise DataError(f"{source} is empty")
+    files = {split: glob.escape(str(path))}
+    with _reading(args, split):
+        return datasets.load_dataset(
+            builder, data_files=files, split=split, streaming=args.streaming, **_BUILDER_OPTIONS.get(builder, {})
+        )
 
 
 def _load_dataset(args: DataArguments) -> Splits:
-    return _load(args.dataset_name, args, f"the dataset '{args.dataset_name}'", name=args.dataset_config_name)
+    with _reading(args, "train"):
+        loaded = datasets.load_dataset(args.dataset_name, name=args.dataset_config_name, streaming=args.streaming)
+    if "train" not in loaded:
+        raise DataError(f"{_source(args, 'train')} has no split 'train' but {', '.join(loaded)}")
+    return {split: loaded[split] for split in ("train", "validation") if split in loaded}
 
 
-def _load(path: str, args: DataArguments, what: str, **options: Any) -> Splits:
+def _split(train: AnyDataset, args: DataArguments, seed: int) -> Splits:
+    """Set a share of the records apart: any of them, or the end of a running text, whose order means something."""
+    share = args.validation_split_percentage
+    if isinstance(train, IterableDataset):
+        logger.info("no evaluation: a streamed text is not split; give --validation_file")
+        return {}
+    count = len(train) * share // 100
+    if count == 0:
+        logger.info("no evaluation: %d%% of %d records is less than one; give --validation_file", share, len(train))
+        return {}
+    parts = train.train_test_split(test_size=count, seed=seed, shuffle=not _is_running_text(args, "train"))
+    return {"train": parts["train"], "validation": parts["test"]}
+
+
+def _file(args: DataArguments, split: str) -> str | None:
+    return (args.validation_file if split == "validation" else None) or args.train_file
+
+
+def _source(args: DataArguments, split: str) -> str:
+    """Where a split's text comes from, as the user named it."""
+    if split == "validation" and args.validation_file:
+        return f"--validation_file {args.validation_file}"
+    if args.train_file:
+        return f"--train_file {args.train_file}"
+    return f"--dataset_name {args.dataset_name}" if args.dataset_name else "the embedded text"
+
+
+def _is_running_text(args: DataArguments, split: str) -> bool:
+    return Path(_file(args, split) or "").suffix.lower() == ".txt"
+
+
+def _join_lines(lines: list[str]) -> list[str]:
+    """The same text in pieces of some length: tokens may span line ends, and many pieces are tokenised in parallel."""
+    pieces: list[str] = []
+    start, characters = 0, 0
+    for number, line in enumerate(lines, start=1):
+        characters += len(line)
+        if characters >= _PIECE_CHARACTERS or number == len(lines):
+            pieces.append("".join(lines[start:number]))
+            start, characters = number, 0
+    return pieces
+
+
+def _sample(dataset: AnyDataset) -> list[dict[str, Any]]:
+    """A few records from all over a prepared dataset, or from the beginning of a stream."""
+    if isinstance(dataset, IterableDataset):
+        return list(dataset.take(_SAMPLE))
+    return [dataset[number] for number in range(0, len(dataset), max(1, len(dataset) // _SAMPLE))]
+
+
+def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: str) -> str:
+    """`text`, or the only column of strings."""
+    if not sample:
+        raise DataError(f"{source} holds no records")
+    columns = dataset.column_names or list(sample[0])
+    features = dataset.features or {}
+    strings = [
+        name
+        for name in columns
+        if getattr(features.get(name), "dtype", None) in _STRINGS
+        or (name not in features and all(isinstance(record[name], str | None) for record in sample))
+    ]
+    if "text" in columns and "text" not in strings:
+        raise DataError(f"{source}: not every 'text' is a string: convert the others or leave them out")
+    if "text" in columns:
+        return "text"
+    if len(strings) == 1:
+        logger.info("reads the column '%s' of %s", strings[0], source.partition(" ")[2])
+        return strings[0]
+    named = ", ".join(f"'{name}'" for name in columns)
+    raise DataError(f"{source} has no column 'text' but {_shorten(named)}: rename the one to train on")
+
+
+def _batch_size(sample: list[dict[str, Any]], column: str, block_size: int) -> int:
+    """Records per batch, be they lines or books, so that the rest each batch drops is small against it."""
+    tokens = sum(len((record[column] or "").encode()) for record in sample) / len(sample) / _BYTES_PER_TOKEN
+    return math.ceil(max(_BATCH_TOKENS, _BATCH_BLOCKS * block_size) / max(tokens, 1))
+
+
+def _is_empty(dataset: AnyDataset, args: DataArguments, split: str) -> bool:
+    with _reading(args, split):  # a stream is read here for the first time
+        return next(iter(dataset), None) is None
+
+
+def _first(dataset: AnyDataset | None, count: int | None) -> AnyDataset | None:
+    return dataset if dataset is None or count is None else dataset.take(count)
+
+
+@contextmanager
+def _reading(args: DataArguments, split: str) -> Iterator[None]:
+    """Turn what `datasets` raises about a split's text into one line that names it."""
     level = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs a traceback before it raises
     try:
-        loaded = datasets.load_dataset(path, streaming=args.streaming, **options)
-    except Exception as error:
-        for file in (args.train_file, args.validation_file):
-            if file:
-                _check_utf8(Path(file))
-        raise DataError(f"{what} cannot be read: {_root_cause(error)}") from error
+        yield
+    except HfScaleError:
+        raise
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise _explain(_root_cause(error), args, split) from error
     finally:
         datasets.logging.set_verbosity(level)
-    assert isinstance(loaded, DatasetDict | IterableDatasetDict)  # no split was asked for
-    return dict(loaded)
 
 
-def _builder(path: str) -> str:
-    file = Path(path)
-    builder = _BUILDERS.get(file.suffix.lower())
-    if builder is None:
-        raise DataError(f"{path} ends in none of {', '.join(_BUILDERS)}: rename or convert it")
-    if not file.is_file():
-        raise DataError(f"{path} is not a file: check --train_file and --validation_file")
-    if file.stat().st_size == 0:
-        raise DataError(f"{path} is empty")
-    return builder
+def _explain(cause: BaseException, args: DataArguments, split: str) -> HfScaleError:
+    if isinstance(cause, OSError) and cause.errno in _FULL_DISK:
+        return StorageError(
+            f"the cache {datasets.config.HF_DATASETS_CACHE} cannot be written: {cause.strerror}: make room, or set "
+            "HF_DATASETS_CACHE to a folder that has it"
+        )
+    source, file = _source(args, split), _file(args, split)
+    reason = _shorten(" ".join(str(cause).split()).rstrip("."))
+    if "corresponds to no data" in reason:
+        return DataError(f"{source} holds no records")
+    if file is None:
+        return DataError(f"{source} cannot be loaded: {type(cause).__name__}: {reason}")
+    builder = _BUILDERS[Path(file).suffix.lower()]
+    fault = _utf8_fault(Path(file)) if builder != "parquet" else None
+    if fault:
+        return DataError(f"{source} is not UTF-8 text: {fault}")
+    return DataError(f"{source} cannot be read as {builder}: {reason}: mend it, or rename it to what it is")
 
 
-def _check_utf8(path: Path) -> None:
-    """Raise a DataError that names the first byte of a text file that is not UTF-8."""
-    if path.suffix.lower() not in _TEXT_KINDS or not path.is_file():
-        return
+def _utf8_fault(path: Path) -> str | None:
+    """The first byte of a text file that is not UTF-8, and how to mend it; None where all of it is UTF-8."""
     offset = 0
     with path.open("rb") as file:
         for line in file:
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path} is not UTF-8 text (byte {offset + error.start}): convert it, for instance with "
-                    f"iconv -f LATIN1 -t UTF-8"
-                ) from None
+                byte = f"byte {offset + error.start} is 0x{line[error.start]:02x}"
+                if offset == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    return f"{byte}: convert it with iconv -f UTF-16 -t UTF-8"
+                if b"\0" in line:
+                    return f"{byte}, among binary data: is it of another kind than its ending says?"
+                return f"{byte}: convert it, for instance with iconv -f LATIN1 -t UTF-8"
             offset += len(line)
+    return None
 
 
-def _root_cause(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return error
 
 
-def _text_column(dataset: AnyDataset) -> str:
-    """`text`, or the only column of strings."""
-    columns = dataset.column_names or list(next(iter(dataset)))
-    if "text" in columns:
-        return "text"
-    features = dataset.features
-    strings = [name for name in columns if features is None or getattr(features[name], "dtype", "") == "string"]
-    if len(strings) == 1:
-        return strings[0]
-    raise DataError(f"no column is named 'text' among {', '.join(columns)}: rename the one to train on")
-
-
-def _first(dataset: AnyDataset | None, count: int | None) -> AnyDataset | None:
-    if dataset is None or count is None:
-        return dataset
-    return dataset.take(count) if isinstance(dataset, IterableDataset) else dataset.select(range(min(count, len(dataset))))
+def _shorten(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"

@@ -11,11 +11,15 @@ from pathlib import Path
 import torch.distributed as dist
 import transformers
 
-from hfscale.errors import HfScaleError, StorageError, UsageError
+from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.logs import is_main_process
 
-_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
-_OS_ERROR = re.compile(r"os error (\d+)|code: (\d+)")  # how safetensors words an errno
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+_ERRNO_IN_TEXT = re.compile(r"\bOs \{ code: (\d+)|\(os error (\d+)\)")  # how safetensors and tokenizers word an errno
+_TORCH_WRITE_FAILED = re.compile(  # torch.save, whose C++ drops the errno
+    r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos|write\(\): fd \d+ failed"
+)
 _MAIN_PROCESS_GRACE_S = 10.0
 
 
@@ -23,8 +27,9 @@ def run(main: Callable[[], None]) -> None:
     """Run a recipe's `main` and exit the process as its users expect.
 
     An `HfScaleError` becomes one line on standard error and its exit code (2: wrong usage, 1: it cannot be done); so
-    does a full or read-only output directory. Any other exception keeps its traceback. With several ranks the line
-    comes from the main process: the others wait for the launcher to end them, and speak only if the fault was theirs.
+    do a full or read-only output directory and a package that transformers says to install. Any other exception keeps
+    its traceback. With several ranks the line comes from the main process: the others wait for the launcher to end
+    them, and speak only if the fault was theirs.
     """
     transformers.utils.logging.disable_progress_bar()  # a bar per saved file would cut through the training's own
     try:
@@ -32,21 +37,22 @@ def run(main: Callable[[], None]) -> None:
     except HfScaleError as error:
         _exit_with_line(error)
     except Exception as error:
-        storage = storage_error(error)
-        if storage is None:
+        known = storage_error(error) or missing_dependency(error)
+        if known is None:
             raise
-        _exit_with_line(storage)
+        _exit_with_line(known)
     if dist.is_available() and dist.is_initialized():
         dist.barrier()  # without it a rank that ends early can abort the others' last collective (SIGABRT)
         dist.destroy_process_group()
 
 
 def _exit_with_line(error: HfScaleError) -> None:
+    message = " ".join(str(error).split())
     if not is_main_process():
         time.sleep(_MAIN_PROCESS_GRACE_S)  # ended by the launcher meanwhile, if the main process failed too
-        print(f"hfscale: error on rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        print(f"hfscale: error on rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
     else:
-        print(f"hfscale: error: {error}", file=sys.stderr, flush=True)
+        print(f"hfscale: error: {message}", file=sys.stderr, flush=True)
     sys.exit(error.exit_code)
 
 
@@ -54,36 +60,50 @@ def check_output_dir(output_dir: str) -> None:
     """Make the output directory and write a file in it, before any time is spent on training.
 
     Raises:
+        UsageError: it is a file, or lies in one.
         StorageError: it cannot be made or written.
     """
     folder = Path(output_dir)
     probe = folder / f".hfscale-write-probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"\0" * 4096)
-        probe.unlink()
+        try:
+            probe.write_bytes(b"\0" * 4096)
+        finally:
+            probe.unlink(missing_ok=True)  # ranks of two machines can share a process id, and so a probe
     except OSError as error:
         if isinstance(error, FileExistsError | NotADirectoryError):
             raise UsageError(f"--output_dir {output_dir} is a file, or lies in one: name a folder") from None
-        raise StorageError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
+        raise StorageError(
+            f"--output_dir {output_dir} cannot be written: {error.strerror}: make it writable or name another"
+        ) from None
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """A StorageError where `error`, or what caused it, is a full or read-only disk; else None.
+    """A StorageError where `error`, or what caused it, is a full, read-only or forbidden disk; else None.
 
-    safetensors and torch raise errors of their own that carry the errno in their text only.
+    safetensors and torch raise errors of their own that carry the errno in their text, or not at all.
     """
     cause: BaseException | None = error
     while cause is not None:
-        code = cause.errno if isinstance(cause, OSError) else None
-        if code is None and (found := _OS_ERROR.search(str(cause))):
-            code = int(found[1] or found[2])
-        if code in _STORAGE_ERRNOS:
-            name = getattr(cause, "filename", None)
-            where = f" at {name}" if name else ""
+        found = _ERRNO_IN_TEXT.search(str(cause))
+        code = getattr(cause, "errno", None) or (int(found[1] or found[2]) if found else None)
+        name = getattr(cause, "filename", None)
+        where = f" at {name}" if name else ""
+        if code in _FULL or _TORCH_WRITE_FAILED.search(str(cause)):
+            reason = os.strerror(code) if code else "a checkpoint file could not be written"
             return StorageError(
-                f"writing stopped{where}: {os.strerror(code)}; the checkpoints committed before are whole: make room "
-                "and relaunch the same command"
+                f"writing stopped{where}: {reason}; the checkpoints committed before are whole: make room and "
+                "relaunch the same command"
             )
-        cause = cause.__cause__ or cause.__context__
+        if code in _FORBIDDEN and (name or found):  # without a file it may be a socket
+            return StorageError(f"no access{where}: {os.strerror(code)}: make it writable, then relaunch the command")
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
+
+
+def missing_dependency(error: BaseException) -> MissingDependencyError | None:
+    """A MissingDependencyError where transformers says what to install; None for an import that fails by itself."""
+    words = str(error)
+    says_so = (isinstance(error, ImportError) and error.name is None) or "pip install" in words
+    return MissingDependencyError(words) if says_so else None

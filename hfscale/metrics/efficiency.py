@@ -75,5 +75,5 @@ def device_peak_tflops(device: torch.device, dtype: str) -> float | None:
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
-    """Elements of the whole parameter: under ZeRO-3 the local one is empty, and DeepSpeed keeps the number beside it."""
+    """Elements of the whole parameter; under ZeRO-3 the local part is empty and DeepSpeed keeps the number."""
     return getattr(parameter, "ds_numel", parameter.numel())

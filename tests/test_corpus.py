@@ -1,0 +1,125 @@
+"""The embedded text: the same everywhere, cut in two without overlap, and a tokenizer that loses nothing of it."""
+
+import sysconfig
+import tokenize
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from hfscale import corpus
+from hfscale.errors import DataError, StorageError
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that the module's tests share."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def tokenizer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerFast:
+    """Trained by the first test that asks, read by the others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return corpus.default_tokenizer()
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A standard library of 25 modules, with what does not belong to it beside them."""
+    root = tmp_path / "lib"
+    for name in ["site-packages/other.py", "test/test_x.py", "json/tests/t.py", "notes.txt", "a/__pycache__/a.py"]:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("not the library\n")
+    for number in range(25):
+        (root / "a" / f"module{number:02}.py").write_text(f"number = {number}\n" * 20)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    return root
+
+
+def test_the_sources_are_the_library_in_a_fixed_order(library: Path) -> None:
+    assert corpus.source_files() == [library / "a" / f"module{number:02}.py" for number in range(25)]
+
+
+def test_train_and_validation_are_the_whole_library_once() -> None:
+    splits = {split: [record["text"] for record in corpus.read_sources(split)] for split in ("train", "validation")}
+    again = [record["text"] for record in corpus.read_sources("train")]
+    everything = []
+    for path in corpus.source_files():
+        with tokenize.open(path) as file:
+            everything.append(file.read())
+    assert splits["train"] == again
+    assert sorted(splits["train"] + splits["validation"]) == sorted(everything)
+    assert len(splits["validation"]) == -(-len(everything) // 20)
+    assert sum(map(len, everything)) > 5_000_000
+
+
+def test_a_module_is_in_one_split(library: Path) -> None:
+    train, validation = (
+        {record["text"] for record in corpus.read_sources(split)} for split in ("train", "validation")
+    )
+    assert train.isdisjoint(validation)
+    assert (len(train), len(validation)) == (23, 2)
+
+
+def test_the_fingerprint_follows_the_text(library: Path) -> None:
+    before = corpus.fingerprint()
+    assert corpus.fingerprint() == before
+    (library / "site-packages" / "other.py").write_text("anything")
+    assert corpus.fingerprint() == before
+    (library / "a" / "module03.py").write_text("longer than it was " * 100)
+    changed = corpus.fingerprint()
+    assert changed != before
+    (library / "a" / "module03.py").rename(library / "a" / "module03b.py")
+    assert corpus.fingerprint() not in (before, changed)
+
+
+def test_a_python_without_sources_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataError, match="give --train_file or --dataset_name") as caught:
+        corpus.source_files()
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_source_text_comes_back_exactly(tokenizer: PreTrainedTokenizerFast) -> None:
+    paths = [path for path in corpus.source_files() if path.name in ("ast.py", "this.py", "unicode_escape.py")]
+    assert len(paths) == 3
+    for text in [*(path.read_text(encoding="utf-8") for path in paths), "\t naïve 🦊 你好 \r\n\x00  "]:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_vocabulary_is_full_and_knows_python(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(tokenizer) == corpus.VOCAB_SIZE
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == tokenizer.convert_tokens_to_ids(corpus.EOS_TOKEN)
+    assert len(tokenizer("def return self import")["input_ids"]) == 4
+
+
+def test_machines_with_the_same_library_train_the_same_tokenizer(library: Path) -> None:
+    assert corpus._train_bpe().to_str() == corpus._train_bpe().to_str()
+
+
+def test_the_second_call_finds_the_first_ones_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_train_bpe", lambda: pytest.fail("trained twice"))
+    assert corpus.default_tokenizer().get_vocab() == tokenizer.get_vocab()
+    assert len(list((cache / "hfscale").iterdir())) == 1  # and nothing half written beside it
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="Not a directory: set XDG_CACHE_HOME") as caught:
+        corpus.default_tokenizer()
+    assert str(tmp_path / "file" / "hfscale") in str(caught.value)
+
+
+def test_the_default_model_is_small_and_fits_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = corpus.default_config(tokenizer)
+    model = AutoModelForCausalLM.from_config(config)
+    assert 3_000_000 < sum(parameter.numel() for parameter in model.parameters()) < 6_000_000
+    assert model.get_output_embeddings().weight.shape[0] == len(tokenizer)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert config.eos_token_id == tokenizer.eos_token_id

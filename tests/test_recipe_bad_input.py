@@ -1,0 +1,133 @@
+"""The DDP recipe with a user's mistakes: one line that names the value and the mend, an exit code, no traceback."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RECIPE, Finished
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from hfscale.checkpoint.store import latest_checkpoint
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 400
+POSITIONS = 64
+
+# Runs a recipe on a disk that fills up as soon as the first checkpoint is committed.
+FILLING_DISK = """
+import os, resource, runpy, sys, threading, time
+
+def fill(manifest):
+    while not os.path.exists(manifest):
+        time.sleep(0.001)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+threading.Thread(target=fill, args=[sys.argv.pop(1)], daemon=True).start()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config of a hundred thousand parameters and its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([TEXT], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=POSITIONS,
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(python: Callable[..., Finished], tmp_path: Path) -> Callable[..., Finished]:
+    """`recipe("--flag", …)`: the recipe in one process, its caches below `tmp_path`."""
+    (tmp_path / "text.txt").write_text(TEXT)
+
+    def run(*flags: str | Path, wrapper: tuple[str, ...] = ()) -> Finished:
+        caches = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+        return python(*wrapper, RECIPE, *flags, env=caches)
+
+    return run
+
+
+def says(done: Finished, *parts: str, code: int = 2) -> None:
+    """The process ended with `code` and one error line, which holds all of `parts`."""
+    lines = done.lines("hfscale: error")
+    assert len(lines) == 1, done.err[-3000:]
+    assert lines[0].startswith("hfscale: error: ")
+    assert "Traceback" not in done.err
+    assert done.code == code
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_an_unknown_flag(recipe: Any) -> None:
+    says(recipe("--max_stepz", "3"), "unknown flag --max_stepz", "did you mean --max_steps?")
+
+
+def test_a_text_that_is_not_there(recipe: Any, model: Path) -> None:
+    says(recipe("--config_name", model, "--train_file", "gone.txt"), "--train_file gone.txt does not exist")
+
+
+def test_a_broken_config(recipe: Any, model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "llama",')
+    flags = ["--tokenizer_name", model, "--train_file", "text.txt", "--block_size", "32"]
+    says(recipe("--config_name", broken, *flags), f"--config_name {broken}", "not a valid JSON file")
+
+
+def test_a_model_that_is_not_there(recipe: Any) -> None:
+    says(recipe("--model_name_or_path", "no/such-model", "--train_file", "text.txt"), "no/such-model", "connect")
+
+
+def test_an_output_directory_that_is_a_file(recipe: Any, tmp_path: Path) -> None:
+    says(recipe("--output_dir", "text.txt"), "--output_dir text.txt is a file", "name a folder")
+    assert (tmp_path / "text.txt").read_text() == TEXT
+
+
+def test_blocks_longer_than_the_models_positions(recipe: Any, model: Path) -> None:
+    done = recipe("--config_name", model, "--train_file", "text.txt", "--block_size", str(2 * POSITIONS))
+    says(done, f"--block_size {2 * POSITIONS}", f"{POSITIONS} positions", "lower it")
+
+
+def test_evaluation_without_text(recipe: Any, model: Path) -> None:
+    flags = ["--train_file", "text.txt", "--validation_split_percentage", "0", "--block_size", "32"]
+    done = recipe("--config_name", model, *flags, "--eval_strategy", "steps")
+    says(done, "--eval_strategy steps", "give --validation_file")
+
+
+def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_whole(recipe: Any, model: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "out" / "checkpoint-20" / "hfscale_manifest.json"
+    flags = [
+        "--config_name", model, "--train_file", "text.txt", "--output_dir", "out", "--block_size", "32",
+        "--max_steps", "40", "--save_steps", "20", "--per_device_train_batch_size", "2",
+        "--dataloader_num_workers", "0", "--disable_tqdm", "true",
+    ]  # fmt: skip
+    done = recipe(*flags, wrapper=("-c", FILLING_DISK, str(manifest)))
+    says(done, "writing stopped", "File too large", "make room and relaunch the same command", code=1)
+    assert latest_checkpoint(tmp_path / "out") == str(manifest.parent)
+    assert json.loads((tmp_path / "out" / "hfscale_status.json").read_text())["checkpoint"] == "checkpoint-20"
+    assert not (tmp_path / "out" / "checkpoint-40" / "hfscale_manifest.json").exists()
+
+
+@pytest.mark.world(2)
+def test_two_processes_say_it_once(launch: Callable[..., Finished]) -> None:
+    done = launch(2, RECIPE, "--block_size", "-1")
+    assert done.code != 0
+    assert done.lines("hfscale: error") == ["hfscale: error: --block_size -1 must be greater than 0"]
