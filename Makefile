@@ -44,6 +44,7 @@ clean:
 
 # DeepSpeed builds from source and looks for torch, so torch comes first.
 $(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with the pinned versions: a minute or two …"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) torch
@@ -51,6 +52,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
+	@echo "Adding what the tests need …"
 	$(PIP) setuptools wheel
 	$(PIP) -e ".[dev]"
 	@touch $@

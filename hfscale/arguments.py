@@ -208,9 +208,9 @@ EMBEDDED_DEFAULTS = {
     "base_global_batch_size": "4",
     "lr_scheduler_type": "cosine",
     "warmup_steps": "10",
-    "max_steps": "120",
+    "max_steps": "90",
     "logging_steps": "10",
-    "save_steps": "60",
+    "save_steps": "45",
     "max_eval_samples": "64",
     "weight_decay": "0.1",
 }

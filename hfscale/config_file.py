@@ -19,7 +19,7 @@ def read_yaml_mapping(path: str, known: Collection[str]) -> dict[str, Any]:
         ConfigFileError: the file is missing, unreadable, not YAML, not a mapping, or has an unknown or repeated key.
     """
     try:
-        content = _Loader(Path(path).read_text(encoding="utf-8-sig")).get_single_data()
+        content = _Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
         raise ConfigFileError(f"--config {path} is not UTF-8 text: {byte}: save it as UTF-8") from None

@@ -1,11 +1,7 @@
 """Text in, packed sequences out: from the hub, from files or from the embedded corpus."""
 
-import codecs
-import errno
 import glob
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from hfscale import corpus
 from hfscale.arguments import DataArguments
-from hfscale.errors import DataError, HfScaleError, StorageError
+from hfscale.errors import DataError
 from hfscale.logs import get_logger
+from hfscale.text_source import BUILDERS, file_of, is_running_text, reading, shorten, source_of
 
 logger = get_logger(__name__)
 
 AnyDataset = Dataset | IterableDataset
 Splits = dict[str, AnyDataset]
 
-_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _BUILDER_OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True, "encoding": "utf-8-sig"}}
 _STRINGS = ("string", "large_string")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 _BATCH_TOKENS, _BATCH_BLOCKS = 2**20, 64  # about so much is packed in one go, whichever is more
 _BYTES_PER_TOKEN = 4  # for that estimate only
@@ -39,10 +34,12 @@ def load_packed_datasets(
 ) -> tuple[AnyDataset, AnyDataset | None]:
     """The training sequences, and the evaluation sequences where there are any, each of exactly `block_size` tokens.
 
-    Documents are tokenised, ended with the tokenizer's end-of-text token, laid end to end and cut: no padding. Lines
-    of a .txt file are one running text, with no end between them. Packing goes by batches of about a million tokens
-    (64 blocks, where those are more); what is left over of each, less than one block, is dropped. Call it on the main
-    process first; the others then find the result in the cache.
+    Documents are tokenised, ended with the tokenizer's end-of-text token (and begun with its beginning-of-text token
+    where it puts one itself, as those of Llama 3 and Gemma do), laid end to end and cut: no padding. Empty documents
+    are left out. Lines of a .txt file are one running text, with no mark between them.
+
+    Packing goes by batches of about a million tokens (64 blocks, where those are more); what is left over of each,
+    less than one block, is dropped. Call it on the main process first; the others then find the result in the cache.
 
     Args:
         seed (`int`): for the split of a text that has no evaluation part of its own.
@@ -57,8 +54,8 @@ def load_packed_datasets(
     train, evaluation = packed["train"], packed.get("validation")
     if _is_empty(train, args, "train"):
         raise DataError(
-            f"{_source(args, 'train')} is shorter than one block of {args.block_size} tokens: give more text or lower "
-            "--block_size"
+            f"{source_of(args, 'train')} is shorter than one block of {args.block_size} tokens: give more text or "
+            "lower --block_size"
         )
     if evaluation is not None and _is_empty(evaluation, args, "validation"):
         logger.info("no evaluation: its text is shorter than one block of %d tokens", args.block_size)
@@ -83,19 +80,19 @@ def load_splits(args: DataArguments, *, seed: int) -> Splits:
 
 def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str) -> AnyDataset:
     """Tokenise the records of a split and pack them into sequences of `block_size` tokens, with their labels."""
-    with _reading(args, split):
+    with reading(args, split):
         sample = _sample(dataset)
-        column = _text_column(dataset, sample, source=_source(args, split))
+        column = _text_column(dataset, sample, source=source_of(args, split))
         # `datasets` hashes what the function holds into the cache's name: plain values, no flags beside the point.
-        block_size, is_running = args.block_size, _is_running_text(args, split)
-        end = [] if is_running or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        block_size, is_running = args.block_size, is_running_text(args, split)
+        begin, end = ([], []) if is_running else _document_marks(tokenizer)
 
         def tokenize_and_pack(batch: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
             texts = [text or "" for text in batch[column]]
-            texts = _join_lines(texts) if is_running else texts
+            texts = _join_lines(texts) if is_running else [text for text in texts if text.strip()]
             tokens: list[int] = []
-            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-                tokens += ids + end
+            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []:
+                tokens += begin + ids + end
             whole = len(tokens) // block_size * block_size
             blocks = [tokens[start : start + block_size] for start in range(0, whole, block_size)]
             return {"input_ids": blocks, "labels": [list(block) for block in blocks]}
@@ -106,11 +103,20 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
         return dataset.map(tokenize_and_pack, remove_columns=dataset.column_names or list(sample[0]), **options)
 
 
+def _document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What stands before and after each document: the model should see in training what it will see in use."""
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    return (
+        [tokenizer.bos_token_id] if adds_bos else [],
+        [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
+    )
+
+
 def _load_corpus(args: DataArguments) -> Splits:
     """The standard library, through `datasets`' cache, keyed by its content."""
     splits: Splits = {}
     for split in ("train", "validation"):
-        with _reading(args, split):
+        with reading(args, split):
             splits[split] = Dataset.from_generator(
                 corpus.read_sources, gen_kwargs={"split": split}, fingerprint=f"{corpus.fingerprint()}-{split}"
             )
@@ -118,29 +124,29 @@ def _load_corpus(args: DataArguments) -> Splits:
 
 
 def _load_file(args: DataArguments, split: str) -> AnyDataset:
-    path = Path(_file(args, split) or "")
-    source = _source(args, split)
-    builder = _BUILDERS.get(path.suffix.lower())
+    path = Path(file_of(args, split) or "")
+    source = source_of(args, split)
+    builder = BUILDERS.get(path.suffix.lower())
     if not path.exists():
         raise DataError(f"{source} does not exist")
     if not path.is_file():
         raise DataError(f"{source} is not a file: name one, or give a folder to --dataset_name")
     if builder is None:
-        raise DataError(f"{source} ends in none of {', '.join(_BUILDERS)}: rename or convert it")
+        raise DataError(f"{source} ends in none of {', '.join(BUILDERS)}: rename or convert it")
     if path.stat().st_size == 0:
         raise DataError(f"{source} is empty")
     files = {split: glob.escape(str(path))}
-    with _reading(args, split):
+    with reading(args, split):
         return datasets.load_dataset(
             builder, data_files=files, split=split, streaming=args.streaming, **_BUILDER_OPTIONS.get(builder, {})
         )
 
 
 def _load_dataset(args: DataArguments) -> Splits:
-    with _reading(args, "train"):
+    with reading(args, "train"):
         loaded = datasets.load_dataset(args.dataset_name, name=args.dataset_config_name, streaming=args.streaming)
     if "train" not in loaded:
-        raise DataError(f"{_source(args, 'train')} has no split 'train' but {', '.join(loaded)}")
+        raise DataError(f"{source_of(args, 'train')} has no split 'train' but {', '.join(loaded)}")
     return {split: loaded[split] for split in ("train", "validation") if split in loaded}
 
 
@@ -154,25 +160,8 @@ def _split(train: AnyDataset, args: DataArguments, seed: int) -> Splits:
     if count == 0:
         logger.info("no evaluation: %d%% of %d records is less than one; give --validation_file", share, len(train))
         return {}
-    parts = train.train_test_split(test_size=count, seed=seed, shuffle=not _is_running_text(args, "train"))
+    parts = train.train_test_split(test_size=count, seed=seed, shuffle=not is_running_text(args, "train"))
     return {"train": parts["train"], "validation": parts["test"]}
-
-
-def _file(args: DataArguments, split: str) -> str | None:
-    return (args.validation_file if split == "validation" else None) or args.train_file
-
-
-def _source(args: DataArguments, split: str) -> str:
-    """Where a split's text comes from, as the user named it."""
-    if split == "validation" and args.validation_file:
-        return f"--validation_file {args.validation_file}"
-    if args.train_file:
-        return f"--train_file {args.train_file}"
-    return f"--dataset_name {args.dataset_name}" if args.dataset_name else "the embedded text"
-
-
-def _is_running_text(args: DataArguments, split: str) -> bool:
-    return Path(_file(args, split) or "").suffix.lower() == ".txt"
 
 
 def _join_lines(lines: list[str]) -> list[str]:
@@ -214,7 +203,7 @@ def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: s
         logger.info("reads the column '%s' of %s", strings[0], source.partition(" ")[2])
         return strings[0]
     named = ", ".join(f"'{name}'" for name in columns)
-    raise DataError(f"{source} has no column 'text' but {_shorten(named)}: rename the one to train on")
+    raise DataError(f"{source} has no column 'text' but {shorten(named)}: rename the one to train on")
 
 
 def _batch_size(sample: list[dict[str, Any]], column: str, block_size: int) -> int:
@@ -224,71 +213,9 @@ def _batch_size(sample: list[dict[str, Any]], column: str, block_size: int) -> i
 
 
 def _is_empty(dataset: AnyDataset, args: DataArguments, split: str) -> bool:
-    with _reading(args, split):  # a stream is read here for the first time
+    with reading(args, split):  # a stream is read here for the first time
         return next(iter(dataset), None) is None
 
 
 def _first(dataset: AnyDataset | None, count: int | None) -> AnyDataset | None:
     return dataset if dataset is None or count is None else dataset.take(count)
-
-
-@contextmanager
-def _reading(args: DataArguments, split: str) -> Iterator[None]:
-    """Turn what `datasets` raises about a split's text into one line that names it."""
-    level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs a traceback before it raises
-    try:
-        yield
-    except HfScaleError:
-        raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise _explain(_root_cause(error), args, split) from error
-    finally:
-        datasets.logging.set_verbosity(level)
-
-
-def _explain(cause: BaseException, args: DataArguments, split: str) -> HfScaleError:
-    if isinstance(cause, OSError) and cause.errno in _FULL_DISK:
-        return StorageError(
-            f"the cache {datasets.config.HF_DATASETS_CACHE} cannot be written: {cause.strerror}: make room, or set "
-            "HF_DATASETS_CACHE to a folder that has it"
-        )
-    source, file = _source(args, split), _file(args, split)
-    reason = _shorten(" ".join(str(cause).split()).rstrip("."))
-    if "corresponds to no data" in reason:
-        return DataError(f"{source} holds no records")
-    if file is None:
-        return DataError(f"{source} cannot be loaded: {type(cause).__name__}: {reason}")
-    builder = _BUILDERS[Path(file).suffix.lower()]
-    fault = _utf8_fault(Path(file)) if builder != "parquet" else None
-    if fault:
-        return DataError(f"{source} is not UTF-8 text: {fault}")
-    return DataError(f"{source} cannot be read as {builder}: {reason}: mend it, or rename it to what it is")
-
-
-def _utf8_fault(path: Path) -> str | None:
-    """The first byte of a text file that is not UTF-8, and how to mend it; None where all of it is UTF-8."""
-    offset = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                byte = f"byte {offset + error.start} is 0x{line[error.start]:02x}"
-                if offset == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    return f"{byte}: convert it with iconv -f UTF-16 -t UTF-8"
-                if b"\0" in line:
-                    return f"{byte}, among binary data: is it of another kind than its ending says?"
-                return f"{byte}: convert it, for instance with iconv -f LATIN1 -t UTF-8"
-            offset += len(line)
-    return None
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _shorten(text: str, most: int = 200) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"

@@ -63,8 +63,8 @@ def refuses(*argv: str, parts: tuple[str, ...], kind: type[HfScaleError] = Usage
 
 def test_a_flag_wins_over_yaml_and_yaml_over_the_embedded_default(recipe: Any) -> None:
     path = recipe("max_steps: 7\nlearning_rate: 3e-4\n")
-    assert EMBEDDED_DEFAULTS["max_steps"] == "120"
-    assert read().max_steps == 120
+    assert EMBEDDED_DEFAULTS["max_steps"] == "90"
+    assert read().max_steps == 90
     assert read("--config", path).max_steps == 7
     assert read("--config", path, "--max_steps", "9").max_steps == 9
     assert read("--max_steps", "9", f"--config={path}").max_steps == 9
@@ -120,9 +120,9 @@ def test_four_ways_to_write_a_flag(argv: list[str]) -> None:
         ("lora_target_modules: [q_proj, v_proj]", "lora_target_modules", ["q_proj", "v_proj"]),
         ("lora_target_modules:\n  - q_proj", "lora_target_modules", ["q_proj"]),
         ("lora_target_modules: q_proj", "lora_target_modules", ["q_proj"]),
-        ("max_steps: null", "max_steps", 120),
-        ("max_steps:", "max_steps", 120),
-        ("max_steps: ~", "max_steps", 120),
+        ("max_steps: null", "max_steps", 90),
+        ("max_steps:", "max_steps", 90),
+        ("max_steps: ~", "max_steps", 90),
         ("max_steps: -1", "max_steps", -1),
         ("learning_rate: 2e-5", "learning_rate", 2e-5),
         ("learning_rate: 2.0e-5", "learning_rate", 2e-5),
@@ -149,8 +149,8 @@ def test_four_ways_to_write_a_flag(argv: list[str]) -> None:
             "lr_scheduler_kwargs",
             {"min_lr": 1e-6},
         ),
-        ("", "max_steps", 120),
-        ("# nothing yet\n", "max_steps", 120),
+        ("", "max_steps", 90),
+        ("# nothing yet\n", "max_steps", 90),
     ],
 )
 def test_yaml_values(text: str, name: str, value: Any, recipe: Any) -> None:

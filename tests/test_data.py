@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, IterableDataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hfscale import corpus, data
@@ -181,7 +181,7 @@ def test_a_text_with_null_values_trains_on_the_others(tmp_path: Path, load: Any,
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + '\n{"text": null}\n' for text in DOCUMENTS))
     train, _ = load(train_file=path, validation_split_percentage=0)
-    assert tokenizer.decode(tokens(train)).startswith(f"{DOCUMENTS[0]}<end><end>{DOCUMENTS[1]}<end><end>")
+    assert tokenizer.decode(tokens(train)).startswith(f"{DOCUMENTS[0]}<end>{DOCUMENTS[1]}<end>")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
@@ -420,3 +420,27 @@ def test_without_a_source_it_is_the_embedded_corpus(
     train, evaluation = load()
     assert tokenizer.decode(tokens(train)).startswith(f"{modules[1].read_text()}<end>{modules[2].read_text()}<end>")
     assert modules[0].read_text().startswith(tokenizer.decode(tokens(evaluation)))
+
+
+def test_a_tokenizer_that_begins_texts_with_a_token_of_its_own_begins_each_document(tmp_path: Path, load: Any) -> None:
+    """As those of Llama 3 and Gemma; the one of these tests has no such token."""
+    backend = Tokenizer(models.WordLevel({"<b>": 0, "<e>": 1, "a": 2}, unk_token="a"))  # noqa: S106
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="<b> $A", special_tokens=[("<b>", 0)])
+    own = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<b>", eos_token="<e>")  # noqa: S106
+    path = write(tmp_path / "train.jsonl", ["a a"] * BLOCK)
+    args = DataArguments(train_file=str(path), block_size=BLOCK, validation_split_percentage=0)
+    train, _ = load_packed_datasets(args, own, seed=0)
+    assert tokens(train) == [0, 2, 2, 1] * BLOCK
+    running = write(tmp_path / "train.txt", ["a a\n"] * BLOCK)
+    args = DataArguments(train_file=str(running), block_size=BLOCK, validation_split_percentage=0)
+    train, _ = load_packed_datasets(args, own, seed=0)
+    assert set(tokens(train)) == {2}
+
+
+def test_empty_documents_leave_no_mark(tmp_path: Path, load: Any, tokenizer: Any) -> None:
+    """Wikitext has a blank record after each line."""
+    full, _ = load(train_file=write(tmp_path / "a.jsonl", ["some words"] * 99), validation_split_percentage=0)
+    path = write(tmp_path / "b.jsonl", ["some words", "", " \n"] * 99)
+    blank, _ = load(train_file=path, validation_split_percentage=0)
+    assert tokens(blank) == tokens(full)
