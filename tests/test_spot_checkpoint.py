@@ -60,6 +60,11 @@ def test_the_trainers_own_cadence_is_kept_and_committed(tmp_path):
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
 
 
+def test_a_share_of_all_steps_is_a_cadence_too(tmp_path):
+    tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=0.5, max_steps=6).train()
+    assert saved_steps(tmp_path) == [3, 6]
+
+
 def test_every_steps_saves_beside_another_strategy(tmp_path):
     callback = SpotCheckpointCallback(every_steps=3)
     tiny_trainer(tmp_path, callback, save_strategy="epoch", max_steps=7).train()
@@ -183,6 +188,18 @@ def test_the_cost_of_a_save_is_logged_once(tmp_path):
 
 
 class TestStatus:
+    def test_names_no_checkpoint_of_another_folder(self, tmp_path):
+        tiny_trainer(tmp_path / "a", SpotCheckpointCallback(), save_strategy="steps", save_steps=2).train()
+        seen = []
+
+        class Look(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                seen.append(status(tmp_path / "b")["checkpoint"])
+
+        again = tiny_trainer(tmp_path / "b", SpotCheckpointCallback(), Look(), save_strategy="steps", save_steps=2)
+        again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+        assert seen == [None, None]
+
     def test_completed(self, tmp_path):
         tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=3).train()
         assert status(tmp_path) == {"status": "completed", "step": 4, "checkpoint": "checkpoint-4", "reason": None}

@@ -84,6 +84,16 @@ def test_what_was_asked_for_runs_and_stands_in_the_manifest(start, tmp_path, str
 
 
 @pytest.mark.world(2)
+def test_a_model_that_nothing_wraps_is_told(start):
+    """Two replicas that never exchange a gradient would train apart."""
+    done = start(DDP, keep_bare=True)
+    assert done.code != 0
+    lines = done.lines("hfscale: error")
+    assert len(lines) == 1, done.err[-3000:]
+    assert "DDP was asked for but the model is a bare LlamaForCausalLM" in lines[0]
+
+
+@pytest.mark.world(2)
 def test_ranks_that_see_different_folders_are_told(start):
     done = start(DDP, resume_on_rank_0=True)
     assert done.code != 0

@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size
+from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import commit, rotate, set_aside
 from hfscale.errors import UsageError
@@ -74,12 +75,13 @@ class SpotCheckpointCallback(TrainerCallback):
         self._agreement = distributed.StepAgreement(every_s=_AGREEMENT_EVERY_S)
         self._saved_step, self._saved_at, self._idle_since = state.global_step, time.monotonic(), time.monotonic()
         LogKeys.of(trainer).add(self._keys)
-        if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
+        if args.save_strategy == "no":
             logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
         if args.should_save:
             for moved in set_aside(args.output_dir, after_step=state.global_step):
                 logger.info("set aside a checkpoint of later steps than this run begins at: %s", moved)
-            self.last_committed = f"checkpoint-{state.global_step}" if state.global_step else None
+            start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
             self._set_status(args, "running", state.global_step)
             atexit.register(self._report_failure, args)
         distributed.barrier()  # no rank may begin to write what another is about to set aside
@@ -90,13 +92,13 @@ class SpotCheckpointCallback(TrainerCallback):
         self._idle_since = time.monotonic()
         if self._running_step is not None:
             self._running_step = state.global_step
-        if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
+        if args.save_strategy == "no":
             return
         minutes = (time.monotonic() - self._saved_at) / 60
         overdue = self.every_minutes is not None and minutes >= self.every_minutes
         # Ranks read different clocks; the step at which they save must be one and the same.
         agreed = self._agreement.step(float(overdue)) if self.every_minutes is not None else 0.0
-        if agreed or state.global_step - self._saved_step >= self._cadence_steps(args):
+        if agreed or state.global_step - self._saved_step >= self._cadence_steps(args, state):
             control.should_save = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -121,11 +123,11 @@ class SpotCheckpointCallback(TrainerCallback):
             self._set_status(args, "completed", state.global_step)
             atexit.unregister(self._report_failure)
 
-    def _cadence_steps(self, args: TrainingArguments) -> int:
+    def _cadence_steps(self, args: TrainingArguments, state: TrainerState) -> int:
         if self.every_steps is not None:
             return self.every_steps
-        by_steps = str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps"
-        return int(args.save_steps) if by_steps and args.save_steps >= 1 else DEFAULT_EVERY_STEPS
+        by_steps = args.save_strategy == "steps" and state.save_steps > 0  # of `args`, it may be a share of all steps
+        return state.save_steps if by_steps else DEFAULT_EVERY_STEPS
 
     def _take_over_rotation(self, args: TrainingArguments) -> None:
         """Trainer rotates inside its save, before the new checkpoint is committed: with a limit of 1, a machine lost

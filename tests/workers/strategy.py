@@ -10,13 +10,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
-from tiny import tiny_trainer
+from tiny import tiny_model, tiny_trainer
 
 from hfscale import ScalingCallback
 from hfscale.entrypoint import run
 
 arguments = json.loads(sys.argv[1])
 resume_on_rank_0 = arguments.pop("resume_on_rank_0", False)
+keep_bare = arguments.pop("keep_bare", False)
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
 
 
@@ -26,7 +27,11 @@ def main():
         tiny_trainer("first", **SAVING).train()
         resume = "first/checkpoint-2" if dist.get_rank() == 0 else None
         arguments["max_steps"] = 4
-    trainer = tiny_trainer("out", ScalingCallback(), **(SAVING | arguments))
+    model = tiny_model()
+    if keep_bare:
+        model.is_distributed_loading_by_transformers = True  # transformers then leaves the wrapping to the model
+        arguments["save_strategy"] = "no"
+    trainer = tiny_trainer("out", ScalingCallback(), model=model, **(SAVING | arguments))
     trainer.train(resume_from_checkpoint=resume)
 
 
