@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
-from tiny import tiny_model, tiny_trainer
+from tiny import tiny_trainer
 
 from hfscale import ScalingCallback
 from hfscale.entrypoint import run
@@ -27,11 +27,9 @@ def main():
         tiny_trainer("first", **SAVING).train()
         resume = "first/checkpoint-2" if dist.get_rank() == 0 else None
         arguments["max_steps"] = 4
-    model = tiny_model()
+    trainer = tiny_trainer("out", ScalingCallback(), **(SAVING | arguments))
     if keep_bare:
-        model.is_distributed_loading_by_transformers = True  # transformers then leaves the wrapping to the model
-        arguments["save_strategy"] = "no"
-    trainer = tiny_trainer("out", ScalingCallback(), model=model, **(SAVING | arguments))
+        trainer.is_distributed_loading_by_transformers = True  # the Trainer then leaves the wrapping to the model
     trainer.train(resume_from_checkpoint=resume)
 
 
