@@ -1,22 +1,18 @@
-"""The flags of the recipes, as dataclasses for `HfArgumentParser`, and their reading from a YAML file and argv.
+"""The flags of the recipes, as dataclasses for `HfArgumentParser`, and what each may be.
 
 Names are those of Hugging Face's `run_clm.py` where it has them, and every `TrainingArguments` flag is taken as well.
 """
 
 import json
-import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments, get_scheduler
+from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from hfscale.config_file import nearest, read_yaml_mapping, split_off_config, to_argv
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.lr_rules import RULES
 
@@ -194,79 +190,6 @@ def _check_scheduler(args: TrainingArguments) -> None:
         get_scheduler(args.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs))
 
 
-class _Parser(HfArgumentParser):
-    """Raises a UsageError where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message))
-
-
-EMBEDDED_DEFAULTS = {
-    "block_size": "256",
-    "per_device_train_batch_size": "4",
-    "learning_rate": "2e-3",
-    "base_global_batch_size": "4",
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": "10",
-    "max_steps": "90",
-    "logging_steps": "10",
-    "save_steps": "45",
-    "max_eval_samples": "64",
-    "weight_decay": "0.1",
-}
-"""Flags of the embedded default run, for what the user leaves open: a minute on two CPU cores."""
-
-_NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file")
-_EXCLUDES = {"num_train_epochs": "max_steps"}
-
-
-def parse_arguments(
-    argv: Sequence[str] | None = None,
-) -> tuple[ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments]:
-    """Read `--config FILE.yaml` and the command line, whose flags win.
-
-    Args:
-        argv (`Sequence[str]`, *optional*): the flags; absent: those of this process.
-
-    Raises:
-        ConfigFileError: the YAML file is missing, broken or has an unknown key.
-        UsageError: an unknown flag, a value of the wrong type or range, flags that contradict each other.
-    """
-    groups = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
-    parser = _Parser(groups, allow_abbrev=False)
-    known = {flag.name for group in groups for flag in fields(group) if flag.init}
-    rest, config = split_off_config(list(sys.argv[1:] if argv is None else argv))
-    from_file = to_argv(config, read_yaml_mapping(config, known)) if config else []
-    for flag in (token.partition("=")[0] for token in rest):
-        name = flag[2:].replace("-", "_")
-        if flag.startswith("--") and not {name, name.removeprefix("no_")} & {*known, "help"}:
-            mend = nearest(flag[2:], known, prefix="--") or "; --help lists all"
-            raise UsageError(f"unknown flag {flag}{mend}")
-    tokens = _embedded_defaults([*from_file, *rest]) + from_file + rest
-    try:
-        *parsed, left = parser.parse_args_into_dataclasses(args=tokens, return_remaining_strings=True)
-    except HfScaleError:
-        raise
-    except (ValueError, TypeError, OSError, ImportError) as error:  # what TrainingArguments makes of the values
-        raise UsageError(_one_line(error)) from error
-    if left:
-        raise UsageError(f"'{left[0]}' is no flag, and belongs to none: flags begin with --, and most take one value")
-    model, data, scaling, training = parsed
-    if data.streaming and training.max_steps < 0:
-        raise UsageError("--streaming reads a text whose length is not known: give --max_steps")
-    return model, data, scaling, training
-
-
-def _embedded_defaults(tokens: Sequence[str]) -> list[str]:
-    """The flags of the embedded default run, where neither a model nor a text is named."""
-    given = {token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")}
-    if given.intersection(_NAMES_A_RUN):
-        return []
-    excluded = {_EXCLUDES[name] for name in given if name in _EXCLUDES}
-    defaults = {flag: value for flag, value in EMBEDDED_DEFAULTS.items() if flag not in excluded}
-    return [token for flag, value in defaults.items() for token in (f"--{flag}", value)]
-
-
 @contextmanager
 def blaming(flag: str, value: object) -> Iterator[None]:
     """Turn whatever transformers raises about a name or a file into a UsageError that names the flag it came from."""
@@ -278,10 +201,11 @@ def blaming(flag: str, value: object) -> Iterator[None]:
         if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) and not Path(value).exists():
             raise UsageError(f"{flag} {value} does not exist") from error
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise UsageError(f"{flag} {value} cannot be used: {kind}{_one_line(error)}") from error
+        raise UsageError(f"{flag} {value} cannot be used: {kind}{one_line(error)}") from error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error's words without their line breaks, cut where they go on."""
     words = " ".join(str(error).split())
     return words if len(words) <= 300 else f"{words[:300]}…"
 

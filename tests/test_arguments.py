@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from hfscale.arguments import (
-    EMBEDDED_DEFAULTS,
     DataArguments,
     ModelArguments,
     RecipeTrainingArguments,
     ScalingArguments,
     blaming,
     check_evaluation,
-    parse_arguments,
 )
 from hfscale.errors import CheckpointError, ConfigFileError, HfScaleError, UsageError
+from hfscale.parsing import EMBEDDED_DEFAULTS, parse_arguments
 
 GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
 ON_FILE = ("--train_file", "text.txt")

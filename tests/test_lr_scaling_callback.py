@@ -53,11 +53,12 @@ def test_warmup_scale_lengthens_it_as_steps_or_as_a_share(tmp_path, given, becom
     assert trainer.args.warmup_steps == becomes
 
 
-@pytest.mark.parametrize("with_scheduler", [False, True])
-def test_an_optimizer_of_the_users_own_is_scaled(tmp_path, with_scheduler):
+@pytest.mark.parametrize("case", ["alone", "with its scheduler", "marked by an earlier scheduler"])
+def test_an_optimizer_of_the_users_own_is_scaled(tmp_path, case):
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if with_scheduler else None
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if case != "alone" else None
+    scheduler = scheduler if case == "with its scheduler" else None
     trainer = tiny_trainer(tmp_path, LRScalingCallback(**RULE), model=model, optimizers=(optimizer, scheduler))
     trainer.train()
     assert logged(trainer, "learning_rate") == pytest.approx([4 * LR] * 4)

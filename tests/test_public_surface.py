@@ -22,8 +22,9 @@ FLOORS = (
     ("hfscale.logs", "hfscale.config_file", "hfscale.shipped"),
     ("hfscale.distributed", "hfscale.preemption", "hfscale.checkpoint", "hfscale.health", "hfscale.metrics",
      "hfscale.parallel"),
-    ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.corpus",
-     "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.summary", "hfscale.entrypoint"),
+    ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
+     "hfscale.corpus", "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.summary",
+     "hfscale.entrypoint"),
     ("hfscale.cli", "hfscale.report", "hfscale.__main__"),
 )  # fmt: skip
 

@@ -12,8 +12,9 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import REPOSITORY
 
-from hfscale.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, parse_arguments
+from hfscale.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments
 from hfscale.errors import ConfigFileError, UsageError
+from hfscale.parsing import parse_arguments
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 A_RECIPE = REPOSITORY / "recipes" / "ddp" / "smollm2-135m-full.yaml"

@@ -30,11 +30,12 @@ from hfscale import (
     SpotCheckpointCallback,
     corpus,
 )
-from hfscale.arguments import blaming, check_evaluation, parse_arguments
+from hfscale.arguments import blaming, check_evaluation
 from hfscale.callbacks.progress import use_compact_progress
 from hfscale.data import load_packed_datasets
 from hfscale.entrypoint import check_output_dir, run
 from hfscale.errors import UsageError
+from hfscale.parsing import parse_arguments
 from hfscale.resume import is_finished, keep_global_batch, resume_point
 from hfscale.strategy import check_launch
 from hfscale.summary import print_summary
