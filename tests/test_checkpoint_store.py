@@ -154,3 +154,12 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_who_reads_during_a_write_has_all_of_the_old_file(tmp_path):
+    path = tmp_path / "status.json"
+    write_atomically(path, "old")
+    with path.open() as reader:
+        write_atomically(path, "new")
+        assert reader.read() == "old"
+    assert path.read_text() == "new"

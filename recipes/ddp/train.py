@@ -65,17 +65,9 @@ def main():
             "positions: lower it"
         )
     if model_args.use_peft:
-        lora = LoraConfig(
-            r=model_args.lora_r,
-            lora_alpha=model_args.lora_alpha,
-            lora_dropout=model_args.lora_dropout,
-            target_modules=model_args.lora_target_modules or "all-linear",
-            task_type="CAUSAL_LM",
-        )
-        with blaming("--lora_target_modules", model_args.lora_target_modules):
-            model = get_peft_model(model, lora)
+        model = add_lora(model, model_args)
         if training_args.activation_checkpointing or training_args.gradient_checkpointing:
-            model.enable_input_require_grads()
+            model.enable_input_require_grads()  # recomputed layers need an input that asks for a gradient
 
     scaling = ScalingCallback(
         comm_health=CommHealthCallback(),
@@ -135,6 +127,18 @@ def load_model(args, tokenizer, dtype):
                 "that belongs to it"
             )
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+
+
+def add_lora(model, args):
+    config = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=args.lora_target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with blaming("--lora_target_modules", args.lora_target_modules):
+        return get_peft_model(model, config)
 
 
 if __name__ == "__main__":
