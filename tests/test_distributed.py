@@ -50,6 +50,19 @@ def test_a_slow_first_step_does_not_set_the_pace(monkeypatch):
     assert seen < 12
 
 
+def test_a_quick_first_step_does_not_either(monkeypatch):
+    clock = FakeTime(monkeypatch)
+    agreement = StepAgreement(every_s=5.0)
+    clock.now += 0.001
+    agreement.step(0.0)
+    steps = 0
+    for steps in range(1, 100):
+        clock.now += 60.0
+        if agreement.step(1.0) is not None:
+            break
+    assert steps == 2
+
+
 @pytest.mark.world(2)
 def test_two_processes_save_at_one_step_though_their_clocks_differ(launch, tmp_path):
     """Rank 1 finds the save overdue long before rank 0: both must save, at the same step, and nobody may hang."""
