@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import logged, tiny_model, tiny_trainer
 
-from hfscale import LRScalingCallback
+from hfscale import LRScalingCallback, ScalingCallback
 from hfscale.errors import UsageError
 
 LR = 1e-2
@@ -117,6 +117,13 @@ def test_added_after_the_trainer_was_made(tmp_path):
     trainer.add_callback(LRScalingCallback(**RULE))
     trainer.train()
     assert logged(trainer, "learning_rate") == pytest.approx([2 * LR] * 4)
+
+
+def test_callbacks_that_are_put_first_do_not_make_it_scale_twice(tmp_path):
+    """The metrics part puts one before W&B's while Trainer is going through the list."""
+    whole = ScalingCallback(lr_scaling=LRScalingCallback(**RULE))
+    trainer = tiny_trainer(tmp_path, whole, report_to="wandb")
+    assert trainer.args.learning_rate == pytest.approx(2 * LR)
 
 
 def test_training_twice_scales_once(tmp_path):
