@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from accelerate.utils import DynamoBackend
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
@@ -141,6 +142,11 @@ class RecipeTrainingArguments(TrainingArguments):
             raise UsageError("--save_strategy best needs to know by what: give --metric_for_best_model, such as loss")
         _check_json(self, "lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "gradient_checkpointing_kwargs",
                     "activation_checkpointing_kwargs")  # fmt: skip
+        if self.torch_compile_backend and self.torch_compile_backend.upper() not in DynamoBackend.list():
+            raise UsageError(
+                f"--torch_compile_backend {self.torch_compile_backend} is none of "
+                f"{', '.join(DynamoBackend.list()).lower()}"
+            )
         super().__post_init__()
         for name in self.report_to or []:
             if name not in INTEGRATION_TO_CALLBACK:

@@ -20,6 +20,7 @@ _ERRNO_IN_TEXT = re.compile(r"\bOs \{ code: (\d+)|\(os error (\d+)\)")  # how sa
 _TORCH_WRITE_FAILED = re.compile(  # torch.save, whose C++ drops the errno
     r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos|write\(\): fd \d+ failed"
 )
+_SAYS_WHAT_TO_INSTALL = re.compile(r"pip install|requires \S+ to be installed")
 _MAIN_PROCESS_GRACE_S = 10.0
 
 
@@ -105,5 +106,5 @@ def storage_error(error: BaseException) -> StorageError | None:
 def missing_dependency(error: BaseException) -> MissingDependencyError | None:
     """A MissingDependencyError where transformers says what to install; None for an import that fails by itself."""
     words = str(error)
-    says_so = (isinstance(error, ImportError) and error.name is None) or "pip install" in words
+    says_so = (isinstance(error, ImportError) and error.name is None) or _SAYS_WHAT_TO_INSTALL.search(words)
     return MissingDependencyError(words) if says_so else None

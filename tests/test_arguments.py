@@ -279,6 +279,7 @@ def test_a_config_that_is_not_there_or_not_one(tmp_path: Path) -> None:
         (["--lr_scaling_rule", "cubic"], ("--lr_scaling_rule", "'cubic'", "'linear'")),
         (["--lr_scheduler_type", "sine"], ("--lr_scheduler_type", "'sine'", "'cosine'")),
         (["--report_to", "wandbb"], ("--report_to wandbb", "wandb", "none")),
+        (["--torch_compile_backend", "nope"], ("--torch_compile_backend nope", "inductor", "eager")),
         (["--save_strategy", "best"], ("--save_strategy best", "--metric_for_best_model")),
         (["--lr_scheduler_kwargs", "{bad"], ("--lr_scheduler_kwargs {bad is not JSON",)),
         (["--lr_scheduler_kwargs", "3"], ("--lr_scheduler_kwargs 3 is not a JSON mapping",)),

@@ -131,6 +131,7 @@ def test_what_the_installed_libraries_raise_on_a_full_disk_is_recognised(tmp_pat
     [
         (ImportError("You need to install `bitsandbytes`: `pip install -U bitsandbytes`"), True),
         (ImportError("liger-kernel >= 0.3.0 is not available"), True),
+        (RuntimeError("TensorBoardCallback requires tensorboard to be installed. Either update your"), True),
         (RuntimeError("CometCallback requires comet-ml to be installed. Run `pip install comet-ml`."), True),
         (ModuleNotFoundError("No module named 'nothere'", name="nothere"), False),
         (ImportError("cannot import name 'x' from 'y'", name="y"), False),

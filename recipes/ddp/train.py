@@ -121,11 +121,12 @@ def load_model(args, tokenizer, dtype):
             return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=dtype, **attention)
     with blaming("--config_name", args.config_name):
         config = AutoConfig.from_pretrained(args.config_name) if args.config_name else corpus.default_config(tokenizer)
-        if len(tokenizer) > config.vocab_size:
-            raise UsageError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: give the --tokenizer_name "
-                "that belongs to it"
-            )
+    if len(tokenizer) > config.vocab_size:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: give the --tokenizer_name "
+            "that belongs to it"
+        )
+    with blaming("--attn_implementation", args.attn_implementation):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
 
 
