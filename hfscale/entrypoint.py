@@ -48,6 +48,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _exit_with_line(error: HfScaleError) -> None:
+    sys.last_value = error  # as for an uncaught one, so that what runs at exit can tell why
     message = " ".join(str(error).split())
     if not is_main_process():
         time.sleep(_MAIN_PROCESS_GRACE_S)  # ended by the launcher meanwhile, if the main process failed too

@@ -72,6 +72,17 @@ def test_kappa_stops_growing_at_the_critical_batch(critical, factor):
     assert decide(critical_batch_size=critical).factor == pytest.approx(factor)
 
 
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_beyond_the_critical_batch_a_larger_batch_changes_nothing(rule):
+    """Neither up nor down: the base was tuned beyond it too."""
+    assert decide(rule=rule, global_batch_size=256, base_global_batch_size=128, critical_batch_size=64).factor == 1
+    lengths = {"block_size": 2048, "base_block_size": 1024}
+    assert (
+        decide(rule=rule, global_batch_size=64, base_global_batch_size=64, critical_batch_size=32, **lengths).factor
+        == 1
+    )
+
+
 @pytest.mark.parametrize("name", ["global_batch_size", "base_global_batch_size", "block_size", "warmup_scale"])
 @pytest.mark.parametrize("value", [0, -3])
 def test_sizes_must_be_positive(name, value):

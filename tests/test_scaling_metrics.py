@@ -12,7 +12,7 @@ from wandb_file import history, run_files, run_id, step_metrics
 
 from hfscale import ScalingMetricsCallback
 from hfscale.errors import UnsupportedModelError, UsageError
-from hfscale.metrics.efficiency import FlopsModel
+from hfscale.metrics.efficiency import FlopsModel, training_dtype
 from hfscale.metrics.phases import PhaseClock
 
 TOKENS_PER_STEP = 4 * LENGTH
@@ -140,6 +140,19 @@ class TestUtilisation:
         trainer.train()
         assert logged(trainer, "scaling/mfu") == logged(trainer, "scaling/hfu") == []
         assert not any("mfu" in record for record in jsonl(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("weights", "arguments", "dtype"),
+        [
+            (torch.float32, {}, "fp32"),
+            (torch.bfloat16, {}, "bf16"),
+            (torch.float16, {}, "fp16"),
+            (torch.float32, {"bf16": True}, "bf16"),
+        ],
+    )
+    def test_the_peak_is_that_of_the_dtype_that_multiplies(self, tmp_path, weights, arguments, dtype):
+        """A checkpoint loaded in bf16 trains in bf16 with no flag; against the fp32 peak its MFU would pass 1."""
+        assert training_dtype(tiny_model().to(weights), tiny_arguments(tmp_path, **arguments)) == dtype
 
     def test_another_head_on_a_known_config_is_not_counted_as_a_language_model(self, tmp_path):
         model = LlamaForSequenceClassification(tiny_model().config)

@@ -170,11 +170,12 @@ class ScalingMetricsCallback(TrainerCallback):
 
     def _efficiency_basis(self, model: Any, args: TrainingArguments) -> tuple[FlopsModel | None, float | None]:
         """What MFU needs: the model's FLOPs and the peak in FLOP/s; says once why it will be absent."""
-        peak = self.peak_tflops or device_peak_tflops(args.device, training_dtype(args))
+        dtype = training_dtype(model, args)
+        peak = self.peak_tflops or device_peak_tflops(args.device, dtype)
         if peak is None:
             logger.info(
                 "scaling/mfu is left out: the %s peak of this %s is unknown (give peak_tflops)",
-                training_dtype(args),
+                dtype,
                 args.device.type,
             )
             return None, None

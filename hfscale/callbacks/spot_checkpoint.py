@@ -3,6 +3,7 @@
 import atexit
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,4 +170,5 @@ class SpotCheckpointCallback(TrainerCallback):
         if self._running_step is not None:
             error = getattr(sys, "last_value", None)
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
-            self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))
+            with suppress(OSError):  # a full disk may be why it failed; that has been said, and this is the last act
+                self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))

@@ -13,7 +13,7 @@ tuned for:
 
 Only data-parallel ranks multiply the batch: tensor, pipeline and context parallel ranks work on the same tokens.
 Beyond the critical batch size (McCandlish et al. 2018, arXiv 1812.06162) a larger batch carries no more signal, so
-where one is given kappa stops growing there, under every rule.
+where one is given neither batch counts beyond it, under every rule.
 """
 
 import math
@@ -97,12 +97,14 @@ def scale_learning_rate(
         return LRScaling(rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason=reason)
 
     length_ratio = _length_ratio(block_size, base_block_size)
-    capped_batch = min(global_batch_size, max(critical_batch_size, 1)) if critical_batch_size else global_batch_size
-    kappa = capped_batch / base_global_batch_size * length_ratio
+    # Both are capped, in sequences of the current length: a base beyond the critical batch was tuned there too.
+    capped_batch = min(global_batch_size, critical_batch_size or global_batch_size)
+    base_batch = base_global_batch_size / length_ratio
+    kappa = capped_batch / min(base_batch, critical_batch_size or base_batch)
     batches = f"global batch {base_global_batch_size} -> {global_batch_size} sequences"
     if length_ratio != 1:
         batches += f" of {base_block_size} -> {block_size} tokens"
-    if capped_batch != global_batch_size:
+    if critical_batch_size and critical_batch_size < max(global_batch_size, base_batch):
         batches += f", capped at the critical batch of {critical_batch_size}"
     batches += f" (kappa {kappa:.4g})"
 

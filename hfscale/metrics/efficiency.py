@@ -61,9 +61,17 @@ class FlopsModel:
         return self.shape.hardware_flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
 
 
-def training_dtype(args: "TrainingArguments") -> str:
-    """The dtype matrix products run in: `bf16`, `fp16` or `fp32`."""
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+def training_dtype(model: torch.nn.Module, args: "TrainingArguments") -> str:
+    """The dtype matrix products run in: `bf16`, `fp16`, `tf32` or `fp32`.
+
+    Autocast decides where it is on; without it the weights do, and transformers loads a checkpoint in its own dtype.
+    """
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if weights in (torch.bfloat16, torch.float16):
+        return "bf16" if weights == torch.bfloat16 else "fp16"
+    return "tf32" if args.tf32 else "fp32"
 
 
 def device_peak_tflops(device: torch.device, dtype: str) -> float | None:
