@@ -4,6 +4,7 @@ Names are those of Hugging Face's `run_clm.py` where it has them, and every `Tra
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ from accelerate.utils import DynamoBackend
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
+from hfscale.compression import METHODS
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.lr_rules import RULES
+from hfscale.recompute import POLICIES, checkpointing_kwargs
 
 
 def _flag(help: str, default: object = None, **metadata: object) -> object:
@@ -31,6 +34,7 @@ class ModelArguments:
     tokenizer_name: str | None = _flag("Tokenizer, where it is not the model's: a hub id or a folder.")
     attn_implementation: str | None = _flag("sdpa, flash_attention_2, … (transformers chooses by default).")
     use_peft: bool = _flag("Train LoRA adapters instead of the whole model.", default=False)
+    load_in_4bit: bool = _flag("Hold the frozen base of --use_peft in 4 bits (QLoRA; bitsandbytes).", default=False)
     lora_r: int = _flag("Rank of the LoRA adapters.", default=16)
     lora_alpha: int = _flag("LoRA scaling numerator.", default=32)
     lora_dropout: float = _flag("Dropout in front of the adapters.", default=0.0)
@@ -42,6 +46,10 @@ class ModelArguments:
         if self.model_name_or_path and self.config_name:
             raise UsageError(
                 "--model_name_or_path starts from a checkpoint and --config_name from scratch: give one of them"
+            )
+        if self.load_in_4bit and not (self.use_peft and self.model_name_or_path):
+            raise UsageError(
+                "--load_in_4bit is for the frozen base of adapters: give --use_peft true and --model_name_or_path"
             )
         require_positive(self, "lora_r", "lora_alpha")
         require_from_0(self, lora_dropout=1)
@@ -76,6 +84,19 @@ class DataArguments:
 
 
 @dataclass(kw_only=True)
+class ParallelArguments:
+    """Sizes of the parallel axes, where they are to differ from the launcher's config."""
+
+    dp_replicate_size: int | None = _flag("Replicas of the sharded model (HSDP).")
+    dp_shard_size: int | None = _flag("Ranks that share one replica; default: what the other axes leave.")
+    cp_size: int | None = _flag("Ranks that share one sequence: ring attention under FSDP2, Ulysses under DeepSpeed.")
+    tp_size: int | None = _flag("Ranks that share each matrix.")
+
+    def __post_init__(self) -> None:
+        require_positive(self, *vars(self))
+
+
+@dataclass(kw_only=True)
 class ScalingArguments:
     """What hfscale's callbacks do."""
 
@@ -105,6 +126,24 @@ class RecipeTrainingArguments(TrainingArguments):
         default_factory=lambda: ["none"], metadata={"help": "Where metrics go besides files: wandb, tensorboard, …"}
     )
     bf16: bool | None = _flag("bf16 mixed precision; default: where the hardware has it.")
+    recompute: str = _flag(
+        "What --activation_checkpointing computes again: whole layers (full), or all but attention and every second "
+        "matrix product (selective).",
+        default="full",
+        choices=POLICIES,
+    )
+    torch_compile_regional: bool = _flag(
+        "Compile one layer for all of its kind instead of the whole model: far shorter compilation.", default=False
+    )
+    profile_steps: list[int] | None = field(
+        default=None, metadata={"help": "Optimizer steps whose trace is written to output_dir/profile."}
+    )
+    gradient_compression: str = _flag(
+        "What DDP makes of its gradients on the way: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
+    )
+    powersgd_rank: int = _flag("Rank of PowerSGD's approximation.", default=4)
+    topk_fraction: float = _flag("Share of the gradient that topk sends.", default=0.01)
+    compression_start_step: int = _flag("Plain steps before powersgd or topk.", default=1000)
     ddp_find_unused_parameters: bool | None = _flag(
         "Search each backward for parameters without a gradient; needed only by models that skip some.", default=False
     )
@@ -120,8 +159,9 @@ class RecipeTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         has_accelerator = torch.accelerator.is_available()
         self.use_cpu = self.use_cpu or not has_accelerator
-        if self.bf16 is None:
-            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_bf16_supported(including_emulation=False)
+        if self.bf16 is None:  # a launcher's config that asks for fp8 is not to be overruled
+            is_open = not (self.fp16 or self.use_cpu or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8")
+            self.bf16 = is_open and torch.cuda.is_bf16_supported(including_emulation=False)
         if self.use_cpu:
             self.dataloader_pin_memory = False  # there is nothing to copy to
         if self.dataloader_num_workers == 0:
@@ -129,17 +169,23 @@ class RecipeTrainingArguments(TrainingArguments):
         require_positive(
             self, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
             "save_total_limit", "save_steps", "logging_steps", "eval_steps", "eval_accumulation_steps",
-            "num_train_epochs", "dataloader_prefetch_factor", "ddp_bucket_cap_mb", "ddp_timeout",
+            "num_train_epochs", "dataloader_prefetch_factor", "ddp_bucket_cap_mb", "ddp_timeout", "powersgd_rank",
+            "topk_fraction",
         )  # fmt: skip
         require_from_0(
             self, "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon", "eval_delay",
-            "neftune_noise_alpha", "data_seed", "dataloader_num_workers",
+            "neftune_noise_alpha", "data_seed", "dataloader_num_workers", "compression_start_step",
             adam_beta1=1, adam_beta2=1, label_smoothing_factor=1, seed=2**32,
         )  # fmt: skip
         if self.max_steps == 0 or self.max_steps < -1:
             raise UsageError(f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to go by epochs")
         if self.save_strategy == "best" and self.metric_for_best_model is None:
             raise UsageError("--save_strategy best needs to know by what: give --metric_for_best_model, such as loss")
+        if self.torch_compile_regional:
+            self.torch_compile = True
+            os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"  # where accelerate reads it
+        if self.recompute == "selective":
+            self.activation_checkpointing_kwargs = self._selective()
         _check_json(self, "lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "gradient_checkpointing_kwargs",
                     "activation_checkpointing_kwargs")  # fmt: skip
         if self.torch_compile_backend and self.torch_compile_backend.upper() not in DynamoBackend.list():
@@ -152,6 +198,15 @@ class RecipeTrainingArguments(TrainingArguments):
             if name not in INTEGRATION_TO_CALLBACK:
                 raise UsageError(f"--report_to {name} is none of all, none, {', '.join(INTEGRATION_TO_CALLBACK)}")
         _check_scheduler(self)
+
+    def _selective(self) -> dict[str, object]:
+        if not self.activation_checkpointing:
+            raise UsageError("--recompute selective says what is computed again: give --activation_checkpointing true")
+        if self.activation_checkpointing_kwargs:
+            raise UsageError(
+                "--recompute selective and --activation_checkpointing_kwargs exclude each other: give one"
+            )
+        return checkpointing_kwargs(self.recompute)
 
 
 def require_positive(arguments: object, *names: str) -> None:

@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
@@ -39,19 +39,25 @@ _NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file
 _EXCLUDES = {"num_train_epochs": "max_steps"}
 
 
-def parse_arguments(
-    argv: Sequence[str] | None = None,
-) -> tuple[ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments]:
+GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
+"""The flags that every recipe has."""
+
+
+def parse_arguments(argv: Sequence[str] | None = None, *, also: Sequence[type] = ()) -> tuple[Any, ...]:
     """Read `--config FILE.yaml` and the command line, whose flags win.
 
     Args:
         argv (`Sequence[str]`, *optional*): the flags; absent: those of this process.
+        also (`Sequence[type]`): further dataclasses of flags.
+
+    Returns:
+        One instance of each of `GROUPS`, then one of each of `also`.
 
     Raises:
         ConfigFileError: the YAML file is missing, broken or has an unknown key.
         UsageError: an unknown flag, a value of the wrong type or range, flags that contradict each other.
     """
-    groups = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
+    groups = (*GROUPS, *also)
     parser = _Parser(groups, allow_abbrev=False)
     known = {flag.name for group in groups for flag in fields(group) if flag.init}
     rest, config = split_off_config(list(sys.argv[1:] if argv is None else argv))
@@ -70,10 +76,10 @@ def parse_arguments(
         raise UsageError(one_line(error)) from error
     if left:
         raise UsageError(f"'{left[0]}' is no flag, and belongs to none: flags begin with --, and most take one value")
-    model, data, scaling, training = parsed
+    _, data, _, training, *_ = parsed
     if data.streaming and training.max_steps < 0:
         raise UsageError("--streaming reads a text whose length is not known: give --max_steps")
-    return model, data, scaling, training
+    return tuple(parsed)
 
 
 def _embedded_defaults(tokens: Sequence[str]) -> list[str]:

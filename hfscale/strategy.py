@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from accelerate.utils import DistributedType
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hfscale.errors import StrategyMismatchError
@@ -25,17 +27,31 @@ def _is_set(environ: Mapping[str, str], name: str) -> bool:
 
 
 def requested_family(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
-    """What the launcher and the arguments ask for: `zero`, `fsdp`, `ddp` or `single`."""
+    """What the launcher and the arguments ask for: `zero`, `fsdp`, `parallel` (with tensor parallelism), `ddp` or
+    `single`."""
     if args.deepspeed or _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
         return "zero"
     if args.fsdp or _is_set(environ, "ACCELERATE_USE_FSDP"):
         return "fsdp"
+    if int(environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")) > 1:
+        return "parallel"
     return "ddp" if int(environ.get("WORLD_SIZE", "1")) > 1 else "single"
 
 
+def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
+    """The same by the names of `running_strategy`: `single`, `ddp`, `fsdp2`, `zero0` … `zero3`, `parallel`."""
+    family = requested_family(args, environ)
+    if family == "zero":
+        return f"zero{args.deepspeed_plugin.zero_stage}"
+    return f"fsdp{environ.get('FSDP_VERSION', '2')}" if family == "fsdp" else family
+
+
 def running_strategy(trainer: "Trainer") -> str:
-    """What accelerate set up: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3` (as in a checkpoint's manifest)."""
+    """What was set up: by accelerate `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3`, by transformers `parallel`
+    (tensor parallelism with sharding); as in a checkpoint's manifest."""
     state = trainer.accelerator.state
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        return "parallel"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
     if state.distributed_type == DistributedType.FSDP:
@@ -86,6 +102,72 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
     return runs
 
 
+def describe_strategy(trainer: "Trainer") -> str:
+    """How the model lies on the ranks, read off the prepared model: wrapper, placements, this rank's share, offload.
+
+    For example `FSDPLlamaForCausalLM, Replicate() Shard(dim=0) over dp_replicate=2 x dp_shard_cp=2, 50.0% of the
+    parameters per rank`.
+    """
+    module = _unwrap_compiled(trainer.model_wrapped)
+    parts = [type(module).__name__]
+    first = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
+    if first is not None:
+        mesh = first.device_mesh
+        axes = zip(mesh.mesh_dim_names or ("dp_shard",), mesh.shape, strict=True)
+        placements = " ".join(map(str, first.placements))
+        parts.append(f"{placements} over {' x '.join(f'{name}={size}' for name, size in axes)}")
+        if trainer.is_fsdp_enabled and not trainer.accelerator.state.fsdp_plugin.reshard_after_forward:
+            parts[-1] += ", kept from forward to backward"
+    parts.append(f"{_parameter_share(module):.1%} of the parameters per rank")
+    optimizer_share = _optimizer_share(module)
+    if optimizer_share is not None:
+        parts.append(f"{optimizer_share:.1%} of the optimizer")
+    return ", ".join([*parts, *_deepspeed_traits(trainer), *_fsdp_traits(trainer)])
+
+
+def _parameter_share(module: nn.Module) -> float:
+    """Elements that this rank keeps between steps / all elements; padding of the last shard included."""
+    kept = whole = 0
+    for parameter in module.parameters():
+        whole += getattr(parameter, "ds_numel", parameter.numel())
+        if isinstance(parameter, DTensor):
+            kept += parameter.to_local().numel()
+        elif hasattr(parameter, "ds_tensor"):  # ZeRO-3
+            kept += parameter.ds_tensor.numel()
+        else:
+            kept += parameter.numel()
+    return kept / whole
+
+
+def _optimizer_share(module: nn.Module) -> float | None:
+    """The same for the parameters that ZeRO-1 and 2 step on this rank; None elsewhere: it is the parameters' share."""
+    partitions = getattr(getattr(module, "optimizer", None), "single_partition_of_fp32_groups", None)
+    if partitions is None:
+        return None
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return sum(partition.numel() for partition in partitions) / trained
+
+
+def _deepspeed_traits(trainer: "Trainer") -> list[str]:
+    if not trainer.is_deepspeed_enabled:
+        return []
+    zero = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("zero_optimization", {})
+    devices = {part: zero.get(f"offload_{part}", {}).get("device", "none") for part in ("optimizer", "param")}
+    traits = [f"{part} offloaded to {device}" for part, device in devices.items() if device != "none"]
+    secondary = getattr(trainer.model_wrapped.optimizer, "zero_hpz_partition_size", 1)
+    if secondary > 1:
+        traits.append(f"copies over {secondary} ranks")
+    if trainer.get_sp_size() > 1:
+        traits.append(f"sequences cut over {trainer.model_wrapped.sequence_parallel_size} ranks")
+    return traits
+
+
+def _fsdp_traits(trainer: "Trainer") -> list[str]:
+    if trainer.is_fsdp_enabled and isinstance(trainer.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        return ["offloaded to cpu"]
+    return []
+
+
 def _unwrap_compiled(module: object) -> object:
     return getattr(module, "_orig_mod", module)
 
@@ -97,6 +179,8 @@ def _wraps(strategy: str, module: object) -> bool:
         return isinstance(module, DistributedDataParallel)
     if strategy == "fsdp2":
         return isinstance(module, FSDPModule)
+    if strategy == "parallel":
+        return isinstance(module, nn.Module) and any(isinstance(p, DTensor) for p in module.parameters())
     if strategy.startswith("zero"):
         return type(module).__name__.endswith("Engine")  # DeepSpeedEngine, without importing deepspeed
     return True

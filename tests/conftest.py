@@ -38,6 +38,12 @@ def run_process(argv: list[str], cwd: Path, env: dict[str, str] | None = None) -
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
+def accelerate_launch(cwd: Path, config: Path, processes: int, *argv: str | Path, **env: str) -> Finished:
+    """`accelerate launch` with that config and number of processes."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    return run_process([*command, "--num_processes", str(processes), *map(str, argv)], cwd, env)
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[..., Finished]:
     """`python("script.py", "--flag")`: one process, in an empty folder."""
@@ -56,7 +62,6 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
         processes: int, *argv: str | Path, config: Path | None = None, env: dict[str, str] | None = None
     ) -> Finished:
         config = config or REPOSITORY / "accelerate_configs" / "ddp.yaml"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        return run_process([*command, "--num_processes", str(processes), *map(str, argv)], tmp_path, env)
+        return accelerate_launch(tmp_path, config, processes, *argv, **(env or {}))
 
     return run

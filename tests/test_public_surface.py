@@ -22,9 +22,11 @@ FLOORS = (
     ("hfscale.logs", "hfscale.config_file", "hfscale.shipped"),
     ("hfscale.distributed", "hfscale.preemption", "hfscale.checkpoint", "hfscale.health", "hfscale.metrics",
      "hfscale.parallel"),
+    ("hfscale.recompute", "hfscale.compression", "hfscale.weights"),
     ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
+     "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",
      "hfscale.corpus", "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.summary",
-     "hfscale.entrypoint"),
+     "hfscale.export", "hfscale.entrypoint"),
     ("hfscale.cli", "hfscale.report", "hfscale.__main__"),
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from hfscale import distributed
 from hfscale.callbacks.trainer_access import calling_trainer
 from hfscale.errors import StrategyMismatchError
 from hfscale.logs import get_logger
-from hfscale.strategy import check_launch, check_strategy
+from hfscale.strategy import check_launch, check_strategy, describe_strategy
 
 logger = get_logger(__name__)
 
@@ -41,3 +41,5 @@ class CommHealthCallback(TrainerCallback):
                 "output_dir; put it on storage that every machine shares"
             )
         logger.info("strategy %s on %d processes (%s)", strategy, args.world_size, args.device.type)
+        if args.world_size > 1:
+            logger.info("each rank: %s", describe_strategy(trainer))

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
-from hfscale.callbacks.trainer_access import calling_trainer, data_parallel_size, saved_state, stand_first
+from hfscale.callbacks.trainer_access import calling_trainer, saved_state, stand_first
 from hfscale.callbacks.wandb_run import WandbRun
 from hfscale.checkpoint.store import write_atomically
 from hfscale.errors import UnsupportedModelError, UsageError
@@ -78,8 +78,9 @@ class ScalingMetricsCallback(TrainerCallback):
             self._wandb_run.settle(state)
         self._saved = saved_state(state, "metrics")
         self._tokens_seen = int(self._saved.setdefault("tokens_seen", 0))
-        self._data_parallel_size = data_parallel_size(trainer)
-        self._model_parallel_size = args.world_size // self._data_parallel_size
+        # Ranks that share matrices see the same tokens; those that share a sequence see a part of it each.
+        self._same_tokens = trainer.get_tp_size()
+        self._sequence_parts = trainer.get_cp_size() * trainer.get_sp_size()
         self._flops, self._peak_flops = self._efficiency_basis(trainer.model, args)
         self._counter.attach(trainer.model_wrapped)
         self._counted = self._counter.tokens
@@ -103,7 +104,7 @@ class ScalingMetricsCallback(TrainerCallback):
     ) -> None:
         self._clock.end("compute")
         # A save may follow before the next log: keep what it will record up to date, from this process alone.
-        self._saved["tokens_seen"] = self._tokens_seen + self._uncollected() * self._data_parallel_size
+        self._saved["tokens_seen"] = self._tokens_seen + self._uncollected() * args.world_size // self._same_tokens
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -147,7 +148,7 @@ class ScalingMetricsCallback(TrainerCallback):
         self._counted = self._counter.tokens
         self._clock.restart()
         tokens, training_times, waits, memory = zip(*distributed.gather_rows(row), strict=True)
-        window_tokens = sum(tokens) / self._model_parallel_size
+        window_tokens = sum(tokens) / self._same_tokens
         self._tokens_seen += int(window_tokens)
         self._saved["tokens_seen"] = self._tokens_seen
         if window_tokens == 0 or max(training_times) == 0:
@@ -161,7 +162,7 @@ class ScalingMetricsCallback(TrainerCallback):
             "scaling/data_wait_fraction": max(w / t for w, t in zip(waits, training_times, strict=True)),
         }
         if self._flops is not None and self._peak_flops is not None:
-            length = self._counter.sequence_length
+            length = self._counter.sequence_length * self._sequence_parts
             keys["scaling/mfu"] = per_gpu * self._flops.model_flops_per_token(length) / self._peak_flops
             keys["scaling/hfu"] = per_gpu * self._flops.hardware_flops_per_token(length) / self._peak_flops
         if max(memory) > 0:

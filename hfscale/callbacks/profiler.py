@@ -1,0 +1,58 @@
+"""PyTorch profiler traces of a few chosen steps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.errors import UsageError
+from hfscale.logs import get_logger
+
+logger = get_logger(__name__)
+
+
+class ProfilerCallback(TrainerCallback):
+    """Writes a trace of each chosen step of rank 0 to `output_dir/profile/step-N.json`, which Perfetto opens.
+
+    Forward, backward and optimizer step are in it, the wait for the batch is not. A profiled step is slower, the
+    others are not touched. Logs no metric keys.
+
+    Args:
+        steps (`Sequence[int]`): numbers of the optimizer steps, from 1.
+
+    Raises:
+        UsageError: a step below 1.
+    """
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            if step < 1:
+                raise UsageError(f"profile_steps {step}: steps are counted from 1")
+        self.steps = frozenset(steps)
+        self._profile: profile | None = None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step + 1 not in self.steps or not state.is_world_process_zero:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available() and not args.use_cpu:
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._profile is None:
+            return
+        self._profile.stop()
+        path = Path(args.output_dir) / "profile" / f"step-{state.global_step}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(path))
+        self._profile = None
+        logger.info("profiled step %d: %s", state.global_step, path)

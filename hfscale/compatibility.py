@@ -1,0 +1,103 @@
+"""Pairs that do not go together, said in one line before anything is loaded."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hfscale.arguments import ModelArguments
+from hfscale.errors import MissingDependencyError, UsageError
+from hfscale.facts.layout import ParallelLayout
+from hfscale.strategy import requested_family
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+
+
+def check_pairs(
+    model_args: ModelArguments, training_args: "TrainingArguments", layout: ParallelLayout | None = None
+) -> None:
+    """Compare method, strategy, layout and machine with each other.
+
+    Raises:
+        UsageError: two of them exclude each other; the message names both and the mend.
+        MissingDependencyError: what one of them needs is not installed.
+    """
+    family = requested_family(training_args)
+    config = _deepspeed_config(training_args) if family == "zero" else {}
+    if model_args.load_in_4bit:
+        _check_four_bits(family, config, layout)
+    if family == "zero":
+        _check_deepspeed(config, training_args)
+    if layout is not None and layout.tp > 1:
+        _check_tensor_parallel(model_args, training_args)
+    if layout is not None and layout.cp > 1 and model_args.attn_implementation not in (None, "sdpa"):
+        raise UsageError(
+            f"cp_size {layout.cp} splits sequences inside SDPA attention: give --attn_implementation sdpa instead of "
+            f"{model_args.attn_implementation}"
+        )
+
+
+def _deepspeed_config(args: "TrainingArguments") -> dict[str, Any]:
+    return args.deepspeed_plugin.hf_ds_config.config
+
+
+def _check_four_bits(family: str, config: dict[str, Any], layout: ParallelLayout | None) -> None:
+    if not torch.cuda.is_available():
+        raise UsageError("--load_in_4bit needs a CUDA GPU, and this machine has none: leave it out (plain LoRA)")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingDependencyError("--load_in_4bit needs bitsandbytes: pip install bitsandbytes")
+    if layout is not None and layout.tp > 1:
+        raise UsageError(f"--load_in_4bit and tp_size {layout.tp}: 4-bit matrices cannot be cut; use FSDP2 or ZeRO-3")
+    if family == "zero" and _device_of(config, "param") == "nvme":
+        raise UsageError(
+            "--load_in_4bit and ZeRO-3's parameters on NVMe: 4-bit weights are not swapped; offload them to the CPU "
+            "(accelerate_configs/zero3_offload.yaml) or use accelerate_configs/fsdp2.yaml"
+        )
+
+
+def _check_deepspeed(config: dict[str, Any], args: "TrainingArguments") -> None:
+    zero = config.get("zero_optimization", {})
+    optimizer = str(config.get("optimizer", {}).get("type", ""))
+    if optimizer.lower() in _ONE_BIT:
+        if args.use_cpu:
+            raise UsageError(f"{optimizer} compresses over NCCL, and this machine has no GPU: use zero1.yaml")
+        if zero.get("stage", 0) > 1:
+            raise UsageError(f"{optimizer} and ZeRO stage {zero['stage']}: it keeps whole gradients; set stage 0")
+    for part in ("optimizer", "param"):
+        if _device_of(config, part) != "nvme":
+            continue
+        path = zero[f"offload_{part}"].get("nvme_path")
+        if not path or not Path(path).is_dir() or not os.access(path, os.W_OK):
+            raise UsageError(
+                f"offload_{part} to nvme_path {path}: make that folder on a local NVMe disk, or name another"
+            )
+        _check_async_io()
+
+
+def _check_async_io() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise MissingDependencyError(
+            "DeepSpeed's NVMe offload needs libaio: install its headers (libaio-dev), or offload to the CPU with "
+            "accelerate_configs/zero3_offload.yaml"
+        )
+
+
+def _check_tensor_parallel(model_args: ModelArguments, args: "TrainingArguments") -> None:
+    if model_args.use_peft:
+        raise UsageError("--use_peft and tensor parallelism: adapters are not cut; use accelerate_configs/fsdp2.yaml")
+    if str(args.resume_from_checkpoint).lower() not in ("true", "false"):
+        raise UsageError(
+            f"--resume_from_checkpoint {args.resume_from_checkpoint} and tensor parallelism: transformers keeps no "
+            "optimizer state there; begin from weights with --model_name_or_path, or use accelerate_configs/fsdp2.yaml"
+        )
+
+
+def _device_of(config: dict[str, Any], part: str) -> str:
+    return str(config.get("zero_optimization", {}).get(f"offload_{part}", {}).get("device", "none"))

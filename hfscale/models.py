@@ -1,0 +1,148 @@
+"""The model and the tokenizer that a recipe's flags name, loaded as the strategy wants them."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from hfscale import corpus, distributed
+from hfscale.arguments import ModelArguments, blaming
+from hfscale.errors import UsageError
+from hfscale.facts.layout import ParallelLayout
+from hfscale.parallelism import distributed_config
+from hfscale.strategy import requested_family
+from hfscale.weights import build_model
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
+    """The tokenizer of `--tokenizer_name`, else the model's own, else the embedded one, trained on the spot.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    name = args.tokenizer_name or args.model_name_or_path or args.config_name
+    if name is None:
+        return corpus.default_tokenizer()
+    flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path or --config_name (for its tokenizer)"
+    with blaming(flag, name):
+        return AutoTokenizer.from_pretrained(name)
+
+
+def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, block_size: int) -> PreTrainedConfig:
+    """The model's config, checked against the tokenizer and the length of the sequences.
+
+    Raises:
+        UsageError: there is none of that name, or it is too small for the tokenizer or the sequences.
+    """
+    name = args.model_name_or_path or args.config_name
+    with blaming("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
+        config = AutoConfig.from_pretrained(name) if name else corpus.default_config(tokenizer)
+    text = config.get_text_config()
+    if not args.model_name_or_path and len(tokenizer) > text.vocab_size:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {text.vocab_size}: give the --tokenizer_name that "
+            "belongs to it"
+        )
+    positions = getattr(text, "max_position_embeddings", block_size)
+    if block_size > positions:
+        raise UsageError(f"--block_size {block_size} is longer than the model's {positions} positions: lower it")
+    return config
+
+
+def load_model(
+    args: ModelArguments,
+    config: PreTrainedConfig,
+    training_args: "TrainingArguments",
+    *,
+    layout: ParallelLayout | None = None,
+) -> PreTrainedModel:
+    """The model of `--model_name_or_path`, or one drawn from `config` and the run's seed, the same on every layout.
+
+    Trained weights are in fp32 and compute in bf16 (or are cast by DeepSpeed, which keeps fp32 masters); the frozen
+    base of LoRA adapters is in bf16 altogether, or in 4 bits. ZeRO-3 and tensor parallelism give each rank its part
+    as it is read; FSDP2 has it from rank 0 when training begins (`fsdp_cpu_ram_efficient_loading`).
+
+    Raises:
+        UsageError: the checkpoint cannot be loaded, or the attention is not one of the model's.
+    """
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32}
+    if args.attn_implementation:
+        options["attn_implementation"] = args.attn_implementation
+    sharding = distributed_config(layout, training_args) if layout is not None else None
+    if args.model_name_or_path:
+        if args.load_in_4bit:
+            options |= _four_bits(training_args)
+        with blaming("--model_name_or_path", args.model_name_or_path):
+            return AutoModelForCausalLM.from_pretrained(
+                args.model_name_or_path, config=config, distributed_config=sharding, **options
+            )
+    with blaming("--attn_implementation", args.attn_implementation):
+        if sharding is None:
+            return build_model(config, seed=training_args.seed, **options)
+        return _build_sharded(config, training_args, sharding, options)
+
+
+def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> PeftModel:
+    """LoRA adapters on `model`, the same from the same seed; everything else is frozen.
+
+    Raises:
+        UsageError: a target module that the model does not have.
+    """
+    config = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=args.lora_target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    set_seed(training_args.seed)  # how far loading has moved the generator depends on the strategy
+    with blaming("--lora_target_modules", args.lora_target_modules):
+        adapted = get_peft_model(model, config)
+    if training_args.activation_checkpointing or training_args.gradient_checkpointing:
+        adapted.enable_input_require_grads()  # recomputed layers need an input that asks for a gradient
+    return adapted
+
+
+def _four_bits(training_args: "TrainingArguments") -> dict[str, Any]:
+    """QLoRA's NF4 (Dettmers 2023, arXiv 2305.14314), kept in bf16 containers: FSDP2 and ZeRO-3 shard no integers."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    whole_on_each_gpu = requested_family(training_args) in ("single", "ddp")
+    placement = {"device_map": {"": PartialState().local_process_index}} if whole_on_each_gpu else {}
+    return {"quantization_config": quantization, **placement}
+
+
+def _build_sharded(
+    config: PreTrainedConfig, training_args: "TrainingArguments", sharding: Any, options: dict[str, Any]
+) -> PreTrainedModel:
+    """A drawn model under tensor parallelism: transformers shards what it reads, so rank 0 writes it down first."""
+    folder = Path(training_args.output_dir) / ".initial-weights"
+    if distributed.rank() == 0:
+        build_model(config, seed=training_args.seed, **options).save_pretrained(folder)
+    distributed.barrier()
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sharding, **options)
+    distributed.barrier()
+    if distributed.rank() == 0:
+        shutil.rmtree(folder)
+    return model

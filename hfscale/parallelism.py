@@ -1,0 +1,184 @@
+"""Sizes of the parallel axes: read from the flags and the launcher's config, checked, handed to who carries them out.
+
+| asked for under | axes | who carries them out |
+|---|---|---|
+| FSDP2 | dp_replicate x dp_shard x cp | Accelerate's `ParallelismConfig` (HSDP, ring attention) |
+| DeepSpeed | cp | Accelerate and DeepSpeed's Ulysses sequence parallelism |
+| neither, with tp | dp_replicate x dp_shard x tp | transformers' `DistributedConfig`, when the model is loaded |
+"""
+
+import math
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING
+
+from accelerate import ParallelismConfig, PartialState
+from accelerate.utils import DeepSpeedSequenceParallelConfig, DistributedType
+from transformers.distributed import DistributedConfig
+from transformers.trainer_utils import SaveStrategy
+
+from hfscale.arguments import ParallelArguments
+from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.layout import ParallelLayout
+from hfscale.logs import get_logger
+from hfscale.strategy import requested_family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, Trainer, TrainingArguments
+
+logger = get_logger(__name__)
+
+_ENVIRONMENT = "PARALLELISM_CONFIG_{}_SIZE"  # where `accelerate launch` puts a config's `parallelism_config`
+
+
+def set_up_parallelism(
+    parallel: ParallelArguments, args: "TrainingArguments", environ: MutableMapping[str, str] = os.environ
+) -> ParallelLayout:
+    """Decide the layout, check it against the number of processes, and put it into `args` for the Trainer.
+
+    Flags win over the launcher's config; `dp_shard` takes up the processes that the other axes leave. Call it before
+    the model is loaded. On a machine without accelerators it also lets FSDP2 and sequence parallelism run.
+
+    Raises:
+        LayoutError: the sizes do not make up the number of processes.
+        UsageError: sizes that the strategy cannot carry out.
+    """
+    family = requested_family(args, environ)
+    if family in ("ddp", "single") and (parallel.tp_size or 1) > 1:
+        family = "parallel"
+        environ[_ENVIRONMENT.format("TP")] = str(parallel.tp_size)  # what was asked for, for all who ask later
+    layout = _layout(parallel, family, args.world_size, environ)
+    _check_family(layout, parallel, family, args)
+    layout.check_world_size(args.world_size)
+    if family == "zero" and layout.cp > 1:
+        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        args.parallelism_config = ParallelismConfig(
+            sp_size=layout.cp, sp_backend="deepspeed", sp_handler=handler, dp_shard_size=layout.dp_shard
+        )
+    elif family == "fsdp" and (layout.dp_replicate > 1 or layout.cp > 1):
+        args.parallelism_config = ParallelismConfig(
+            dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, cp_size=layout.cp
+        )
+    if family == "parallel" and args.save_strategy != "no" and not args.save_only_model:
+        args.save_strategy = SaveStrategy.NO  # the Trainer raises otherwise
+        logger.info("transformers keeps no optimizer state under tensor parallelism: nothing is saved before the end")
+    if args.use_cpu:
+        _enable_on_cpu(family, layout)
+    return layout
+
+
+def _layout(parallel: ParallelArguments, family: str, world_size: int, environ: Mapping[str, str]) -> ParallelLayout:
+    def size(axis: str, flag: int | None) -> int | None:
+        by_launcher = environ.get(_ENVIRONMENT.format(axis.upper()))
+        return flag if flag is not None else int(by_launcher) if by_launcher else None
+
+    cp = size("sp" if family == "zero" else "cp", parallel.cp_size) or 1
+    tp = size("tp", parallel.tp_size) or 1
+    if family in ("ddp", "single"):
+        return ParallelLayout(dp_replicate=world_size, cp=cp, tp=tp)
+    dp_replicate = size("dp_replicate", parallel.dp_replicate_size) or 1
+    dp_shard = size("dp_shard", parallel.dp_shard_size)
+    # Not given, or given by the launcher's config for axes that a flag has changed: what the other axes leave.
+    if dp_shard is None or family == "zero" or (parallel.dp_shard_size is None and _changes_another_axis(parallel)):
+        dp_shard = max(1, world_size // (dp_replicate * cp * tp))
+    return ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+
+
+def _check_family(layout: ParallelLayout, parallel: ParallelArguments, family: str, args: "TrainingArguments") -> None:
+    """Raise a UsageError for an axis that the strategy does not have."""
+    if layout.tp > 1 and family != "parallel":
+        raise UsageError(
+            f"tp_size {layout.tp} under {family.upper()}: transformers itself sets up tensor parallelism with its own "
+            "sharding; launch with accelerate_configs/fsdp2_tp.yaml"
+        )
+    if layout.cp > 1 and family not in ("fsdp", "zero"):
+        raise UsageError(
+            f"cp_size {layout.cp} needs FSDP2 or DeepSpeed: launch with accelerate_configs/fsdp2_cp.yaml or "
+            "accelerate_configs/zero3_sp.yaml"
+        )
+    if layout.cp > 1 and family == "fsdp" and args.use_cpu:
+        raise UsageError(
+            f"cp_size {layout.cp} under FSDP2 on a CPU: torch has ring attention for GPUs only; launch with "
+            "accelerate_configs/zero3_sp.yaml, or without cp_size"
+        )
+    if family in ("ddp", "single", "zero") and (parallel.dp_replicate_size or parallel.dp_shard_size):
+        raise UsageError(
+            f"--dp_replicate_size and --dp_shard_size are FSDP2's, not {family.upper()}'s: launch with "
+            "accelerate_configs/fsdp2_hsdp.yaml (under DeepSpeed, zero3_hpz.yaml keeps replicas)"
+        )
+
+
+def _changes_another_axis(parallel: ParallelArguments) -> bool:
+    return any(size is not None for size in (parallel.dp_replicate_size, parallel.cp_size, parallel.tp_size))
+
+
+def _enable_on_cpu(family: str, layout: ParallelLayout) -> None:
+    """accelerate knows FSDP and meshes from GPUs: on CPUs FSDP becomes DDP, the rest is refused. gloo runs them."""
+    state = PartialState._shared_state  # no public way: tests/test_strategies.py fails where this moves
+    if family in ("fsdp", "parallel") and state["distributed_type"] == DistributedType.MULTI_CPU:
+        state["distributed_type"] = DistributedType.MULTI_GPU
+    if family == "zero" and layout.cp > 1:
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo")  # accelerate does it for GPUs, and Ulysses asks it for groups
+
+
+def finish_on_cpu(trainer: "Trainer") -> None:
+    """On a machine without accelerators, keep FSDP2's offload from pinning memory: there is nothing to copy it to."""
+    if not trainer.args.use_cpu or not trainer.is_fsdp_enabled:
+        return
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+
+
+def distributed_config(layout: ParallelLayout, args: "TrainingArguments") -> DistributedConfig | None:
+    """What to give to `from_pretrained(distributed_config=…)`: None where transformers does not shard the model."""
+    if layout.tp == 1:
+        return None
+    return DistributedConfig(
+        tp_size=layout.tp,
+        fsdp_size=layout.dp_shard,
+        dp_replicate_size=layout.dp_replicate,
+        fsdp_mixed_precision=bool(args.bf16),
+    )
+
+
+def check_model(
+    layout: ParallelLayout, config: "PreTrainedConfig", args: "TrainingArguments", *, block_size: int
+) -> None:
+    """Make sure that the heads and the sequence divide over the axes, before any weight is read.
+
+    Raises:
+        LayoutError: they do not; the message names the sizes that do.
+        UsageError: the model has no tensor-parallel plan.
+    """
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    if layout.tp > 1:
+        if heads % layout.tp or key_value_heads % layout.tp:
+            raise LayoutError(
+                f"tp_size {layout.tp} does not divide the model's {heads} attention heads and {key_value_heads} "
+                f"key-value heads: choose one of {_divisors(math.gcd(heads, key_value_heads))}"
+            )
+        if not text.base_model_tp_plan:
+            raise UsageError(f"tp_size {layout.tp}: transformers has no tensor-parallel plan for {config.model_type}")
+    if layout.cp > 1 and requested_family(args) == "zero" and heads % layout.cp:
+        raise LayoutError(
+            f"cp_size {layout.cp} under DeepSpeed does not divide the model's {heads} attention heads: choose one of "
+            f"{_divisors(heads)}"
+        )
+    if layout.cp > 1:
+        pieces = 2 * layout.cp  # ring attention gives each rank an early and a late piece, to balance the causal mask
+        if block_size % pieces:
+            raise LayoutError(
+                f"cp_size {layout.cp} needs --block_size to be a multiple of {pieces}: {block_size} is not, "
+                f"{block_size // pieces * pieces or pieces} is"
+            )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

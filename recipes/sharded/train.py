@@ -1,0 +1,106 @@
+r"""Train or fine-tune a causal language model of 7B to 70B parameters, sharded by FSDP2 or DeepSpeed ZeRO.
+
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sharded/train.py
+
+trains a small Llama on the Python standard library. A real one:
+
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 8 recipes/sharded/train.py \
+        --config recipes/sharded/llama-3.1-8b-full.yaml
+
+The strategy is the --config_file's and nothing else's: fsdp2, fsdp2_hsdp, zero2, zero3_offload, … of
+accelerate_configs/. Relaunching the same command continues from the newest verified checkpoint. Copy this file and
+change it.
+"""
+
+from transformers import EarlyStoppingCallback, Trainer, default_data_collator, set_seed
+
+from hfscale import (
+    CommHealthCallback,
+    LRScalingCallback,
+    ScalingCallback,
+    ScalingMetricsCallback,
+    SpotCheckpointCallback,
+)
+from hfscale.arguments import ParallelArguments, check_evaluation
+from hfscale.callbacks.profiler import ProfilerCallback
+from hfscale.callbacks.progress import use_compact_progress
+from hfscale.compatibility import check_pairs
+from hfscale.data import load_packed_datasets
+from hfscale.entrypoint import check_output_dir, run
+from hfscale.export import save_final_model
+from hfscale.models import add_lora, load_config, load_model, load_tokenizer
+from hfscale.parallelism import check_model, finish_on_cpu, set_up_parallelism
+from hfscale.parsing import parse_arguments
+from hfscale.resume import check_same_strategy, is_finished, keep_global_batch, resume_point
+from hfscale.sequence_parallel import collate_with_positions, mend_sequence_parallel
+from hfscale.strategy import check_launch
+from hfscale.summary import print_summary
+
+
+def main():
+    model_args, data_args, scaling_args, training_args, parallel_args = parse_arguments(also=[ParallelArguments])
+    check_launch(training_args)
+    layout = set_up_parallelism(parallel_args, training_args)
+    check_pairs(model_args, training_args, layout)
+    check_output_dir(training_args.output_dir)
+    checkpoint = resume_point(training_args)
+    check_same_strategy(training_args, checkpoint)
+    keep_global_batch(training_args, checkpoint, data_parallel_size=layout.data_parallel_size)
+    set_seed(training_args.seed)
+
+    # Tokenizer and text: the main process prepares, the others read its cache.
+    with training_args.main_process_first(desc="text"):
+        tokenizer = load_tokenizer(model_args)
+        train_dataset, eval_dataset = load_packed_datasets(data_args, tokenizer, seed=training_args.seed)
+    patience = scaling_args.early_stopping_patience
+    check_evaluation(training_args, has_evaluation=eval_dataset is not None, patience=patience)
+
+    config = load_config(model_args, tokenizer, block_size=data_args.block_size)
+    check_model(layout, config, training_args, block_size=data_args.block_size)
+    model = load_model(model_args, config, training_args, layout=layout)
+    if model_args.use_peft:
+        model = add_lora(model, model_args, training_args)
+
+    scaling = ScalingCallback(
+        comm_health=CommHealthCallback(),
+        lr_scaling=LRScalingCallback(
+            rule=scaling_args.lr_scaling_rule,
+            base_global_batch_size=scaling_args.base_global_batch_size,
+            block_size=data_args.block_size,
+            base_block_size=scaling_args.base_block_size,
+            critical_batch_size=scaling_args.critical_batch_size,
+            warmup_scale=scaling_args.warmup_scale,
+        ),
+        spot_checkpoint=SpotCheckpointCallback(every_minutes=scaling_args.save_minutes),
+        metrics=ScalingMetricsCallback(peak_tflops=scaling_args.peak_tflops),
+    )
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        # Ranks that share a sequence must know which part of it they hold.
+        data_collator=collate_with_positions if layout.cp > 1 else default_data_collator,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=[
+            scaling,
+            ProfilerCallback(training_args.profile_steps or ()),
+            *([EarlyStoppingCallback(patience)] if patience else []),
+        ],
+    )
+    use_compact_progress(trainer)
+    finish_on_cpu(trainer)
+    mend_sequence_parallel(trainer)
+
+    if is_finished(trainer, checkpoint):
+        return
+    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    if eval_dataset is not None:
+        metrics |= trainer.evaluate()
+    save_final_model(trainer)
+    trainer.save_metrics("all", metrics, combined=False)
+    print_summary(trainer, scaling, metrics)
+
+
+if __name__ == "__main__":
+    run(main)

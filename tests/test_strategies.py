@@ -1,0 +1,208 @@
+"""Every Accelerate config is launched, proves itself the strategy it names, and trains as all the others do.
+
+The control is the DDP recipe on two processes: the same text, seed and global batch in fp32. Each config must give its
+losses, gradient norms, evaluation loss and final weights. What a CPU cannot run stands in NEEDS_GPU with the reason.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import RECIPE, REPOSITORY, accelerate_launch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hfscale import corpus
+from hfscale.checkpoint.store import verify
+
+SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
+CONFIGS = REPOSITORY / "accelerate_configs"
+STEPS = 4
+FLAGS = [
+    "--config_name", "model", "--tokenizer_name", "tokenizer", "--train_file", "text.txt", "--block_size", "32",
+    "--max_train_samples", "64", "--max_eval_samples", "8", "--max_steps", str(STEPS), "--save_steps", "2",
+    "--logging_steps", "1", "--lr_scheduler_type", "constant", "--learning_rate", "1e-2", "--optim", "adamw_torch",
+    "--disable_tqdm", "true", "--output_dir", "out",
+]  # fmt: skip
+LORA = ["--use_peft", "true", "--lora_r", "4"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a config is launched and what must be seen."""
+
+    strategy: str
+    lies: tuple[str, ...]
+    processes: int = 2
+    data_parallel_size: int | None = None
+
+    @property
+    def batch(self) -> list[str]:
+        """The flag that makes the global batch four sequences."""
+        return ["--per_device_train_batch_size", str(4 // (self.data_parallel_size or self.processes))]
+
+
+HALF = "50.0% of the parameters per rank"
+CASES = {
+    "ddp": Case(strategy="ddp", lies=("DistributedDataParallel", "100.0% of the parameters per rank")),
+    "fsdp2": Case(strategy="fsdp2", lies=("FSDPLlamaForCausalLM, S(0) over dp_shard=2", HALF)),
+    "fsdp2_grad_op": Case(strategy="fsdp2", lies=("S(0) over dp_shard=2, kept from forward to backward", HALF)),
+    "fsdp2_hsdp": Case(strategy="fsdp2", processes=4, lies=("R S(0) over dp_replicate=2 x dp_shard_cp=2", HALF)),
+    "fsdp2_offload": Case(strategy="fsdp2", lies=("S(0) over dp_shard=2", HALF, "offloaded to cpu")),
+    "fsdp2_tp": Case(
+        strategy="parallel", processes=4, data_parallel_size=2, lies=("over fsdp=2 x tp=2", "25.0% of the parameters")
+    ),
+    "zero1": Case(strategy="zero1", lies=("DeepSpeedEngine", "100.0% of the parameters", "50.0% of the optimizer")),
+    "zero2": Case(strategy="zero2", lies=("DeepSpeedEngine", "100.0% of the parameters", "50.0% of the optimizer")),
+    "zero3": Case(strategy="zero3", lies=("DeepSpeedEngine", HALF)),
+    "zero2_offload": Case(strategy="zero2", lies=("50.0% of the optimizer, optimizer offloaded to cpu",)),
+    "zero3_offload": Case(strategy="zero3", lies=(HALF, "optimizer offloaded to cpu, param offloaded to cpu")),
+    "zero3_hpz": Case(strategy="zero3", processes=4, lies=("25.0% of the parameters", "copies over 2 ranks")),
+    "zero3_sp": Case(strategy="zero3", data_parallel_size=1, lies=(HALF, "sequences cut over 2 ranks")),
+}
+NEEDS_GPU = {
+    "fsdp2_cp": "torch has ring attention for GPUs only",
+    "zero3_nvme": "needs an NVMe disk at the path in its JSON, and libaio",
+    "onebit_adam": "compresses over NCCL",
+    "onebit_lamb": "compresses over NCCL",
+    "fp8": "8-bit matrix products need an H100 or later",
+}
+RESUMED = ("fsdp2", "zero2", "zero3", "zero3_sp")  # the others' resume is in the fault suite
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with a model config, a tokenizer, a text and the DeepSpeed configs."""
+    folder = tmp_path_factory.mktemp("strategies")
+    tokenizer = corpus.default_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    ).save_pretrained(folder / "model")  # fmt: skip
+    (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
+    shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(workplace, tmp_path_factory):
+    """`trained("zero3", *flags)`: the folder of a finished run, made once for each config and flags."""
+    runs: dict[tuple[str, ...], Path] = {}
+
+    def train(name: str, *flags: str) -> Path:
+        key = (name, *flags)
+        if key not in runs:
+            folder = tmp_path_factory.mktemp(name)
+            shutil.copytree(workplace, folder, dirs_exist_ok=True)
+            runs[key] = folder
+            launch(folder, name, *flags)
+        return runs[key]
+
+    return train
+
+
+def launch(folder: Path, name: str, *flags: str, code: int = 0):
+    case = CASES[name]
+    script = RECIPE if name == "ddp" else SHARDED
+    done = accelerate_launch(folder, CONFIGS / f"{name}.yaml", case.processes, script, *FLAGS, *case.batch, *flags)
+    assert done.code == code, done.err[-4000:]
+    (folder / "stderr").write_text(done.err)
+    return done
+
+
+def said(folder: Path, start: str) -> list[str]:
+    return [line for line in (folder / "stderr").read_text().splitlines() if line.startswith(f"hfscale: {start}")]
+
+
+def logged(folder: Path, key: str) -> list[float]:
+    records = [json.loads(line) for line in (folder / "out" / "scaling.jsonl").read_text().splitlines()]
+    return [record[key] for record in records]
+
+
+def evaluation_loss(folder: Path) -> float:
+    return json.loads((folder / "out" / "all_results.json").read_text())["eval_loss"]
+
+
+def assert_same_training(found: Path, control: Path) -> None:
+    losses, expected = logged(found, "loss"), logged(control, "loss")
+    assert len(losses) == STEPS
+    assert losses[0] == pytest.approx(expected[0], abs=1e-5)
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert logged(found, "grad_norm") == pytest.approx(logged(control, "grad_norm"), rel=2e-4)
+    assert logged(found, "learning_rate") == logged(control, "learning_rate")
+    assert logged(found, "scaling/tokens_seen") == logged(control, "scaling/tokens_seen")
+    assert evaluation_loss(found) == pytest.approx(evaluation_loss(control), abs=2e-4)
+
+
+def test_every_config_has_a_case():
+    names = {path.stem for path in CONFIGS.rglob("*.yaml")}
+    assert names == set(CASES) | set(NEEDS_GPU)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "ddp"])
+def test_a_config_is_its_strategy_and_trains_like_ddp(trained, name):
+    folder, control, case = trained(name), trained("ddp"), CASES[name]
+    assert said(folder, "strategy") == [f"hfscale: strategy {case.strategy} on {case.processes} processes (cpu)"]
+    (lies,) = said(folder, "each rank:")
+    assert [part for part in case.lies if part not in lies] == [], lies
+    assert_same_training(folder, control)
+    if case.strategy != "parallel":  # transformers cannot resume those, so nothing is saved
+        manifest = verify(folder / "out" / "checkpoint-4")
+        assert (manifest.strategy, manifest.world_size) == (case.strategy, case.processes)
+        assert manifest.global_batch_size == 4
+    # The folder at the end is one that anybody can load, with the weights that DDP trained.
+    model = AutoModelForCausalLM.from_pretrained(folder / "out")
+    for key, weight in load_file(control / "out" / "model.safetensors").items():
+        torch.testing.assert_close(model.state_dict()[key], weight, atol=2e-4, rtol=0)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", ["fsdp2", "zero2", "zero3"])
+def test_lora_trains_alike(trained, name):
+    folder, control = trained(name, *LORA), trained("ddp", *LORA)
+    assert_same_training(folder, control)
+    expected = load_file(control / "out" / "adapter_model.safetensors")
+    found = load_file(folder / "out" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, weight in expected.items():
+        torch.testing.assert_close(found[key], weight, atol=2e-4, rtol=0)
+
+
+def resume_in_the_middle(folder: Path, name: str, control: Path) -> None:
+    """Lose what came after the checkpoint at step 2, relaunch, and have the run that was never interrupted."""
+    shutil.rmtree(folder / "out" / "checkpoint-4")
+    done = launch(folder, name)
+    assert len(done.lines("hfscale: continues from checkpoint-2")) == 1
+    assert_same_training(folder, control)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_lost_run_goes_on_as_if_nothing_had_happened(trained, name):
+    resume_in_the_middle(trained(name), name, trained("ddp"))
+
+
+@pytest.mark.faults
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", [n for n in CASES if n not in (*RESUMED, "ddp", "fsdp2_tp")])
+def test_the_other_strategies_go_on_too(trained, name):
+    resume_in_the_middle(trained(name), name, trained("ddp"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NEEDS_GPU)
+def test_a_config_for_gpus_trains(workplace, tmp_path, name):
+    processes = torch.cuda.device_count()
+    if processes < 2:
+        pytest.skip(f"{name} needs two GPUs or more: {NEEDS_GPU[name]}")
+    script = RECIPE if name.startswith("onebit") else SHARDED
+    sizes = ["--cp_size", "2"] if name == "fsdp2_cp" else []
+    shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    done = accelerate_launch(tmp_path, CONFIGS / f"{name}.yaml", processes, script, *FLAGS, *sizes)
+    assert done.code == 0, done.err[-4000:]
+    assert len(logged(tmp_path, "loss")) == STEPS
