@@ -3,6 +3,7 @@
 Names are those of Hugging Face's `run_clm.py` where it has them, and every `TrainingArguments` flag is taken as well.
 """
 
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from hfscale.compression import METHODS
-from hfscale.errors import HfScaleError, UsageError
+from hfscale.errors import HfScaleError, MissingDependencyError, UsageError
 from hfscale.facts.lr_rules import RULES
 from hfscale.recompute import POLICIES, checkpointing_kwargs
 
@@ -193,6 +194,8 @@ class RecipeTrainingArguments(TrainingArguments):
                 f"--torch_compile_backend {self.torch_compile_backend} is none of "
                 f"{', '.join(DynamoBackend.list()).lower()}"
             )
+        if self.deepspeed and importlib.util.find_spec("deepspeed") is None:
+            raise MissingDependencyError('--deepspeed needs DeepSpeed: pip install "hfscale[deepspeed]"')
         super().__post_init__()
         for name in self.report_to or []:
             if name not in INTEGRATION_TO_CALLBACK:

@@ -38,7 +38,7 @@ def compress_gradients(
         start_step (`int`): steps before `powersgd` and `topk` set in; early gradients are large and change fast.
 
     Raises:
-        UsageError: the run is not DDP.
+        UsageError: the run is not DDP, or a method for GPUs is asked for on CPUs.
     """
     if method == "none":
         return
@@ -47,6 +47,9 @@ def compress_gradients(
             f"--gradient_compression {method} works on DDP's gradients: launch with accelerate_configs/ddp.yaml on "
             "two processes or more, or leave it out (DeepSpeed has 1-bit Adam: accelerate_configs/onebit_adam.yaml)"
         )
+    if method in ("bf16", "powersgd") and trainer.args.use_cpu:
+        # torch refuses bf16 on gloo, and there the collectives that PowerSGD chains in callbacks get out of order.
+        raise UsageError(f"--gradient_compression {method} needs GPUs: torch's hook is for NCCL; give fp16 or topk")
     options = trainer.accelerator.ddp_handler.to_kwargs()
     if method == "topk":
         trainer.accelerator.ddp_handler = TopKKwargs(**options, fraction=topk_fraction, start_step=start_step)

@@ -156,16 +156,17 @@ def check_model(
         UsageError: the model has no tensor-parallel plan.
     """
     text = config.get_text_config()
+    if layout.tp > 1 and not text.base_model_tp_plan:
+        raise UsageError(f"tp_size {layout.tp}: transformers has no tensor-parallel plan for {config.model_type}")
+    if layout.tp == layout.cp == 1:
+        return
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
-    if layout.tp > 1:
-        if heads % layout.tp or key_value_heads % layout.tp:
-            raise LayoutError(
-                f"tp_size {layout.tp} does not divide the model's {heads} attention heads and {key_value_heads} "
-                f"key-value heads: choose one of {_divisors(math.gcd(heads, key_value_heads))}"
-            )
-        if not text.base_model_tp_plan:
-            raise UsageError(f"tp_size {layout.tp}: transformers has no tensor-parallel plan for {config.model_type}")
+    if heads % layout.tp or key_value_heads % layout.tp:
+        raise LayoutError(
+            f"tp_size {layout.tp} does not divide the model's {heads} attention heads and {key_value_heads} "
+            f"key-value heads: choose one of {_divisors(math.gcd(heads, key_value_heads))}"
+        )
     if layout.cp > 1 and requested_family(args) == "zero" and heads % layout.cp:
         raise LayoutError(
             f"cp_size {layout.cp} under DeepSpeed does not divide the model's {heads} attention heads: choose one of "

@@ -24,7 +24,7 @@ def checkpointing_kwargs(policy: str) -> dict[str, Any]:
     `full` recomputes a whole layer. `selective` keeps the outputs of attention and of every second matrix product, as
     torchtitan does by default: most of the memory saved, for about a quarter of the recomputation.
     """
-    return {"context_fn": selective_contexts} if policy == "selective" else {}
+    return {"context_fn": selective_contexts, "use_reentrant": False} if policy == "selective" else {}
 
 
 def selective_contexts() -> tuple[Any, Any]:

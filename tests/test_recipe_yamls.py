@@ -12,15 +12,14 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import REPOSITORY
 
-from hfscale.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments
+from hfscale.arguments import ParallelArguments
 from hfscale.errors import ConfigFileError, UsageError
-from hfscale.parsing import parse_arguments
+from hfscale.parsing import GROUPS, parse_arguments
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 A_RECIPE = REPOSITORY / "recipes" / "ddp" / "smollm2-135m-full.yaml"
 READMES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "recipes").rglob("README.md"))]
-GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
-FLAGS = {"config", *(flag.name for group in GROUPS for flag in fields(group) if flag.init)}
+FLAGS = {"config", *(flag.name for group in (*GROUPS, ParallelArguments) for flag in fields(group) if flag.init)}
 SHELL_BLOCK = re.compile(r"^ *```(?:bash|sh|shell|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 REPOSITORY_PATH = re.compile(r"(?:accelerate_configs|ds_configs|recipes)/")
 SCRIPT = re.compile(r"recipes/.+\.py")
@@ -101,7 +100,8 @@ def test_second_line_is_a_summary(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_parses_and_is_flat(recipe):
-    model, data, _, training = parse_arguments(["--config", str(recipe)])
+    also = [] if recipe.parent.name == "ddp" else [ParallelArguments]
+    model, data, _, training, *_ = parse_arguments(["--config", str(recipe)], also=also)
     assert model.model_name_or_path or model.config_name
     assert data.dataset_name or data.train_file
     assert training.output_dir == f"runs/{recipe.stem}"

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# One training on several machines with `torchrun`: run this on every machine, with another NODE_RANK on each.
+#
+#   MAIN_IP=10.0.0.1 MAIN_PORT=29500 NODES=2 GPUS_PER_NODE=8 NODE_RANK=0 launch/multinode/torchrun.sh
+#   MAIN_IP=10.0.0.1 MAIN_PORT=29500 NODES=2 GPUS_PER_NODE=8 NODE_RANK=1 launch/multinode/torchrun.sh
+#
+# When: as accelerate.sh, where there is no Accelerate config. torchrun knows nothing of strategies: they are flags of
+# the script, DDP without any, `--fsdp` for FSDP2, `--deepspeed ds_configs/zero1.json` for ZeRO.
+# Edit: nothing. Another script and its flags are arguments:
+#
+#   … launch/multinode/torchrun.sh recipes/ddp/train.py --config recipes/ddp/qwen3-1.7b-full.yaml
+#
+#   MAIN_IP         address of the machine with NODE_RANK 0, as all others reach it
+#   MAIN_PORT       a free port there, the same on all machines
+#   NODE_RANK       0 … NODES - 1, each once
+#   NODES           machines
+#   GPUS_PER_NODE   processes to start on each of them
+#   PYTHON          interpreter (default python): activate the environment, or name its python
+set -euo pipefail
+
+fail() {
+  echo "torchrun.sh: error: $1" >&2
+  exit 2
+}
+
+for name in MAIN_IP MAIN_PORT NODE_RANK NODES GPUS_PER_NODE; do
+  [[ -n ${!name:-} ]] || fail "$name is not set: see the top of $0"
+done
+for name in MAIN_PORT NODE_RANK NODES GPUS_PER_NODE; do
+  [[ ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || fail "$name=${!name} is not a number"
+done
+((MAIN_PORT > 0 && MAIN_PORT < 65536)) || fail "MAIN_PORT=$MAIN_PORT is not a port"
+((NODES > 0)) || fail "NODES=0: at least one machine"
+((GPUS_PER_NODE > 0)) || fail "GPUS_PER_NODE=0: at least one process"
+((NODE_RANK < NODES)) || fail "NODE_RANK=$NODE_RANK: ranks of NODES=$NODES machines are 0 to $((NODES - 1))"
+
+(($# > 0)) || set -- recipes/sharded/train.py --config recipes/sharded/llama-3.1-8b-full.yaml --fsdp
+[[ $1 == -m || -f $1 ]] || fail "the first argument, $1, is no script in $PWD (nor -m, for a module)"
+
+# How long the workers may take to save after a SIGTERM; PyTorch's default of 30 is short for a sharded checkpoint.
+# Whatever stops the launcher (scheduler, container runtime) must wait longer than this.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
+
+# exec: the launcher takes this process's place, so that signals meant for the job arrive at it.
+# The ranks are given, not negotiated (--rdzv-backend c10d), so that a relaunch has every rank where it was.
+exec "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/exit_code.py" torchrun \
+  --nnodes "$NODES" \
+  --node-rank "$NODE_RANK" \
+  --master-addr "$MAIN_IP" \
+  --master-port "$MAIN_PORT" \
+  --nproc-per-node "$GPUS_PER_NODE" \
+  "$@"

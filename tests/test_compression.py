@@ -1,0 +1,74 @@
+"""Compressed gradients on two real processes: what is sent, what is kept for later, and that the ranks stay one."""
+
+import json
+
+import pytest
+import torch
+from conftest import RECIPE, REPOSITORY, accelerate_launch
+from tiny import tiny_trainer
+
+from hfscale.compression import compress_gradients
+from hfscale.errors import UsageError
+
+WORKER = REPOSITORY / "tests" / "workers" / "compression.py"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compression")
+    done = accelerate_launch(folder, REPOSITORY / "accelerate_configs" / "ddp.yaml", 2, WORKER)
+    assert done.code == 0, done.err[-3000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("method", ["none", "fp16", "topk"])
+def test_the_ranks_end_with_the_same_weights(results, method):
+    assert results[method]["agree"]
+    assert len(results[method]["loss"]) == 12
+
+
+@pytest.mark.world(2)
+def test_halves_train_almost_the_same_but_are_halves(results):
+    plain, found = results["none"]["loss"], results["fp16"]["loss"]
+    assert found == pytest.approx(plain, abs=2e-3)
+    assert found != plain
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("method", ["bf16", "powersgd"])
+def test_what_is_for_gpus_says_so(results, method):
+    assert results[method].startswith(f"--gradient_compression {method} needs GPUs")
+
+
+@pytest.mark.world(2)
+def test_the_first_steps_are_plain_and_the_later_ones_are_not(results):
+    plain, found = results["none"]["loss"], results["topk"]["loss"]
+    assert found[:3] == pytest.approx(plain[:3], abs=1e-6)  # the loss of step 4 is still of plain updates
+    assert found[5:] != pytest.approx(plain[5:], abs=1e-6)
+    assert found == pytest.approx(plain, abs=0.2)
+
+
+@pytest.mark.world(2)
+def test_topk_loses_nothing(results):
+    """What arrived and what the ranks still keep are together the average of all that was ever given."""
+    sent = results["sent"]
+    given, kept = torch.tensor(sent["given"]).mean(dim=0), torch.tensor(sent["kept"]).mean(dim=0)
+    torch.testing.assert_close(torch.tensor(sent["arrived"]) + kept, given, atol=1e-5, rtol=0)
+    assert sent["nonzero"][0] == 50  # the plain step
+    assert all(5 <= count <= 10 for count in sent["nonzero"][1:])  # each rank's own tenth of 50
+
+
+def test_without_ddp_it_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="--gradient_compression topk works on DDP's gradients: launch with"):
+        compress_gradients(tiny_trainer(tmp_path), "topk", powersgd_rank=1, topk_fraction=0.1, start_step=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["bf16", "powersgd"])
+def test_the_recipe_trains_with_it_on_gpus(launch, method):
+    processes = torch.cuda.device_count()
+    if processes < 2:
+        pytest.skip("DDP exchanges gradients between two GPUs or more")
+    done = launch(processes, RECIPE, "--gradient_compression", method, "--compression_start_step", "4")
+    assert done.code == 0, done.err[-3000:]

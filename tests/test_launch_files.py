@@ -1,0 +1,872 @@
+"""Launch files: checked by what will read them, run with stand-ins for the cluster, and launched on loopback."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import psutil
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from conftest import RECIPE, REPOSITORY, Finished
+from test_recipe_ddp import QUICK
+from test_recipe_yamls import command_problems, shell_commands
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+from hfscale.checkpoint.store import latest_checkpoint, verify
+
+LAUNCH = REPOSITORY / "launch"
+FILES = sorted(path for path in LAUNCH.rglob("*") if path.is_file() and path.suffix != ".pyc")
+SCRIPTS = [path for path in FILES if path.suffix in (".sh", ".sbatch")]
+YAMLS = [path for path in FILES if path.suffix in (".yaml", ".yml")]
+DOCKERFILES = [path for path in FILES if path.name == "Dockerfile"]
+ACCELERATE, TORCHRUN = LAUNCH / "multinode" / "accelerate.sh", LAUNCH / "multinode" / "torchrun.sh"
+EXIT_CODE, SBATCH, RUNPOD = (
+    LAUNCH / "multinode" / "exit_code.py",
+    LAUNCH / "slurm/train.sbatch",
+    LAUNCH / "runpod/train.sh",
+)
+JOBSET, PYTORCHJOB = LAUNCH / "kubernetes" / "jobset.yaml", LAUNCH / "kubernetes" / "pytorchjob.yaml"
+SKYPILOT, SAGEMAKER = LAUNCH / "skypilot" / "spot.yaml", LAUNCH / "sagemaker" / "start.py"
+DOCKERFILE = LAUNCH / "docker" / "Dockerfile"
+WORKER = REPOSITORY / "tests" / "workers" / "two_nodes.py"
+DEFAULT = ["recipes/sharded/train.py", "--config", "recipes/sharded/llama-3.1-8b-full.yaml"]
+NODE = {"MAIN_IP": "127.0.0.1", "MAIN_PORT": "29500", "NODE_RANK": "1", "NODES": "2", "GPUS_PER_NODE": "8"}
+JOB = {  # what sbatch sets on the first of two nodes
+    "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_PER_TASK": "64",
+}  # fmt: skip
+POD = {"PRIMARY_ADDR": "10.65.0.2", "PRIMARY_PORT": "29400", "NODE_RANK": "1", "NUM_NODES": "2", "NUM_TRAINERS": "8"}
+KUBERNETES = "1.37"
+PREEMPTED, WRONG_USAGE = 75, 2
+
+
+def named(path: Path) -> str:
+    """A path as commands name it."""
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def label(value: object) -> str:
+    """How a parameter is shown in a test's name."""
+    return named(value) if isinstance(value, Path) else str(value)
+
+
+def environment(extra: dict[str, str]) -> dict[str, str]:
+    """This process's environment without what a cluster or a launcher would have set, and with `extra`."""
+    foreign = ("SLURM_", "PET_", "ACCELERATE_", "SKYPILOT_", "TORCH_ELASTIC_", "NCCL_", "GLOO_", "PRIMARY_", "MASTER_")
+    names = {*NODE, *POD, "CONFIG_FILE", "PYTHON", "RANK", "WORLD_SIZE"}
+    return {
+        key: value for key, value in os.environ.items() if not key.startswith(foreign) and key not in names
+    } | extra
+
+
+def run(*argv: str | Path, env: dict[str, str], cwd: Path = REPOSITORY) -> Finished:
+    done = subprocess.run(
+        list(map(str, argv)), env=environment(env), cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def executable(path: Path, text: str) -> str:
+    """Write a program; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> str:
+    """An interpreter that launches nothing: it prints its environment and arguments and ends with $FAKE_EXIT."""
+    text = '#!/bin/bash\nenv\necho "PARENT=$PPID"\nprintf "> %s\\n" "$@"\nexit ${FAKE_EXIT:-0}\n'
+    return executable(tmp_path / "bin" / "fake-python", text)
+
+
+def composed(done: Finished) -> tuple[list[str], dict[str, str]]:
+    """What the fake interpreter was given: the launcher's command line, and its environment.
+
+    It must stand where the process was that this test has started: what signals that one, signals the launcher.
+    """
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    argv = [line[2:] for line in lines if line.startswith("> ")]
+    env = dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+    assert Path(argv[0]).resolve() == EXIT_CODE
+    assert env["PARENT"] == env.get("SRUN", str(os.getpid()))
+    return argv[1:], env
+
+
+def accelerate_command(node: dict[str, str], *script: str, config: str = "accelerate_configs/fsdp2.yaml") -> list[str]:
+    """The command that these variables must lead to, whatever platform they came from."""
+    processes = int(node["NODES"]) * int(node["GPUS_PER_NODE"])
+    return [
+        "accelerate", "launch", "--config_file", config, "--num_machines", node["NODES"],
+        "--machine_rank", node["NODE_RANK"], "--main_process_ip", node["MAIN_IP"],
+        "--main_process_port", node["MAIN_PORT"], "--num_processes", str(processes),
+        "--deepspeed_multinode_launcher", "standard", *(script or DEFAULT),
+    ]  # fmt: skip
+
+
+# --- every file ------------------------------------------------------------------------------------------------------
+
+
+def header(path: Path) -> str:
+    """The comment or docstring a file opens with."""
+    text = path.read_text(encoding="utf-8").removeprefix("#!/usr/bin/env bash\n")
+    if path.suffix == ".py":
+        return text.split('"""')[1]
+    return re.match(r"(#.*\n)*", text)[0]
+
+
+def repository_paths(text: str) -> list[str]:
+    """What looks like a path of this repository, or of its copy in the image."""
+    folders = "launch|recipes|accelerate_configs|ds_configs"
+    return re.findall(rf"(?<![\w./~-])(?:/workspace/)?((?:{folders})/[\w./-]*\w)", text)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix != ".md"], ids=named)
+def test_header_says_when_and_what_to_edit_and_gives_the_command(path):
+    text = header(path)
+    assert "When:" in text
+    assert "Edit" in text
+    assert named(path) in text or named(path.with_suffix("")) in text
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_paths_named_exist(path):
+    paths = repository_paths(path.read_text(encoding="utf-8"))
+    assert [name for name in paths if not (REPOSITORY / name).exists()] == []
+
+
+def test_a_wrong_path_is_seen():
+    text = 'x recipes/ddp/trian.py\n["/workspace/launch/a.sh"] launch/multinode.\n/opt/launch/x'
+    assert repository_paths(text) == ["recipes/ddp/trian.py", "launch/a.sh", "launch/multinode"]
+
+
+def test_readme_lists_every_file_and_its_commands_are_right():
+    text = (LAUNCH / "README.md").read_text(encoding="utf-8")
+    listed = {name for name in re.findall(r"\]\(([\w./-]+)\)", text) if not name.startswith("http")}
+    files = {path.relative_to(LAUNCH).as_posix() for path in FILES if path.suffix not in (".md", ".dockerignore")}
+    assert listed == files
+    commands = list(shell_commands(text))
+    assert commands
+    assert [problem for command in commands for problem in command_problems(command)] == []
+
+
+def test_who_stops_a_launcher_waits_longer_than_it():
+    """SIGTERM, time for the workers to save, SIGKILL: each around the other."""
+    timeouts = {re.search(r"SHUTDOWN_TIMEOUT:-(\d+)", path.read_text())[1] for path in (ACCELERATE, TORCHRUN)}
+    timeouts.add(json.loads(sagemaker("--dry-run").out)["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert len(timeouts) == 1
+    sbatch = SBATCH.read_text()
+    graces = [re.search(r"--signal=USR1@(\d+)", sbatch)[1], re.search(r"--wait=(\d+)", sbatch)[1]]
+    graces += re.findall(r"--stop-timeout (\d+)", DOCKERFILE.read_text())
+    graces += [pod["terminationGracePeriodSeconds"] for path in (JOBSET, PYTORCHJOB) for pod in pods(path)]
+    assert len(graces) == 6
+    assert min(map(int, graces)) > int(timeouts.pop())
+
+
+# --- shell -----------------------------------------------------------------------------------------------------------
+
+
+def shell_texts() -> dict[str, str]:
+    """Every shell script, also those within a YAML file."""
+    texts = {named(path): path.read_text(encoding="utf-8") for path in SCRIPTS}
+    for path in YAMLS:
+        for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+            for key in ("setup", "run"):
+                if key in document:
+                    texts[f"{named(path)}:{key}"] = f"#!/bin/bash\n{document[key]}"
+    return texts
+
+
+def shell_problems(text: str) -> str:
+    """What shellcheck and bash say, but for files that a script sources on another machine (SC1090, SC1091)."""
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    found = [
+        subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+        for command in ([shellcheck, "--format=gcc", "--exclude=SC1090,SC1091", "-"], ["bash", "-n"])
+    ]
+    return "".join(done.stdout + done.stderr for done in found)
+
+
+@pytest.mark.parametrize("name", shell_texts())
+def test_shell_is_clean(name):
+    assert shell_problems(shell_texts()[name]) == ""
+
+
+@pytest.mark.parametrize("line", ["echo $x", "if true; then", "cd x; ls"])
+def test_bad_shell_is_seen(line):
+    assert shell_problems(f"#!/bin/bash\n{line}\n")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=named)
+def test_scripts_can_be_run(script):
+    assert os.access(script, os.X_OK) or script.suffix == ".sbatch"
+
+
+@pytest.mark.parametrize("script", [ACCELERATE, TORCHRUN], ids=named)
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        *(({name: ""}, f"{name} is not set") for name in NODE),
+        ({"GPUS_PER_NODE": "eight"}, "GPUS_PER_NODE=eight is not a number"),
+        ({"NODES": "0"}, "NODES=0"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2: ranks of NODES=2 machines are 0 to 1"),
+        ({"MAIN_PORT": "70000"}, "MAIN_PORT=70000 is not a port"),
+    ],
+    ids=label,
+)
+def test_bad_variables_are_named_in_one_line(script, change, error, fake_python):
+    done = run(
+        script, str(RECIPE), env=NODE | {"PYTHON": fake_python, "CONFIG_FILE": "accelerate_configs/ddp.yaml"} | change
+    )
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith(f"{script.name}: error: {error}")
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "error"),
+    [
+        *((RUNPOD, {name: ""}, f"train.sh: error: {name} is not set") for name in POD),
+        *((SBATCH, {name: ""}, f"train.sbatch: error: {name} is not set") for name in JOB),
+        (ACCELERATE, {"CONFIG_FILE": "no.yaml"}, "accelerate.sh: error: CONFIG_FILE=no.yaml does not exist"),
+    ],
+    ids=label,
+)
+def test_what_a_platform_did_not_set_is_named_in_one_line(script, env, error, fake_python):
+    given = {RUNPOD: POD, SBATCH: JOB, ACCELERATE: NODE}[script]
+    done = run("bash", script, env=given | {"PYTHON": fake_python} | env)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith(error)
+
+
+@pytest.mark.parametrize("script", [ACCELERATE, TORCHRUN], ids=named)
+def test_a_flag_in_the_place_of_the_script(script, fake_python):
+    config = {"PYTHON": fake_python, "CONFIG_FILE": "accelerate_configs/ddp.yaml"}
+    done = run(script, "--max_steps", "2", env=NODE | config)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "the first argument, --max_steps, is no script" in done.err
+
+
+def test_accelerate_sh_composes_the_command(fake_python):
+    argv, env = composed(run(ACCELERATE, env=NODE | {"PYTHON": fake_python}))
+    assert argv == accelerate_command(NODE)
+    assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "100"
+    parsed = launch_command_parser().parse_args(argv[2:])
+    assert (parsed.num_processes, parsed.machine_rank, parsed.training_script) == (16, 1, DEFAULT[0])
+    other = {
+        "PYTHON": fake_python,
+        "CONFIG_FILE": "accelerate_configs/ddp.yaml",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7",
+    }
+    argv, env = composed(run(ACCELERATE, "-m", "a.module", "--text", "two words", env=NODE | other))
+    assert argv == accelerate_command(
+        NODE, "-m", "a.module", "--text", "two words", config="accelerate_configs/ddp.yaml"
+    )
+    assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "7"
+
+
+def test_torchrun_sh_composes_the_command(fake_python):
+    argv, _ = composed(run(TORCHRUN, env=NODE | {"PYTHON": fake_python}))
+    assert argv[0] == "torchrun"
+    parsed = torchrun_parser().parse_args(argv[1:])
+    node = (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node, parsed.master_addr, parsed.master_port)
+    assert node == ("2", 1, "8", "127.0.0.1", 29500)
+    assert [parsed.training_script, *parsed.training_script_args] == [*DEFAULT, "--fsdp"]
+
+
+def test_runpod_translates_its_variables(fake_python):
+    node = {"MAIN_IP": "10.65.0.2", "MAIN_PORT": "29400", "NODE_RANK": "1", "NODES": "2", "GPUS_PER_NODE": "8"}
+    argv, env = composed(run(RUNPOD, env=POD | {"PYTHON": fake_python}))
+    assert argv == accelerate_command(node)
+    assert (env["NCCL_SOCKET_IFNAME"], env["GLOO_SOCKET_IFNAME"]) == ("ens1", "ens1")
+    old = {"MASTER_ADDR": "10.65.0.9", "MASTER_PORT": "1234", "PRIMARY_ADDR": "", "PRIMARY_PORT": ""}
+    argv, _ = composed(run(RUNPOD, "recipes/ddp/train.py", env=POD | old | {"PYTHON": fake_python}))
+    assert argv == accelerate_command(node | {"MAIN_IP": "10.65.0.9", "MAIN_PORT": "1234"}, "recipes/ddp/train.py")
+
+
+# --- Slurm -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Stand-ins for scontrol and srun, which starts a task per node here; what they were asked lies in tmp_path."""
+    executable(tmp_path / "bin" / "scontrol", f"""#!/bin/bash
+        echo "$*" >> {tmp_path}/scontrol
+        if [[ $2 == hostnames ]]; then printf '127.0.0.1\\n127.0.0.2\\n'; fi
+        if [[ $2 == job ]]; then echo "   JobState=${{FAKE_STATE:-RUNNING}} Reason=None"; fi""")  # fmt: skip
+    executable(tmp_path / "bin" / "srun", f"""#!/bin/bash
+        echo "$*" > {tmp_path}/srun
+        while [[ $1 == --* ]]; do shift; done
+        export SRUN=$$
+        for ((rank = 0; rank < SLURM_JOB_NUM_NODES; rank++)); do
+          SLURM_PROCID=$rank "$@" > {tmp_path}/task-$rank 2>&1 & tasks[rank]=$!
+        done
+        highest=0
+        for task in "${{tasks[@]}}"; do wait "$task"; code=$?; ((code > highest)) && highest=$code; done
+        exit $highest""")  # fmt: skip
+    return JOB | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+
+
+def test_slurm_starts_a_launcher_per_node(slurm, fake_python, tmp_path):
+    config = {"PYTHON": fake_python, "CONFIG_FILE": "accelerate_configs/ddp.yaml"}
+    done = run("bash", SBATCH, "recipes/ddp/train.py", "--text", "two words", env=slurm | config)
+    assert done.code == 0, done.err
+    assert "--ntasks-per-node=1 --cpus-per-task=64 --kill-on-bad-exit=0" in (tmp_path / "srun").read_text()
+    for rank in (0, 1):
+        argv, _ = composed(Finished(0, (tmp_path / f"task-{rank}").read_text(), ""))
+        node = NODE | {"MAIN_PORT": "23456", "NODE_RANK": str(rank)}
+        script = ("recipes/ddp/train.py", "--text", "two words")
+        assert argv == accelerate_command(node, *script, config=config["CONFIG_FILE"])
+    assert (tmp_path / "scontrol").read_text() == "show hostnames gpu[1-2]\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "requeues"),
+    [(1, "RUNNING", 0), (WRONG_USAGE, "RUNNING", 0), (PREEMPTED, "RUNNING", 1), (PREEMPTED, "CANCELLED", 0)],
+)
+def test_slurm_requeues_the_preempted_only(slurm, fake_python, tmp_path, code, state, requeues):
+    fakes = {"PYTHON": fake_python, "FAKE_EXIT": str(code), "FAKE_STATE": state}
+    env = slurm | fakes | {"CONFIG_FILE": "accelerate_configs/ddp.yaml"}
+    assert run("bash", SBATCH, "recipes/ddp/train.py", env=env).code == code
+    assert (tmp_path / "scontrol").read_text().count(f"requeue {JOB['SLURM_JOB_ID']}\n") == requeues
+
+
+def test_slurm_options():
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", SBATCH.read_text(), re.MULTILINE))
+    assert len(options) == len(re.findall("^#SBATCH", SBATCH.read_text(), re.MULTILINE))
+    wanted = {"requeue": "", "open-mode": "append", "signal": "USR1@120", "ntasks-per-node": "1"}
+    assert {name: options.get(name) for name in wanted} == wanted
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------------
+
+ANY_OBJECT, STRING, COUNT = {"type": "object"}, {"type": "string"}, {"type": "integer", "minimum": 0}
+STRINGS = {"type": "array", "items": STRING, "minItems": 1}
+
+
+def fields(required: str = "", /, **properties: Any) -> dict[str, Any]:
+    """A schema of an object that has these fields and no others."""
+    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
+
+
+# The parts of https://github.com/kubernetes-sigs/jobset/blob/main/api/jobset/v1alpha2/jobset_types.go in use here.
+RULE = fields(
+    "name action",
+    name={"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+    action={"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]},
+    onJobFailureReasons={
+        "type": "array",
+        "items": {"enum": ["PodFailurePolicy", "BackoffLimitExceeded", "DeadlineExceeded"]},
+    },
+    onJobFailureMessagePatterns=STRINGS,
+    targetReplicatedJobs=STRINGS,
+)
+JOBSET_SCHEMA = fields(
+    "replicatedJobs",
+    failurePolicy=fields(
+        maxRestarts=COUNT,
+        restartStrategy={"enum": ["Recreate", "BlockingRecreate"]},
+        rules={"type": "array", "items": RULE},
+    ),
+    replicatedJobs={
+        "type": "array",
+        "items": fields("name template", name=STRING, replicas=COUNT, template=ANY_OBJECT),
+    },
+)
+# https://www.kubeflow.org/docs/components/trainer/legacy-v1/reference/ and the models of kubeflow-training 1.9
+REPLICAS = fields(
+    "template",
+    replicas=COUNT,
+    restartPolicy={"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
+    template=ANY_OBJECT,
+)
+PYTORCHJOB_SCHEMA = fields(
+    "pytorchReplicaSpecs",
+    nprocPerNode={"type": "string", "pattern": "^([1-9][0-9]*|auto|cpu|gpu)$"},
+    runPolicy=fields(
+        backoffLimit=COUNT, cleanPodPolicy={"enum": ["Running", "All", "None"]}, ttlSecondsAfterFinished=COUNT
+    ),
+    pytorchReplicaSpecs=fields("Master", Master=REPLICAS, Worker=REPLICAS),
+)
+# https://docs.skypilot.co/en/latest/reference/yaml-spec.html
+EXIT_CODES = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 255}, "uniqueItems": True}
+SKYPILOT_SCHEMA = fields(
+    "name resources run",
+    name=STRING,
+    num_nodes={"type": "integer", "minimum": 1},
+    workdir=STRING,
+    secrets={"type": "object", "additionalProperties": {"type": "null"}},
+    setup=STRING,
+    run=STRING,
+    resources=fields(
+        "accelerators use_spot",
+        accelerators={"type": "string", "pattern": r"^[\w-]+:\d+$"},
+        use_spot={"const": True},
+        disk_size={"type": "integer"},
+        disk_tier={"enum": ["low", "medium", "high", "ultra", "best"]},
+        job_recovery=fields(max_restarts_on_errors=COUNT, recover_on_exit_codes=EXIT_CODES),
+    ),
+    file_mounts={
+        "type": "object",
+        "additionalProperties": fields(
+            name=STRING,
+            source=STRING,
+            store={"enum": ["s3", "gcs", "azure", "r2", "oci"]},
+            mode={"enum": ["MOUNT", "COPY", "MOUNT_CACHED"]},
+        ),
+    },
+)
+ENVELOPE = fields(
+    "apiVersion kind metadata spec", apiVersion=STRING, kind=STRING, metadata=ANY_OBJECT, spec=ANY_OBJECT
+)
+
+
+def validate(document: dict[str, Any]) -> None:
+    """Check a YAML document by the schemas of what reads it; one of an unknown kind is an error of its own."""
+    kind = (document.get("apiVersion"), document.get("kind"))
+    if kind == (None, None):
+        return jsonschema.validate(document, SKYPILOT_SCHEMA)
+    if kind == ("jobset.x-k8s.io/v1alpha2", "JobSet"):
+        jsonschema.validate(document, ENVELOPE)
+        jsonschema.validate(document["spec"], JOBSET_SCHEMA)
+        cores = [("batch/v1", "Job", job["template"]) for job in document["spec"]["replicatedJobs"]]
+    elif kind == ("kubeflow.org/v1", "PyTorchJob"):
+        jsonschema.validate(document, ENVELOPE)
+        jsonschema.validate(document["spec"], PYTORCHJOB_SCHEMA)
+        specs = document["spec"]["pytorchReplicaSpecs"].values()
+        cores = [("v1", "PodTemplate", {"template": replicas["template"]}) for replicas in specs]
+    else:
+        cores = [(*kind, {key: value for key, value in document.items() if key not in ("apiVersion", "kind")})]
+    for version, name, body in cores:
+        whole = {"apiVersion": version, "kind": name, "metadata": {"name": "x"}} | body
+        kubernetes_validate.validate(whole, KUBERNETES, strict=True)
+    return None
+
+
+def validate_all(text: str) -> None:
+    for document in yaml.safe_load_all(text):
+        validate(document)
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def spec(path: Path) -> dict[str, Any]:
+    """Of the job, which is the last document of its file."""
+    return documents(path)[-1]["spec"]
+
+
+def pods(path: Path) -> list[dict[str, Any]]:
+    if path == JOBSET:
+        return [job["template"]["spec"]["template"]["spec"] for job in spec(path)["replicatedJobs"]]
+    return [replicas["template"]["spec"] for replicas in spec(path)["pytorchReplicaSpecs"].values()]
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=named)
+def test_yaml_fits_its_schema(path):
+    assert documents(path)
+    validate_all(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new"),
+    [
+        (JOBSET, "terminationGracePeriodSeconds: 120", "terminationGracePeriod: 120"),
+        (JOBSET, "terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 2m"),
+        (JOBSET, "action: FailJobSet", "action: FailJob"),
+        (JOBSET, "restartStrategy:", "restartPolicy:"),
+        (JOBSET, "podFailurePolicy:", "podFailurePolicies:"),
+        (JOBSET, "accessModes: [", "accessMode: ["),
+        (PYTORCHJOB, 'nprocPerNode: "8"', "nprocPerNode: 8"),
+        (PYTORCHJOB, "restartPolicy: OnFailure", "restartPolicy: OnExit"),
+        (PYTORCHJOB, "mountPath: /runs", "path: /runs"),
+        (PYTORCHJOB, "apiVersion: kubeflow.org/v1", "apiVersion: kubeflow.org/v2"),
+        (SKYPILOT, "use_spot: true", "spot: true"),
+        (SKYPILOT, "mode: MOUNT_CACHED", "mode: CACHED"),
+        (SKYPILOT, "HF_TOKEN: null", "HF_TOKEN: hf_1234"),
+        (SKYPILOT, "recover_on_exit_codes", "recover_on_exit_code"),
+    ],
+)
+def test_a_wrong_yaml_is_seen(path, old, new):
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    errors = (jsonschema.ValidationError, kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError)
+    with pytest.raises(errors):
+        validate_all(text.replace(old, new))
+
+
+@pytest.mark.parametrize("path", [JOBSET, PYTORCHJOB], ids=named)
+def test_pods_have_shared_memory_a_shared_volume_and_a_signalled_launcher(path):
+    claims = {
+        document["metadata"]["name"] for document in documents(path) if document["kind"] == "PersistentVolumeClaim"
+    }
+    for pod in pods(path):
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        output_dir = Path(container["args"][container["args"].index("--output_dir") + 1])
+        shared = volumes[mounts[f"/{output_dir.parts[1]}"]]
+        assert shared["persistentVolumeClaim"]["claimName"] in claims
+        assert re.search(r":(?!latest)[\w.-]+$", container["image"])
+        assert pod["securityContext"]["fsGroup"] == int(re.search(r"--uid (\d+)", DOCKERFILE.read_text())[1])
+
+
+def run_container(container: dict[str, Any], env: dict[str, str]) -> Finished:
+    """Run a container's command here, with `$(NAME)` filled in as the kubelet does it."""
+    expanded = [
+        re.sub(r"\$\((\w+)\)", lambda match: env[match[1]], word).replace("/workspace", str(REPOSITORY))
+        for word in [*container["command"], *container["args"]]
+    ]
+    return run(*expanded, env=env)
+
+
+def test_jobset_starts_a_launcher_per_pod(fake_python):
+    name = documents(JOBSET)[-1]["metadata"]["name"]
+    (job,) = spec(JOBSET)["replicatedJobs"]
+    ((container,),) = [pod["containers"] for pod in pods(JOBSET)]
+    env = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    env["NODE_RANK"] = "1"  # the second pod
+    rank = next(item for item in container["env"] if item["name"] == "NODE_RANK")
+    assert "job-completion-index" in rank["valueFrom"]["fieldRef"]["fieldPath"]
+    assert env["MAIN_IP"] == f"{name}-{job['name']}-0-0.{name}"
+    counts = {job["template"]["spec"][key] for key in ("parallelism", "completions")}
+    assert (counts, container["resources"]["limits"]["nvidia.com/gpu"]) == (
+        {int(env["NODES"])},
+        int(env["GPUS_PER_NODE"]),
+    )
+    argv, _ = composed(run_container(container, env | {"PYTHON": fake_python}))
+    assert argv == accelerate_command(env, *container["args"])
+    assert container["args"][:3] == DEFAULT
+
+
+def jobset_action(message: str, reason: str = "PodFailurePolicy") -> str:
+    """What JobSet does when the Job controller reports a failure in these words."""
+    for rule in spec(JOBSET)["failurePolicy"]["rules"]:
+        patterns = rule["onJobFailureMessagePatterns"]
+        if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
+            return rule["action"]
+    return "RestartJobSet"
+
+
+def test_jobset_tells_preemptions_from_failures():
+    """The messages are Kubernetes' own: https://kubernetes.io/docs/tasks/job/pod-failure-policy/."""
+    (job,) = spec(JOBSET)["replicatedJobs"]
+    rules = job["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["FailJob"] * 3
+    assert [rule["onExitCodes"]["values"] for rule in rules[1:]] == [[PREEMPTED], [WRONG_USAGE]]
+    exited = (
+        "Container trainer for pod ns/hfscale-node-0-1-x2v9p failed with exit code {} matching FailJob rule at index 1"
+    )
+    assert jobset_action(exited.format(PREEMPTED)) == "RestartJobSetAndIgnoreMaxRestarts"
+    evicted = "Pod default/hfscale-node-0-0-75abc has condition DisruptionTarget matching FailJob rule at index 0"
+    assert jobset_action(evicted) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert jobset_action(exited.format(WRONG_USAGE)) == "FailJobSet"
+    assert jobset_action("Job has reached the specified backoff limit", "BackoffLimitExceeded") == "RestartJobSet"
+
+
+def test_pytorchjob_starts_a_launcher_per_pod(fake_python):
+    """With the variables that the operator sets in the first worker of a job of two nodes."""
+    job = spec(PYTORCHJOB)
+    master, worker = job["pytorchReplicaSpecs"]["Master"], job["pytorchReplicaSpecs"]["Worker"]
+    assert master["template"] == worker["template"]
+    assert {master["restartPolicy"], worker["restartPolicy"]} == {"OnFailure"}
+    (container,) = pods(PYTORCHJOB)[1]["containers"]
+    assert container["name"] == "pytorch"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["nprocPerNode"])
+    operator = {
+        "MASTER_ADDR": "hfscale-master-0", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "16", "PET_NNODES": "2",
+        "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": job["nprocPerNode"],
+    }  # fmt: skip
+    argv, _ = composed(run_container(container, operator | {"PYTHON": fake_python}))
+    node = NODE | {"MAIN_IP": "hfscale-master-0", "MAIN_PORT": "23456"}
+    assert argv == accelerate_command(node, *container["args"])
+
+
+def test_skypilot_sets_up_and_starts_a_launcher_per_node(fake_python, tmp_path):
+    (task,) = documents(SKYPILOT)
+    env = {
+        "HOME": str(tmp_path), "PYTHON": fake_python, "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+        "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }  # fmt: skip
+    executable(tmp_path / ".local" / "bin" / "uv", '#!/bin/bash\necho "$@"\n')
+    executable(tmp_path / "hfscale" / "bin" / "activate", "")
+    assert run("bash", "-c", task["setup"], env=env).out == "pip install -c constraints.txt .[wandb,gpu]\n"
+    argv, _ = composed(run("bash", executable(tmp_path / "run", task["run"]), env=env))
+    script = [*DEFAULT, "--output_dir", "/runs/llama-3.1-8b-full"]
+    assert argv == accelerate_command(NODE | {"MAIN_IP": "10.0.0.7"}, *script)
+    assert "/runs" in task["file_mounts"]
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [PREEMPTED]
+
+
+# --- Docker ----------------------------------------------------------------------------------------------------------
+
+
+def docker_problems(text: str) -> list[str]:
+    """What is wrong with a Dockerfile: base not pinned, root, shell form, versions left open."""
+    joined = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
+    steps = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
+    defaults = dict(value.split("=", 1) for name, value in steps if name == "ARG" and "=" in value)
+    users = [
+        re.sub(r"\$\{?(\w+)\}?", lambda match: defaults[match[1]], value) for name, value in steps if name == "USER"
+    ]
+    problems = []
+    for name, value in steps:
+        image = value.split(" ")[0]
+        if name == "FROM" and not re.search(r":\d[\w.-]*$|@sha256:\w{64}$", image):
+            problems.append(f"{image} is not pinned")
+        if name in ("ENTRYPOINT", "CMD") and not value.startswith("["):
+            problems.append(f"{name} is a shell line")
+        if name == "RUN":
+            installs = re.findall(r"pip install[^&]*", value)
+            problems += [f"{install}: no constraints" for install in installs if "-c constraints.txt" not in install]
+    if not users or users[-1] in ("root", "0"):
+        problems.append("runs as root")
+    if "ENTRYPOINT" not in [name for name, _ in steps]:
+        problems.append("no ENTRYPOINT")
+    return problems
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=named)
+def test_dockerfile(path):
+    text = path.read_text(encoding="utf-8")
+    assert docker_problems(text) == []
+    (entrypoint,) = json.loads(re.search(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[1])
+    script = REPOSITORY / entrypoint.removeprefix("/workspace/")
+    assert script.read_text(encoding="utf-8").startswith("#!")
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (":13.0.2-base-ubuntu24.04\n", "\n", "nvidia/cuda is not pinned"),
+        (":13.0.2-base-ubuntu24.04\n", ":latest\n", "nvidia/cuda:latest is not pinned"),
+        ("USER ${RUN_AS}", "", "runs as root"),
+        ("RUN_AS=trainer", "RUN_AS=root", "runs as root"),
+        ('ENTRYPOINT ["/workspace/launch/multinode/accelerate.sh"]', "ENTRYPOINT a.sh", "ENTRYPOINT is a shell line"),
+        ("-c constraints.txt torch", "torch", "pip install --no-cache-dir torch: no constraints"),
+    ],
+)
+def test_a_bad_dockerfile_is_seen(old, new, problem):
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    assert old in text
+    assert docker_problems(text.replace(old, new)) == [problem]
+
+
+def test_dockerignore_lets_in_what_the_image_is_built_from():
+    import tomllib
+
+    lines = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    kept = {line[1:] for line in lines if line.startswith("!")}
+    assert "*" in lines
+    assert [name for name in kept if not (REPOSITORY / name).exists()] == []
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {
+        *wheel["packages"],
+        *wheel["force-include"],
+        project["project"]["readme"],
+        *project["project"]["license-files"],
+    }
+    assert needed | {"constraints.txt", "pyproject.toml", "launch"} <= kept
+
+
+# --- SageMaker -------------------------------------------------------------------------------------------------------
+
+SAGEMAKER_ARGUMENTS = [
+    "--role",
+    "arn:aws:iam::1:role/r",
+    "--image",
+    "1.dkr.ecr/x:1",
+    "--checkpoints",
+    "s3://bucket/run",
+]
+
+
+def sagemaker(*flags: str, package: Path | None = None) -> Finished:
+    """Run start.py, with `package` for the sagemaker package."""
+    env = {"PYTHONPATH": str(package)} if package else {}
+    return run(sys.executable, SAGEMAKER, *SAGEMAKER_ARGUMENTS, *flags, env=env)
+
+
+def test_sagemaker_dry_run_shows_a_spot_job_that_continues():
+    done = sagemaker("--dry-run")
+    assert done.code == 0, done.err
+    job = json.loads(done.out)
+    assert job["compute"]["enable_managed_spot_training"] is True
+    assert job["checkpoint_config"]["s3_uri"] == "s3://bucket/run"
+    argv = job["source_code"]["args"]
+    assert argv == [*DEFAULT, "--output_dir", job["checkpoint_config"]["local_path"]]
+    command = job["source_code"]["command"].split()
+    assert command[0] == "exec"
+    assert command_problems([*command[1:], *argv]) == []
+    limits = job["stopping_condition"]
+    assert limits["max_wait_time_in_seconds"] >= limits["max_runtime_in_seconds"]
+
+
+def test_sagemaker_without_its_package_says_so_in_one_line(tmp_path):
+    (tmp_path / "sagemaker.py").write_text("raise ImportError(\"No module named 'sagemaker'\")", encoding="utf-8")
+    done = sagemaker(package=tmp_path)
+    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+    assert 'pip install "sagemaker>=3"' in done.err
+    assert sagemaker("--help", package=tmp_path).code == 0
+
+
+def test_sagemaker_wants_a_bucket():
+    done = sagemaker("--checkpoints", "/tmp/x", "--dry-run")
+    assert (done.code, done.err.splitlines()[-1].startswith("start.py: error: --checkpoints /tmp/x")) == (2, True)
+
+
+def test_sagemaker_starts_what_the_dry_run_shows(tmp_path):
+    """A package of the same shape as the real one, which writes down what it is given."""
+    for name, text in {
+        "sagemaker/__init__.py": "",
+        "sagemaker/core/__init__.py": "",
+        "sagemaker/core/shapes.py": "StoppingCondition = dict",
+        "sagemaker/core/training/__init__.py": "",
+        "sagemaker/core/training/configs.py": "CheckpointConfig = Compute = SourceCode = dict",
+        "sagemaker/train.py": (
+            "import json\nclass ModelTrainer(dict):\n"
+            "    def train(self, wait): print(json.dumps({'job': self, 'wait': wait}))\n"
+        ),
+    }.items():
+        executable(tmp_path / name, text)
+    done = sagemaker(package=tmp_path)
+    assert done.code == 0, done.err
+    assert json.loads(done.out) == {"job": json.loads(sagemaker("--dry-run").out), "wait": False}
+
+
+def test_sagemaker_signals_reach_the_launcher(tmp_path):
+    """The SDK's way to the command, `bash -c 'chmod … && script'` and then `eval "$CMD"`: exec keeps one process."""
+    executable(tmp_path / "accelerate", "#!/bin/bash\necho $$ $1\n")
+    command = json.loads(sagemaker("--dry-run").out)["source_code"]["command"]
+    executable(tmp_path / "sm_train.sh", f'\n#!/bin/bash\nset -e\nCMD="{command}"\neval "$CMD"\n')
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = run("bash", "-c", f"echo $$ && {tmp_path}/sm_train.sh", env=path)
+    shell, launcher = done.out.splitlines()
+    assert launcher == f"{shell} launch"
+
+
+# --- launched for real -----------------------------------------------------------------------------------------------
+
+
+def free_port(start: int = 0, stop: int = 1) -> int:
+    """A port that is free on loopback, from a range or any."""
+    for port in range(start, stop):
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return server.getsockname()[1]
+    raise RuntimeError("no free port")
+
+
+@contextlib.contextmanager
+def started(*argv: str | Path, env: dict[str, str], cwd: Path) -> Iterator[subprocess.Popen]:
+    """A process in a session of its own; what is left at the end of it and its workers is killed."""
+    process = subprocess.Popen(
+        list(map(str, argv)), env=environment(env), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            whole = psutil.Process(process.pid)
+            for left in [*whole.children(recursive=True), whole]:  # each worker has a session of its own
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
+        process.wait(30)
+
+
+def loopback_node(rank: int, port: int, nodes: int = 2) -> dict[str, str]:
+    config = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
+    here = {"MAIN_PORT": str(port), "NODE_RANK": str(rank), "NODES": str(nodes), "GPUS_PER_NODE": "1"}
+    return NODE | here | {"PYTHON": sys.executable, "CONFIG_FILE": config}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("script", [ACCELERATE, TORCHRUN], ids=named)
+def test_two_nodes_train_together(script, tmp_path):
+    """Two launchers, one rendezvous, one folder: one training of two processes."""
+    flags = [RECIPE, *QUICK, "--max_steps", "2", "--output_dir", "out"]
+    port = free_port()
+    with (
+        started(script, *flags, env=loopback_node(1, port), cwd=tmp_path) as second,
+        started(script, *flags, env=loopback_node(0, port), cwd=tmp_path) as first,
+    ):
+        outputs = [process.communicate(timeout=200)[0] for process in (first, second)]
+        assert (first.returncode, second.returncode) == (0, 0), outputs
+    assert outputs[0].count("hfscale: strategy ddp on 2 processes (cpu)") == 1
+    assert "hfscale: strategy" not in outputs[1]
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert latest_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
+    assert verify(tmp_path / "out" / "checkpoint-2").world_size == 2
+
+
+@pytest.mark.world(2)
+def test_deepspeed_too_has_a_launcher_per_node(tmp_path):
+    """Left to itself, accelerate starts DeepSpeed's own launcher for several nodes, which wants pdsh and ssh."""
+    port, config = free_port(), {"CONFIG_FILE": "accelerate_configs/zero1.yaml"}
+    argv = (ACCELERATE, WORKER, tmp_path, 0)
+    with (
+        started(*argv, env=loopback_node(1, port) | config, cwd=REPOSITORY) as second,
+        started(*argv, env=loopback_node(0, port) | config, cwd=REPOSITORY) as first,
+    ):
+        outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
+        assert (first.returncode, second.returncode) == (0, 0), outputs
+    assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0.json", "rank-1.json"}
+
+
+@pytest.mark.parametrize(("script", "number"), [(ACCELERATE, signal.SIGTERM), (TORCHRUN, signal.SIGUSR1)], ids=label)
+def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(script, number, tmp_path):
+    """The process that was started is the launcher itself; Slurm's USR1 arrives as SIGTERM."""
+    with started(
+        script, WORKER, ".", PREEMPTED, "wait", env=loopback_node(0, free_port(), 1), cwd=tmp_path
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "rank-0.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert json.loads((tmp_path / "rank-0.json").read_text())["launcher"] == process.pid
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == PREEMPTED, output
+    assert (tmp_path / "signalled-0").exists()
+
+
+@pytest.mark.world(2)
+def test_slurm_requeues_a_preempted_run_of_two_nodes(slurm, tmp_path):
+    """The whole way: batch script, srun, two launchers, their workers, and the exit code back through all of them."""
+    port = free_port(20_000, 30_000)
+    config = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
+    one_gpu = {"SLURM_JOB_ID": str(port - 20_000), "SLURM_GPUS_ON_NODE": "1", "CONFIG_FILE": config}
+    env = slurm | one_gpu | {"PYTHON": sys.executable}
+    with started("bash", SBATCH, WORKER, tmp_path, PREEMPTED, env=env, cwd=REPOSITORY) as process:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == PREEMPTED, output
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert (seen["WORLD_SIZE"], seen["LOCAL_RANK"], seen["MASTER_PORT"]) == ("2", "0", str(port))
+    assert (tmp_path / "scontrol").read_text().splitlines()[-1] == f"requeue {port - 20_000}"
+
+
+def test_exit_codes_get_out_and_without_the_wrapper_they_do_not(tmp_path):
+    launcher = ["torchrun", "--nproc-per-node", "1", "--master-port", str(free_port())]
+    assert run(sys.executable, EXIT_CODE, *launcher, WORKER, ".", "2", env={}, cwd=tmp_path).code == WRONG_USAGE
+    bare = run(sys.executable, "-m", "torch.distributed.run", *launcher[1:], WORKER, ".", "2", env={}, cwd=tmp_path)
+    assert bare.code == 1  # should this ever be 2, exit_code.py has done its service
+    wrong = run(sys.executable, EXIT_CODE, "mpirun", "x.py", env={}, cwd=tmp_path)
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)

@@ -1,0 +1,28 @@
+"""Traces of the chosen steps, and of no others."""
+
+import json
+
+import pytest
+from tiny import tiny_trainer
+
+from hfscale.callbacks.profiler import ProfilerCallback
+from hfscale.errors import UsageError
+
+
+def test_each_chosen_step_has_a_trace_with_its_work(tmp_path):
+    tiny_trainer(tmp_path, ProfilerCallback([2, 4])).train()
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["step-2.json", "step-4.json"]
+    events = json.loads((tmp_path / "profile" / "step-2.json").read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert "aten::mm" in names
+    assert any(str(name).startswith("Optimizer.step") for name in names)
+
+
+def test_no_step_no_folder(tmp_path):
+    tiny_trainer(tmp_path, ProfilerCallback([])).train()
+    assert not (tmp_path / "profile").exists()
+
+
+def test_steps_are_counted_from_1():
+    with pytest.raises(UsageError, match="profile_steps 0: steps are counted from 1"):
+        ProfilerCallback([0])

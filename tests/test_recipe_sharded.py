@@ -1,0 +1,151 @@
+"""The sharded recipe: its options, other numbers of processes, and a user's mistakes answered in one line."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from conftest import REPOSITORY, run_process
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
+FLAGS = [
+    "--config_name", "model", "--tokenizer_name", "model", "--train_file", "text.txt", "--block_size", "32",
+    "--max_steps", "3", "--save_steps", "2", "--logging_steps", "1", "--per_device_train_batch_size", "2",
+    "--lr_scheduler_type", "constant", "--validation_split_percentage", "0", "--disable_tqdm", "true",
+    "--output_dir", "out",
+]  # fmt: skip
+# As on a machine without DeepSpeed.
+WITHOUT_DEEPSPEED = """
+import importlib.util, runpy, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] == "deepspeed" else found(name, *rest)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model's config, a tokenizer, a text and the DeepSpeed configs."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([TEXT], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.save_pretrained(tmp_path / "model")
+    LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    (tmp_path / "text.txt").write_text(TEXT)
+    shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(folder, launch):
+    """`sharded(2, "fsdp2", "--flag")`: the recipe on so many processes with that config."""
+
+    def run(processes, config, *flags, env=None):
+        return launch(
+            processes, SHARDED, *FLAGS, *flags, config=REPOSITORY / "accelerate_configs" / f"{config}.yaml", env=env
+        )
+
+    return run
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "out" / "scaling.jsonl").read_text().splitlines()]
+
+
+def says(done, *parts):
+    lines = done.lines("hfscale: error")
+    assert len(lines) == 1, done.err[-4000:]
+    assert done.code != 0
+    assert "Traceback" not in done.err.split("hfscale: error")[0]
+    for part in parts:
+        assert part in lines[0]
+
+
+@pytest.mark.world(2)
+class TestMistakes:
+    """Each stops both processes at the start."""
+
+    def test_a_config_for_more_processes(self, sharded):
+        done = sharded(2, "fsdp2_hsdp")
+        says(done, "dp_replicate=2 x dp_shard=2", "needs 4 processes, but the world has 2", "set dp_shard=1")
+
+    def test_more_tensor_parallel_ranks_than_heads(self, sharded):
+        says(sharded(4, "fsdp2_tp", "--tp_size", "4"), "tp_size 4", "2 key-value heads: choose one of 1, 2")
+
+    def test_context_parallelism_on_a_cpu(self, sharded):
+        says(sharded(2, "fsdp2", "--cp_size", "2"), "cp_size 2 under FSDP2 on a CPU", "zero3_sp.yaml")
+
+    def test_qlora_without_a_gpu(self, sharded):
+        flags = ["--config_name", "", "--model_name_or_path", "model", "--use_peft", "true", "--load_in_4bit", "true"]
+        says(sharded(2, "fsdp2", *flags), "--load_in_4bit needs a CUDA GPU")
+
+    def test_one_bit_adam_without_nccl(self, sharded):
+        says(sharded(2, "onebit_adam"), "OneBitAdam compresses over NCCL, and this machine has no GPU")
+
+    def test_a_disk_that_is_not_there(self, sharded):
+        says(sharded(2, "zero3_nvme"), "nvme_path /local_nvme: make that folder on a local NVMe disk")
+
+
+def test_deepspeed_that_is_not_installed(folder):
+    argv = [sys.executable, "-c", WITHOUT_DEEPSPEED, str(SHARDED), *FLAGS, "--deepspeed", "ds_configs/zero2.json"]
+    done = run_process(argv, folder)
+    says(done, "--deepspeed needs DeepSpeed", 'pip install "hfscale[deepspeed]"')
+    assert done.code == 1
+
+
+@pytest.mark.world(2)
+def test_fsdp2_goes_on_with_fewer_and_with_more_processes(sharded, folder):
+    """From two to four to two: the global batch stays, and so do the losses of the run that was never moved."""
+    assert sharded(2, "fsdp2", "--max_steps", "6").code == 0
+    whole = [record["loss"] for record in records(folder)]
+    for step in (4, 6):
+        shutil.rmtree(folder / "out" / f"checkpoint-{step}")
+    done = sharded(4, "fsdp2", "--max_steps", "4")
+    assert done.code == 0, done.err[-4000:]
+    assert "4 processes instead of 2: the global batch stays 4 sequences, by 1 per device x 1" in done.err
+    done = sharded(2, "fsdp2", "--max_steps", "6")
+    assert done.code == 0, done.err[-4000:]
+    assert "2 processes instead of 4" in done.err
+    assert [record["loss"] for record in records(folder)] == pytest.approx(whole, abs=2e-5)
+
+
+@pytest.mark.world(2)
+def test_another_strategy_is_told_and_nothing_is_lost(sharded, folder):
+    assert sharded(2, "fsdp2").code == 0
+    kept = sorted(path.name for path in (folder / "out").glob("checkpoint-*"))
+    done = sharded(2, "zero2", "--max_steps", "5")
+    says(done, "was written under FSDP2 and cannot be continued under ZERO2", "--resume_from_checkpoint false")
+    assert sorted(path.name for path in (folder / "out").glob("checkpoint-*")) == kept
+
+
+@pytest.mark.world(2)
+def test_zero_on_another_number_of_processes_is_told(sharded):
+    assert sharded(2, "zero2").code == 0
+    done = sharded(4, "zero2", "--max_steps", "5", "--per_device_train_batch_size", "1")
+    says(done, "was written by 2 processes", "not on 4: start 2")
+
+
+@pytest.mark.world(2)
+def test_the_options_for_memory_and_speed(sharded, folder):
+    """Recomputation, a compiled layer and a profiled step change nothing of the training but how it is computed."""
+    assert sharded(2, "fsdp2").code == 0
+    plain = [record["loss"] for record in records(folder)]
+    shutil.rmtree(folder / "out")
+    done = sharded(
+        2, "fsdp2", "--activation_checkpointing", "true", "--recompute", "selective", "--profile_steps", "2",
+        "--torch_compile_regional", "true", "--torch_compile_backend", "aot_eager",
+    )  # fmt: skip
+    assert done.code == 0, done.err[-4000:]
+    assert [record["loss"] for record in records(folder)] == pytest.approx(plain, abs=1e-5)
+    assert [path.name for path in (folder / "out" / "profile").iterdir()] == ["step-2.json"]
+    trace = (folder / "out" / "profile" / "step-2.json").read_text()
+    assert "CompiledFunctionBackward" in trace or "Torch-Compiled Region" in trace
