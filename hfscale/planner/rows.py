@@ -1,0 +1,332 @@
+"""A row of a table of runs -> a `Job`: what the columns say, and what is inferred where they are blank.
+
+Nothing is read from a row's source. What is inferred:
+
+- the model's shape, where a width is blank, from the catalogue's model of that name or the nearest parameter count;
+- whether the MLP is gated and the head tied, from the parameter count, else from ffn = 4 x hidden;
+- the stack, from the layout and the spelling of precision and recomputation (`infer_stack`);
+- a blank recomputation as the least that fits the memory;
+- a blank micro-batch as one sequence.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from hfscale.errors import HfScaleError, LayoutError, UsageError
+from hfscale.facts.hardware import Accelerator, accelerator
+from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.model_shape import ModelShape
+from hfscale.planner.estimate import with_recompute_that_fits
+from hfscale.planner.job import Job, Method, Precision, Recompute
+from hfscale.planner.stacks import stack as find_stack
+
+REQUIRED = ("model", "seq_len", "gpus", "gpu_type")
+"""Columns without which nothing can be said."""
+KNOWN = (
+    *REQUIRED, "source", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "micro_batch",
+    "global_batch_seqs", "dp_shard", "dp_replicate", "tp", "pp", "cp", "precision", "ac", "compile",
+    "stack", "virtual_stages", "zero", "interconnect", "method",
+)  # fmt: skip
+"""Columns that are read; all others are ignored."""
+LOCAL_NODE = 8
+"""GPUs per node unless the GPU says otherwise."""
+
+
+def job_of(row: Mapping[str, str]) -> Job:
+    """The job that a row describes.
+
+    Raises:
+        `HfScaleError`: A value is missing, is no number, or does not fit the others.
+    """
+    gpu = accelerator(_text(row, "gpu_type"))
+    gpus = _whole(row, "gpus") or 0
+    if gpus < 1:
+        raise LayoutError("gpus is blank: give the number of GPUs of the run")
+    shape = row_shape(row)
+    layout = _layout(row, gpus)
+    precision, pure, rowwise = _precision(row)
+    compiled = _text(row, "compile").lower() in ("yes", "true", "1")
+    stack = _text(row, "stack") or infer_stack(row, layout)
+    find_stack(stack)
+    zero = _whole(row, "zero")
+    if zero is None:
+        zero = 3 if layout.dp_shard > 1 else 1 if stack == "megatron" and layout.dp_replicate > 1 else 0
+    micro, total = _batch(row, layout)
+    old = is_before_flash(row, gpu, stack)
+    stages = _whole(row, "virtual_stages") or (1 if old else _usual_virtual_stages(shape, layout, stack))
+    job = Job(
+        shape=shape,
+        gpu=gpu,
+        layout=layout,
+        seq_len=_whole(row, "seq_len") or 0,
+        micro_batch=micro,
+        global_batch=total,
+        stack=stack,
+        zero=zero,
+        precision=precision,
+        pure=pure,
+        rowwise_fp8=rowwise,
+        compile=compiled,
+        recompute=_recompute(row) or "none",
+        method=_method(row),
+        virtual_stages=stages,
+        sequence_parallel=not old or "sp" in _text(row, "ac").lower().split("+"),
+        flash_attention=not old,
+        expert_parallel=_expert_parallel(shape, layout, stack),
+        network_gb_s=interconnect_gb_s(_text(row, "interconnect")),
+    )
+    job = _pipeline_batch(job)
+    job.check()
+    return job if _recompute(row) else with_recompute_that_fits(job)
+
+
+# -- one column at a time ---------------------------------------------------------------------------------------------
+
+
+def _text(row: Mapping[str, str], key: str) -> str:
+    return (row.get(key) or "").strip()
+
+
+def _number(row: Mapping[str, str], key: str) -> float | None:
+    text = _text(row, key)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"{key} {text!r} is not a number: correct it, or leave it blank") from None
+    if not 0 < value < 1e18:
+        raise UsageError(f"{key} {text} is not a number above 0: correct it, or leave it blank")
+    return value
+
+
+def _whole(row: Mapping[str, str], key: str) -> int | None:
+    text = _text(row, key)
+    if key == "zero" and text in ("0", "0.0"):
+        return 0
+    value = _number(row, key)
+    if value is None:
+        return None
+    if value != int(value):
+        raise UsageError(f"{key} {text} is not a whole number: correct it, or leave it blank")
+    return int(value)
+
+
+def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
+    """The layout; a blank data-parallel axis takes the ranks that the others leave."""
+    tp, pp, cp = (_whole(row, axis) or 1 for axis in ("tp", "pp", "cp"))
+    shard, replicate = _whole(row, "dp_shard"), _whole(row, "dp_replicate")
+    if shard is None and replicate is None:
+        left, over = divmod(gpus, tp * pp * cp)
+        if over or left < 1:
+            raise LayoutError(f"tp={tp} x pp={pp} x cp={cp} do not divide {gpus} GPUs: correct one of them")
+        shard, replicate = (left, 1) if tp == pp == 1 and left > 1 else (1, left)
+    layout = ParallelLayout(dp_replicate=replicate or 1, dp_shard=shard or 1, cp=cp, tp=tp, pp=pp)
+    layout.check_world_size(gpus)
+    return layout
+
+
+def _batch(row: Mapping[str, str], layout: ParallelLayout) -> tuple[int, int]:
+    """Micro-batch and global batch, in sequences; a global batch that is blank is one micro-batch per rank."""
+    ranks = layout.data_parallel_size
+    micro, total = _whole(row, "micro_batch"), _whole(row, "global_batch_seqs")
+    micro = micro or 1
+    return micro, total or micro * ranks
+
+
+def _pipeline_batch(job: Job) -> Job:
+    """torchtitan's batch per rank is cut into as many micro-batches as there are stages: where a row's micro-batch is
+    the rank's whole batch, the pipeline would otherwise run a single micro-batch."""
+    pp = job.layout.pp
+    if pp == 1 or job.micro_batch == 1 or job.global_batch != job.micro_batch * job.data_parallel:
+        return job
+    parts = max(part for part in range(1, pp + 1) if job.micro_batch % part == 0)
+    return replace(job, micro_batch=job.micro_batch // parts)
+
+
+def _precision(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
+    """Format of the matrix products, whether states are in it too, and whether fp8 scales are per row."""
+    text = _text(row, "precision").lower() or "bf16-mixed"
+    pure = "pure" in text or text in ("bf16-true", "bf16")
+    if "fp8" in text or "float8" in text:
+        return "fp8", False, "row" in text
+    if "bf16" in text and "fp16" not in text:
+        return "bf16", pure, False
+    if "fp16" in text or "16-mixed" in text or "float16" in text:
+        return "fp16", False, False
+    if "fp32" in text or "tf32" in text or "float32" in text:
+        return "fp32", False, False
+    raise UsageError(f"precision {text!r} is not known: use bf16, fp16, fp8 or fp32, with -mixed or -pure")
+
+
+def _recompute(row: Mapping[str, str]) -> Recompute | None:
+    text = _text(row, "ac").lower()
+    if not text:
+        return None
+    for word, kind in (("full", "full"), ("select", "selective"), ("none", "none"), ("no", "none"), ("false", "none")):
+        if text.startswith(word):
+            return kind  # type: ignore[return-value]
+    if text in ("yes", "true"):
+        return "full"
+    raise UsageError(f"ac {text!r} is not known: use none, selective or full")
+
+
+def _method(row: Mapping[str, str]) -> Method:
+    text = _text(row, "method").lower()
+    return "qlora" if text.startswith("qlora") or "nf4" in text else "lora" if text.startswith("lora") else "full"
+
+
+def interconnect_gb_s(text: str) -> float | None:
+    """GB/s per GPU and direction, of a text such as `50 GB/s`, `400Gb/s per GPU`, `3.2Tbps`, `4x100Gb/node`.
+
+    A total per node is divided by eight.
+
+    Raises:
+        `UsageError`: It holds no bandwidth.
+    """
+    if not text:
+        return None
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(G|T)(B|b)(?:/s|ps)?", text)
+    if not found:
+        try:
+            return float(text)
+        except ValueError:
+            raise UsageError(f"interconnect {text!r} holds no bandwidth: write 50 GB/s or 400 Gb/s") from None
+    cards, value, scale, unit = found.groups()
+    gigabytes = int(cards or 1) * float(value) * (1000 if scale == "T" else 1) / (1 if unit == "B" else 8)
+    per_node = "node" in text.lower() and "per gpu" not in text.lower() or scale == "T"
+    return gigabytes / LOCAL_NODE if per_node else gigabytes
+
+
+# -- what is inferred -------------------------------------------------------------------------------------------------
+
+
+def infer_stack(row: Mapping[str, str], layout: ParallelLayout) -> str:
+    """The stack that a row's columns point to.
+
+    torchao's spelling of fp8 (`float8`), a compiled model and torchtitan's kinds of selective recomputation (`-op`,
+    `-layer`) are `titan`; Transformer Engine's fp8 (`TE`), and tensor or pipeline parallelism without the above, are
+    `megatron`, as is data parallelism that shards no parameters on more than one GPU; sharded data parallelism in
+    eager mode is `hf`, and where the column says nothing `titan`.
+    """
+    precision, ac = _text(row, "precision").lower(), _text(row, "ac").lower()
+    compiled = _text(row, "compile").lower()
+    is_sharded_only = layout.tp == layout.pp == 1 and (layout.dp_shard > 1 or layout.world_size == 1)
+    if "float8" in precision or "mxfp8" in precision or compiled in ("yes", "true", "1"):
+        return "titan"
+    if ac.startswith("selective-"):
+        return "titan"
+    if not is_sharded_only:
+        if compiled == "" and layout.dp_shard > 1 and layout.pp == 1:
+            return "titan"
+        return "megatron"
+    return "hf" if compiled in ("no", "false", "0") or layout.world_size == 1 else "titan"
+
+
+def is_before_flash(row: Mapping[str, str], gpu: Accelerator, stack: str) -> bool:
+    """Whether a run keeps attention scores in memory: Megatron on Ampere or Volta with fp16, or recomputing whole layers
+    of short sequences, as before flash attention (2022) and not since."""
+    if stack != "megatron" or (gpu.bf16_tflops or 0) > 400:
+        return False
+    precision, ac = _text(row, "precision").lower(), _text(row, "ac").lower()
+    return "fp16" in precision or (ac.startswith("full") and (_whole(row, "seq_len") or 0) <= 2048)
+
+
+def _usual_virtual_stages(shape: ModelShape, layout: ParallelLayout, stack: str) -> int:
+    """Megatron interleaves wherever it can: the most chunks that divide a stage's layers, up to eight."""
+    if stack != "megatron" or layout.pp == 1 or shape.layers % layout.pp:
+        return 1
+    each = shape.layers // layout.pp
+    return max(v for v in range(1, min(each, 8) + 1) if each % v == 0)
+
+
+def _expert_parallel(shape: ModelShape, layout: ParallelLayout, stack: str) -> int:
+    if shape.moe is None or stack != "megatron":
+        return 1
+    ranks = layout.data_parallel_size * layout.cp
+    return max(d for d in range(1, min(shape.moe.experts, ranks) + 1) if shape.moe.experts % d == 0 and ranks % d == 0)
+
+
+# -- the model's shape ------------------------------------------------------------------------------------------------
+
+DEFAULT_VOCAB = 50304
+"""GPT-2's vocabulary padded to a multiple of 128, where a row names none."""
+ASPECT = 107
+"""Hidden width per layer of GPT-like models where neither is known: Llama 7B to 65B have 102 to 128."""
+
+
+def row_shape(row: Mapping[str, str]) -> ModelShape:
+    """The shape that a row describes.
+
+    Raises:
+        `HfScaleError`: The widths are neither given nor to be inferred.
+    """
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    layers, hidden, heads, kv_heads, ffn, vocab = (_whole(row, name) for name in names)
+    billions = _number(row, "params_b")
+    model = _text(row, "model")
+    found = re.search(r"(\d+)\s*e(?:xperts?)?\W*top\W*(\d+)", model, flags=re.IGNORECASE)
+    experts = (int(found[1]), int(found[2])) if found else None
+    return _shape(layers, hidden, heads, kv_heads, ffn, vocab, billions, experts, model, _whole(row, "tp") or 1)
+
+
+@lru_cache(maxsize=2048)
+def _shape(
+    layers: int | None,
+    hidden: int | None,
+    heads: int | None,
+    kv_heads: int | None,
+    ffn: int | None,
+    vocab: int | None,
+    billions: float | None,
+    experts: tuple[int, int] | None,
+    model: str,
+    tp: int,
+) -> ModelShape:
+    vocab = vocab or DEFAULT_VOCAB
+    if hidden is None or (layers is None and billions is None):
+        if billions is None:
+            raise UsageError(f"model {model!r} has neither widths nor params_b: fill in layers, hidden, heads, ffn, vocab")
+        layers = layers or max(1, round((billions * 1e9 / (12 * ASPECT**2)) ** (1 / 3)))
+        hidden = hidden or max(128, round((billions * 1e9 / (12 * layers)) ** 0.5 / 128) * 128)
+    if layers is None:
+        assert billions is not None
+        layers = max(1, round((billions * 1e9 - vocab * hidden) / (12 * hidden**2)))
+    heads = heads or _usual_heads(hidden, tp)
+    kv_heads = kv_heads or heads
+    ffn = ffn or 4 * hidden
+    config = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "head_dim": hidden // heads,
+    }
+    if experts:
+        moe = {"model_type": "mixtral", "num_local_experts": experts[0], "num_experts_per_tok": experts[1]}
+        return ModelShape.from_config({**config, **moe, "sliding_window": None})
+    candidates = [
+        ModelShape.from_config({**config, "model_type": family, "tie_word_embeddings": tied})
+        for family in ("llama", "nemotron")
+        for tied in (False, True)
+    ]
+    plain = candidates[2] if ffn == 4 * hidden else candidates[0]
+    if billions is None:
+        return plain
+    nearest = min(candidates, key=lambda shape: abs(shape.total_parameters / 1e9 - billions))
+    return nearest if abs(nearest.total_parameters / 1e9 - billions) < 0.04 * billions else plain
+
+
+def _usual_heads(hidden: int, tp: int) -> int:
+    """Heads of 128 or the nearest width that tensor parallelism can split."""
+    fitting = [heads for heads in range(tp, hidden // 32 + 1, tp) if hidden % heads == 0]
+    return min(fitting, key=lambda heads: abs(hidden / heads - 128), default=tp)
+
+
+def error_of(error: HfScaleError) -> str:
+    """An error as a table's cell: one line."""
+    return " ".join(str(error).split())
