@@ -52,7 +52,8 @@ def job_of(row: Mapping[str, str]) -> Job:
     find_stack(stack)
     zero = _whole(row, "zero")
     if zero is None:
-        zero = 3 if layout.dp_shard > 1 else 1 if stack == "megatron" and layout.dp_replicate > 1 else 0
+        is_sharded = layout.dp_shard > 1 or (layout.cp > 1 and stack == "titan")
+        zero = 3 if is_sharded else 1 if stack == "megatron" and layout.dp_replicate > 1 else 0
     micro, total = _batch(row, layout)
     old = is_before_flash(row, gpu, stack)
     stages = _whole(row, "virtual_stages") or (1 if old else _usual_virtual_stages(shape, layout, stack))

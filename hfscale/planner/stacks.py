@@ -70,6 +70,8 @@ class Stack:
     """What selective recomputation leaves of them."""
     loss_kept: float
     """Bytes per logit at the loss's peak."""
+    compiled_loss_kept: float
+    """The same where torch.compile fuses the loss."""
     gradient_bytes: float
     """Bytes per parameter of the gradients that are reduced."""
     fragmentation: float

@@ -94,5 +94,8 @@ def _formats(job: Job, stack: Stack) -> tuple[float, float, float]:
         return 2.0, 2.0, 0.0
     if stack.name == "megatron" or (job.zero in (1, 2) and stack.name == "hf"):
         # DeepSpeed and Megatron hold low-precision parameters, and masters beside the moments.
-        return 2.0, stack.gradient_bytes if stack.name == "megatron" and job.precision != "fp16" else 2.0, 4.0
+        # fp16 gradients get an fp32 copy of the rank's share at the update.
+        if job.precision == "fp16":
+            return 2.0, 2.0, 8.0
+        return 2.0, stack.gradient_bytes if stack.name == "megatron" else 2.0, 4.0
     return 4.0, 4.0, 0.0
