@@ -264,40 +264,32 @@ def row_shape(row: Mapping[str, str]) -> ModelShape:
     Raises:
         `HfScaleError`: The widths are neither given nor to be inferred.
     """
-    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-    layers, hidden, heads, kv_heads, ffn, vocab = (_whole(row, name) for name in names)
-    billions = _number(row, "params_b")
-    model = _text(row, "model")
-    found = re.search(r"(\d+)\s*e(?:xperts?)?\W*top\W*(\d+)", model, flags=re.IGNORECASE)
-    experts = (int(found[1]), int(found[2])) if found else None
-    return _shape(layers, hidden, heads, kv_heads, ffn, vocab, billions, experts, model, _whole(row, "tp") or 1)
+    layers, hidden = _whole(row, "layers"), _whole(row, "hidden")
+    vocab = _whole(row, "vocab") or DEFAULT_VOCAB
+    billions, model = _number(row, "params_b"), _text(row, "model")
+    if (layers is None or hidden is None) and billions is None:
+        raise UsageError(f"model {model!r} has neither widths nor params_b: fill in layers, hidden, heads, ffn, vocab")
+    if hidden is None:
+        layers, hidden = _usual_aspect(billions or 0.0, layers)
+    elif layers is None:
+        layers = max(1, round(((billions or 0.0) * 1e9 - vocab * hidden) / (12 * hidden**2)))
+    assert layers is not None
+    heads = _whole(row, "heads") or _usual_heads(hidden, _whole(row, "tp") or 1)
+    kv_heads, ffn = _whole(row, "kv_heads") or heads, _whole(row, "ffn") or 4 * hidden
+    found = _EXPERTS.search(model)
+    experts = (int(found[1]), int(found[2])) if found else (0, 0)
+    return _shape(layers, hidden, heads, kv_heads, ffn, vocab, billions, experts)
 
 
-@lru_cache(maxsize=2048)
+_EXPERTS = re.compile(r"(\d+)\s*e(?:xperts?)?\W*top\W*(\d+)", flags=re.IGNORECASE)
+"""`8e top2` in a model's name: a mixture of 8 experts of which a token passes 2."""
+
+
+@lru_cache(maxsize=4096)
 def _shape(
-    layers: int | None,
-    hidden: int | None,
-    heads: int | None,
-    kv_heads: int | None,
-    ffn: int | None,
-    vocab: int | None,
-    billions: float | None,
-    experts: tuple[int, int] | None,
-    model: str,
-    tp: int,
-) -> ModelShape:
-    vocab = vocab or DEFAULT_VOCAB
-    if hidden is None or (layers is None and billions is None):
-        if billions is None:
-            raise UsageError(f"model {model!r} has neither widths nor params_b: fill in layers, hidden, heads, ffn, vocab")
-        layers = layers or max(1, round((billions * 1e9 / (12 * ASPECT**2)) ** (1 / 3)))
-        hidden = hidden or max(128, round((billions * 1e9 / (12 * layers)) ** 0.5 / 128) * 128)
-    if layers is None:
-        assert billions is not None
-        layers = max(1, round((billions * 1e9 - vocab * hidden) / (12 * hidden**2)))
-    heads = heads or _usual_heads(hidden, tp)
-    kv_heads = kv_heads or heads
-    ffn = ffn or 4 * hidden
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, billions: float | None,
+    experts: tuple[int, int],
+) -> ModelShape:  # fmt: skip
     config = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -305,21 +297,31 @@ def _shape(
         "num_key_value_heads": kv_heads,
         "intermediate_size": ffn,
         "vocab_size": vocab,
-        "head_dim": hidden // heads,
+        "head_dim": max(1, hidden // heads),
     }
-    if experts:
+    if experts[0]:
         moe = {"model_type": "mixtral", "num_local_experts": experts[0], "num_experts_per_tok": experts[1]}
         return ModelShape.from_config({**config, **moe, "sliding_window": None})
-    candidates = [
-        ModelShape.from_config({**config, "model_type": family, "tie_word_embeddings": tied})
-        for family in ("llama", "nemotron")
-        for tied in (False, True)
-    ]
-    plain = candidates[2] if ffn == 4 * hidden else candidates[0]
-    if billions is None:
-        return plain
-    nearest = min(candidates, key=lambda shape: abs(shape.total_parameters / 1e9 - billions))
-    return nearest if abs(nearest.total_parameters / 1e9 - billions) < 0.04 * billions else plain
+    gated, tied = ffn != 4 * hidden, False
+    if billions is not None:
+        attention = 2 * hidden * (hidden + kv_heads * config["head_dim"])
+        totals = {
+            (kind, shared): layers * (attention + (3 if kind else 2) * hidden * ffn) + (1 if shared else 2) * vocab * hidden
+            for kind in (True, False)
+            for shared in (False, True)
+        }
+        nearest = min(totals, key=lambda kind: abs(totals[kind] / 1e9 - billions))
+        # Further off, the parameter count is of another model: a stack of fewer layers, say.
+        if abs(totals[nearest] / 1e9 - billions) < 0.04 * billions:
+            gated, tied = nearest
+    family = "llama" if gated else "nemotron"
+    return ModelShape.from_config({**config, "model_type": family, "tie_word_embeddings": tied})
+
+
+def _usual_aspect(billions: float, layers: int | None) -> tuple[int, int]:
+    """Layers and hidden width of a GPT-like model of so many parameters, 12 L h^2 without embeddings."""
+    layers = layers or max(1, round((billions * 1e9 / (12 * ASPECT**2)) ** (1 / 3)))
+    return layers, max(128, round((billions * 1e9 / (12 * layers)) ** 0.5 / 128) * 128)
 
 
 def _usual_heads(hidden: int, tp: int) -> int:
