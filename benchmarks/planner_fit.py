@@ -36,7 +36,7 @@ TOML = HERE.parent / "hfscale" / "planner" / "stacks.toml"
 PARAMETERS: dict[str, dict[str, float]] = {
     "shared": {
         "misaligned": 0.65, "power_exponent": 0.6, "network_rate": 0.75, "link_rate": 0.75, "node_drift": 0.004,
-        "network_hop_s": 8e-6,
+        "network_hop_s": 8e-6, "ring_attention": 0.8,
     },
     "hf+titan": {"attention_ampere": 0.45, "attention_hopper": 0.3, "fp8_gain": 1.8},
     "hf": {"matmul": 0.85, "passes_h": 30.0, "overlap_dp": 0.7, "loss_bytes": 30.0},
@@ -47,7 +47,7 @@ PARAMETERS: dict[str, dict[str, float]] = {
 }  # fmt: skip
 """What is fitted, and what it is pulled to; all else in stacks.toml stands as written there. `hf` and `titan` run the same
 attention and fp8 kernels."""
-FRACTIONS = ("overlap_dp", "overlap_tp", "link_rate", "network_rate", "matmul", "misaligned")
+FRACTIONS = ("overlap_dp", "overlap_tp", "link_rate", "network_rate", "matmul", "misaligned", "ring_attention")
 """Constants between 0 and 1, fitted by their logit; the others by their logarithm."""
 PULL = 0.5
 """Standard deviation of the pull to where a constant stands, in logarithm or logit."""

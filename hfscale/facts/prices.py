@@ -33,6 +33,8 @@ class Price:
     """Without commitment, kept until given back."""
     spot_usd: float | None = None
     """Interruptible."""
+    one_node: bool = False
+    """Whether it is for single nodes: no fast network between them is named where the price was read."""
     source: str
     """Where it was read."""
     date: date
@@ -104,6 +106,8 @@ def _row(row: Mapping[str, Any], where: str) -> Price:
         value = row.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e4):
             raise ConfigFileError(f"{where}: {key} {value!r} is not USD per GPU and hour: give a number above 0")
+    if not isinstance(row.get("one_node", False), bool):
+        raise ConfigFileError(f"{where}: one_node {row['one_node']!r} is neither true nor false: write one of them")
     if row.get("on_demand_usd") is None and row.get("spot_usd") is None:
         raise ConfigFileError(f"{where} has no price: give on_demand_usd or spot_usd")
     try:

@@ -84,7 +84,7 @@ def layer_forward(view: ModelView, job: Job, stack: Stack, shared: Shared, rates
     matmul = attention = 0.0
     for kind in view.kinds:
         matmul += kind.share * _matrices_s(kind, job, tokens, tp, shared, rates)
-        attention += kind.share * _attention_s(view, kind, job, tokens, tp, rates)
+        attention += kind.share * _attention_s(view, kind, job, tokens, tp, shared, rates)
     return LayerTime(matmul=matmul, attention=attention, elementwise=_elementwise_s(view, job, stack, tokens, tp, rates))
 
 
@@ -109,7 +109,9 @@ def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: Shared,
     return seconds
 
 
-def _attention_s(view: ModelView, kind: LayerKind, job: Job, tokens: int, tp: int, rates: Rates) -> float:
+def _attention_s(
+    view: ModelView, kind: LayerKind, job: Job, tokens: int, tp: int, shared: Shared, rates: Rates
+) -> float:
     """Causal flash attention reads half of the keys; without it all scores are computed and pass through memory.
 
     A query at position i sees min(i, w) keys; their mean over a sequence of S is w (1 - w / 2S).
@@ -119,7 +121,8 @@ def _attention_s(view: ModelView, kind: LayerKind, job: Job, tokens: int, tp: in
     widths = view.heads / tp * (view.head_dim + view.value_head_dim)
     if job.flash_attention:
         keys = reach * (1 - reach / (2 * seq_len))
-        return 2 * widths * keys * tokens / rates.attention
+        rate = rates.attention * (shared.ring_attention if job.layout.cp > 1 else 1.0)
+        return 2 * widths * keys * tokens / rate
     scores = view.heads / tp * tokens * seq_len
     return 2 * widths * seq_len * tokens / rates.bf16_matmul + SCORE_BYTES * scores / rates.memory
 

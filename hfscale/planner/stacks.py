@@ -100,6 +100,8 @@ class Shared:
     """Sustained rate goes with (power limit / the series' usual one) to this."""
     node_drift: float
     """Slowdown per doubling of the number of nodes: stragglers and jitter."""
+    ring_attention: float
+    """Rate of attention in blocks around a ring of context-parallel ranks, against that of whole sequences."""
     imbalance: float
     """Busiest over average rank of a mixture of experts."""
 

@@ -22,7 +22,7 @@ OPTIMIZER_TRAFFIC = {
 }  # fmt: skip
 """Bytes moved per parameter of an update: parameter, gradient and states read, parameter and states written, the bf16
 copy written, the gradient read once more to clip its norm. AdamW in fp32: 4 x 4 + 3 x 4 + 2 + 4."""
-CPU_BYTES_S = 100e9
+CPU_BYTES_S = 40e9
 """Memory bandwidth a rank's share of the host gives an optimizer on the CPU (eight ranks on two sockets)."""
 
 
