@@ -4,8 +4,8 @@
     python -m benchmarks.planner_fit --write    # and put the constants into hfscale/planner/stacks.toml
 
 A few constants per stack are fitted, each a mechanism (`PARAMETERS`), by damped Gauss-Newton on the logarithm of
-tokens/s/GPU, with Huber weights and a weak pull to where they stand; every source weighs the same, however many rows it
-has. `data/throughput.csv` holds the runs; the column `doubt` names why a row is left out of the fit.
+tokens/s/GPU, with Huber weights and a weak pull to where they stand; every source weighs the same, however many rows
+it has. `data/throughput.csv` holds the runs; the column `doubt` names why a row is left out of the fit.
 """
 
 import argparse
@@ -42,11 +42,12 @@ PARAMETERS: dict[str, dict[str, float]] = {
     "hf": {"matmul": 0.85, "passes_h": 30.0, "overlap_dp": 0.7, "loss_bytes": 30.0},
     "titan": {"matmul": 0.85, "fp8_rowwise_gain": 1.1, "passes_h": 30.0, "overlap_tp": 0.2, "overlap_dp": 0.7},
     "megatron": {
-        "matmul": 0.85, "fp8_gain": 1.8, "attention_hopper": 0.5, "passes_h": 16.0, "overlap_dp": 0.7, "overlap_tp": 0.7,
+        "matmul": 0.85, "fp8_gain": 1.8, "attention_hopper": 0.5, "passes_h": 16.0, "overlap_dp": 0.7,
+        "overlap_tp": 0.7,
     },
 }  # fmt: skip
-"""What is fitted, and what it is pulled to; all else in stacks.toml stands as written there. `hf` and `titan` run the same
-attention and fp8 kernels."""
+"""What is fitted, and what it is pulled to; all else in stacks.toml stands as written there. `hf` and `titan` run the
+same attention and fp8 kernels."""
 FRACTIONS = ("overlap_dp", "overlap_tp", "link_rate", "network_rate", "matmul", "misaligned", "ring_attention")
 """Constants between 0 and 1, fitted by their logit; the others by their logarithm."""
 PULL = 0.5
@@ -109,7 +110,9 @@ def names() -> list[tuple[str, str]]:
 
 def to_vector(constants: Constants) -> np.ndarray:
     values = [getattr(constants[group.partition("+")[0]], name) for group, name in names()]
-    logit = [math.log(v / (1 - v)) if n in FRACTIONS else math.log(v) for (_, n), v in zip(names(), values, strict=True)]
+    logit = [
+        math.log(v / (1 - v)) if n in FRACTIONS else math.log(v) for (_, n), v in zip(names(), values, strict=True)
+    ]
     return np.array(logit)
 
 
@@ -238,8 +241,8 @@ def memory_figures(runs: list[Run], constants: Constants) -> dict[str, object]:
         "rows": len(everything),
         "median_error": round(statistics.median(map(abs, everything)), 4),
         "sources": {
-            name: {"rows": len(v), "median_error": round(statistics.median(map(abs, v)), 4), "bias": round(statistics.median(v), 4)}
-            for name, v in by_source.items()
+            name: {"rows": len(v), "median_error": round(statistics.median(map(abs, v)), 4), "bias":
+            round(statistics.median(v), 4)} for name, v in by_source.items()
         },
     }  # fmt: skip
 
@@ -274,7 +277,9 @@ def main() -> None:
     result["memory"] = memory_figures(runs, fitted)
     if not arguments.quick:
         result["leave_one_source_out"] = figures(usable, leave_one_out(usable, fitted))
-    result["constants"] = {f"{group}.{name}": float(f"{getattr(fitted[group.partition('+')[0]], name):.4g}") for group, name in names()}
+    result["constants"] = {
+        f"{group}.{name}": float(f"{getattr(fitted[group.partition('+')[0]], name):.4g}") for group, name in names()
+    }
     result["rows_not_read"] = failed
     if arguments.write:
         write_toml(fitted)

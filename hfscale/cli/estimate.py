@@ -22,7 +22,9 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A built-in name, hub id or config.json.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A built-in name, hub id or config.json.")
+    ] = None,
     table: Annotated[Path | None, typer.Option(help="A CSV of runs instead: a JSON line per row.")] = None,
     gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml: H100-80GB.")] = None,
     gpus: Annotated[int, typer.Option(help="How many.")] = 1,
@@ -51,7 +53,8 @@ def run(
     if table is not None:
         if model is not None:
             raise UsageError(f"give a MODEL ({model}) or --table ({table}), not both")
-        return run_table(table)
+        run_table(table)
+        return
     if model is None or gpu is None:
         raise UsageError("give a MODEL and --gpu, such as llama-3.1-8b --gpu H100-80GB, or --table FILE.csv")
     layout = fill_layout(gpus, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, zero=zero)
@@ -128,7 +131,9 @@ def run_table(path: Path) -> None:
             reader = csv.DictReader(file)
             missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
             if missing:
-                raise UsageError(f"{path} has no column {', '.join(missing)}: a table of runs needs {', '.join(REQUIRED)}")
+                raise UsageError(
+                    f"{path} has no column {', '.join(missing)}: a table of runs needs {', '.join(REQUIRED)}"
+                )
             for number, row in enumerate(reader):
                 sys.stdout.write(json.dumps(table_line(number, row)) + "\n")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -138,7 +143,13 @@ def run_table(path: Path) -> None:
 
 def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
     """One row's answer; rows count from 0."""
-    line: dict[str, Any] = {"row": number, "tokens_per_s_per_gpu": None, "peak_mem_gib": None, "mfu": None, "error": None}
+    line: dict[str, Any] = {
+        "row": number,
+        "tokens_per_s_per_gpu": None,
+        "peak_mem_gib": None,
+        "mfu": None,
+        "error": None,
+    }
     try:
         if None in row:
             raise UsageError("the row has more cells than the table has columns: quote cells that hold a comma")

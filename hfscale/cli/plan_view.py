@@ -51,7 +51,13 @@ def _list(console: Console, title: str, lines: Sequence[str]) -> None:
 
 def _layout(choice: Choice) -> str:
     layout = choice.estimate.job.layout
-    axes = {"replicate": layout.dp_replicate, "shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
+    axes = {
+        "replicate": layout.dp_replicate,
+        "shard": layout.dp_shard,
+        "cp": layout.cp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+    }
     return " ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1"
 
 

@@ -1,10 +1,10 @@
 """What providers ask for a GPU, from `prices.toml` and the user's own file on top."""
 
+import datetime
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from datetime import date
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -37,10 +37,10 @@ class Price:
     """Whether it is for single nodes: no fast network between them is named where the price was read."""
     source: str
     """Where it was read."""
-    date: date
+    date: datetime.date
     """When."""
 
-    def age_days(self, today: date) -> int:
+    def age_days(self, today: datetime.date) -> int:
         """Days since it was read."""
         return (today - self.date).days
 
@@ -104,14 +104,16 @@ def _row(row: Mapping[str, Any], where: str) -> Price:
             raise ConfigFileError(f"{where} has no {key}: add it")
     for key in ("on_demand_usd", "spot_usd"):
         value = row.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e4):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e4
+        ):
             raise ConfigFileError(f"{where}: {key} {value!r} is not USD per GPU and hour: give a number above 0")
     if not isinstance(row.get("one_node", False), bool):
         raise ConfigFileError(f"{where}: one_node {row['one_node']!r} is neither true nor false: write one of them")
     if row.get("on_demand_usd") is None and row.get("spot_usd") is None:
         raise ConfigFileError(f"{where} has no price: give on_demand_usd or spot_usd")
     try:
-        when = row["date"] if isinstance(row["date"], date) else date.fromisoformat(str(row["date"]))
+        when = row["date"] if isinstance(row["date"], datetime.date) else datetime.date.fromisoformat(str(row["date"]))
     except ValueError:
         raise ConfigFileError(f"{where}: date {row['date']!r} is no date: write it as 2026-11-09") from None
     return Price(**{**row, "gpu": accelerator(str(row["gpu"])).name, "date": when})

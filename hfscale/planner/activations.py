@@ -8,15 +8,16 @@ SCORE_BYTES_KEPT = 5.0
 """Bytes kept per attention score without flash attention: the scores and their softmax in 2 bytes, the dropout mask in
 1 (Korthikanti et al., arXiv 2205.05198, section 4.1)."""
 FUSED_LOSS_CHUNKS = 8
-"""Parts in which a fused loss works through the logits (Liger's default grows with the vocabulary; torchtune has 8)."""
+"""Parts in which a fused loss works through the logits (Liger's default grows with the vocabulary; torchtune has
+8)."""
 
 
 def layer_bytes(view: ModelView, job: Job, stack: Stack) -> float:
     """Activations of one layer and micro-batch without recomputation, attention scores apart.
 
     Widths times the stack's bytes: hidden (norms and residuals), queries with the attention's output, keys and values,
-    and the MLP (Korthikanti et al., arXiv 2205.05198, section 4.1, for Megatron; for Hugging Face's layers 26 to 28 h +
-    8 f, measured with torch's MemTracker). Sequence parallelism splits the hidden part too. With frozen weights the
+    and the MLP (Korthikanti et al., arXiv 2205.05198, section 4.1, for Megatron; for Hugging Face's layers 26 to 28 h
+    + 8 f, measured with torch's MemTracker). Sequence parallelism splits the hidden part too. With frozen weights the
     input of the MLP's last matrix is not kept.
     """
     tp = job.layout.tp
@@ -32,7 +33,8 @@ def layer_bytes(view: ModelView, job: Job, stack: Stack) -> float:
 
 
 def kept_and_working(view: ModelView, job: Job, stack: Stack) -> tuple[float, float]:
-    """Bytes of a layer and micro-batch that are kept until the backward pass, and those of the layer at work on top."""
+    """Bytes of a layer and micro-batch that are kept until the backward pass, and those of the layer at work on
+    top."""
     whole = layer_bytes(view, job, stack)
     tp = job.layout.tp
     scores = 0.0 if job.flash_attention else SCORE_BYTES_KEPT * job.tokens * view.heads / tp * job.seq_len

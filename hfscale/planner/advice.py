@@ -1,4 +1,5 @@
-"""What an engineer should know about the choice at hand: rules of thumb, computed for this case, each with its source."""
+"""What an engineer should know about the choice at hand: rules of thumb, computed for this case, each with its
+source."""
 
 from dataclasses import dataclass, replace
 
@@ -34,7 +35,10 @@ def _tier(best: Estimate) -> Advice | None:
     elif parameters <= LARGE:
         usual, uses = "FSDP2 or ZeRO-3, HSDP across nodes", best.job.zero == 3
     else:
-        usual, uses = "tensor parallelism inside the node x pipeline across nodes x data parallelism", best.job.layout.pp > 1
+        usual, uses = (
+            "tensor parallelism inside the node x pipeline across nodes x data parallelism",
+            best.job.layout.pp > 1,
+        )
     if uses:
         return None
     return Advice(
@@ -46,7 +50,11 @@ def _tier(best: Estimate) -> Advice | None:
 
 def _largest_loss(best: Estimate) -> Advice | None:
     time = best.time
-    lost = {"exposed communication": time.communication, "the pipeline bubble": time.bubble, "the optimizer": time.optimizer}
+    lost = {
+        "exposed communication": time.communication,
+        "the pipeline bubble": time.bubble,
+        "the optimizer": time.optimizer,
+    }
     name, seconds = max(lost.items(), key=lambda item: item[1])
     share = seconds / time.total
     if share < 0.1:
@@ -60,8 +68,9 @@ def _largest_loss(best: Estimate) -> Advice | None:
 
 
 def _data_parallel_link(best: Estimate) -> Advice | None:
-    """DDP's gradients of 2 bytes hide under the backward pass when the network gives F / T, with F the rate achieved and
-    T the tokens per GPU and step: a ring moves 4 bytes per parameter, backward takes 4 FLOPs per parameter and token."""
+    """DDP's gradients of 2 bytes hide under the backward pass when the network gives F / T, with F the rate achieved
+    and T the tokens per GPU and step: a ring moves 4 bytes per parameter, backward takes 4 FLOPs per parameter and
+    token."""
     job = best.job
     if job.data_parallel == 1 or job.layout.world_size <= job.gpus_per_node:
         return None
@@ -121,7 +130,7 @@ def _zero_limits(best: Estimate) -> Advice | None:
         return None
     saves = {1: 16 / (4 + 12 / ranks), 2: 16 / (2 + 14 / ranks), 3: float(ranks)}[best.job.zero]
     return Advice(
-        text=f"On {ranks} ranks this sharding saves {saves:.1f}x of the model states, not the 4x, 8x or Nx of the limit.",
+        text=f"On {ranks} ranks this sharding saves {saves:.1f}x of the model states, not the limit's 4x, 8x or Nx.",
         source="Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3",
     )
 
@@ -143,7 +152,7 @@ def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
     if slower > 0.1:
         return None
     return Advice(
-        text=f"{other.job.layout} with ZeRO stage {other.job.zero} is simpler and only {slower:.0%} slower by estimate, "
-        "about what the estimate can tell.",
+        text=f"{other.job.layout} with ZeRO stage {other.job.zero} is simpler and only {slower:.0%} slower, about "
+        "what the estimate can tell.",
         source="benchmarks/results/planner_fit.json",
     )

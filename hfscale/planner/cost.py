@@ -16,12 +16,13 @@ from hfscale.planner.model_view import view_of
 from hfscale.planner.states import trained_parameters
 
 MTBF_GPU_HOURS = 50_000.0
-"""GPU-hours between unexpected interruptions: 419 in 54 days on 16,384 H100s (Llama 3, arXiv 2407.21783, section 3.3.4)
+"""GPU-hours between unexpected interruptions: 419 in 54 days on 16,384 H100s (Llama 3, arXiv 2407.21783, section
+3.3.4)
 make 50,700. Meta's research clusters had 8,100 at 1,024 GPUs (Kokolis et al., arXiv 2410.21680): expect less luck."""
 SPOT_INTERRUPTIONS_PER_NODE_HOUR = 0.02
 """Preemptions of a spot node per hour. No provider publishes one for GPUs: AWS's Spot Instance Advisor only says `over
-20% a month` (3e-4 per hour at least), and traces of GPU spot pools have several per hour and pool (Thorpe et al., Bamboo,
-NSDI 2023). This is one in two days; say what you see with --spot-interruptions."""
+20% a month` (3e-4 per hour at least), and traces of GPU spot pools have several per hour and pool (Thorpe et al.,
+Bamboo, NSDI 2023). This is one in two days; say what you see with --spot-interruptions."""
 RESTART_S = 600.0
 """From an interruption to the next step: noticing, a new node, loading. Minutes; an assumption."""
 SAVE_BYTES_S_PER_NODE = 2e9

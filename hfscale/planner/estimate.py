@@ -34,7 +34,8 @@ class Estimate:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs, attention in full, over the dense peak of the format that multiplies; None where none is known."""
+        """Model FLOPs, attention in full, over the dense peak of the format that multiplies; None where none is
+        known."""
         job = self.job
         peak = peak_tflops(job.gpu, "tf32" if job.precision == "fp32" else job.precision)
         if peak is None:

@@ -153,7 +153,7 @@ class Job:
             raise LayoutError(f"tp={tp} does not divide the {kv_heads} key-value heads: use {_divisor(kv_heads, tp)}")
         if pp * self.virtual_stages > shape.layers:
             raise LayoutError(
-                f"pp={pp} x {self.virtual_stages} virtual stages need as many layers, and the model has {shape.layers}: "
+                f"pp={pp} x {self.virtual_stages} virtual stages need as many layers; the model has {shape.layers}: "
                 f"use pp={shape.layers // self.virtual_stages} at most"
             )
         if self.virtual_stages > 1 and pp == 1:

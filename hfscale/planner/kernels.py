@@ -11,7 +11,8 @@ from hfscale.planner.model_view import LayerKind, ModelView
 from hfscale.planner.stacks import Shared, Stack
 
 DEFAULT_ACHIEVED = 0.8
-"""Best matrix product over the peak where none was measured: 80% on H100, 87% on A100 (Bekman, ML Engineering, 2025)."""
+"""Best matrix product over the peak where none was measured: 80% on H100, 87% on A100 (Bekman, ML Engineering,
+2025)."""
 HOPPER_TFLOPS = 700.0
 """bf16 peak from which a device counts as Hopper or later: flash attention 2 reaches 35-40% of it, not 50-70%
 (Shah et al., FlashAttention-3, arXiv 2407.08608)."""
@@ -52,7 +53,7 @@ class Rates:
     def __init__(self, job: Job, stack: Stack, shared: Shared) -> None:
         gpu = job.gpu
         dtype = "bf16" if job.precision == "fp8" else "tf32" if job.precision == "fp32" else job.precision
-        peak = peak_tflops(gpu, dtype) or gpu.bf16_tflops or gpu.fp16_tflops or 1.0  # type: ignore[arg-type]
+        peak = peak_tflops(gpu, dtype) or gpu.bf16_tflops or gpu.fp16_tflops or 1.0
         self.matmul = matmul_rate(gpu, peak, shared) * stack.matmul
         self.bf16_matmul = self.matmul
         if job.precision == "fp8" and gpu.fp8_tflops:
@@ -68,7 +69,7 @@ def power_factor(gpu: Accelerator, shared: Shared) -> float:
     usual = USUAL_POWER_W.get(gpu.name.partition("-")[0])
     if usual is None or gpu.power_w is None or "PCIe" in gpu.name or gpu.power_w >= usual:
         return 1.0
-    return (gpu.power_w / usual) ** shared.power_exponent
+    return float((gpu.power_w / usual) ** shared.power_exponent)
 
 
 def matmul_rate(gpu: Accelerator, peak: float, shared: Shared) -> float:
@@ -85,7 +86,9 @@ def layer_forward(view: ModelView, job: Job, stack: Stack, shared: Shared, rates
     for kind in view.kinds:
         matmul += kind.share * _matrices_s(kind, job, tokens, tp, shared, rates)
         attention += kind.share * _attention_s(view, kind, job, tokens, tp, shared, rates)
-    return LayerTime(matmul=matmul, attention=attention, elementwise=_elementwise_s(view, job, stack, tokens, tp, rates))
+    return LayerTime(
+        matmul=matmul, attention=attention, elementwise=_elementwise_s(view, job, stack, tokens, tp, rates)
+    )
 
 
 def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: Shared, rates: Rates) -> float:

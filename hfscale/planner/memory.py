@@ -1,7 +1,7 @@
 """Memory of the fullest rank at its peak, by part.
 
-peak = states + activations of the micro-batches in flight + the larger of the loss's peak and one layer's backward pass
-+ gathered parameters and buckets + context, times the allocator's fragmentation.
+peak = states + activations of the micro-batches in flight + the larger of the loss's peak and one layer's backward
+pass + gathered parameters and buckets + context, times the allocator's fragmentation.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,13 @@ class Memory:
     def total(self) -> float:
         """All parts."""
         return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.loss + self.buffers + self.context
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.loss
+            + self.buffers
+            + self.context
         )
 
 
@@ -105,12 +111,19 @@ def _buffer_bytes(view: ModelView, job: Job, stack: Stack) -> float:
         return gathered + 2.0 * (ends + layers * per_layer) + trained * (2.0 + stack.gradient_bytes) * per_layer
     if job.zero in (1, 2) and job.precision == "fp16":
         return gathered + DEEPSPEED_BUCKET_BYTES
-    if stack.name != "megatron" and job.zero == 0 and not job.pure and job.precision != "fp32" and job.method == "full":
+    if (
+        stack.name != "megatron"
+        and job.zero == 0
+        and not job.pure
+        and job.precision != "fp32"
+        and job.method == "full"
+    ):
         return gathered + 2.0 * max(per_layer, ends)  # autocast's bf16 copies of the weights at work
     return gathered
 
 
 GATHERED_ACTIVATIONS = 2
-"""Activations of the whole sequence that a layer at work holds under sequence parallelism: its input and a gradient."""
+"""Activations of the whole sequence that a layer at work holds under sequence parallelism: its input and a
+gradient."""
 DEEPSPEED_BUCKET_BYTES = 3e9
 """DeepSpeed's default buckets of 5e8 elements of 2 bytes: two to reduce (`overlap_comm`) and one to gather."""

@@ -1,6 +1,7 @@
 """Time of a collective over a group of ranks, by size and topology: bandwidth plus latency.
 
-A ring over n ranks moves (n-1)/n of the bytes past each of them for an all-gather or a reduce-scatter, twice that for an
+A ring over n ranks moves (n-1)/n of the bytes past each of them for an all-gather or a reduce-scatter, twice that for
+an
 all-reduce (Thakur et al., 2005). Inside a node each rank has its link; a ring between nodes uses the network cards of
 all ranks that a node has in the group, so a group with one rank per node runs at one card's speed and a group of whole
 nodes at eight (NCCL's rings, one per card).
@@ -13,7 +14,8 @@ from hfscale.facts.hardware import Accelerator
 from hfscale.planner.stacks import Shared
 
 DEFAULT_NETWORK_GB_S = 12.5
-"""Per GPU where the vendor has no reference node: 100 Gbit/s each, or 800 for eight (AWS p4d is 400 Gbit/s for eight)."""
+"""Per GPU where the vendor has no reference node: 100 Gbit/s each, or 800 for eight (AWS p4d is 400 Gbit/s for
+eight)."""
 PEER_TO_PEER_PCIE = 0.5
 """Part of the PCIe bandwidth between two devices without NVLink: through the host bridge, both directions at once."""
 

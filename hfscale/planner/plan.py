@@ -63,7 +63,8 @@ class Plan:
     rejected: tuple[Rejected, ...]
     """Layouts that do not work."""
     min_gpus: int | None
-    """Fewest GPUs of those searched on which something fits and every condition holds; None where that was not asked."""
+    """Fewest GPUs of those searched on which something fits and every condition holds; None where that was not
+    asked."""
     advice: tuple[Advice, ...]
     """For the first choice."""
     assumptions: tuple[str, ...]
@@ -216,7 +217,12 @@ def plan(
         raise UsageError(f"objective {objective!r} is not known: use one of {', '.join(get_args(Objective))}")
     if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= MOST_GPUS:
         raise LayoutError(f"{gpus} GPUs cannot be planned for: give a number from 1 to {MOST_GPUS:,}")
-    for name, value in (("tokens", tokens), ("deadline", deadline_hours), ("budget", budget_usd), ("price", usd_per_gpu_hour)):
+    for name, value in (
+        ("tokens", tokens),
+        ("deadline", deadline_hours),
+        ("budget", budget_usd),
+        ("price", usd_per_gpu_hour),
+    ):
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{name} {value} is not a number above 0: give one")
     if tokens is None and (objective == "cost" or deadline_hours or budget_usd):
@@ -343,7 +349,9 @@ def _offers(question: Question, prices: tuple[Price, ...]) -> tuple[tuple[Price,
     if question.gpus > question.gpus_per_node:
         joined = tuple(row for row in rows if not row.one_node)
         if rows and not joined:
-            warnings.append(f"prices of {question.gpu.name} are of single nodes: several with a fast network may cost more")
+            warnings.append(
+                f"prices of {question.gpu.name} are of single nodes: several with a fast network may cost more"
+            )
         rows = joined or rows
     if not rows:
         warnings.append(f"no price of {question.gpu.name} is known: give --usd-per-gpu-hour")

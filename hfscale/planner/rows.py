@@ -197,7 +197,7 @@ def interconnect_gb_s(text: str) -> float | None:
             raise UsageError(f"interconnect {text!r} holds no bandwidth: write 50 GB/s or 400 Gb/s") from None
     cards, value, scale, unit = found.groups()
     gigabytes = int(cards or 1) * float(value) * (1000 if scale == "T" else 1) / (1 if unit == "B" else 8)
-    per_node = "node" in text.lower() and "per gpu" not in text.lower() or scale == "T"
+    per_node = ("node" in text.lower() and "per gpu" not in text.lower()) or scale == "T"
     return gigabytes / LOCAL_NODE if per_node else gigabytes
 
 
@@ -227,8 +227,8 @@ def infer_stack(row: Mapping[str, str], layout: ParallelLayout) -> str:
 
 
 def is_before_flash(row: Mapping[str, str], gpu: Accelerator, stack: str) -> bool:
-    """Whether a run keeps attention scores in memory: Megatron on Ampere or Volta with fp16, or recomputing whole layers
-    of short sequences, as before flash attention (2022) and not since."""
+    """Whether a run keeps attention scores in memory: Megatron on Ampere or Volta with fp16, or recomputing whole
+    layers of short sequences, as before flash attention (2022) and not since."""
     if stack != "megatron" or (gpu.bf16_tflops or 0) > 400:
         return False
     precision, ac = _text(row, "precision").lower(), _text(row, "ac").lower()
@@ -306,7 +306,8 @@ def _shape(
     if billions is not None:
         attention = 2 * hidden * (hidden + kv_heads * config["head_dim"])
         totals = {
-            (kind, shared): layers * (attention + (3 if kind else 2) * hidden * ffn) + (1 if shared else 2) * vocab * hidden
+            (kind, shared): layers * (attention + (3 if kind else 2) * hidden * ffn)
+            + (1 if shared else 2) * vocab * hidden
             for kind in (True, False)
             for shared in (False, True)
         }

@@ -1,8 +1,8 @@
 """Bytes per rank of what a run keeps between steps: parameters, gradients, optimizer states.
 
 Mixed precision with AdamW costs 16 bytes per parameter before sharding (Rajbhandari et al., ZeRO, arXiv 1910.02054,
-section 3.1): by Hugging Face and FSDP2 fp32 parameters, gradients and two moments; by Megatron bf16 parameters with fp32
-gradients, master copy and moments, 18 in all.
+section 3.1): by Hugging Face and FSDP2 fp32 parameters, gradients and two moments; by Megatron bf16 parameters with
+fp32 gradients, master copy and moments, 18 in all.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from hfscale.planner.model_view import ModelView
 from hfscale.planner.stacks import Stack
 
 MOMENTS = {
-    "adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "sgd": 0.0, "sgd_momentum": 4.0, "adafactor": 0.01,
-    "muon": 4.0,
+    "adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "sgd": 0.0, "sgd_momentum": 4.0,
+    "adafactor": 0.01, "muon": 4.0,
 }  # fmt: skip
-"""Bytes of optimizer states per parameter: two fp32 or bf16 moments; 8 bits with an fp32 scale per 256 (Dettmers et al.,
-arXiv 2110.02861); rows and columns only in Adafactor (Shazeer & Stern, arXiv 1804.04235); one moment in Muon."""
+"""Bytes of optimizer states per parameter: two fp32 or bf16 moments; 8 bits with an fp32 scale per 256 (Dettmers et
+al., arXiv 2110.02861); rows and columns only in Adafactor (Shazeer & Stern, arXiv 1804.04235); one moment in Muon."""
 QLORA_BYTES = 0.5 + 0.127 / 8 + 1 / 64 / 8
 """Of a frozen parameter in NF4 with double quantisation: 4 bits and 0.127 for the scales (Dettmers et al., arXiv
 2305.14314, section 3)."""

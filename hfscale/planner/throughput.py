@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 
 from hfscale.planner.job import Job
-from hfscale.planner.kernels import LayerTime, Rates, head_s, layer_forward
-from hfscale.planner.kernels import BACKWARD_ATTENTION
+from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.model_view import ModelView
 from hfscale.planner.network import Group, Network
 from hfscale.planner.stacks import Shared, Stack

@@ -44,8 +44,8 @@ def find_model(name: str) -> ModelShape:
     """The shape of a model: a `config.json` or its folder, a built-in name or hub id, else the hub's `config.json`.
 
     Raises:
-        `UnsupportedModelError`: No such model is known here or on the hub; the message names the nearest built-in ones.
-        `ConfigFileError`: The file is no model config.
+        `UnsupportedModelError`: No such model is known here or on the hub; the message names the nearest built-in
+        ones. `ConfigFileError`: The file is no model config.
     """
     path = Path(name)
     if path.exists():
@@ -69,7 +69,7 @@ def _from_hub(name: str) -> str:
     except Exception as error:  # the library raises a dozen kinds: no such repository, gated, offline, timeout
         reason = type(error).__name__
         raise UnsupportedModelError(
-            f"model {name!r} is not built in and its config.json cannot be had from the hub ({reason}): {_nearest(name)}"
+            f"model {name!r} is not built in, and the hub does not give its config.json ({reason}): {_nearest(name)}"
         ) from error
 
 
