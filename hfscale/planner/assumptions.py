@@ -25,9 +25,9 @@ def assumptions(question: Question, job: Job | None, tokens: float | None, headr
         found.append(f"global batch {job.global_batch} sequences, {tokens_per_step:,} tokens per step ({origin})")
     if tokens is not None:
         found += [
-            f"goodput: one interruption per {MTBF_GPU_HOURS:,.0f} GPU-hours, spot {SPOT_INTERRUPTIONS_PER_NODE_HOUR:g} "
-            f"per node-hour besides, {RESTART_S / 60:.0f} minutes to restart, saves at "
-            f"{SAVE_BYTES_S_PER_NODE / 1e9:g} GB/s per node at Young's cadence",
+            f"goodput: one interruption per {MTBF_GPU_HOURS:,.0f} GPU-hours, of spot nodes "
+            f"{SPOT_INTERRUPTIONS_PER_NODE_HOUR:g} per node-hour besides, {RESTART_S / 60:.0f} minutes to restart, "
+            f"saves at {SAVE_BYTES_S_PER_NODE / 1e9:g} GB/s per node at Young's cadence",
             "dollars: list prices as of their date, storage of two checkpoints; no tax, discount or egress",
         ]
     return found
