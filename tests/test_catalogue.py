@@ -64,5 +64,5 @@ def test_an_unknown_name_is_one_line_with_the_nearest():
 
 def test_a_hub_id_that_cannot_be_had_says_so(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UnsupportedModelError, match="nobody/qwen3-8c.*qwen3-8b"):
+    with pytest.raises(UnsupportedModelError, match=r"nobody/qwen3-8c.*qwen3-8b"):
         find_model("nobody/qwen3-8c")

@@ -11,8 +11,9 @@ import typer
 from hfscale.cli import COMMANDS
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.planner.answer import estimate_dict
 from hfscale.planner.estimate import Estimate, estimate_job
-from hfscale.planner.plan import estimate, estimate_dict, failure
+from hfscale.planner.plan import estimate
 from hfscale.planner.rows import REQUIRED, job_of
 
 
@@ -155,7 +156,7 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
             raise UsageError("the row has more cells than the table has columns: quote cells that hold a comma")
         result = estimate_job(job_of(row))
     except HfScaleError as error:
-        return {**line, "error": failure(error)}
+        return {**line, "error": " ".join(str(error).split())}
     line["tokens_per_s_per_gpu"] = round(result.tokens_per_s_per_gpu, 4)
     line["peak_mem_gib"] = round(result.memory.total, 4)
     line["mfu"] = None if result.mfu is None else round(result.mfu, 5)

@@ -9,7 +9,8 @@ import typer
 
 from hfscale.cli import COMMANDS
 from hfscale.errors import UsageError
-from hfscale.planner.plan import Plan, plan
+from hfscale.planner.answer import Plan
+from hfscale.planner.plan import plan
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 

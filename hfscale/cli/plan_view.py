@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hfscale.planner.plan import Choice, Plan
+from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.search import strategy_of
 
 REJECTED_SHOWN = 5

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from hfscale.facts.hardware import peak_tflops
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.kernels import DEFAULT_ACHIEVED
+from hfscale.planner.search import host_gib
 
 SMALL, LARGE = 7e9, 70e9
 """Parameters between the tiers: data parallel, sharded, tensor x pipeline x data parallel."""
@@ -23,9 +24,21 @@ class Advice:
 
 def advice(best: Estimate, choices: list[Estimate]) -> list[Advice]:
     """Advice for the first choice, most useful first."""
-    found = [_tier(best), _largest_loss(best), _data_parallel_link(best), _tensor_parallel(best)]
+    found = [_offload(best), _tier(best), _largest_loss(best), _data_parallel_link(best), _tensor_parallel(best)]
     found += [_loss(best), _zero_limits(best), _simpler(best, choices)]
     return [item for item in found if item is not None]
+
+
+def _offload(best: Estimate) -> Advice | None:
+    job = best.job
+    if job.offload == "none":
+        return None
+    gigabytes = host_gib(job) * min(job.gpus_per_node, job.layout.world_size)
+    return Advice(
+        text=f"Nothing fits without the CPU's memory: every machine needs {gigabytes:,.0f} GiB of it for states. "
+        "More GPUs, or LoRA, would be several times faster.",
+        source="16 bytes per parameter, DeepSpeed ZeRO-Offload (Ren et al., arXiv 2101.06840)",
+    )
 
 
 def _tier(best: Estimate) -> Advice | None:

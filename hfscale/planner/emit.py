@@ -8,8 +8,8 @@ from typing import Any
 
 from hfscale.errors import StorageError, UsageError
 from hfscale.facts.models import catalogue
+from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.job import Job
-from hfscale.planner.plan import Choice, Plan
 from hfscale.planner.search import strategy_of
 
 LEARNING_RATE = 1e-5
@@ -173,6 +173,8 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     values["gradient_accumulation_steps"] = job.micro_batches
     if job.recompute != "none":
         values["activation_checkpointing"] = True
+    if job.recompute == "selective":
+        values["recompute"] = "selective"
     if job.compile:
         values["torch_compile"] = True
     if job.fused_loss:

@@ -1,20 +1,21 @@
 """`plan`: the best layouts for a model, what they cost, and why the others do not work; `estimate`: one layout."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hfscale.errors import HfScaleError, LayoutError, UsageError
+from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import Accelerator, accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.facts.prices import STALE_DAYS, Price, all_prices, prices_of
-from hfscale.planner.advice import Advice, advice, simplicity
+from hfscale.planner.advice import advice, simplicity
+from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.assumptions import assumptions
-from hfscale.planner.cost import Cost, compare, cost
+from hfscale.planner.cost import compare, cost
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job
 from hfscale.planner.search import HEADROOM, Question, Rejected, search, strategy_of
@@ -26,111 +27,6 @@ TELLING = 0.03
 """Difference in time below which the estimate cannot tell two layouts apart, so that the simpler one goes first."""
 MOST_GPUS = 16_384
 """Largest number of GPUs that is searched."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A layout that fits, with its cost where the number of tokens is known."""
-
-    estimate: Estimate
-    """Memory and time."""
-    costs: tuple[Cost, ...]
-    """At every provider, cheapest first."""
-
-    @property
-    def hours(self) -> float | None:
-        """From start to end at the cheapest provider, interruptions counted."""
-        return self.costs[0].hours if self.costs else None
-
-    @property
-    def usd(self) -> float | None:
-        """At the cheapest provider."""
-        return self.costs[0].usd if self.costs and self.costs[0].usd_per_gpu_hour > 0 else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The answer."""
-
-    model: str
-    """As asked."""
-    question: Question
-    """What was asked."""
-    tokens: float | None
-    """Tokens to train on."""
-    choices: tuple[Choice, ...]
-    """Best first."""
-    rejected: tuple[Rejected, ...]
-    """Layouts that do not work."""
-    min_gpus: int | None
-    """Fewest GPUs of those searched on which something fits and every condition holds; None where that was not
-    asked."""
-    advice: tuple[Advice, ...]
-    """For the first choice."""
-    assumptions: tuple[str, ...]
-    """What the numbers rest on."""
-    warnings: tuple[str, ...]
-    """Old prices."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON that `hfscale plan --json` prints."""
-        shape, gpu = self.question.shape, self.question.gpu
-        return {
-            "model": {
-                "name": self.model,
-                "parameters": shape.total_parameters,
-                "active_parameters": shape.active_parameters,
-                "layers": shape.layers,
-                "hidden": shape.hidden,
-            },
-            "hardware": {
-                "gpu": gpu.name,
-                "gpus": self.question.gpus,
-                "gpus_per_node": self.question.gpus_per_node,
-                "memory_gib": gpu.memory_gib,
-            },
-            "choices": [choice_dict(choice) for choice in self.choices],
-            "rejected": [{"layout": asdict(row.layout), "reason": row.reason} for row in self.rejected],
-            "min_gpus": self.min_gpus,
-            "advice": [asdict(item) for item in self.advice],
-            "assumptions": list(self.assumptions),
-            "warnings": list(self.warnings),
-        }
-
-
-def choice_dict(choice: Choice) -> dict[str, Any]:
-    """One choice as JSON."""
-    estimate, job = choice.estimate, choice.estimate.job
-    at = choice.costs[0] if choice.costs else None
-    return {
-        "strategy": strategy_of(job),
-        "layout": asdict(job.layout),
-        "gpus": job.layout.world_size,
-        "zero_stage": job.zero,
-        "micro_batch": job.micro_batch,
-        "grad_accum": job.micro_batches,
-        "global_batch": job.global_batch,
-        "virtual_stages": job.virtual_stages,
-        "offload": job.offload,
-        "activation_checkpointing": job.recompute,
-        **estimate_dict(estimate),
-        "hours": choice.hours,
-        "gpu_hours": at.gpu_hours if at else None,
-        "cost_usd": choice.usd,
-        "costs": [asdict(item) for item in choice.costs],
-    }
-
-
-def estimate_dict(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as JSON."""
-    return {
-        "memory_gib": {**asdict(estimate.memory), "total": estimate.memory.total},
-        "fits": estimate.fits,
-        "step_time_s": estimate.time.total,
-        "time_s": asdict(estimate.time),
-        "tokens_per_s_per_gpu": estimate.tokens_per_s_per_gpu,
-        "mfu": estimate.mfu,
-    }
 
 
 def estimate(
@@ -360,8 +256,3 @@ def _offers(question: Question, prices: tuple[Price, ...]) -> tuple[tuple[Price,
         if row.age_days(today) > STALE_DAYS:
             warnings.append(f"price of {row.provider} for {row.gpu} was read {row.age_days(today)} days ago: check it")
     return rows, warnings
-
-
-def failure(error: HfScaleError) -> str:
-    """An error as one line."""
-    return " ".join(str(error).split())

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
-from hfscale.planner.plan import Choice, Plan
+from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.search import HEADROOM, strategy_of
 
 KINDS = (".svg", ".png", ".pdf")

@@ -12,14 +12,14 @@ Nothing is read from a row's source. What is inferred:
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 
-from hfscale.errors import HfScaleError, LayoutError, UsageError
+from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import Accelerator, accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import with_recompute_that_fits
 from hfscale.planner.job import Job, Method, Precision, Recompute
+from hfscale.planner.row_shape import row_shape, text_of, whole
 from hfscale.planner.stacks import stack as find_stack
 
 REQUIRED = ("model", "seq_len", "gpus", "gpu_type")
@@ -40,28 +40,31 @@ def job_of(row: Mapping[str, str]) -> Job:
     Raises:
         `HfScaleError`: A value is missing, is no number, or does not fit the others.
     """
-    gpu = accelerator(_text(row, "gpu_type"))
-    gpus = _whole(row, "gpus") or 0
-    if gpus < 1:
+    gpu = accelerator(text_of(row, "gpu_type"))
+    gpus = whole(row, "gpus")
+    if gpus is None:
         raise LayoutError("gpus is blank: give the number of GPUs of the run")
+    seq_len = whole(row, "seq_len")
+    if seq_len is None:
+        raise LayoutError("seq_len is blank: give the tokens per sequence")
     shape = row_shape(row)
     layout = _layout(row, gpus)
     precision, pure, rowwise = _precision(row)
-    compiled = _text(row, "compile").lower() in ("yes", "true", "1")
-    stack = _text(row, "stack") or infer_stack(row, layout)
+    compiled = text_of(row, "compile").lower() in ("yes", "true", "1")
+    stack = text_of(row, "stack") or infer_stack(row, layout)
     find_stack(stack)
-    zero = _whole(row, "zero")
+    zero = whole(row, "zero")
     if zero is None:
         is_sharded = layout.dp_shard > 1 or (layout.cp > 1 and stack == "titan")
         zero = 3 if is_sharded else 1 if stack == "megatron" and layout.dp_replicate > 1 else 0
     micro, total = _batch(row, layout)
     old = is_before_flash(row, gpu, stack)
-    stages = _whole(row, "virtual_stages") or (1 if old else _usual_virtual_stages(shape, layout, stack))
+    stages = whole(row, "virtual_stages") or (1 if old else _usual_virtual_stages(shape, layout, stack))
     job = Job(
         shape=shape,
         gpu=gpu,
         layout=layout,
-        seq_len=_whole(row, "seq_len") or 0,
+        seq_len=seq_len,
         micro_batch=micro,
         global_batch=total,
         stack=stack,
@@ -73,10 +76,10 @@ def job_of(row: Mapping[str, str]) -> Job:
         recompute=_recompute(row) or "none",
         method=_method(row),
         virtual_stages=stages,
-        sequence_parallel=not old or "sp" in _text(row, "ac").lower().split("+"),
+        sequence_parallel=not old or "sp" in text_of(row, "ac").lower().split("+"),
         flash_attention=not old,
         expert_parallel=_expert_parallel(shape, layout, stack),
-        network_gb_s=interconnect_gb_s(_text(row, "interconnect")),
+        network_gb_s=interconnect_gb_s(text_of(row, "interconnect")),
     )
     job = _pipeline_batch(job)
     job.check()
@@ -86,39 +89,10 @@ def job_of(row: Mapping[str, str]) -> Job:
 # -- one column at a time ---------------------------------------------------------------------------------------------
 
 
-def _text(row: Mapping[str, str], key: str) -> str:
-    return (row.get(key) or "").strip()
-
-
-def _number(row: Mapping[str, str], key: str) -> float | None:
-    text = _text(row, key)
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        raise UsageError(f"{key} {text!r} is not a number: correct it, or leave it blank") from None
-    if not 0 < value < 1e18:
-        raise UsageError(f"{key} {text} is not a number above 0: correct it, or leave it blank")
-    return value
-
-
-def _whole(row: Mapping[str, str], key: str) -> int | None:
-    text = _text(row, key)
-    if key == "zero" and text in ("0", "0.0"):
-        return 0
-    value = _number(row, key)
-    if value is None:
-        return None
-    if value != int(value):
-        raise UsageError(f"{key} {text} is not a whole number: correct it, or leave it blank")
-    return int(value)
-
-
 def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
     """The layout; a blank data-parallel axis takes the ranks that the others leave."""
-    tp, pp, cp = (_whole(row, axis) or 1 for axis in ("tp", "pp", "cp"))
-    shard, replicate = _whole(row, "dp_shard"), _whole(row, "dp_replicate")
+    tp, pp, cp = (whole(row, axis) or 1 for axis in ("tp", "pp", "cp"))
+    shard, replicate = whole(row, "dp_shard"), whole(row, "dp_replicate")
     if shard is None and replicate is None:
         left, over = divmod(gpus, tp * pp * cp)
         if over or left < 1:
@@ -132,7 +106,7 @@ def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
 def _batch(row: Mapping[str, str], layout: ParallelLayout) -> tuple[int, int]:
     """Micro-batch and global batch, in sequences; a global batch that is blank is one micro-batch per rank."""
     ranks = layout.data_parallel_size
-    micro, total = _whole(row, "micro_batch"), _whole(row, "global_batch_seqs")
+    micro, total = whole(row, "micro_batch"), whole(row, "global_batch_seqs")
     micro = micro or 1
     return micro, total or micro * ranks
 
@@ -149,7 +123,7 @@ def _pipeline_batch(job: Job) -> Job:
 
 def _precision(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
     """Format of the matrix products, whether states are in it too, and whether fp8 scales are per row."""
-    text = _text(row, "precision").lower() or "bf16-mixed"
+    text = text_of(row, "precision").lower() or "bf16-mixed"
     pure = "pure" in text or text in ("bf16-true", "bf16")
     if "fp8" in text or "float8" in text:
         return "fp8", False, "row" in text
@@ -163,7 +137,7 @@ def _precision(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
 
 
 def _recompute(row: Mapping[str, str]) -> Recompute | None:
-    text = _text(row, "ac").lower()
+    text = text_of(row, "ac").lower()
     if not text:
         return None
     for word, kind in (("full", "full"), ("select", "selective"), ("none", "none"), ("no", "none"), ("false", "none")):
@@ -175,7 +149,7 @@ def _recompute(row: Mapping[str, str]) -> Recompute | None:
 
 
 def _method(row: Mapping[str, str]) -> Method:
-    text = _text(row, "method").lower()
+    text = text_of(row, "method").lower()
     return "qlora" if text.startswith("qlora") or "nf4" in text else "lora" if text.startswith("lora") else "full"
 
 
@@ -212,8 +186,8 @@ def infer_stack(row: Mapping[str, str], layout: ParallelLayout) -> str:
     `megatron`, as is data parallelism that shards no parameters on more than one GPU; sharded data parallelism in
     eager mode is `hf`, and where the column says nothing `titan`.
     """
-    precision, ac = _text(row, "precision").lower(), _text(row, "ac").lower()
-    compiled = _text(row, "compile").lower()
+    precision, ac = text_of(row, "precision").lower(), text_of(row, "ac").lower()
+    compiled = text_of(row, "compile").lower()
     is_sharded_only = layout.tp == layout.pp == 1 and (layout.dp_shard > 1 or layout.world_size == 1)
     if "float8" in precision or "mxfp8" in precision or compiled in ("yes", "true", "1"):
         return "titan"
@@ -231,16 +205,16 @@ def is_before_flash(row: Mapping[str, str], gpu: Accelerator, stack: str) -> boo
     layers of short sequences, as before flash attention (2022) and not since."""
     if stack != "megatron" or (gpu.bf16_tflops or 0) > 400:
         return False
-    precision, ac = _text(row, "precision").lower(), _text(row, "ac").lower()
-    return "fp16" in precision or (ac.startswith("full") and (_whole(row, "seq_len") or 0) <= 2048)
+    precision, ac = text_of(row, "precision").lower(), text_of(row, "ac").lower()
+    return "fp16" in precision or (ac.startswith("full") and (whole(row, "seq_len") or 0) <= 2048)
 
 
 def _usual_virtual_stages(shape: ModelShape, layout: ParallelLayout, stack: str) -> int:
     """Megatron interleaves wherever it can: the most chunks that divide a stage's layers, up to eight."""
-    if stack != "megatron" or layout.pp == 1 or shape.layers % layout.pp:
+    if stack != "megatron" or layout.pp == 1:
         return 1
-    each = shape.layers // layout.pp
-    return max(v for v in range(1, min(each, 8) + 1) if each % v == 0)
+    each = next((total // layout.pp for total in (shape.layers, shape.layers + 2) if total % layout.pp == 0), 1)
+    return max(v for v in range(1, min(each, 8) + 1) if each % v == 0 and v * layout.pp <= shape.layers)
 
 
 def _expert_parallel(shape: ModelShape, layout: ParallelLayout, stack: str) -> int:
@@ -248,89 +222,3 @@ def _expert_parallel(shape: ModelShape, layout: ParallelLayout, stack: str) -> i
         return 1
     ranks = layout.data_parallel_size * layout.cp
     return max(d for d in range(1, min(shape.moe.experts, ranks) + 1) if shape.moe.experts % d == 0 and ranks % d == 0)
-
-
-# -- the model's shape ------------------------------------------------------------------------------------------------
-
-DEFAULT_VOCAB = 50304
-"""GPT-2's vocabulary padded to a multiple of 128, where a row names none."""
-ASPECT = 107
-"""Hidden width per layer of GPT-like models where neither is known: Llama 7B to 65B have 102 to 128."""
-
-
-def row_shape(row: Mapping[str, str]) -> ModelShape:
-    """The shape that a row describes.
-
-    Raises:
-        `HfScaleError`: The widths are neither given nor to be inferred.
-    """
-    layers, hidden = _whole(row, "layers"), _whole(row, "hidden")
-    vocab = _whole(row, "vocab") or DEFAULT_VOCAB
-    billions, model = _number(row, "params_b"), _text(row, "model")
-    if (layers is None or hidden is None) and billions is None:
-        raise UsageError(f"model {model!r} has neither widths nor params_b: fill in layers, hidden, heads, ffn, vocab")
-    if hidden is None:
-        layers, hidden = _usual_aspect(billions or 0.0, layers)
-    elif layers is None:
-        layers = max(1, round(((billions or 0.0) * 1e9 - vocab * hidden) / (12 * hidden**2)))
-    assert layers is not None
-    heads = _whole(row, "heads") or _usual_heads(hidden, _whole(row, "tp") or 1)
-    kv_heads, ffn = _whole(row, "kv_heads") or heads, _whole(row, "ffn") or 4 * hidden
-    found = _EXPERTS.search(model)
-    experts = (int(found[1]), int(found[2])) if found else (0, 0)
-    return _shape(layers, hidden, heads, kv_heads, ffn, vocab, billions, experts)
-
-
-_EXPERTS = re.compile(r"(\d+)\s*e(?:xperts?)?\W*top\W*(\d+)", flags=re.IGNORECASE)
-"""`8e top2` in a model's name: a mixture of 8 experts of which a token passes 2."""
-
-
-@lru_cache(maxsize=4096)
-def _shape(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, billions: float | None,
-    experts: tuple[int, int],
-) -> ModelShape:  # fmt: skip
-    config = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        "head_dim": max(1, hidden // heads),
-    }
-    if experts[0]:
-        moe = {"model_type": "mixtral", "num_local_experts": experts[0], "num_experts_per_tok": experts[1]}
-        return ModelShape.from_config({**config, **moe, "sliding_window": None})
-    gated, tied = ffn != 4 * hidden, False
-    if billions is not None:
-        attention = 2 * hidden * (hidden + kv_heads * config["head_dim"])
-        totals = {
-            (kind, shared): layers * (attention + (3 if kind else 2) * hidden * ffn)
-            + (1 if shared else 2) * vocab * hidden
-            for kind in (True, False)
-            for shared in (False, True)
-        }
-        nearest = min(totals, key=lambda kind: abs(totals[kind] / 1e9 - billions))
-        # Further off, the parameter count is of another model: a stack of fewer layers, say.
-        if abs(totals[nearest] / 1e9 - billions) < 0.04 * billions:
-            gated, tied = nearest
-    family = "llama" if gated else "nemotron"
-    return ModelShape.from_config({**config, "model_type": family, "tie_word_embeddings": tied})
-
-
-def _usual_aspect(billions: float, layers: int | None) -> tuple[int, int]:
-    """Layers and hidden width of a GPT-like model of so many parameters, 12 L h^2 without embeddings."""
-    layers = layers or max(1, round((billions * 1e9 / (12 * ASPECT**2)) ** (1 / 3)))
-    return layers, max(128, round((billions * 1e9 / (12 * layers)) ** 0.5 / 128) * 128)
-
-
-def _usual_heads(hidden: int, tp: int) -> int:
-    """Heads of 128 or the nearest width that tensor parallelism can split."""
-    fitting = [heads for heads in range(tp, hidden // 32 + 1, tp) if hidden % heads == 0]
-    return min(fitting, key=lambda heads: abs(hidden / heads - 128), default=tp)
-
-
-def error_of(error: HfScaleError) -> str:
-    """An error as a table's cell: one line."""
-    return " ".join(str(error).split())

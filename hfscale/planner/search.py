@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from hfscale.errors import LayoutError
 from hfscale.facts.hardware import Accelerator
@@ -9,9 +10,10 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job, Method, Offload, Optimizer, Precision, Recompute
-from hfscale.planner.memory import memory_of
+from hfscale.planner.memory import GIB, memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.planner.stacks import stack as find_stack
+from hfscale.planner.states import trained_parameters
 
 HEADROOM = 0.94
 """Part of a device's memory that a plan may use; the rest is for what the estimate misses (benchmarks/results)."""
@@ -19,6 +21,9 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batches that are tried, sequences."""
 LEAST_TOKENS_PER_CP_RANK = 4096
 """Tokens of a sequence below which context parallelism is not tried."""
+HOST_GIB_PER_GPU, HOST_GIB_PER_CARD = 256.0, 64.0
+"""Memory of the CPU per GPU of a server (2 TB for eight, DGX H100 datasheet) and of a machine of PCIe cards,
+assumed."""
 MOST_STAGES = 64
 """Pipeline stages up to which is searched; Llama 3 405B was trained with 16."""
 
@@ -85,9 +90,12 @@ def strategy_of(job: Job) -> str:
 
 def usual_batch(question: Question, gpus: int) -> int:
     """Sequences per step where none are given: 4M tokens as for Llama 2, 16M from 4,096 GPUs on as for Llama 3 405B
-    (arXiv 2407.21783, section 3.4.1), 128 sequences for LoRA; at least one per GPU, and a multiple of their number."""
+    (arXiv 2407.21783, section 3.4.1), 128 sequences for LoRA; a multiple of the GPUs where there are enough of
+    them."""
     wanted = 128 if question.method != "full" else (16 if gpus >= 4096 else 4) * 2**20 // question.seq_len
-    return max(1, round(wanted / gpus)) * gpus
+    if wanted < gpus:
+        return 1 << max(0, wanted.bit_length() - 1)
+    return round(wanted / gpus) * gpus
 
 
 def offloads(question: Question, gpus: int) -> Iterator[tuple[ParallelLayout, int, Offload]]:
@@ -171,7 +179,13 @@ def search(question: Question, gpus: int) -> tuple[list[Estimate], list[Rejected
                 reason = f"global batch {batch} is not a multiple of its {job.data_parallel} data-parallel ranks"
                 rejected.append(Rejected(layout=layout, strategy=strategy_of(job), reason=reason))
                 continue
-            best, needed = _best(question, job)
+            on_host = host_gib(job)
+            if on_host > _host_memory(question):
+                has = _host_memory(question)
+                reason = f"offload needs {on_host:.0f} GiB of the CPU's memory per GPU, {has:.0f} are assumed"
+                rejected.append(Rejected(layout=layout, strategy=strategy_of(job), reason=reason))
+                continue
+            best, needed = _best(job)
             if best is None:
                 rejected.append(_too_large(job, needed))
             else:
@@ -179,6 +193,19 @@ def search(question: Question, gpus: int) -> tuple[list[Estimate], list[Rejected
         if chosen:
             break
     return sorted(chosen, key=lambda estimate: estimate.time.total), rejected
+
+
+def host_gib(job: Job) -> float:
+    """States that offload keeps in the CPU's memory per GPU: 12 bytes per trained parameter, or 16 with parameters and
+    gradients (Ren et al., ZeRO-Offload, arXiv 2101.06840)."""
+    if job.offload == "none":
+        return 0.0
+    each = 12.0 if job.offload == "optimizer" else 16.0
+    return each * trained_parameters(view_of(job.shape), job) / job.layout.world_size / GIB
+
+
+def _host_memory(question: Question) -> float:
+    return HOST_GIB_PER_GPU if question.gpu.link_gb_s else HOST_GIB_PER_CARD
 
 
 def _job(question: Question, layout: ParallelLayout, zero: int, offload: Offload, batch: int) -> Job:
@@ -204,14 +231,14 @@ def _job(question: Question, layout: ParallelLayout, zero: int, offload: Offload
     )
 
 
-def _best(question: Question, job: Job) -> tuple[Estimate | None, float]:
+def _best(job: Job) -> tuple[Estimate | None, float]:
     """The fastest recomputation, micro-batch and interleaving of a layout that fits, and the least memory it needs."""
     view, constants = view_of(job.shape), find_stack(job.stack)
     limit = job.gpu.memory_gib * HEADROOM
     per_rank = job.global_batch // job.data_parallel
     best: Estimate | None = None
     least = float("inf")
-    for recompute in _recomputes(question):
+    for recompute in get_args(Recompute):
         for stages in _interleavings(job):
             fitting: list[Job] = []
             for micro in MICRO_BATCHES:
@@ -231,16 +258,13 @@ def _best(question: Question, job: Job) -> tuple[Estimate | None, float]:
     return best, least
 
 
-def _recomputes(question: Question) -> tuple[Recompute, ...]:
-    # Trainer has one switch, gradient_checkpointing; selective recomputation is the other stacks'.
-    return ("none", "full") if question.stack == "hf" else ("none", "selective", "full")
-
-
 def _interleavings(job: Job) -> list[int]:
+    """Virtual stages that cut a stage's layers evenly, embedding and head counted where the split counts them."""
     pp, layers = job.layout.pp, job.shape.layers
-    if pp == 1 or layers % pp:
+    if pp == 1:
         return [1]
-    return [v for v in (1, 2, 4) if (layers // pp) % v == 0]
+    each = next((total // pp for total in (layers, layers + 2) if total % pp == 0), 1)
+    return [v for v in (1, 2, 4) if each % v == 0 and pp * v <= layers]
 
 
 def _too_large(job: Job, needed: float) -> Rejected:
