@@ -148,16 +148,18 @@ def _zero_limits(best: Estimate) -> Advice | None:
     )
 
 
-def simplicity(estimate: Estimate) -> int:
-    """Number of mesh axes in use; offload counts as one."""
-    layout = estimate.job.layout
+def simplicity(estimate: Estimate) -> tuple[int, int]:
+    """What a layout asks of its user, least first: mesh axes in use, then DDP before FSDP2 before DeepSpeed."""
+    job = estimate.job
+    layout = job.layout
     sizes = (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp)
-    return sum(size > 1 for size in sizes) + (estimate.job.offload != "none")
+    software = 3 if job.offload != "none" else (0, 2, 2, 1)[job.zero]
+    return sum(size > 1 for size in sizes), software
 
 
 def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
     """A layout with fewer axes that is nearly as fast."""
-    simpler = [other for other in choices if simplicity(other) < simplicity(best)]
+    simpler = [other for other in choices if simplicity(other)[0] < simplicity(best)[0]]
     if not simpler:
         return None
     other = min(simpler, key=lambda estimate: estimate.time.total)

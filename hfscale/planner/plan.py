@@ -18,7 +18,7 @@ from hfscale.planner.assumptions import assumptions
 from hfscale.planner.cost import compare, cost
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job
-from hfscale.planner.search import HEADROOM, Question, Rejected, search, strategy_of
+from hfscale.planner.search import HEADROOM, Question, Rejected, search, splits_sequences, strategy_of
 from hfscale.planner.stacks import stack as find_stack
 
 Objective = Literal["time", "cost", "gpus"]
@@ -57,6 +57,7 @@ def estimate(
     if unknown := sorted(set(options) - known):
         raise UsageError(f"{unknown[0]!r} is no option of an estimate: use {', '.join(sorted(known))}")
     axes = layout if isinstance(layout, ParallelLayout) else ParallelLayout(**layout)
+    options.setdefault("sequence_parallel", splits_sequences(options.get("stack", "hf")))
     job = Job(
         shape=find_model(model) if isinstance(model, str) else model,
         gpu=accelerator(gpu) if isinstance(gpu, str) else gpu,
@@ -224,16 +225,13 @@ def _ranked(choices: Sequence[Choice], objective: str) -> list[Choice]:
     def by_usd(choice: Choice) -> float:
         return choice.usd if choice.usd is not None else float("inf")
 
-    def axes(choice: Choice) -> int:
-        return simplicity(choice.estimate)
-
     if objective == "gpus":
         return sorted(choices, key=lambda choice: (choice.estimate.job.layout.world_size, by_time(choice)))
     measure = by_time if objective == "time" else by_usd
     ranked = sorted(choices, key=lambda choice: (measure(choice), by_time(choice)))
     if ranked:
         close = [choice for choice in ranked if measure(choice) <= measure(ranked[0]) * (1 + TELLING)]
-        first = min(close, key=lambda choice: (axes(choice), measure(choice), by_time(choice)))
+        first = min(close, key=lambda choice: (simplicity(choice.estimate), measure(choice), by_time(choice)))
         ranked = [first, *(choice for choice in ranked if choice is not first)]
     return ranked
 

@@ -76,7 +76,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         recompute=_recompute(row) or "none",
         method=_method(row),
         virtual_stages=stages,
-        sequence_parallel=not old or "sp" in text_of(row, "ac").lower().split("+"),
+        sequence_parallel=(not old and stack != "hf") or "sp" in text_of(row, "ac").lower().split("+"),
         flash_attention=not old,
         expert_parallel=_expert_parallel(shape, layout, stack),
         network_gb_s=interconnect_gb_s(text_of(row, "interconnect")),

@@ -195,6 +195,12 @@ def search(question: Question, gpus: int) -> tuple[list[Estimate], list[Rejected
     return sorted(chosen, key=lambda estimate: estimate.time.total), rejected
 
 
+def splits_sequences(stack: str) -> bool:
+    """Whether a stack's tensor parallelism splits norms and residuals along the sequence: transformers' plans reduce
+    the whole activation instead."""
+    return stack != "hf"
+
+
 def host_gib(job: Job) -> float:
     """States that offload keeps in the CPU's memory per GPU: 12 bytes per trained parameter, or 16 with parameters and
     gradients (Ren et al., ZeRO-Offload, arXiv 2101.06840)."""
@@ -227,7 +233,7 @@ def _job(question: Question, layout: ParallelLayout, zero: int, offload: Offload
         fused_loss=question.fused_loss,
         gpus_per_node=question.gpus_per_node,
         network_gb_s=question.network_gb_s,
-        expert_parallel=1,
+        sequence_parallel=splits_sequences(question.stack),
     )
 
 
