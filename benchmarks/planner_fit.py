@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 TOML = HERE.parent / "hfscale" / "planner" / "stacks.toml"
 PARAMETERS: dict[str, dict[str, float]] = {
     "shared": {
-        "misaligned": 0.65, "power_exponent": 0.6, "network_rate": 0.75, "link_rate": 0.75, "node_drift": 0.004,
+        "misaligned": 0.65, "power_exponent": 0.45, "network_rate": 0.75, "link_rate": 0.75, "node_drift": 0.004,
         "network_hop_s": 8e-6, "ring_attention": 0.8,
     },
     "hf+titan": {"attention_ampere": 0.45, "attention_hopper": 0.3, "fp8_gain": 1.8},

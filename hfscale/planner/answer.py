@@ -92,6 +92,7 @@ def choice_dict(choice: Choice) -> dict[str, Any]:
         "grad_accum": job.micro_batches,
         "global_batch": job.global_batch,
         "virtual_stages": job.virtual_stages,
+        "expert_parallel": job.expert_parallel,
         "offload": job.offload,
         "activation_checkpointing": job.recompute,
         **estimate_dict(estimate),

@@ -26,7 +26,7 @@ BACKWARD_ATTENTION = 2.5
 FP8_CAST_BYTES = 4.0
 """Bytes moved per element to cast an activation for an fp8 product: read in bf16, written in fp8 as it is and
 transposed (Transformer Engine). The weights' casts are kept over the micro-batches of a step."""
-MOE_PASSES = 8.0
+MOE_PASSES = 12.0
 """Reads and writes of a hidden-wide activation per expert that a token passes: sorted by expert and back."""
 
 

@@ -6,7 +6,8 @@ Nothing is read from a row's source. What is inferred:
 - whether the MLP is gated and the head tied, from the parameter count, else from ffn = 4 x hidden;
 - the stack, from the layout and the spelling of precision and recomputation (`infer_stack`);
 - a blank recomputation as the least that fits the memory;
-- a blank micro-batch as one sequence.
+- a blank micro-batch as one sequence in a pipeline, else as the largest that fits;
+- blank ZeRO as 1 in Megatron, and as 3 where the states of a replica alone do not fit.
 """
 
 import re
@@ -19,8 +20,11 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import with_recompute_that_fits
 from hfscale.planner.job import Job, Method, Precision, Recompute
+from hfscale.planner.memory import GIB, memory_of
+from hfscale.planner.model_view import view_of
 from hfscale.planner.row_shape import row_shape, text_of, whole
 from hfscale.planner.stacks import stack as find_stack
+from hfscale.planner.states import state_bytes
 
 REQUIRED = ("model", "seq_len", "gpus", "gpu_type")
 """Columns without which nothing can be said."""
@@ -83,6 +87,10 @@ def job_of(row: Mapping[str, str]) -> Job:
     )
     job = _pipeline_batch(job)
     job.check()
+    if _whole_is_blank(row, "zero", "dp_shard"):
+        job = _sharded_if_it_must(job)
+    if _whole_is_blank(row, "micro_batch"):
+        job = _largest_micro_batch(job)
     return job if _recompute(row) else with_recompute_that_fits(job)
 
 
@@ -175,6 +183,10 @@ def interconnect_gb_s(text: str) -> float | None:
     return gigabytes / LOCAL_NODE if per_node else gigabytes
 
 
+def _whole_is_blank(row: Mapping[str, str], *keys: str) -> bool:
+    return not any(text_of(row, key) for key in keys)
+
+
 # -- what is inferred -------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +219,32 @@ def is_before_flash(row: Mapping[str, str], gpu: Accelerator, stack: str) -> boo
         return False
     precision, ac = text_of(row, "precision").lower(), text_of(row, "ac").lower()
     return "fp16" in precision or (ac.startswith("full") and (whole(row, "seq_len") or 0) <= 2048)
+
+
+def _sharded_if_it_must(job: Job) -> Job:
+    """Replicas whose states alone do not fit are shards, whatever the source calls them."""
+    if job.zero == 3 or job.data_parallel == 1 or job.layout.pp > 1:
+        return job
+    states = state_bytes(view_of(job.shape), job, find_stack(job.stack))
+    if (states.parameters + states.gradients + states.optimizer) / GIB <= job.gpu.memory_gib:
+        return job
+    return replace(job, zero=3, layout=replace(job.layout, dp_replicate=1, dp_shard=job.data_parallel))
+
+
+def _largest_micro_batch(job: Job) -> Job:
+    """Where a row names no micro-batch: one sequence in a pipeline, else the largest power of two up to 16 that
+    fits."""
+    if job.layout.pp > 1:
+        return job
+    view, constants = view_of(job.shape), find_stack(job.stack)
+    per_rank = job.global_batch // job.data_parallel
+    best = job
+    for micro in (2, 4, 8, 16):
+        trial = replace(job, micro_batch=micro)
+        if per_rank % micro or memory_of(view, trial, constants).total > job.gpu.memory_gib:
+            break
+        best = trial
+    return best
 
 
 def _usual_virtual_stages(shape: ModelShape, layout: ParallelLayout, stack: str) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import get_args
 
 from hfscale.errors import LayoutError
@@ -244,24 +245,33 @@ def _best(job: Job) -> tuple[Estimate | None, float]:
     per_rank = job.global_batch // job.data_parallel
     best: Estimate | None = None
     least = float("inf")
-    for recompute in get_args(Recompute):
-        for stages in _interleavings(job):
-            fitting: list[Job] = []
-            for micro in MICRO_BATCHES:
-                if per_rank % micro:
-                    break
-                trial = replace(job, recompute=recompute, micro_batch=micro, virtual_stages=stages)
-                needed = memory_of(view, trial, constants).total
-                least = min(least, needed)
-                if needed > limit:
-                    break
-                fitting.append(trial)
-            # Without a pipeline larger micro-batches are faster; with one they lengthen the bubble.
-            for trial in fitting if job.layout.pp > 1 else fitting[-2:]:
-                estimate = estimate_job(trial)
-                if best is None or estimate.time.total < best.time.total:
-                    best = estimate
+    for recompute, stages, experts in product(get_args(Recompute), _interleavings(job), _expert_groups(job)):
+        fitting: list[Job] = []
+        for micro in MICRO_BATCHES:
+            if per_rank % micro:
+                break
+            trial = replace(
+                job, recompute=recompute, micro_batch=micro, virtual_stages=stages, expert_parallel=experts
+            )
+            needed = memory_of(view, trial, constants).total
+            least = min(least, needed)
+            if needed > limit:
+                break
+            fitting.append(trial)
+        # Without a pipeline larger micro-batches are faster; with one they lengthen the bubble.
+        for trial in fitting if job.layout.pp > 1 else fitting[-2:]:
+            estimate = estimate_job(trial)
+            if best is None or estimate.time.total < best.time.total:
+                best = estimate
     return best, least
+
+
+def _expert_groups(job: Job) -> list[int]:
+    """Ranks that may share the experts of a layer; Trainer has no expert parallelism."""
+    if job.shape.moe is None or job.stack == "hf":
+        return [1]
+    ranks = job.data_parallel * job.layout.cp
+    return [size for size in (1, 8, 64) if job.shape.moe.experts % size == 0 and ranks % size == 0]
 
 
 def _interleavings(job: Job) -> list[int]:

@@ -63,27 +63,42 @@ def state_bytes(view: ModelView, job: Job, stack: Stack) -> StateBytes:
     share = trained_parameters(view, job) / view.total_parameters
     everyone = job.data_parallel * layout.cp
     shards = layout.dp_shard * layout.cp
+    # Experts are spread over some of the data-parallel ranks already, so that fewer are left to share each.
+    expert_part = _expert_part(view, job, local)
+
+    def over(ranks: int) -> float:
+        """What sharing over `ranks` leaves of a byte per parameter."""
+        return (1 - expert_part) / ranks + expert_part / max(1.0, ranks / job.expert_parallel)
+
     if job.zero == 3:
-        parameter_shards = gradient_shards = optimizer_shards = shards
+        parameter_share = gradient_share = optimizer_share = over(shards)
     else:
-        parameter_shards = 1
-        gradient_shards = everyone if job.zero == 2 else 1
-        optimizer_shards = everyone if job.zero >= 1 else 1
+        parameter_share = 1.0
+        gradient_share = over(everyone) if job.zero == 2 else 1.0
+        optimizer_share = over(everyone) if job.zero >= 1 else 1.0
     weight, gradient, master = _formats(job, stack)
     moments = MOMENTS[job.optimizer] / (2 if job.pure and job.optimizer == "adamw" else 1)
     frozen = {"full": 0.0, "lora": 2.0, "qlora": QLORA_BYTES}[job.method]
     trained = share * local
-    parameters = (frozen * local + weight * trained) / parameter_shards
+    parameters = (frozen * local + weight * trained) * parameter_share
     if job.method == "qlora":
         ends = view.embedding_parameters + view.head_parameters
-        parameters += (2.0 - QLORA_BYTES) * ends / layout.tp / layout.pp / parameter_shards
-    gradients = gradient * trained / gradient_shards
-    optimizer = (master + moments) * trained / optimizer_shards
+        parameters += (2.0 - QLORA_BYTES) * ends / layout.tp / layout.pp * parameter_share
+    gradients = gradient * trained * gradient_share
+    optimizer = (master + moments) * trained * optimizer_share
     if job.offload != "none":
         optimizer = 0.0
     if job.offload == "full":
         parameters = gradients = 0.0
     return StateBytes(parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+
+def _expert_part(view: ModelView, job: Job, local: float) -> float:
+    """Part of a rank's parameters that are routed experts."""
+    if not view.expert_parameters:
+        return 0.0
+    here = job.layer_split[0] * view.expert_parameters / job.expert_parallel / job.layout.tp
+    return min(1.0, here / local)
 
 
 def _formats(job: Job, stack: Stack) -> tuple[float, float, float]:
