@@ -153,7 +153,7 @@ class TestEmit:
         asked = plan("llama-3.1-8b", gpu="H100-80GB", gpus=16)
         layout = {"dp_replicate": 2, "dp_shard": 4, "tp": 2}
         one = estimate("llama-3.1-8b", gpu="H100-80GB", layout=layout, seq_len=4096, zero=3)
-        found = yaml.safe_load(accelerate_yaml(asked, Choice(estimate=one, costs=()), REPOSITORY))
+        found = yaml.safe_load(accelerate_yaml(asked, Choice(estimate=one), REPOSITORY))
         assert found["parallelism_config"] == {
             "parallelism_config_dp_replicate_size": 2,
             "parallelism_config_dp_shard_size": 4,

@@ -144,6 +144,7 @@ class TestAnswer:
         result = plan("qwen3-0.6b", gpu="L4", gpus=8, tokens=1e9)
         assert result.choices[0].hours > 0
         assert result.choices[0].usd is None
+        assert result.choices[0].costs == ()
         assert "no price of L4" in result.warnings[0]
 
     def test_several_nodes_leave_out_offers_of_single_ones(self):

@@ -15,18 +15,20 @@ class Choice:
 
     estimate: Estimate
     """Memory and time."""
-    costs: tuple[Cost, ...]
-    """At every provider, cheapest first."""
+    hours: float | None = None
+    """From start to end, interruptions of the cheapest offer counted; None where the number of tokens is not known."""
+    costs: tuple[Cost, ...] = ()
+    """At every provider, cheapest first; empty where no price is known."""
 
     @property
-    def hours(self) -> float | None:
-        """From start to end at the cheapest provider, interruptions counted."""
-        return self.costs[0].hours if self.costs else None
+    def gpu_hours(self) -> float | None:
+        """Hours of all GPUs."""
+        return None if self.hours is None else self.hours * self.estimate.job.layout.world_size
 
     @property
     def usd(self) -> float | None:
         """At the cheapest provider."""
-        return self.costs[0].usd if self.costs and self.costs[0].usd_per_gpu_hour > 0 else None
+        return self.costs[0].usd if self.costs else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,6 @@ class Plan:
 def choice_dict(choice: Choice) -> dict[str, Any]:
     """One choice as JSON."""
     estimate, job = choice.estimate, choice.estimate.job
-    at = choice.costs[0] if choice.costs else None
     return {
         "strategy": strategy_of(job),
         "layout": asdict(job.layout),
@@ -97,7 +98,7 @@ def choice_dict(choice: Choice) -> dict[str, Any]:
         "activation_checkpointing": job.recompute,
         **estimate_dict(estimate),
         "hours": choice.hours,
-        "gpu_hours": at.gpu_hours if at else None,
+        "gpu_hours": choice.gpu_hours,
         "cost_usd": choice.usd,
         "costs": [asdict(item) for item in choice.costs],
     }

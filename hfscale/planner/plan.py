@@ -15,7 +15,7 @@ from hfscale.facts.prices import STALE_DAYS, Price, all_prices, prices_of
 from hfscale.planner.advice import advice, simplicity
 from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.assumptions import assumptions
-from hfscale.planner.cost import compare, cost
+from hfscale.planner.cost import compare, cost, reliability
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job
 from hfscale.planner.search import HEADROOM, Question, Rejected, search, splits_sequences, strategy_of
@@ -182,16 +182,15 @@ def _priced(
     item: Estimate, rows: Sequence[Price], tokens: float | None, usd: float | None, interruptions: float | None
 ) -> Choice:
     if tokens is None:
-        return Choice(estimate=item, costs=())
+        return Choice(estimate=item)
     job = item.job
     rate = item.tokens_per_s_per_gpu * job.layout.world_size
     if usd is not None:
         given = cost(job, tokens=tokens, tokens_per_s=rate, usd_per_gpu_hour=usd, provider="your price")
-        return Choice(estimate=item, costs=(given,))
+        return Choice(estimate=item, hours=given.hours, costs=(given,))
     costs = compare(job, rows, tokens=tokens, tokens_per_s=rate, interruptions_per_node_hour=interruptions)
-    # Without a price the hours are known all the same.
-    costs = costs or [cost(job, tokens=tokens, tokens_per_s=rate, usd_per_gpu_hour=0.0, provider="no price known")]
-    return Choice(estimate=item, costs=tuple(costs))
+    hours = costs[0].hours if costs else tokens / rate / 3600 / reliability(job, spot=False).goodput
+    return Choice(estimate=item, hours=hours, costs=tuple(costs))
 
 
 def _holds(choice: Choice, deadline_hours: float | None, budget_usd: float | None) -> bool:

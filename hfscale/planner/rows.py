@@ -57,6 +57,8 @@ def job_of(row: Mapping[str, str]) -> Job:
     compiled = text_of(row, "compile").lower() in ("yes", "true", "1")
     stack = text_of(row, "stack") or infer_stack(row, layout)
     find_stack(stack)
+    # Megatron keeps fp32 masters whatever it calls its precision.
+    pure = pure and stack != "megatron"
     zero = whole(row, "zero")
     if zero is None:
         is_sharded = layout.dp_shard > 1 or (layout.cp > 1 and stack == "titan")
