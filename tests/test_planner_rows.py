@@ -67,6 +67,27 @@ def test_the_stack_follows_from_the_columns(changes, stack):
     assert job_of(row(**changes)).stack == stack
 
 
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"precision": "bfloat16"}, "precision", "bf16"),
+        ({"precision": "BF16-pure"}, "pure", True),
+        ({"precision": "fp16/bf16-mixed"}, "precision", "fp16"),
+        ({"precision": "float8-rowwise"}, "rowwise_fp8", True),
+        ({"precision": ""}, "precision", "bf16"),
+        ({"ac": "block"}, "recompute", "full"),
+        ({"ac": "selective-layer"}, "recompute", "selective"),
+        ({"ac": "None"}, "recompute", "none"),
+        ({"gpus": ""}, "zero", 3),
+        ({"zero": "0", "dp_shard": "1", "dp_replicate": "8"}, "zero", 0),
+        ({"method": "LoRA"}, "method", "lora"),
+        ({"virtual_stages": "4", "pp": "8", "dp_shard": "1"}, "virtual_stages", 4),
+    ],
+)
+def test_spellings(changes, field, value):
+    assert getattr(job_of(row(**changes)), field) == value
+
+
 def test_the_source_is_not_read():
     assert infer_stack(row(source="NVIDIA/Megatron-LM"), job_of(row()).layout) == "hf"
     assert job_of(row(source="anything")) == job_of(row())
@@ -103,7 +124,17 @@ def test_a_pipelines_whole_batch_is_cut_into_micro_batches():
 
 @pytest.mark.parametrize(
     ("text", "gb_s"),
-    [("50 GB/s", 50), ("400Gb/s per GPU", 50), ("3.2Tbps", 50), ("4x100Gb/node", 6.25), ("25", 25), ("", None)],
+    [
+        ("50 GB/s", 50),
+        ("400Gb/s per GPU", 50),
+        ("3.2Tbps", 50),
+        ("4x100Gb/node", 6.25),
+        ("25", 25),
+        ("", None),
+        ("8x400Gb/s IB", 50),
+        ("EFA 3200 Gbps", 50),
+        ("InfiniBand", None),
+    ],
 )
 def test_interconnects(text, gb_s):
     assert interconnect_gb_s(text) == gb_s
@@ -112,7 +143,7 @@ def test_interconnects(text, gb_s):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": ""}, "gpus is blank"),
+        ({"gpus": "", "dp_shard": "", "dp_replicate": ""}, "gpus is blank"),
         ({"gpus": "9"}, "needs 8 processes, but the world has 9"),
         ({"gpus": "0"}, "gpus 0 is not a number above 0"),
         ({"seq_len": "-5"}, "seq_len -5 is not a number above 0"),
@@ -128,7 +159,7 @@ def test_interconnects(text, gb_s):
         ({"dp_shard": "", "dp_replicate": "", "tp": "3"}, "tp=3 x pp=1 x cp=1 do not divide 8 GPUs"),
         ({"global_batch_seqs": "12"}, "global batch 12 is not a multiple of 8"),
         ({"layers": "", "params_b": ""}, "has neither widths nor params_b"),
-        ({"interconnect": "fast"}, "interconnect 'fast' holds no bandwidth"),
+        ({"interconnect": "7 lanes"}, "interconnect '7 lanes' holds no bandwidth"),
     ],
 )
 def test_a_bad_row_is_one_line(changes, message):

@@ -163,6 +163,11 @@ class TestChecks:
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
 
+    @pytest.mark.parametrize(("gpu", "precision"), [("T4", "bf16"), ("A100-80GB", "fp8")])
+    def test_a_format_must_be_there(self, gpu, precision):
+        with pytest.raises(UsageError, match=f"{gpu} has no {precision}.*: use precision"):
+            job(gpu=accelerator(gpu), precision=precision).check()
+
     def test_words_must_be_known(self):
         with pytest.raises(UsageError, match="recompute 'some' is not known: use one of none, selective, full"):
             job(recompute="some").check()

@@ -159,7 +159,8 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
         result = estimate_job(job_of(row))
     except HfScaleError as error:
         return {**line, "error": " ".join(str(error).split())}
+    mfu = result.mfu
     line["tokens_per_s_per_gpu"] = round(result.tokens_per_s_per_gpu, 4)
     line["peak_mem_gib"] = round(result.memory.total, 4)
-    line["mfu"] = None if result.mfu is None else round(result.mfu, 5)
+    line["mfu"] = None if mfu is None else round(mfu, 5)
     return line

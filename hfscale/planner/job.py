@@ -135,6 +135,10 @@ class Job:
                 raise LayoutError(f"{name}={value!r} is not a whole number of at least 1: give one")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero!r} is not a ZeRO stage: use 0, 1, 2 or 3")
+        if self.precision == "fp8" and self.gpu.fp8_tflops is None:
+            raise UsageError(f"{self.gpu.name} has no fp8 products that are known: use precision bf16")
+        if self.precision == "bf16" and self.gpu.bf16_tflops is None:
+            raise UsageError(f"{self.gpu.name} has no bf16: use precision fp16")
         self._check_model()
         share = self.data_parallel * self.micro_batch
         if self.global_batch % share:

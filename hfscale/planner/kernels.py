@@ -5,7 +5,8 @@ T tokens of a micro-batch on the rank. Every part is a roofline: work at the sus
 
 from dataclasses import dataclass
 
-from hfscale.facts.hardware import Accelerator, peak_tflops
+from hfscale.errors import UsageError
+from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import LayerKind, ModelView
 from hfscale.planner.stacks import Shared, Stack
@@ -26,6 +27,9 @@ BACKWARD_ATTENTION = 2.5
 FP8_CAST_BYTES = 4.0
 """Bytes moved per element to cast an activation for an fp8 product: read in bf16, written in fp8 as it is and
 transposed (Transformer Engine). The weights' casts are kept over the micro-batches of a step."""
+NORM_PART = 0.5
+"""Part of the hidden-wide passes that norms, residuals and dropout make: they keep 10 of a layer's 24 h
+(Korthikanti et al., arXiv 2205.05198, section 4.2.2), and move somewhat more."""
 MOE_PASSES = 12.0
 """Reads and writes of a hidden-wide activation per expert that a token passes: sorted by expert and back."""
 
@@ -52,8 +56,7 @@ class Rates:
 
     def __init__(self, job: Job, stack: Stack, shared: Shared) -> None:
         gpu = job.gpu
-        dtype = "bf16" if job.precision == "fp8" else "tf32" if job.precision == "fp32" else job.precision
-        peak = peak_tflops(gpu, dtype) or gpu.bf16_tflops or gpu.fp16_tflops or 1.0
+        peak = bf16_like_peak(job)
         self.matmul = matmul_rate(gpu, peak, shared) * stack.matmul
         self.bf16_matmul = self.matmul
         if job.precision == "fp8" and gpu.fp8_tflops:
@@ -62,6 +65,20 @@ class Rates:
         share = stack.attention_hopper if is_hopper else stack.attention_ampere
         self.attention = peak * 1e12 * share * power_factor(gpu, shared)
         self.memory = gpu.memory_tb_s * 1e12 * shared.memory_rate
+
+
+def bf16_like_peak(job: Job) -> float:
+    """Dense peak, TFLOP/s, of the format that products outside fp8 matrices take."""
+    gpu = job.gpu
+    if job.precision == "fp32":
+        peak = gpu.tf32_tflops or gpu.fp32_tflops
+    else:
+        peak = peak_tflops(gpu, "fp16" if job.precision == "fp16" else "bf16")
+    if peak is None:
+        formats: tuple[Dtype, ...] = ("bf16", "fp16", "fp8")
+        has = [name for name in formats if peak_tflops(gpu, name)]
+        raise UsageError(f"no {job.precision} peak of {gpu.name} is known: use precision {' or '.join(has)}")
+    return peak
 
 
 def power_factor(gpu: Accelerator, shared: Shared) -> float:
@@ -137,10 +154,12 @@ with its mask, and read again, at 2 bytes (Korthikanti et al., arXiv 2205.05198,
 
 def _elementwise_s(view: ModelView, job: Job, stack: Stack, tokens: int, tp: int, rates: Rates) -> float:
     left = stack.compiled_passes if job.compile else 1.0
-    hidden_tp = tp if job.sequence_parallel else 1
+    # Norms and residuals are split only with sequence parallelism; what lies inside attention and MLP always is.
+    outside = NORM_PART / (tp if job.sequence_parallel else 1)
+    hidden = stack.passes_h * view.hidden * (outside + (1 - NORM_PART) / tp)
     gate = 1.0 if view.gated else 0.5
-    widths = stack.passes_h * view.hidden / hidden_tp + stack.passes_f * gate * view.mlp_width / tp
-    widths += view.moe_share * MOE_PASSES * view.top_k * view.hidden / hidden_tp
+    experts = view.moe_share * MOE_PASSES * view.top_k * view.hidden / (tp if job.sequence_parallel else 1)
+    widths = hidden + stack.passes_f * gate * view.mlp_width / tp + experts
     return 2 * tokens * widths * left / rates.memory
 
 

@@ -54,6 +54,7 @@ class ModelView:
         self.top_k = moe.top_k if moe else 1
         self.expert_ffn = moe.expert_ffn if moe else 0
         self.moe_share = sum(shape.moe_layers) / shape.layers
+        self._lora: dict[int, float] = {}
         self.kinds = self._kinds()
         self.mlp_width = sum(kind.share * kind.mlp_width for kind in self.kinds)
 
@@ -81,6 +82,14 @@ class ModelView:
             width = width or (shape.mlp.ffn if shape.mlp else 0)
             kinds.append(LayerKind(share=number / shape.layers, matrices=matrices, window=window, mlp_width=width))
         return tuple(kinds)
+
+    def lora_parameters(self, rank: int) -> float:
+        """Parameters of adapters on every linear layer; in a mixture of experts on attention's output alone, as
+        experts cannot be counted."""
+        if rank not in self._lora:
+            modules = "all-linear" if self.shape.moe is None else [self.shape.attention.linears[-1].path]
+            self._lora[rank] = float(self.shape.lora_parameters(rank, modules))
+        return self._lora[rank]
 
     @cached_property
     def layer_parameters(self) -> float:

@@ -10,6 +10,7 @@ Nothing is read from a row's source. What is inferred:
 - blank ZeRO as 1 in Megatron, and as 3 where the states of a replica alone do not fit.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,8 +35,15 @@ KNOWN = (
     "stack", "virtual_stages", "zero", "interconnect", "method",
 )  # fmt: skip
 """Columns that are read; all others are ignored."""
+RECOMPUTE_WORDS: Mapping[str, Recompute] = {
+    "full": "full", "block": "full", "uniform": "full", "yes": "full", "true": "full", "select": "selective",
+    "partial": "selective", "no": "none", "off": "none", "false": "none",
+}  # fmt: skip
+"""How a kind of recomputation begins; Megatron's `block` and `uniform` are ways to do it fully."""
 LOCAL_NODE = 8
-"""GPUs per node unless the GPU says otherwise."""
+"""GPUs per node."""
+LARGEST_SHARE_GB_S = 200.0
+"""More than any GPU's share of a network: 800 Gbit/s cards give 100."""
 
 
 def job_of(row: Mapping[str, str]) -> Job:
@@ -45,7 +53,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         `HfScaleError`: A value is missing, is no number, or does not fit the others.
     """
     gpu = accelerator(text_of(row, "gpu_type"))
-    gpus = whole(row, "gpus")
+    gpus = whole(row, "gpus") or _product(row)
     if gpus is None:
         raise LayoutError("gpus is blank: give the number of GPUs of the run")
     seq_len = whole(row, "seq_len")
@@ -99,6 +107,12 @@ def job_of(row: Mapping[str, str]) -> Job:
 # -- one column at a time ---------------------------------------------------------------------------------------------
 
 
+def _product(row: Mapping[str, str]) -> int | None:
+    """Number of GPUs that the axes multiply to, where a row names the data-parallel ones."""
+    axes = [whole(row, axis) for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp")]
+    return None if axes[0] is axes[1] is None else math.prod(size or 1 for size in axes)
+
+
 def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
     """The layout; a blank data-parallel axis takes the ranks that the others leave."""
     tp, pp, cp = (whole(row, axis) or 1 for axis in ("tp", "pp", "cp"))
@@ -133,7 +147,7 @@ def _pipeline_batch(job: Job) -> Job:
 
 def _precision(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
     """Format of the matrix products, whether states are in it too, and whether fp8 scales are per row."""
-    text = text_of(row, "precision").lower() or "bf16-mixed"
+    text = text_of(row, "precision").lower().replace("bfloat16", "bf16") or "bf16-mixed"
     pure = "pure" in text or text in ("bf16-true", "bf16")
     if "fp8" in text or "float8" in text:
         return "fp8", False, "row" in text
@@ -150,11 +164,9 @@ def _recompute(row: Mapping[str, str]) -> Recompute | None:
     text = text_of(row, "ac").lower()
     if not text:
         return None
-    for word, kind in (("full", "full"), ("select", "selective"), ("none", "none"), ("no", "none"), ("false", "none")):
+    for word, kind in RECOMPUTE_WORDS.items():
         if text.startswith(word):
-            return kind  # type: ignore[return-value]
-    if text in ("yes", "true"):
-        return "full"
+            return kind
     raise UsageError(f"ac {text!r} is not known: use none, selective or full")
 
 
@@ -164,16 +176,17 @@ def _method(row: Mapping[str, str]) -> Method:
 
 
 def interconnect_gb_s(text: str) -> float | None:
-    """GB/s per GPU and direction, of a text such as `50 GB/s`, `400Gb/s per GPU`, `3.2Tbps`, `4x100Gb/node`.
+    """GB/s per GPU and direction, of a text such as `50 GB/s`, `400Gb/s per GPU`, `3.2Tbps`, `8x400Gb`.
 
-    A total per node is divided by eight.
+    A total per node, that is a number of cards, terabits or more than any GPU's share, is divided by eight. A kind of
+    network without a number (`InfiniBand`) is the reference node's, None.
 
     Raises:
-        `UsageError`: It holds no bandwidth.
+        `UsageError`: It holds a number that is no bandwidth.
     """
-    if not text:
+    if not re.search(r"\d", text):
         return None
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(G|T)(B|b)(?:/s|ps)?", text)
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(G|T)(B|b)(?!i?t?E)", text)
     if not found:
         try:
             return float(text)
@@ -181,8 +194,8 @@ def interconnect_gb_s(text: str) -> float | None:
             raise UsageError(f"interconnect {text!r} holds no bandwidth: write 50 GB/s or 400 Gb/s") from None
     cards, value, scale, unit = found.groups()
     gigabytes = int(cards or 1) * float(value) * (1000 if scale == "T" else 1) / (1 if unit == "B" else 8)
-    per_node = ("node" in text.lower() and "per gpu" not in text.lower()) or scale == "T"
-    return gigabytes / LOCAL_NODE if per_node else gigabytes
+    is_of_node = cards or scale == "T" or "node" in text.lower() or gigabytes > LARGEST_SHARE_GB_S
+    return gigabytes / LOCAL_NODE if is_of_node and "per gpu" not in text.lower() else gigabytes
 
 
 def _whole_is_blank(row: Mapping[str, str], *keys: str) -> bool:

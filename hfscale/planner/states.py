@@ -38,8 +38,7 @@ def trained_parameters(view: ModelView, job: Job) -> float:
     """Parameters that get a gradient."""
     if job.method == "full":
         return float(view.total_parameters)
-    modules = "all-linear" if view.shape.moe is None else [view.shape.attention.linears[-1].path]
-    return float(view.shape.lora_parameters(job.lora_rank, modules))
+    return view.lora_parameters(job.lora_rank)
 
 
 def local_parameters(view: ModelView, job: Job) -> float:
