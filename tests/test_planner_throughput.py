@@ -13,6 +13,7 @@ from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import accelerator
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.network import Group, Network
+from hfscale.planner.schedule import one_f_one_b
 from hfscale.planner.stacks import shared, stack, stack_names
 from hfscale.planner.throughput import exposed_s
 
@@ -88,6 +89,17 @@ class TestStep:
         assert time.bubble / (time.compute + time.communication) == pytest.approx(
             (stages - 1) / micro_batches, rel=0.08
         )
+
+    @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (4, 8), (8, 5)])
+    def test_a_simulated_1f1b_takes_as_long_and_holds_as_much(self, stages, micro_batches):
+        slots = one_f_one_b(stages, micro_batches)
+        assert max(slot.end for slot in slots) == (micro_batches + stages - 1) * 3
+        assert len(slots) == 2 * stages * micro_batches
+        held = most = 0
+        for slot in sorted((slot for slot in slots if slot.rank == 0), key=lambda slot: slot.start):
+            held += 1 if slot.is_forward else -1
+            most = max(most, held)
+        assert most == min(stages, micro_batches)
 
     def test_virtual_stages_divide_the_bubble(self):
         plain = estimate_job(job(pp=4, zero=1, global_batch=8)).time.bubble

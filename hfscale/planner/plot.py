@@ -1,10 +1,12 @@
-"""Pictures of a plan: memory against the card's limit, where the step goes, time against cost. Needs matplotlib."""
+"""Pictures of a plan: memory against the card's limit, where the step goes, time against cost, and the first choice's
+pipeline. Needs matplotlib."""
 
 from pathlib import Path
 from typing import Any
 
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
 from hfscale.planner.answer import Choice, Plan
+from hfscale.planner.schedule import one_f_one_b
 from hfscale.planner.search import HEADROOM, strategy_of
 
 KINDS = (".svg", ".png", ".pdf")
@@ -26,8 +28,8 @@ def draw(plan: Plan, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependencyError('pictures need matplotlib: pip install "hfscale[report]"') from None
-    figure = Figure(figsize=(15, 0.9 + 0.55 * max(4, len(plan.choices))), layout="constrained")
-    memory, time, cost = figure.subplots(1, 3)
+    figure = Figure(figsize=(15, 7), layout="constrained")
+    (memory, time), (cost, pipeline) = figure.subplots(2, 2)
     labels = [f"{number} {_label(choice)}" for number, choice in enumerate(plan.choices, 1)]
     _stack(memory, labels, [vars(choice.estimate.memory) for choice in plan.choices], "GiB per GPU at the peak")
     limit = plan.question.gpu.memory_gib
@@ -37,6 +39,7 @@ def draw(plan: Plan, path: Path) -> None:
         time, [str(number + 1) for number in range(len(labels))], [_times(c) for c in plan.choices], "seconds per step"
     )
     _pareto(cost, plan)
+    _gantt(pipeline, plan.choices[0])
     figure.suptitle(f"{plan.model} on {plan.question.gpus} {plan.question.gpu.name}")
     try:
         figure.savefig(path)
@@ -63,12 +66,33 @@ def _stack(axes: Any, labels: list[str], rows: list[dict[str, float]], title: st
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_title(title)
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _gantt(axes: Any, choice: Choice) -> None:
+    """The first choice's pipeline under 1F1B, a part of its micro-batches; an empty panel without one."""
+    job = choice.estimate.job
+    stages, micro_batches = job.layout.pp, min(job.micro_batches, 2 * job.layout.pp + 2)
+    if stages == 1:
+        axes.set_axis_off()
+        return
+    for slot in one_f_one_b(stages, micro_batches):
+        colour = "tab:blue" if slot.is_forward else "tab:orange"
+        axes.barh(slot.rank, slot.end - slot.start, left=slot.start, color=colour, edgecolor="white", height=0.9)
+    axes.invert_yaxis()
+    axes.set_ylabel("pipeline rank")
+    axes.set_xlabel("forward (blue) = 1, backward (orange) = 2")
+    looped = f", without its {job.virtual_stages} virtual stages" if job.virtual_stages > 1 else ""
+    axes.set_title(f"first choice, {micro_batches} of {job.micro_batches} micro-batches{looped}")
 
 
 def _pareto(axes: Any, plan: Plan) -> None:
-    """Days and dollars of every choice at every price; without tokens, tokens/s/GPU."""
-    points = [(number, cost) for number, choice in enumerate(plan.choices, 1) for cost in choice.costs]
+    """Days and dollars of every choice at its cheapest offers; without tokens, tokens/s/GPU."""
+    points = []
+    for number, choice in enumerate(plan.choices, 1):
+        for kind in ("on-demand", "spot"):
+            cheapest = next((cost for cost in choice.costs if cost.kind == kind), None)
+            points += [(number, cost) for cost in (cheapest,) if cost is not None]
     if not points or plan.choices[0].usd is None:
         speeds = [choice.estimate.tokens_per_s_per_gpu for choice in plan.choices]
         axes.barh([str(number + 1) for number in range(len(speeds))], speeds)
