@@ -1,6 +1,8 @@
 """A row of a table of runs -> a `Job`: what the columns say, and what is inferred where they are blank.
 
-Nothing is read from a row's source. What is inferred:
+Columns: model, params_b, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, global_batch_seqs, gpus,
+gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile; beside them stack, virtual_stages, zero, interconnect
+and method, if there. Measured columns and the row's source are not read. What is inferred:
 
 - the model's shape, where a width is blank, from the catalogue's model of that name or the nearest parameter count;
 - whether the MLP is gated and the head tied, from the parameter count, else from ffn = 4 x hidden;
@@ -29,12 +31,6 @@ from hfscale.planner.states import state_bytes
 
 REQUIRED = ("model", "seq_len", "gpus", "gpu_type")
 """Columns without which nothing can be said."""
-KNOWN = (
-    *REQUIRED, "source", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "micro_batch",
-    "global_batch_seqs", "dp_shard", "dp_replicate", "tp", "pp", "cp", "precision", "ac", "compile",
-    "stack", "virtual_stages", "zero", "interconnect", "method",
-)  # fmt: skip
-"""Columns that are read; all others are ignored."""
 RECOMPUTE_WORDS: Mapping[str, Recompute] = {
     "full": "full", "block": "full", "uniform": "full", "yes": "full", "true": "full", "select": "selective",
     "partial": "selective", "no": "none", "off": "none", "false": "none",
