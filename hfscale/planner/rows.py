@@ -1,8 +1,8 @@
 """A row of a table of runs -> a `Job`: what the columns say, and what is inferred where they are blank.
 
 Columns: model, params_b, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, global_batch_seqs, gpus,
-gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile; beside them stack, virtual_stages, zero, interconnect
-and method, if there. Measured columns and the row's source are not read. What is inferred:
+gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile; beside them stack, virtual_stages, zero,
+interconnect and method, if there. Measured columns and the row's source are not read. What is inferred:
 
 - the model's shape, where a width is blank, from the catalogue's model of that name or the nearest parameter count;
 - whether the MLP is gated and the head tied, from the parameter count, else from ffn = 4 x hidden;
