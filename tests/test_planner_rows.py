@@ -37,6 +37,11 @@ def test_gate_and_tie_follow_from_the_parameter_count(changes, gated, tied):
     assert (shape.mlp.gated, shape.tied) == (gated, tied)
 
 
+def test_a_known_name_will_do_without_widths():
+    blank = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "params_b"), "")
+    assert row_shape(row(model="Qwen3-8B", **blank)).total_parameters == 8_190_735_360
+
+
 def test_experts_are_read_from_the_name():
     shape = row_shape(row(model="Grok1-314B(MoE 8e top2)", params_b="314"))
     assert (shape.moe.experts, shape.moe.top_k) == (8, 2)

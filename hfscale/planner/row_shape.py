@@ -1,6 +1,7 @@
 """A row of a table of runs -> the model's shape.
 
-Where a width is blank it follows from the parameter count; whether the MLP is gated and the head tied follows from it
+Where the widths are blank they are the catalogue's model of that name, or follow from the parameter count; whether
+the MLP is gated and the head tied follows from it
 too, else from ffn = 4 x hidden; a mixture of experts from a name such as `8e top2`.
 """
 
@@ -10,6 +11,7 @@ from functools import lru_cache
 
 from hfscale.errors import UsageError
 from hfscale.facts.model_shape import ModelShape
+from hfscale.facts.models import catalogue_shape
 
 DEFAULT_VOCAB = 50304
 """GPT-2's vocabulary padded to a multiple of 128, where a row names none."""
@@ -66,6 +68,8 @@ def row_shape(row: Mapping[str, str]) -> ModelShape:
     layers, hidden = whole(row, "layers"), whole(row, "hidden")
     vocab = whole(row, "vocab") or DEFAULT_VOCAB
     billions, model = number(row, "params_b"), text_of(row, "model")
+    if layers is None and hidden is None and (known := catalogue_shape(model)) is not None:
+        return known
     if (layers is None or hidden is None) and billions is None:
         raise UsageError(f"model {model!r} has neither widths nor params_b: fill in layers, hidden, heads, ffn, vocab")
     if hidden is None:

@@ -4,7 +4,7 @@ Columns: model, params_b, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, 
 gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile; beside them stack, virtual_stages, zero,
 interconnect and method, if there. Measured columns and the row's source are not read. What is inferred:
 
-- the model's shape, where a width is blank, from the catalogue's model of that name or the nearest parameter count;
+- the model's shape, where the widths are blank, from the catalogue's model of that name or the parameter count;
 - whether the MLP is gated and the head tied, from the parameter count, else from ffn = 4 x hidden;
 - the stack, from the layout and the spelling of precision and recomputation (`infer_stack`);
 - a blank recomputation as the least that fits the memory;
