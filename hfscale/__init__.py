@@ -16,7 +16,9 @@ _HOME_OF = {
     "ScalingCallback": "hfscale.callbacks.scaling",
     "ScalingMetricsCallback": "hfscale.callbacks.scaling_metrics",
     "SpotCheckpointCallback": "hfscale.callbacks.spot_checkpoint",
+    "estimate": "hfscale.planner.plan",
     "latest_checkpoint": "hfscale.checkpoint.store",
+    "plan": "hfscale.planner.plan",
 }
 
 __all__ = [*_HOME_OF, "__version__", "errors"]

@@ -73,7 +73,7 @@ def test_every_public_name_is_there_and_dir_lists_them():
 def test_the_promised_names_of_this_version():
     promised = {
         "ScalingCallback", "LRScalingCallback", "SpotCheckpointCallback", "CommHealthCallback",
-        "ScalingMetricsCallback", "latest_checkpoint", "ParallelLayout", "ModelShape", "errors",
+        "ScalingMetricsCallback", "estimate", "latest_checkpoint", "plan", "ParallelLayout", "ModelShape", "errors",
     }  # fmt: skip
     assert promised <= set(hfscale.__all__)
     assert issubclass(hfscale.errors.HfScaleError, Exception)
@@ -88,6 +88,8 @@ def test_the_promised_names_of_this_version():
         "import hfscale.checkpoint.store; hfscale.latest_checkpoint",
         "import hfscale.cli; hfscale.cli.main(['--help'])",
         "import hfscale.cli; hfscale.cli.main(['configs', 'list'])",
+        "import hfscale.cli; hfscale.cli.main(['plan', 'llama-3.1-8b', '--gpu', 'H100', '--gpus', '8'])",
+        "import hfscale; hfscale.estimate, hfscale.plan",
     ],
 )
 def test_the_floors_without_torch_load_none_of_it(code):

@@ -15,6 +15,8 @@ from hfscale import __version__
 from hfscale.errors import HfScaleError
 
 COMMANDS = {
+    "plan": "Rank the layouts for a model on your GPUs: does it fit, how long, how much.",
+    "estimate": "Memory and time of one layout, or of every row of a table of runs.",
     "configs": "List, show or copy the shipped Accelerate, DeepSpeed and recipe configs.",
 }
 

@@ -65,6 +65,12 @@ def accelerators() -> tuple[Accelerator, ...]:
     return tuple(Accelerator(**row) for row in rows)
 
 
+@cache
+def _by_plain_name() -> dict[str, Accelerator]:
+    return {_plain(known): row for row in accelerators() for known in (row.name, *row.aliases)}
+
+
+@cache
 def accelerator(name: str) -> Accelerator:
     """The accelerator called `name`, by its name or an alias.
 
@@ -73,7 +79,7 @@ def accelerator(name: str) -> Accelerator:
     Raises:
         `UnknownHardwareError`: There is none; the message names the nearest.
     """
-    by_name = {_plain(known): row for row in accelerators() for known in (row.name, *row.aliases)}
+    by_name = _by_plain_name()
     plain = _plain(name)
     if plain in by_name:
         return by_name[plain]

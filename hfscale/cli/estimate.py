@@ -1,0 +1,166 @@
+"""`hfscale estimate`: memory and time of one layout, or of every row of a table of runs."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hfscale.cli import COMMANDS
+from hfscale.errors import HfScaleError, UsageError
+from hfscale.facts.layout import ParallelLayout
+from hfscale.planner.answer import estimate_dict
+from hfscale.planner.estimate import Estimate, estimate_job
+from hfscale.planner.plan import estimate
+from hfscale.planner.rows import REQUIRED, job_of
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("estimate", help=COMMANDS["estimate"])(run)
+
+
+def run(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A built-in name, hub id or config.json.")
+    ] = None,
+    table: Annotated[Path | None, typer.Option(help="A CSV of runs instead: a JSON line per row.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml: H100-80GB.")] = None,
+    gpus: Annotated[int, typer.Option(help="How many.")] = 1,
+    dp_replicate: Annotated[int | None, typer.Option(help="Replicas of the parameters.")] = None,
+    dp_shard: Annotated[int | None, typer.Option(help="Ranks that share one replica (FSDP2, ZeRO-3).")] = None,
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank.")] = 1,
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage: 0, 1, 2, 3 (FSDP2 is 3).")] = None,
+    micro_batch: Annotated[int, typer.Option(help="Sequences per data-parallel rank and micro-batch.")] = 1,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    activation_checkpointing: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp8.")] = "bf16",
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile is on.")] = False,
+    stack: Annotated[str, typer.Option(help="hf, titan or megatron.")] = "hf",
+    method: Annotated[str, typer.Option(help="full, lora or qlora.")] = "full",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_bf16, adamw_8bit, sgd, adafactor, muon.")] = "adamw",
+    expert_parallel: Annotated[int, typer.Option(help="Ranks that share the experts of a layer.")] = 1,
+    offload: Annotated[str, typer.Option(help="none, optimizer or full.")] = "none",
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe joins.")] = 8,
+    network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Memory and time of one layout, itemised."""
+    if table is not None:
+        if model is not None:
+            raise UsageError(f"give a MODEL ({model}) or --table ({table}), not both")
+        run_table(table)
+        return
+    if model is None or gpu is None:
+        raise UsageError("give a MODEL and --gpu, such as llama-3.1-8b --gpu H100-80GB, or --table FILE.csv")
+    layout = fill_layout(gpus, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, zero=zero)
+    result = estimate(
+        model,
+        gpu=gpu,
+        layout=layout,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+        virtual_stages=virtual_stages,
+        zero=(3 if layout.dp_shard > 1 else 0) if zero is None else zero,
+        recompute=activation_checkpointing,
+        precision=precision,
+        compile=compile,
+        stack=stack,
+        method=method,
+        optimizer=optimizer,
+        expert_parallel=expert_parallel,
+        offload=offload,
+        gpus_per_node=gpus_per_node,
+        network_gb_s=network_gb_s,
+    )
+    if as_json:
+        print(json.dumps(estimate_dict(result)))
+    else:
+        print_estimate(result)
+
+
+def fill_layout(
+    gpus: int, *, dp_replicate: int | None, dp_shard: int | None, cp: int, tp: int, pp: int, zero: int | None
+) -> ParallelLayout:
+    """The layout; ranks that no axis names share the parameters, or are replicas where ZeRO shares less.
+
+    Raises:
+        `LayoutError`: The axes do not multiply to the number of GPUs.
+    """
+    named = ParallelLayout(dp_replicate=dp_replicate or 1, dp_shard=dp_shard or 1, cp=cp, tp=tp, pp=pp)
+    left, over = divmod(gpus, named.world_size)
+    if dp_replicate is None and dp_shard is None and left > 1 and not over:
+        shard, replicate = (left, 1) if zero in (None, 3) else (1, left)
+        named = ParallelLayout(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, pp=pp)
+    elif dp_shard is None and left > 1 and not over and zero in (None, 3):
+        named = ParallelLayout(dp_replicate=dp_replicate or 1, dp_shard=left, cp=cp, tp=tp, pp=pp)
+    elif dp_replicate is None and left > 1 and not over:
+        named = ParallelLayout(dp_replicate=left, dp_shard=dp_shard or 1, cp=cp, tp=tp, pp=pp)
+    named.check_world_size(gpus)
+    return named
+
+
+def print_estimate(result: Estimate) -> None:
+    """An estimate as two small tables."""
+    job, memory, time = result.job, result.memory, result.time
+    print(f"{job.shape.model_type} {job.shape.total_parameters / 1e9:.2f}B on {job.layout.world_size} {job.gpu.name}")
+    print(f"  {job.layout}, ZeRO stage {job.zero}, micro-batch {job.micro_batch} x {job.micro_batches} steps")
+    verdict = "fits" if result.fits else "does NOT fit"
+    print(f"memory {memory.total:.1f} GiB of {job.gpu.memory_gib:g}: {verdict}")
+    for name, gib in vars(memory).items():
+        print(f"  {name:14}{gib:8.2f} GiB")
+    print(f"step {time.total:.3f} s")
+    for name, seconds in vars(time).items():
+        print(f"  {name:14}{seconds:8.3f} s  {seconds / time.total:4.0%}")
+    mfu = "" if result.mfu is None else f", MFU {result.mfu:.1%} (attention in full)"
+    print(f"{result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{mfu}")
+
+
+def run_table(path: Path) -> None:
+    """A JSON line for every row of a table; a row that is wrong has an error and the rest go on.
+
+    Raises:
+        `UsageError`: The table cannot be read, or columns are missing.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise UsageError(
+                    f"{path} has no column {', '.join(missing)}: a table of runs needs {', '.join(REQUIRED)}"
+                )
+            for number, row in enumerate(reader):
+                sys.stdout.write(json.dumps(table_line(number, row)) + "\n")
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"table {path} cannot be read: {reason}; give a CSV file in UTF-8") from None
+
+
+def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
+    """One row's answer; rows count from 0."""
+    line: dict[str, Any] = {
+        "row": number,
+        "tokens_per_s_per_gpu": None,
+        "peak_mem_gib": None,
+        "mfu": None,
+        "error": None,
+    }
+    try:
+        if None in row:
+            raise UsageError("the row has more cells than the table has columns: quote cells that hold a comma")
+        result = estimate_job(job_of(row))
+    except HfScaleError as error:
+        return {**line, "error": " ".join(str(error).split())}
+    mfu = result.mfu
+    line["tokens_per_s_per_gpu"] = round(result.tokens_per_s_per_gpu, 4)
+    line["peak_mem_gib"] = round(result.memory.total, 4)
+    line["mfu"] = None if mfu is None else round(mfu, 5)
+    return line

@@ -1,0 +1,109 @@
+"""`hfscale plan`: which layout, does it fit, how long, how much."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hfscale.cli import COMMANDS
+from hfscale.errors import UsageError
+from hfscale.planner.answer import Plan
+from hfscale.planner.plan import plan
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("plan", help=COMMANDS["plan"])(run)
+
+
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json.")],
+    gpu: Annotated[str, typer.Option(help="A GPU of hardware.toml: H100-80GB.")],
+    gpus: Annotated[int, typer.Option(help="How many; with --objective cost or gpus, at most so many.")],
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe joins.")] = 8,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens to train on: 500M, 1T.")] = None,
+    method: Annotated[str, typer.Option(help="full, lora or qlora.")] = "full",
+    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
+    stack: Annotated[str, typer.Option(help="hf, titan or megatron.")] = "hf",
+    precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or fp32.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_bf16, adamw_8bit, sgd, adafactor, muon.")] = "adamw",
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile is on.")] = False,
+    liger: Annotated[bool, typer.Option("--liger", help="The loss is fused (use_liger_kernel).")] = False,
+    network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
+    objective: Annotated[str, typer.Option(help="Rank by time, cost or gpus (fewest).")] = "time",
+    min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Say how few GPUs would do.")] = False,
+    deadline: Annotated[float | None, typer.Option(help="Hours that the run may take.")] = None,
+    budget: Annotated[float | None, typer.Option(help="USD that the run may cost.")] = None,
+    usd_per_gpu_hour: Annotated[float | None, typer.Option(help="Your price.")] = None,
+    spot_interruptions: Annotated[float | None, typer.Option(help="Preemptions per spot node and hour.")] = None,
+    prices: Annotated[Path | None, typer.Option(help="Your price list, rows as in hfscale/facts/prices.toml.")] = None,
+    top: Annotated[int, typer.Option(help="Number of choices.")] = 5,
+    emit: Annotated[Path | None, typer.Option(help="Write configs and the launch command here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory, time and cost (svg or png).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> int:
+    """Rank the layouts that fit, with memory, time and cost."""
+    if top < 1:
+        raise UsageError(f"--top {top} is below 1: give the number of choices to show")
+    result = plan(
+        model,
+        gpu=gpu,
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        tokens=None if tokens is None else parse_tokens(tokens),
+        method=method,
+        lora_rank=lora_rank,
+        stack=stack,
+        precision=precision,
+        optimizer=optimizer,
+        compile=compile,
+        fused_loss=liger,
+        network_gb_s=network_gb_s,
+        objective=objective,  # type: ignore[arg-type]
+        min_gpus=min_gpus,
+        deadline_hours=deadline,
+        budget_usd=budget,
+        usd_per_gpu_hour=usd_per_gpu_hour,
+        spot_interruptions=spot_interruptions,
+        prices=prices,
+        top=top,
+    )
+    written = _emit(result, emit) if emit is not None and result.choices else []
+    if plot is not None and result.choices:
+        from hfscale.planner.plot import draw
+
+        draw(result, plot)
+        written.append(plot)
+    if as_json:
+        print(json.dumps({**result.to_dict(), **({"files": [str(path) for path in written]} if written else {})}))
+    else:
+        from hfscale.cli.plan_view import show
+
+        show(result, written)
+    return 0 if result.choices else 1
+
+
+def _emit(result: Plan, folder: Path) -> list[Path]:
+    from hfscale.planner.emit import emit
+
+    return emit(result, folder)
+
+
+def parse_tokens(text: str) -> float:
+    """A number of tokens such as `500M`, `1.5T` or `1e12`.
+
+    Raises:
+        `UsageError`: It is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBGT]?)", text.strip().replace(",", ""), flags=re.IGNORECASE)
+    if not found or not 0 < float(found[1]) * _UNITS[found[2].upper()] < 1e18:
+        raise UsageError(f"tokens {text!r} is not a number of tokens: write 500M, 20B or 1T")
+    return float(found[1]) * _UNITS[found[2].upper()]

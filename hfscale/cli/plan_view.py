@@ -1,0 +1,147 @@
+"""A plan as a person reads it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hfscale.planner.answer import Choice, Plan
+from hfscale.planner.search import strategy_of
+
+REJECTED_SHOWN = 5
+COSTS_SHOWN = 6
+TERMINAL = 120
+"""Columns where the output is no terminal."""
+
+
+def show(plan: Plan, written: Sequence[Path]) -> None:
+    """Print a plan."""
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=TERMINAL)
+    shape, question = plan.question.shape, plan.question
+    console.print(
+        f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {question.gpus} x {question.gpu.name}, "
+        f"sequences of {question.seq_len}, {question.method}, stack {question.stack}"
+    )
+    if plan.choices:
+        console.print(_choices(plan))
+        console.print(_memory(plan.choices))
+        console.print(_time(plan.choices))
+        if plan.choices[0].costs and plan.choices[0].usd is not None:
+            console.print(_costs(plan.choices[0]))
+    else:
+        console.print("Nothing fits.")
+    if plan.min_gpus is not None:
+        console.print(f"Fewest GPUs that do: {plan.min_gpus}")
+    _list(console, "Does not work", _reasons(plan))
+    _list(console, "Advice", [f"{item.text} ({item.source})" for item in plan.advice])
+    _list(console, "Warnings", plan.warnings)
+    _list(console, "Assumptions", plan.assumptions)
+    _list(console, "Written", [str(path) for path in written])
+
+
+def _list(console: Console, title: str, lines: Sequence[str]) -> None:
+    if lines:
+        console.print(f"\n{title}:")
+        for line in lines:
+            console.print(f"  - {line}")
+
+
+def _layout(choice: Choice) -> str:
+    layout = choice.estimate.job.layout
+    axes = {
+        "replicate": layout.dp_replicate,
+        "shard": layout.dp_shard,
+        "cp": layout.cp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+    }
+    return " ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1"
+
+
+def _choices(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    has_hours, has_usd = plan.tokens is not None, any(choice.usd is not None for choice in plan.choices)
+    for name in ("#", "strategy", "layout", "ZeRO"):
+        table.add_column(name)
+    for name in ("batch", "recompute", "GiB", "step s", "tokens/s/GPU", "MFU", *(("days",) if has_hours else ())):
+        table.add_column(name, justify="right")
+    if has_usd:
+        table.add_column("USD", justify="right")
+    for number, choice in enumerate(plan.choices, 1):
+        estimate, job = choice.estimate, choice.estimate.job
+        stages = f" x{job.virtual_stages}" if job.virtual_stages > 1 else ""
+        offload = f", {job.offload} offload" if job.offload != "none" else ""
+        row = [
+            str(number),
+            strategy_of(job) + offload,
+            _layout(choice) + stages,
+            str(job.zero),
+            f"{job.micro_batch} x {job.micro_batches}",
+            job.recompute,
+            f"{estimate.memory.total:.0f}",
+            f"{estimate.time.total:.2f}",
+            f"{estimate.tokens_per_s_per_gpu:,.0f}",
+            "" if estimate.mfu is None else f"{estimate.mfu:.0%}",
+        ]
+        if has_hours:
+            row.append("" if choice.hours is None else f"{choice.hours / 24:,.1f}")
+        if has_usd:
+            row.append("" if choice.usd is None else f"{choice.usd:,.0f}")
+        table.add_row(*row)
+    return table
+
+
+def _memory(choices: Sequence[Choice]) -> Table:
+    table = Table(box=None, pad_edge=False, title="GiB per GPU at the peak", title_justify="left", title_style="")
+    names = list(vars(choices[0].estimate.memory))
+    for name in ("#", *names, "total"):
+        table.add_column(name, justify="right")
+    for number, choice in enumerate(choices, 1):
+        memory = choice.estimate.memory
+        parts = [f"{getattr(memory, name):.1f}" for name in names]
+        table.add_row(str(number), *parts, f"{memory.total:.1f}")
+    return table
+
+
+def _time(choices: Sequence[Choice]) -> Table:
+    table = Table(box=None, pad_edge=False, title="Share of the step", title_justify="left", title_style="")
+    names = list(vars(choices[0].estimate.time))
+    for name in ("#", *names):
+        table.add_column(name, justify="right")
+    for number, choice in enumerate(choices, 1):
+        time = choice.estimate.time
+        table.add_row(str(number), *(f"{getattr(time, name) / time.total:.1%}" for name in names))
+    return table
+
+
+def _costs(choice: Choice) -> Table:
+    table = Table(box=None, pad_edge=False, title="Cost of the first choice", title_justify="left", title_style="")
+    for name in ("provider", "kind", "region"):
+        table.add_column(name)
+    for name in ("USD/GPU-hour", "goodput", "days", "GPU-hours", "USD", "USD/M tokens", "read"):
+        table.add_column(name, justify="right")
+    for cost in choice.costs[:COSTS_SHOWN]:
+        table.add_row(
+            cost.provider,
+            cost.kind,
+            cost.region or "",
+            f"{cost.usd_per_gpu_hour:.2f}",
+            f"{cost.goodput:.1%}",
+            f"{cost.hours / 24:,.1f}",
+            f"{cost.gpu_hours:,.0f}",
+            f"{cost.usd:,.0f}",
+            f"{cost.usd_per_million_tokens:.3f}",
+            cost.date or "",
+        )
+    return table
+
+
+def _reasons(plan: Plan) -> list[str]:
+    """Each reason once, the nearest misses first."""
+    rows = sorted(plan.rejected, key=lambda row: row.needed_gib or 0.0)
+    lines = list(dict.fromkeys(f"{row.layout}: {row.reason}" for row in rows))
+    rest = len(lines) - REJECTED_SHOWN
+    return lines[:REJECTED_SHOWN] + ([f"and {rest} more (--json lists them all)"] if rest > 0 else [])

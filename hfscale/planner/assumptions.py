@@ -1,0 +1,33 @@
+"""What an estimate rests on, in words."""
+
+from hfscale.planner.cost import MTBF_GPU_HOURS, RESTART_S, SAVE_BYTES_S_PER_NODE, SPOT_INTERRUPTIONS_PER_NODE_HOUR
+from hfscale.planner.job import Job
+from hfscale.planner.network import DEFAULT_NETWORK_GB_S
+from hfscale.planner.search import Question
+from hfscale.planner.stacks import stack
+
+
+def assumptions(question: Question, job: Job | None, tokens: float | None, headroom: float) -> list[str]:
+    """One sentence each."""
+    gpu = question.gpu
+    network = question.network_gb_s or gpu.network_gb_s or DEFAULT_NETWORK_GB_S
+    origin = "given" if question.network_gb_s else "the vendor's reference node" if gpu.network_gb_s else "assumed"
+    link = f"{gpu.link_gb_s:g} GB/s NVLink or xGMI" if gpu.link_gb_s else "PCIe only"
+    found = [
+        f"stack {question.stack}: {stack(question.stack).about}",
+        f"nodes of {question.gpus_per_node}: {link} inside, {network:g} GB/s per GPU and direction between ({origin})",
+        f"{question.precision} products, {question.optimizer} states, sequences packed to {question.seq_len} tokens",
+        f"at most {headroom:.0%} of {gpu.memory_gib:g} GiB is planned for",
+    ]
+    if job is not None:
+        tokens_per_step = job.global_batch * job.seq_len
+        origin = "given" if question.global_batch else "assumed"
+        found.append(f"global batch {job.global_batch} sequences, {tokens_per_step:,} tokens per step ({origin})")
+    if tokens is not None:
+        found += [
+            f"goodput: one interruption per {MTBF_GPU_HOURS:,.0f} GPU-hours, of spot nodes "
+            f"{SPOT_INTERRUPTIONS_PER_NODE_HOUR:g} per node-hour besides, {RESTART_S / 60:.0f} minutes to restart, "
+            f"saves at {SAVE_BYTES_S_PER_NODE / 1e9:g} GB/s per node at Young's cadence",
+            "dollars: list prices as of their date, storage of two checkpoints; no tax, discount or egress",
+        ]
+    return found

@@ -1,0 +1,219 @@
+"""Writes the files of a plan's first choice: Accelerate YAML, DeepSpeed JSON, recipe YAML and the launch command."""
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from hfscale.errors import StorageError, UsageError
+from hfscale.facts.models import catalogue
+from hfscale.planner.answer import Choice, Plan
+from hfscale.planner.job import Job
+from hfscale.planner.search import strategy_of
+
+LEARNING_RATE = 1e-5
+"""A cautious start for full fine-tuning; the recipe's YAML says to set your own."""
+LORA_LEARNING_RATE = 2e-4
+"""The usual one for LoRA (Hu et al., arXiv 2106.09685, appendix D)."""
+
+
+def emit(plan: Plan, folder: Path) -> list[Path]:
+    """Write the files into `folder`, which is made if need be.
+
+    Raises:
+        `UsageError`: The plan has no choice, or its stack is not one that hfscale launches.
+        `StorageError`: The folder cannot be written.
+    """
+    if not plan.choices:
+        raise UsageError("nothing fits, so there is nothing to write: see the reasons, or plan for more GPUs")
+    if plan.question.stack != "hf":
+        raise UsageError(
+            f"--emit writes files for Hugging Face's stack, not {plan.question.stack}: plan with --stack hf"
+        )
+    choice = plan.choices[0]
+    files = {
+        "accelerate.yaml": accelerate_yaml(plan, choice, folder),
+        "recipe.yaml": recipe_yaml(plan, choice, folder),
+        "launch.sh": launch_sh(choice, folder),
+    }
+    if uses_deepspeed(choice.estimate.job):
+        files["deepspeed.json"] = json.dumps(deepspeed_config(choice.estimate.job), indent=2) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror}; give --emit another folder") from None
+    return [folder / name for name in files]
+
+
+def uses_deepspeed(job: Job) -> bool:
+    """Whether the strategy is DeepSpeed's."""
+    return strategy_of(job) in ("zero1", "zero2", "zero3") or job.offload != "none"
+
+
+def recipe_of(job: Job) -> str:
+    """The recipe that runs a strategy."""
+    strategy = strategy_of(job)
+    tier = {"single": "ddp", "ddp": "ddp", "zero1": "ddp", "parallel": "tp_pp"}.get(strategy, "sharded")
+    return f"recipes/{'sharded' if job.offload != 'none' else tier}/train.py"
+
+
+def launch_command(job: Job, folder: Path) -> list[str]:
+    """The exact command; on several machines, with the shell's variables of each in its place."""
+    nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
+    command = ["accelerate", "launch", "--config_file", str(folder / "accelerate.yaml")]
+    if nodes > 1:
+        command += ["--machine_rank", "$MACHINE_RANK", "--main_process_ip", "$MAIN_IP", "--main_process_port", "29500"]
+    return [*command, recipe_of(job), "--config", str(folder / "recipe.yaml")]
+
+
+def _shell(command: list[str]) -> str:
+    return " ".join(f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in command)
+
+
+def launch_sh(choice: Choice, folder: Path) -> str:
+    """A script with the command."""
+    job = choice.estimate.job
+    nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
+    lines = ["#!/bin/sh"]
+    if nodes > 1:
+        lines.append(
+            f"# On each of the {nodes} machines, with MACHINE_RANK from 0 to {nodes - 1} and MAIN_IP that of rank 0."
+        )
+    return "\n".join([*lines, "set -eu", _shell(launch_command(job, folder))]) + "\n"
+
+
+def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
+    """The Accelerate config."""
+    job, layout = choice.estimate.job, choice.estimate.job.layout
+    nodes = math.ceil(layout.world_size / job.gpus_per_node)
+    strategy = strategy_of(job)
+    lines = [
+        f"# {_shell(launch_command(job, folder))}",
+        f"# {plan.model} on {layout.world_size} {job.gpu.name}: {strategy}, {layout}.",
+        f"# Estimated: {choice.estimate.memory.total:.0f} GiB per GPU, {choice.estimate.time.total:.2f} s per step.",
+        "compute_environment: LOCAL_MACHINE",
+    ]
+    if uses_deepspeed(job):
+        lines += [
+            "distributed_type: DEEPSPEED",
+            "deepspeed_config:",
+            f"  deepspeed_config_file: {folder / 'deepspeed.json'}",
+            f"  zero3_init_flag: {'true' if job.zero == 3 else 'false'}",
+        ]
+    elif strategy == "fsdp2" and layout.tp == 1:
+        lines += [
+            "distributed_type: FSDP",
+            "fsdp_config:",
+            "  fsdp_version: 2",
+            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP # one unit per decoder layer",
+            f"  fsdp_reshard_after_forward: {'true' if job.reshard else 'false'}",
+            "  fsdp_state_dict_type: SHARDED_STATE_DICT",
+            "  fsdp_cpu_ram_efficient_loading: true",
+            "  fsdp_activation_checkpointing: false # recipe.yaml decides",
+        ]
+    elif layout.world_size == 1:
+        lines.append('distributed_type: "NO"')
+    else:
+        lines.append("distributed_type: MULTI_GPU")
+    sizes = {
+        "dp_replicate_size": layout.dp_replicate,
+        "dp_shard_size": layout.dp_shard,
+        "cp_size": layout.cp,
+        "tp_size": layout.tp,
+    }
+    if strategy == "fsdp2" and (layout.dp_replicate > 1 or layout.cp > 1 or layout.tp > 1):
+        lines.append("parallelism_config:")
+        lines += [f"  parallelism_config_{name}: {size}" for name, size in sizes.items() if size > 1]
+    lines += [
+        f"num_machines: {nodes}",
+        "machine_rank: 0",
+        f"num_processes: {layout.world_size}",
+        "use_cpu: false",
+        *(["main_process_port: 0"] if nodes == 1 else []),
+    ]
+    if not uses_deepspeed(job):
+        lines.append('mixed_precision: "no" # the recipe chooses bf16 by itself where the hardware has it')
+    return "\n".join(lines) + "\n"
+
+
+def deepspeed_config(job: Job) -> dict[str, Any]:
+    """The DeepSpeed config; `auto` values are filled from the training arguments."""
+    zero: dict[str, Any] = {"stage": max(1, job.zero), "overlap_comm": True, "reduce_bucket_size": "auto"}
+    if job.zero == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    else:
+        zero["allgather_bucket_size"] = 5e8
+    if job.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if job.offload == "full":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "zero_optimization": zero,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+    }
+
+
+def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
+    """The recipe's flags."""
+    job, layout = choice.estimate.job, choice.estimate.job.layout
+    values: dict[str, Any] = {"model_name_or_path": hub_id(plan.model), "block_size": job.seq_len}
+    values["per_device_train_batch_size"] = job.micro_batch
+    values["gradient_accumulation_steps"] = job.micro_batches
+    if job.recompute != "none":
+        values["activation_checkpointing"] = True
+    if job.recompute == "selective":
+        values["recompute"] = "selective"
+    if job.compile:
+        values["torch_compile"] = True
+    if job.fused_loss:
+        values["use_liger_kernel"] = True
+    if job.method != "full":
+        values |= {"use_peft": True, "lora_r": job.lora_rank}
+    if job.method == "qlora":
+        values["load_in_4bit"] = True
+    if strategy_of(job) == "parallel":
+        axes = {"tp_size": layout.tp, "pp_size": layout.pp, "dp_replicate_size": layout.dp_replicate}
+        values |= {name: size for name, size in axes.items() if size > 1}
+        if job.virtual_stages > 1:
+            values |= {"pipeline_schedule": "Interleaved1F1B", "virtual_stages": job.virtual_stages}
+    values["optim"] = {"adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd", "adafactor": "adafactor"}.get(
+        job.optimizer, "adamw_torch_fused"
+    )
+    values["learning_rate"] = LEARNING_RATE if job.method == "full" else LORA_LEARNING_RATE
+    if plan.tokens is not None:
+        values["max_steps"] = math.ceil(plan.tokens / (job.global_batch * job.seq_len))
+    values["output_dir"] = f"runs/{Path(plan.model).name}"
+    lines = [
+        f"# {_shell(launch_command(job, folder))}",
+        f"# {plan.model}, {job.global_batch} x {job.seq_len} tokens per step on {layout.world_size} {job.gpu.name}.",
+        "#",
+        "# Set your data (dataset_name or train_file) and learning rate; the one here is a cautious start.",
+        "",
+        *(f"{name}: {_scalar(value)}" for name, value in values.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def hub_id(model: str) -> str:
+    """What Hugging Face calls a built-in model; anything else as it was given."""
+    entry = catalogue().get(model.casefold())
+    return str(entry["hub"][0]) if entry else model
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    # YAML 1.1 reads 1e-05 as text: a number needs its point.
+    return f"{value:.1e}" if isinstance(value, float) else str(value)

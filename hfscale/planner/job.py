@@ -1,0 +1,173 @@
+"""What is to be estimated: a model on GPUs, its batch, its layout, and how the run treats memory."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.hardware import Accelerator
+from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.model_shape import ModelShape
+
+Recompute = Literal["none", "selective", "full"]
+"""Activations dropped in the forward pass and computed again in the backward pass."""
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+"""Format of the matrix products; states stay fp32 unless `Job.pure`."""
+Method = Literal["full", "lora", "qlora"]
+"""Which parameters train; `qlora` holds the frozen ones in 4 bits."""
+Optimizer = Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "sgd_momentum", "adafactor", "muon"]
+"""Optimizers by the size of their states."""
+Offload = Literal["none", "optimizer", "full"]
+"""What lives in the CPU's memory: optimizer states (and the update), or parameters and gradients too."""
+Schedule = Literal["1f1b", "gpipe", "zero_bubble"]
+"""Order of a pipeline's micro-batches; `1f1b` with more than one virtual stage is the interleaved one."""
+
+CHOICES = {
+    "recompute": get_args(Recompute),
+    "precision": get_args(Precision),
+    "method": get_args(Method),
+    "optimizer": get_args(Optimizer),
+    "offload": get_args(Offload),
+    "schedule": get_args(Schedule),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run to estimate. `check` says whether its numbers fit together."""
+
+    shape: ModelShape
+    """The model."""
+    gpu: Accelerator
+    """The device, one per rank."""
+    layout: ParallelLayout
+    """Ranks along each axis."""
+    seq_len: int
+    """Tokens per sequence."""
+    micro_batch: int
+    """Sequences per data-parallel rank and micro-batch."""
+    global_batch: int
+    """Sequences per optimizer step, over all ranks."""
+    stack: str = "hf"
+    """Which software's constants hold: `hf`, `titan`, `megatron`."""
+    zero: int = 0
+    """States that data-parallel ranks share: 0 none, 1 optimizer, 2 and gradients, 3 and parameters (FSDP)."""
+    recompute: Recompute = "none"
+    """Activation recomputation."""
+    precision: Precision = "bf16"
+    """Format of the matrix products."""
+    pure: bool = False
+    """Whether parameters, gradients and optimizer states are all in the compute format."""
+    compile: bool = False
+    """Whether torch.compile fuses element-wise work."""
+    method: Method = "full"
+    """Which parameters train."""
+    lora_rank: int = 16
+    """Rank of the adapters, with `lora` and `qlora`."""
+    optimizer: Optimizer = "adamw"
+    """The optimizer."""
+    offload: Offload = "none"
+    """What lives in the CPU's memory."""
+    virtual_stages: int = 1
+    """Model chunks per pipeline rank."""
+    schedule: Schedule = "1f1b"
+    """Pipeline schedule."""
+    sequence_parallel: bool = True
+    """Whether tensor parallelism also splits norms and residuals along the sequence."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of a layer."""
+    reshard: bool = True
+    """Whether ZeRO-3 frees gathered parameters after the forward pass."""
+    flash_attention: bool = True
+    """Whether attention scores stay on chip."""
+    fused_loss: bool = False
+    """Whether logits are never held whole (Liger, chunked cross-entropy)."""
+    rowwise_fp8: bool = False
+    """Whether fp8 scales are per row and not per tensor."""
+    gpus_per_node: int = 8
+    """Ranks that NVLink or PCIe joins."""
+    network_gb_s: float | None = None
+    """Bandwidth between nodes per GPU, one direction; None takes that of the vendor's reference node."""
+
+    @cached_property
+    def data_parallel(self) -> int:
+        """Ranks that read different sequences."""
+        return self.layout.dp_replicate * self.layout.dp_shard
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches per step and data-parallel rank."""
+        return max(1, self.global_batch // (self.data_parallel * self.micro_batch))
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank, after context parallelism."""
+        return self.micro_batch * self.seq_len // self.layout.cp
+
+    @cached_property
+    def layer_split(self) -> tuple[int, int]:
+        """Layers of the fullest pipeline stage, and of the last one.
+
+        Where the layers do not divide but two more would, the embedding and the head each count as a layer, as in
+        BLOOM and Llama 3 405B; else the first stages hold one layer more.
+        """
+        pp, layers = self.layout.pp, self.shape.layers
+        if layers % pp == 0 or pp == 1:
+            return layers // pp, layers // pp
+        if (layers + 2) % pp == 0:
+            each = (layers + 2) // pp
+            return (each if pp > 2 else each - 1), each - 1
+        return -(-layers // pp), layers // pp
+
+    def check(self) -> None:
+        """Whether sizes fit together.
+
+        Raises:
+            `LayoutError`: They do not; the message names the numbers and what would fit.
+            `UsageError`: A word is not one of those known.
+        """
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name} {getattr(self, name)!r} is not known: use one of {', '.join(known)}")
+        for name in ("seq_len", "micro_batch", "global_batch", "virtual_stages", "expert_parallel", "gpus_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise LayoutError(f"{name}={value!r} is not a whole number of at least 1: give one")
+        if self.zero not in (0, 1, 2, 3):
+            raise LayoutError(f"zero={self.zero!r} is not a ZeRO stage: use 0, 1, 2 or 3")
+        if self.precision == "fp8" and self.gpu.fp8_tflops is None:
+            raise UsageError(f"{self.gpu.name} has no fp8 products that are known: use precision bf16")
+        if self.precision == "bf16" and self.gpu.bf16_tflops is None:
+            raise UsageError(f"{self.gpu.name} has no bf16: use precision fp16")
+        self._check_model()
+        share = self.data_parallel * self.micro_batch
+        if self.global_batch % share:
+            fit = max(share, round(self.global_batch / share) * share)
+            raise LayoutError(
+                f"global batch {self.global_batch} is not a multiple of {self.data_parallel} data-parallel ranks x "
+                f"micro-batch {self.micro_batch}: use {fit}"
+            )
+
+    def _check_model(self) -> None:
+        tp, pp, cp, shape = self.layout.tp, self.layout.pp, self.layout.cp, self.shape
+        heads, kv_heads = shape.attention.heads, shape.attention.kv_heads
+        if heads % tp:
+            raise LayoutError(f"tp={tp} does not divide the {heads} attention heads: use {_divisor(heads, tp)}")
+        if kv_heads % tp and tp % kv_heads:
+            raise LayoutError(f"tp={tp} does not divide the {kv_heads} key-value heads: use {_divisor(kv_heads, tp)}")
+        if pp * self.virtual_stages > shape.layers:
+            raise LayoutError(
+                f"pp={pp} x {self.virtual_stages} virtual stages need as many layers; the model has {shape.layers}: "
+                f"use pp={shape.layers // self.virtual_stages} at most"
+            )
+        if self.virtual_stages > 1 and pp == 1:
+            raise LayoutError(f"virtual_stages={self.virtual_stages} needs a pipeline: set pp above 1")
+        if self.seq_len % (2 * cp if cp > 1 else 1):
+            raise LayoutError(f"cp={cp} cuts sequences into {2 * cp} parts, and {self.seq_len} tokens do not divide")
+        if self.expert_parallel > 1 and (shape.moe is None or shape.moe.experts % self.expert_parallel):
+            experts = shape.moe.experts if shape.moe else 0
+            raise LayoutError(f"expert_parallel={self.expert_parallel} does not divide {experts} experts")
+
+
+def _divisor(number: int, near: int) -> int:
+    return max(d for d in range(1, min(number, near) + 1) if number % d == 0)

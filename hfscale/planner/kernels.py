@@ -1,0 +1,171 @@
+"""Seconds of one layer's computation on one rank: matrix products, attention, element-wise work.
+
+T tokens of a micro-batch on the rank. Every part is a roofline: work at the sustained rate plus bytes at the memory's.
+"""
+
+from dataclasses import dataclass
+
+from hfscale.errors import UsageError
+from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
+from hfscale.planner.job import Job
+from hfscale.planner.model_view import LayerKind, ModelView
+from hfscale.planner.stacks import Shared, Stack
+
+DEFAULT_ACHIEVED = 0.8
+"""Best matrix product over the peak where none was measured: 80% on H100, 87% on A100 (Bekman, ML Engineering,
+2025)."""
+HOPPER_TFLOPS = 700.0
+"""bf16 peak from which a device counts as Hopper or later: flash attention 2 reaches 35-40% of it, not 50-70%
+(Shah et al., FlashAttention-3, arXiv 2407.08608)."""
+USUAL_POWER_W = {"H100": 700.0, "H200": 700.0, "A100": 400.0, "B200": 1000.0}
+"""Power limit of the part on which the series' best matrix product was measured."""
+ALIGNMENT = 64
+"""Widths that fill tensor-core tiles, elements of 2 bytes (NVIDIA, Matrix Multiplication Background User's Guide)."""
+BACKWARD_ATTENTION = 2.5
+"""FLOPs of flash attention's backward pass over its forward (Dao, arXiv 2307.08691, section 4)."""
+
+FP8_CAST_BYTES = 4.0
+"""Bytes moved per element to cast an activation for an fp8 product: read in bf16, written in fp8 as it is and
+transposed (Transformer Engine). The weights' casts are kept over the micro-batches of a step."""
+NORM_PART = 0.5
+"""Part of the hidden-wide passes that norms, residuals and dropout make: they keep 10 of a layer's 24 h
+(Korthikanti et al., arXiv 2205.05198, section 4.2.2), and move somewhat more."""
+MOE_PASSES = 12.0
+"""Reads and writes of a hidden-wide activation per expert that a token passes: sorted by expert and back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTime:
+    """Seconds of an average layer's forward pass, by part."""
+
+    matmul: float
+    """Matrix products."""
+    attention: float
+    """Scores and their sum of values."""
+    elementwise: float
+    """Norms, activations, residuals, rotary positions."""
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return self.matmul + self.attention + self.elementwise
+
+
+class Rates:
+    """What the device sustains under a stack."""
+
+    def __init__(self, job: Job, stack: Stack, shared: Shared) -> None:
+        gpu = job.gpu
+        peak = bf16_like_peak(job)
+        self.matmul = matmul_rate(gpu, peak, shared) * stack.matmul
+        self.bf16_matmul = self.matmul
+        if job.precision == "fp8" and gpu.fp8_tflops:
+            self.matmul *= stack.fp8_rowwise_gain if job.rowwise_fp8 else stack.fp8_gain
+        is_hopper = peak >= HOPPER_TFLOPS
+        share = stack.attention_hopper if is_hopper else stack.attention_ampere
+        self.attention = peak * 1e12 * share * power_factor(gpu, shared)
+        self.memory = gpu.memory_tb_s * 1e12 * shared.memory_rate
+
+
+def bf16_like_peak(job: Job) -> float:
+    """Dense peak, TFLOP/s, of the format that products outside fp8 matrices take."""
+    gpu = job.gpu
+    if job.precision == "fp32":
+        peak = gpu.tf32_tflops or gpu.fp32_tflops
+    else:
+        peak = peak_tflops(gpu, "fp16" if job.precision == "fp16" else "bf16")
+    if peak is None:
+        formats: tuple[Dtype, ...] = ("bf16", "fp16", "fp8")
+        has = [name for name in formats if peak_tflops(gpu, name)]
+        raise UsageError(f"no {job.precision} peak of {gpu.name} is known: use precision {' or '.join(has)}")
+    return peak
+
+
+def power_factor(gpu: Accelerator, shared: Shared) -> float:
+    """Sustained rate of a part with a lower power limit than its series' usual one; 1 where that is not known."""
+    usual = USUAL_POWER_W.get(gpu.name.partition("-")[0])
+    if usual is None or gpu.power_w is None or "PCIe" in gpu.name or gpu.power_w >= usual:
+        return 1.0
+    return float((gpu.power_w / usual) ** shared.power_exponent)
+
+
+def matmul_rate(gpu: Accelerator, peak: float, shared: Shared) -> float:
+    """FLOP/s of the best large matrix product on a device whose dense peak in the format is `peak` TFLOP/s."""
+    best = gpu.achieved_bf16_tflops
+    share = best / gpu.bf16_tflops if best and gpu.bf16_tflops else DEFAULT_ACHIEVED
+    return peak * 1e12 * share * power_factor(gpu, shared)
+
+
+def layer_forward(view: ModelView, job: Job, stack: Stack, shared: Shared, rates: Rates) -> LayerTime:
+    """Forward pass of an average layer."""
+    tokens, tp = job.tokens, job.layout.tp
+    matmul = attention = 0.0
+    for kind in view.kinds:
+        matmul += kind.share * _matrices_s(kind, job, tokens, tp, shared, rates)
+        attention += kind.share * _attention_s(view, kind, job, tokens, tp, shared, rates)
+    return LayerTime(
+        matmul=matmul, attention=attention, elementwise=_elementwise_s(view, job, stack, tokens, tp, rates)
+    )
+
+
+def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: Shared, rates: Rates) -> float:
+    seconds, is_fp8 = 0.0, job.precision == "fp8"
+    for matrix in kind.matrices:
+        k, n, rows, copies = matrix.inputs, matrix.outputs, float(tokens), 1.0
+        rate = rates.matmul
+        if matrix.experts > 1:
+            copies = matrix.experts / job.expert_parallel
+            rows = tokens * job.expert_parallel * matrix.used / matrix.experts * shared.imbalance
+        if matrix.row_split:
+            k = k // tp
+        else:
+            n = n // tp
+        if k % ALIGNMENT or n % ALIGNMENT:
+            rate *= shared.misaligned
+        moved = 2 * (rows * k + k * n + rows * n)
+        if is_fp8:
+            moved += FP8_CAST_BYTES * rows * k
+        seconds += copies * (2 * rows * k * n / rate + moved / rates.memory)
+    return seconds
+
+
+def _attention_s(
+    view: ModelView, kind: LayerKind, job: Job, tokens: int, tp: int, shared: Shared, rates: Rates
+) -> float:
+    """Causal flash attention reads half of the keys; without it all scores are computed and pass through memory.
+
+    A query at position i sees min(i, w) keys; their mean over a sequence of S is w (1 - w / 2S).
+    """
+    seq_len = job.seq_len
+    reach = seq_len if kind.window is None else min(seq_len, kind.window)
+    widths = view.heads / tp * (view.head_dim + view.value_head_dim)
+    if job.flash_attention:
+        keys = reach * (1 - reach / (2 * seq_len))
+        rate = rates.attention * (shared.ring_attention if job.layout.cp > 1 else 1.0)
+        return 2 * widths * keys * tokens / rate
+    scores = view.heads / tp * tokens * seq_len
+    return 2 * widths * seq_len * tokens / rates.bf16_matmul + SCORE_BYTES * scores / rates.memory
+
+
+SCORE_BYTES = 14.0
+"""Bytes moved per attention score without flash attention: written, read and written by the fused softmax, by dropout
+with its mask, and read again, at 2 bytes (Korthikanti et al., arXiv 2205.05198, section 4.1, count what is kept)."""
+
+
+def _elementwise_s(view: ModelView, job: Job, stack: Stack, tokens: int, tp: int, rates: Rates) -> float:
+    left = stack.compiled_passes if job.compile else 1.0
+    # Norms and residuals are split only with sequence parallelism; what lies inside attention and MLP always is.
+    outside = NORM_PART / (tp if job.sequence_parallel else 1)
+    hidden = stack.passes_h * view.hidden * (outside + (1 - NORM_PART) / tp)
+    gate = 1.0 if view.gated else 0.5
+    experts = view.moe_share * MOE_PASSES * view.top_k * view.hidden / (tp if job.sequence_parallel else 1)
+    widths = hidden + stack.passes_f * gate * view.mlp_width / tp + experts
+    return 2 * tokens * widths * left / rates.memory
+
+
+def head_s(view: ModelView, job: Job, stack: Stack, rates: Rates) -> float:
+    """Head and cross-entropy of one micro-batch, forward and backward."""
+    vocab = view.shape.vocab / job.layout.tp
+    backward = 3.0 if job.method == "full" else 2.0
+    products = backward * 2 * job.tokens * view.hidden * vocab / rates.bf16_matmul
+    return products + stack.loss_bytes * job.tokens * vocab / rates.memory

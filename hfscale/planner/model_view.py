@@ -1,0 +1,126 @@
+"""A model as the planner sees it: its layers grouped into those that are alike."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from hfscale.facts.model_shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A weight matrix of a layer, or a stack of them, one per expert."""
+
+    inputs: int
+    """Width of what it reads."""
+    outputs: int
+    """Width of what it writes."""
+    experts: int = 1
+    """Matrices in the stack; 1 for a matrix that every token passes."""
+    used: int = 1
+    """Matrices of the stack that one token passes."""
+    row_split: bool = False
+    """Whether tensor parallelism cuts its inputs (the second matrix of a pair) and not its outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """Layers of a model that cost the same."""
+
+    share: float
+    """Part of the model's layers that are of this kind."""
+    matrices: tuple[Matrix, ...]
+    """What a token is multiplied by."""
+    window: int | None
+    """Sliding window in tokens; None where the layer attends to all."""
+    mlp_width: int
+    """Inner widths of the MLPs that one token passes, added up."""
+
+
+class ModelView:
+    """The numbers of a `ModelShape` that every estimate needs, worked out once."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self.layers = shape.layers
+        self.hidden = shape.hidden
+        attention = shape.attention
+        self.heads, self.kv_heads = attention.heads, attention.kv_heads
+        self.head_dim, self.value_head_dim = attention.head_dim, attention.value_head_dim
+        self.query_width = self.heads * self.value_head_dim
+        self.kv_width = self.kv_heads * (self.head_dim + self.value_head_dim)
+        self.gated = shape.mlp.gated if shape.mlp else shape.moe is not None and shape.moe.gated
+        moe = shape.moe
+        self.experts = moe.experts if moe else 1
+        self.top_k = moe.top_k if moe else 1
+        self.expert_ffn = moe.expert_ffn if moe else 0
+        self.moe_share = sum(shape.moe_layers) / shape.layers
+        self._lora: dict[int, float] = {}
+        self.kinds = self._kinds()
+        self.mlp_width = sum(kind.share * kind.mlp_width for kind in self.kinds)
+
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        shape = self.shape
+        groups: dict[tuple[bool, int | None], int] = {}
+        for key in zip(shape.moe_layers, shape.windows, strict=True):
+            groups[key] = groups.get(key, 0) + 1
+        kinds = []
+        for (is_moe, window), number in groups.items():
+            mlp = shape.moe if is_moe else shape.mlp
+            assert mlp is not None
+            linears = shape.attention.linears + (mlp.router if is_moe and shape.moe else ()) + mlp.linears  # type: ignore[union-attr]
+            matrices = tuple(
+                Matrix(
+                    inputs=linear.inputs,
+                    outputs=linear.outputs,
+                    experts=linear.copies,
+                    used=linear.used,
+                    row_split=linear.outputs == shape.hidden,
+                )
+                for linear in linears
+            )
+            width = shape.moe.top_k * shape.moe.expert_ffn + shape.moe.shared_ffn if is_moe and shape.moe else 0
+            width = width or (shape.mlp.ffn if shape.mlp else 0)
+            kinds.append(LayerKind(share=number / shape.layers, matrices=matrices, window=window, mlp_width=width))
+        return tuple(kinds)
+
+    def lora_parameters(self, rank: int) -> float:
+        """Parameters of adapters on every linear layer; in a mixture of experts on attention's output alone, as
+        experts cannot be counted."""
+        if rank not in self._lora:
+            modules = "all-linear" if self.shape.moe is None else [self.shape.attention.linears[-1].path]
+            self._lora[rank] = float(self.shape.lora_parameters(rank, modules))
+        return self._lora[rank]
+
+    @cached_property
+    def layer_parameters(self) -> float:
+        """Parameters of an average layer."""
+        return self.shape.layers_parameters / self.layers
+
+    @cached_property
+    def expert_parameters(self) -> float:
+        """Of these, parameters of the routed experts."""
+        moe = self.shape.moe
+        if moe is None:
+            return 0.0
+        return self.moe_share * sum(linear.parameters for linear in moe.linears if linear.copies > 1)
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """Parameters before the first layer."""
+        return self.shape.embedding_parameters
+
+    @cached_property
+    def head_parameters(self) -> int:
+        """Parameters after the last layer; of a tied head those it shares do not count."""
+        return self.shape.lm_head_parameters + self.shape.final_norm_parameters
+
+    @cached_property
+    def total_parameters(self) -> int:
+        """All parameters, tied weights once."""
+        return self.shape.total_parameters
+
+
+@lru_cache(maxsize=512)
+def view_of(shape: ModelShape) -> ModelView:
+    """The view of a shape, made once."""
+    return ModelView(shape)

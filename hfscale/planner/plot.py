@@ -1,0 +1,111 @@
+"""Pictures of a plan: memory against the card's limit, where the step goes, time against cost, and the first choice's
+pipeline. Needs matplotlib."""
+
+from pathlib import Path
+from typing import Any
+
+from hfscale.errors import MissingDependencyError, StorageError, UsageError
+from hfscale.planner.answer import Choice, Plan
+from hfscale.planner.schedule import one_f_one_b
+from hfscale.planner.search import HEADROOM, strategy_of
+
+KINDS = (".svg", ".png", ".pdf")
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw a plan's choices into a file, svg, png or pdf by its name.
+
+    Raises:
+        `UsageError`: The name ends in something else, or there is nothing to draw.
+        `MissingDependencyError`: matplotlib is not installed.
+        `StorageError`: The file cannot be written.
+    """
+    if path.suffix not in KINDS:
+        raise UsageError(f"{path} is no picture that can be drawn: end its name in {', '.join(KINDS)}")
+    if not plan.choices:
+        raise UsageError("nothing fits, so there is nothing to draw: plan for more GPUs")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingDependencyError('pictures need matplotlib: pip install "hfscale[report]"') from None
+    figure = Figure(figsize=(15, 7), layout="constrained")
+    (memory, time), (cost, pipeline) = figure.subplots(2, 2)
+    labels = [f"{number} {_label(choice)}" for number, choice in enumerate(plan.choices, 1)]
+    _stack(memory, labels, [vars(choice.estimate.memory) for choice in plan.choices], "GiB per GPU at the peak")
+    limit = plan.question.gpu.memory_gib
+    memory.axvline(limit, color="black", linewidth=1)
+    memory.axvline(HEADROOM * limit, color="black", linewidth=1, linestyle=":")
+    _stack(
+        time, [str(number + 1) for number in range(len(labels))], [_times(c) for c in plan.choices], "seconds per step"
+    )
+    _pareto(cost, plan)
+    _gantt(pipeline, plan.choices[0])
+    figure.suptitle(f"{plan.model} on {plan.question.gpus} {plan.question.gpu.name}")
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}; give --plot another file") from None
+
+
+def _label(choice: Choice) -> str:
+    layout = choice.estimate.job.layout
+    axes = {"dp": layout.dp_replicate * layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
+    sizes = " ".join(f"{name}{size}" for name, size in axes.items() if size > 1)
+    return f"{strategy_of(choice.estimate.job)} {sizes}".strip()
+
+
+def _times(choice: Choice) -> dict[str, float]:
+    return vars(choice.estimate.time)
+
+
+def _stack(axes: Any, labels: list[str], rows: list[dict[str, float]], title: str) -> None:
+    left = [0.0] * len(rows)
+    for name in rows[0]:
+        widths = [row[name] for row in rows]
+        axes.barh(labels, widths, left=left, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_title(title)
+    axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _gantt(axes: Any, choice: Choice) -> None:
+    """The first choice's pipeline under 1F1B, a part of its micro-batches; an empty panel without one."""
+    job = choice.estimate.job
+    stages, micro_batches = job.layout.pp, min(job.micro_batches, 2 * job.layout.pp + 2)
+    if stages == 1:
+        axes.set_axis_off()
+        return
+    for slot in one_f_one_b(stages, micro_batches):
+        colour = "tab:blue" if slot.is_forward else "tab:orange"
+        axes.barh(slot.rank, slot.end - slot.start, left=slot.start, color=colour, edgecolor="white", height=0.9)
+    axes.invert_yaxis()
+    axes.set_ylabel("pipeline rank")
+    axes.set_xlabel("forward (blue) = 1, backward (orange) = 2")
+    looped = f", without its {job.virtual_stages} virtual stages" if job.virtual_stages > 1 else ""
+    axes.set_title(f"first choice, {micro_batches} of {job.micro_batches} micro-batches{looped}")
+
+
+def _pareto(axes: Any, plan: Plan) -> None:
+    """Days and dollars of every choice at its cheapest offers; without tokens, tokens/s/GPU."""
+    points = []
+    for number, choice in enumerate(plan.choices, 1):
+        for kind in ("on-demand", "spot"):
+            cheapest = next((cost for cost in choice.costs if cost.kind == kind), None)
+            points += [(number, cost) for cost in (cheapest,) if cost is not None]
+    if not points or plan.choices[0].usd is None:
+        speeds = [choice.estimate.tokens_per_s_per_gpu for choice in plan.choices]
+        axes.barh([str(number + 1) for number in range(len(speeds))], speeds)
+        axes.invert_yaxis()
+        axes.set_title("tokens/s/GPU")
+        return
+    for kind, marker in (("on-demand", "o"), ("spot", "x")):
+        chosen = [(cost.hours / 24, cost.usd) for _, cost in points if cost.kind == kind]
+        if chosen:
+            axes.scatter(*zip(*chosen, strict=True), marker=marker, label=kind)
+    for number, cost in points:
+        axes.annotate(f"{number} {cost.provider}", (cost.hours / 24, cost.usd), fontsize="xx-small")
+    axes.set_xlabel("days")
+    axes.set_ylabel("USD")
+    axes.set_title("cost against time")
+    axes.legend(fontsize="x-small")

@@ -1,0 +1,264 @@
+"""`hfscale plan` and `hfscale estimate`: their JSON, their tables, their files, their errors, their speed."""
+
+import csv
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+from hfscale.cli import main
+from hfscale.planner.row_shape import number
+
+PLAN = ["plan", "llama-3.1-8b", "--gpu", "H100-80GB", "--gpus", "8"]
+ESTIMATE = ["estimate", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8"]
+TABLE = REPOSITORY / "benchmarks" / "data" / "throughput.csv"
+MEMORY = {"parameters", "gradients", "optimizer", "activations", "loss", "buffers", "context", "total"}
+
+
+def run(capsys, *argv, code=0):
+    assert main(list(argv)) == code
+    return capsys.readouterr()
+
+
+class TestPlan:
+    def test_the_promised_json(self, capsys):
+        found = json.loads(run(capsys, *PLAN, "--tokens", "1B", "--json").out)
+        assert {"model", "hardware", "choices", "rejected"} <= set(found)
+        choice = found["choices"][0]
+        promised = {
+            "strategy", "layout", "zero_stage", "micro_batch", "grad_accum", "activation_checkpointing", "memory_gib",
+            "step_time_s", "tokens_per_s_per_gpu", "mfu", "gpu_hours", "cost_usd",
+        }  # fmt: skip
+        assert promised <= set(choice)
+        assert set(choice["layout"]) == {"dp_replicate", "dp_shard", "cp", "tp", "pp"}
+        assert set(choice["memory_gib"]) == MEMORY
+        assert choice["gpu_hours"] > 0
+        assert all(set(row) == {"layout", "reason"} for row in found["rejected"])
+
+    def test_without_tokens_hours_and_dollars_are_unknown(self, capsys):
+        choice = json.loads(run(capsys, *PLAN, "--json").out)["choices"][0]
+        assert choice["gpu_hours"] is None
+        assert choice["cost_usd"] is None
+
+    def test_the_table_names_what_a_person_asks(self, capsys):
+        out = run(capsys, *PLAN, "--tokens", "20B").out
+        for word in ("strategy", "tokens/s/GPU", "MFU", "days", "USD", "provider", "Advice", "Assumptions", "goodput"):
+            assert word in out
+        assert max(map(len, out.splitlines())) <= 120
+
+    def test_top(self, capsys):
+        assert len(json.loads(run(capsys, *PLAN, "--top", "2", "--json").out)["choices"]) == 2
+
+    def test_nothing_fits_is_exit_code_1_with_reasons(self, capsys):
+        out = run(capsys, "plan", "llama-3.1-405b", "--gpu", "L4", "--gpus", "8", code=1).out
+        assert "Nothing fits" in out
+        assert "GiB per GPU even with full recomputation" in out
+
+    def test_min_gpus(self, capsys):
+        argv = ["plan", "llama-3.1-70b", "--gpu", "H100-80GB", "--gpus", "64", "--min-gpus"]
+        assert "Fewest GPUs that do: " in run(capsys, *argv).out
+
+    @pytest.mark.parametrize(
+        ("argv", "parts"),
+        [
+            (["plan", "llama-9", "--gpu", "H100", "--gpus", "8"], ["'llama-9'", "llama-3"]),
+            (["plan", "llama-3.1-8b", "--gpu", "H1000", "--gpus", "8"], ["'H1000'", "H100"]),
+            (["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "0"], ["0 GPUs"]),
+            ([*PLAN, "--tokens", "many"], ["'many'", "1T"]),
+            ([*PLAN, "--tokens", "0"], ["'0'"]),
+            ([*PLAN, "--objective", "joy"], ["'joy'", "time, cost, gpus"]),
+            ([*PLAN, "--budget", "5"], ["--tokens"]),
+            ([*PLAN, "--stack", "jax"], ["'jax'", "megatron"]),
+            ([*PLAN, "--prices", "/nowhere.toml"], ["/nowhere.toml"]),
+            ([*PLAN, "--top", "0"], ["--top 0"]),
+            ([*PLAN, "--plot", "plan.txt"], ["plan.txt", ".svg"]),
+            ([*PLAN, "--stack", "titan", "--emit", "out"], ["--emit", "titan"]),
+            (["plan", "llama-3.1-8b"], ["--gpu"]),
+            ([*ESTIMATE, "--tp", "3"], ["tp=3"]),
+            ([*ESTIMATE, "--zero", "7"], ["zero=7"]),
+            ([*ESTIMATE, "--activation-checkpointing", "half"], ["'half'"]),
+            (["estimate", "llama-3.1-8b", "--gpu", "H100", "--gpus", "8", "--dp-shard", "3"], ["needs 3 processes"]),
+            (["estimate"], ["MODEL"]),
+            (["estimate", "--table", "/nowhere.csv"], ["/nowhere.csv"]),
+            (["estimate", "x", "--table", "y.csv"], ["not both"]),
+        ],
+    )
+    def test_wrong_usage_is_one_line_and_exit_code_2(self, capsys, argv, parts):
+        found = run(capsys, *argv, code=2)
+        assert found.out == ""
+        assert len(found.err.splitlines()) == 1, found.err
+        assert all(part in found.err for part in parts), found.err
+
+    def test_an_unsupported_config_is_one_line(self, capsys, tmp_path):
+        (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
+        found = run(capsys, "plan", str(tmp_path), "--gpu", "H100", "--gpus", "8", code=2)
+        assert "resnet" in found.err
+        assert len(found.err.splitlines()) == 1
+
+    def test_a_picture_needs_matplotlib_or_is_drawn(self, capsys, tmp_path):
+        path = tmp_path / "plan.svg"
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            assert "hfscale[report]" in run(capsys, *PLAN, "--plot", str(path), code=1).err
+        else:
+            run(capsys, *PLAN, "--tokens", "1B", "--plot", str(path))
+            assert path.read_text().lstrip().startswith("<?xml")
+
+
+class TestEmit:
+    @pytest.mark.parametrize(
+        ("argv", "kind"),
+        [
+            (["qwen3-0.6b", "--gpu", "H100", "--gpus", "8"], "MULTI_GPU"),
+            (["qwen3-0.6b", "--gpu", "H100", "--gpus", "1"], "NO"),
+            (["qwen2.5-14b", "--gpu", "H100", "--gpus", "16"], "FSDP"),
+            (["llama-3.1-8b", "--gpu", "H100", "--gpus", "64"], None),
+            (["qwen2.5-14b", "--gpu", "RTX4090", "--gpus", "8", "--seq-len", "1024"], "DEEPSPEED"),
+            (["llama-3.1-8b", "--gpu", "A100-80GB", "--gpus", "1", "--method", "lora"], "NO"),
+        ],
+    )
+    def test_files_are_read_by_the_library_they_are_for(self, capsys, tmp_path, argv, kind):
+        from accelerate.commands.config.config_args import load_config_from_file
+
+        out = tmp_path / "out"
+        found = json.loads(run(capsys, "plan", *argv, "--tokens", "1B", "--emit", str(out), "--json").out)
+        best = found["choices"][0]
+        assert set(found["files"]) == {str(path) for path in out.iterdir()}
+        config = load_config_from_file(str(out / "accelerate.yaml"))
+        assert kind is None or config.distributed_type.value == kind
+        assert config.num_processes == best["gpus"]
+        recipe = yaml.safe_load((out / "recipe.yaml").read_text())
+        assert recipe["per_device_train_batch_size"] == best["micro_batch"]
+        assert recipe["gradient_accumulation_steps"] == best["grad_accum"]
+        assert recipe["max_steps"] * best["global_batch"] * recipe["block_size"] >= 1e9
+        assert isinstance(recipe["learning_rate"], float)
+        assert recipe.get("use_peft", False) == ("lora" in argv)
+        if (out / "deepspeed.json").exists():
+            assert json.loads((out / "deepspeed.json").read_text())["zero_optimization"]["stage"] == best["zero_stage"]
+        command = (out / "launch.sh").read_text().splitlines()[-1]
+        assert command.startswith(f"accelerate launch --config_file {out / 'accelerate.yaml'}")
+        assert (out / "recipe.yaml").read_text().startswith(f"# {command}")
+
+    def test_hsdp_and_tensor_parallel_sizes_reach_accelerate(self):
+        from hfscale import estimate
+        from hfscale.planner.answer import Choice
+        from hfscale.planner.emit import accelerate_yaml
+        from hfscale.planner.plan import plan
+
+        asked = plan("llama-3.1-8b", gpu="H100-80GB", gpus=16)
+        layout = {"dp_replicate": 2, "dp_shard": 4, "tp": 2}
+        one = estimate("llama-3.1-8b", gpu="H100-80GB", layout=layout, seq_len=4096, zero=3)
+        found = yaml.safe_load(accelerate_yaml(asked, Choice(estimate=one), REPOSITORY))
+        assert found["parallelism_config"] == {
+            "parallelism_config_dp_replicate_size": 2,
+            "parallelism_config_dp_shard_size": 4,
+            "parallelism_config_tp_size": 2,
+        }
+        assert found["num_machines"] == 2
+
+    def test_a_folder_that_cannot_be_made_is_one_line(self, capsys, tmp_path):
+        (tmp_path / "file").write_text("")
+        found = run(capsys, *PLAN, "--emit", str(tmp_path / "file" / "out"), code=1)
+        assert "cannot be written" in found.err
+
+
+class TestEstimate:
+    def test_the_promised_json(self, capsys):
+        found = json.loads(run(capsys, *ESTIMATE, "--json").out)
+        assert set(found) == {"memory_gib", "fits", "step_time_s", "time_s", "tokens_per_s_per_gpu", "mfu"}
+        assert set(found["memory_gib"]) == MEMORY
+        assert set(found["time_s"]) == {"compute", "communication", "bubble", "optimizer"}
+        assert sum(found["time_s"].values()) == pytest.approx(found["step_time_s"])
+        assert found["fits"] is True
+
+    def test_every_flag_of_a_large_layout(self, capsys):
+        argv = [
+            "estimate", "llama-3.1-405b", "--gpu", "H100-80GB", "--gpus", "1024", "--dp-replicate", "4", "--dp-shard",
+            "1", "--cp", "2", "--tp", "8", "--pp", "16", "--virtual-stages", "2", "--zero", "1", "--micro-batch", "1",
+            "--global-batch", "512", "--seq-len", "8192", "--activation-checkpointing", "selective", "--precision",
+            "fp8", "--compile", "--stack", "megatron", "--json",
+        ]  # fmt: skip
+        assert json.loads(run(capsys, *argv).out)["mfu"] > 0.1
+
+    def test_ranks_that_no_axis_names_share_or_replicate(self, capsys):
+        assert "dp_replicate=1 x dp_shard=8" in run(capsys, *ESTIMATE).out
+        assert "dp_replicate=8 x dp_shard=1" in run(capsys, *ESTIMATE, "--zero", "1").out
+        assert "dp_replicate=2 x dp_shard=4" in run(capsys, *ESTIMATE, "--dp-replicate", "2").out
+
+    def test_what_does_not_fit_says_so(self, capsys):
+        assert "does NOT fit" in run(capsys, *ESTIMATE, "--micro-batch", "64").out
+
+
+class TestTable:
+    def test_a_line_per_row_in_order(self, capsys):
+        lines = [json.loads(line) for line in run(capsys, "estimate", "--table", str(TABLE)).out.splitlines()]
+        with TABLE.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [line["row"] for line in lines] == list(range(len(rows)))
+        for line in lines:
+            assert set(line) == {"row", "tokens_per_s_per_gpu", "peak_mem_gib", "mfu", "error"}
+            assert (line["error"] is None) == (line["tokens_per_s_per_gpu"] is not None)
+        assert sum(line["error"] is not None for line in lines) < 12
+        good = [
+            line["tokens_per_s_per_gpu"] / number(row, "tokens_per_s_per_gpu")
+            for line, row in zip(lines, rows, strict=True)
+            if line["error"] is None and row["tokens_per_s_per_gpu"] and not row["doubt"]
+        ]
+        assert sorted(good)[len(good) // 2] == pytest.approx(1, abs=0.05)
+
+    def test_a_bad_row_has_its_error_and_the_rest_go_on(self, capsys, tmp_path):
+        path = tmp_path / "t.csv"
+        path.write_text(
+            "model,params_b,seq_len,gpus,gpu_type,tp,tokens_per_s_per_gpu\n"
+            "a 7B,7,4096,8,H100-80GB,1,x\n"
+            "a 7B,7,4096,8,H100-80GB,3,1\n"
+            "a 7B,7,4096,8,Z80,1,1\n"
+            "a 7B,7,4096,-8,H100-80GB,1,1\n"
+            "a 7B,7,4096,8,H100-80GB,1,1,1,1\n"
+            "\n"
+            "a 7B,7,4096,8,H100-80GB,2,\n"
+        )
+        lines = [json.loads(line) for line in run(capsys, "estimate", "--table", str(path)).out.splitlines()]
+        assert [line["error"] is None for line in lines] == [True, False, False, False, False, True]
+        assert "tp=3" in lines[1]["error"]
+        assert "Z80" in lines[2]["error"]
+        assert "-8" in lines[3]["error"]
+
+    def test_missing_columns_are_one_line(self, capsys, tmp_path):
+        path = tmp_path / "t.csv"
+        path.write_text("model,seq_len\na,1\n")
+        found = run(capsys, "estimate", "--table", str(path), code=2)
+        assert "no column gpus, gpu_type" in found.err
+        assert len(found.err.splitlines()) == 1
+
+    def test_what_is_no_table_is_one_line(self, capsys, tmp_path):
+        path = tmp_path / "t.csv"
+        path.write_bytes(b"\xff\xfe\x00\x01")
+        assert "cannot be read" in run(capsys, "estimate", "--table", str(path), code=2).err
+
+    @pytest.mark.timing
+    def test_2000_rows_a_second(self, capsys, tmp_path):
+        with TABLE.open(newline="") as file:
+            header, *lines = file.read().splitlines()
+        path = tmp_path / "t.csv"
+        path.write_text("\n".join([header, *lines * 8]))
+        begun = time.perf_counter()
+        run(capsys, "estimate", "--table", str(path))
+        assert 8 * len(lines) / (time.perf_counter() - begun) > 2000
+
+
+@pytest.mark.timing
+def test_a_plan_takes_less_time_than_importing_torch():
+    def seconds(*argv):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, *argv], check=True, capture_output=True, timeout=60)
+        return time.perf_counter() - begun
+
+    large = ["-m", "hfscale", "plan", "llama-3.1-405b", "--gpu", "H100-80GB", "--gpus", "16384", "--seq-len", "8192"]
+    plan = min(seconds(*large) for _ in range(3))
+    assert plan < min(seconds("-c", "import torch") for _ in range(3))

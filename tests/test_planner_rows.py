@@ -1,0 +1,174 @@
+"""A row of a table of runs -> a job: what is read, what is inferred, what is refused."""
+
+import pytest
+
+from hfscale.errors import HfScaleError
+from hfscale.planner.row_shape import row_shape
+from hfscale.planner.rows import infer_stack, interconnect_gb_s, job_of
+
+LLAMA = {
+    "model": "Llama-3.1-8B", "params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
+    "ffn": "14336", "vocab": "128256", "seq_len": "8192.0", "micro_batch": "1", "global_batch_seqs": "8", "gpus": "8",
+    "gpu_type": "H100-80GB", "dp_shard": "8", "dp_replicate": "1", "tp": "1", "pp": "1", "cp": "1",
+    "precision": "bf16-mixed", "ac": "none", "compile": "no",
+}  # fmt: skip
+
+
+def row(**changes):
+    return {**LLAMA, **changes}
+
+
+def test_the_model_is_exact_where_its_widths_are_given():
+    assert row_shape(row()).total_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("changes", "gated", "tied"),
+    [
+        ({}, True, False),
+        ({"params_b": "7.505"}, True, True),
+        ({"ffn": "16384", "params_b": ""}, False, False),
+        ({"ffn": "16384", "params_b": "9.0"}, True, False),
+        ({"layers": "4"}, True, False),  # the count is the whole model's, so it says nothing
+    ],
+)
+def test_gate_and_tie_follow_from_the_parameter_count(changes, gated, tied):
+    shape = row_shape(row(**changes))
+    assert (shape.mlp.gated, shape.tied) == (gated, tied)
+
+
+def test_a_known_name_will_do_without_widths():
+    blank = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "params_b"), "")
+    assert row_shape(row(model="Qwen3-8B", **blank)).total_parameters == 8_190_735_360
+
+
+def test_experts_are_read_from_the_name():
+    shape = row_shape(row(model="Grok1-314B(MoE 8e top2)", params_b="314"))
+    assert (shape.moe.experts, shape.moe.top_k) == (8, 2)
+
+
+def test_missing_widths_follow_from_the_parameter_count():
+    shape = row_shape({"model": "a 7B", "params_b": "7", "seq_len": "4096"})
+    assert 6e9 < shape.total_parameters < 8e9
+    assert row_shape(row(layers="", params_b="181", hidden="14336", vocab="250880", ffn="57344")).layers == 72
+
+
+@pytest.mark.parametrize(
+    ("changes", "stack"),
+    [
+        ({}, "hf"),
+        ({"compile": "yes"}, "titan"),
+        ({"compile": ""}, "titan"),
+        ({"precision": "float8"}, "titan"),
+        ({"ac": "selective-op"}, "titan"),
+        ({"dp_shard": "", "dp_replicate": "8"}, "megatron"),
+        ({"dp_shard": "1", "tp": "8"}, "megatron"),
+        ({"dp_shard": "1", "pp": "8"}, "megatron"),
+        ({"dp_shard": "2", "tp": "4", "compile": ""}, "titan"),
+        ({"stack": "megatron"}, "megatron"),
+    ],
+)
+def test_the_stack_follows_from_the_columns(changes, stack):
+    assert job_of(row(**changes)).stack == stack
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"precision": "bfloat16"}, "precision", "bf16"),
+        ({"precision": "BF16-pure"}, "pure", True),
+        ({"precision": "fp16/bf16-mixed"}, "precision", "fp16"),
+        ({"precision": "float8-rowwise"}, "rowwise_fp8", True),
+        ({"precision": ""}, "precision", "bf16"),
+        ({"ac": "block"}, "recompute", "full"),
+        ({"ac": "selective-layer"}, "recompute", "selective"),
+        ({"ac": "None"}, "recompute", "none"),
+        ({"gpus": ""}, "zero", 3),
+        ({"zero": "0", "dp_shard": "1", "dp_replicate": "8"}, "zero", 0),
+        ({"method": "LoRA"}, "method", "lora"),
+        ({"virtual_stages": "4", "pp": "8", "dp_shard": "1"}, "virtual_stages", 4),
+    ],
+)
+def test_spellings(changes, field, value):
+    assert getattr(job_of(row(**changes)), field) == value
+
+
+def test_the_source_is_not_read():
+    assert infer_stack(row(source="NVIDIA/Megatron-LM"), job_of(row()).layout) == "hf"
+    assert job_of(row(source="anything")) == job_of(row())
+
+
+def test_measured_columns_are_not_read():
+    assert job_of(row(tokens_per_s_per_gpu="1", peak_mem_gb="OOM", mfu="x")) == job_of(row())
+
+
+def test_blank_data_parallel_axes_take_what_is_left():
+    job = job_of(row(dp_shard="", dp_replicate="", gpus="64", tp="8", pp="2"))
+    assert (job.layout.dp_replicate, job.layout.dp_shard) == (4, 1)
+    assert job.zero == 1
+
+
+def test_a_blank_recomputation_is_the_least_that_fits():
+    small, large = row(ac="", seq_len="4096"), row(ac="", micro_batch="8", global_batch_seqs="64")
+    assert job_of(small).recompute == "none"
+    assert job_of(large).recompute != "none"
+
+
+def test_old_megatron_has_no_flash_attention():
+    old = row(gpu_type="A100-80GB", precision="fp16-mixed", dp_shard="1", tp="8", ac="full", seq_len="2048")
+    assert not job_of(old).flash_attention
+    assert not job_of(old).sequence_parallel
+    assert job_of({**old, "ac": "selective+SP"}).sequence_parallel
+    assert job_of({**old, "precision": "bf16-mixed", "ac": "none"}).flash_attention
+
+
+def test_a_pipelines_whole_batch_is_cut_into_micro_batches():
+    job = job_of(row(dp_shard="1", pp="8", micro_batch="32", global_batch_seqs="32"))
+    assert (job.micro_batch, job.micro_batches) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "gb_s"),
+    [
+        ("50 GB/s", 50),
+        ("400Gb/s per GPU", 50),
+        ("3.2Tbps", 50),
+        ("4x100Gb/node", 6.25),
+        ("25", 25),
+        ("", None),
+        ("8x400Gb/s IB", 50),
+        ("EFA 3200 Gbps", 50),
+        ("InfiniBand", None),
+    ],
+)
+def test_interconnects(text, gb_s):
+    assert interconnect_gb_s(text) == gb_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": "", "dp_shard": "", "dp_replicate": ""}, "gpus is blank"),
+        ({"gpus": "9"}, "needs 8 processes, but the world has 9"),
+        ({"gpus": "0"}, "gpus 0 is not a number above 0"),
+        ({"seq_len": "-5"}, "seq_len -5 is not a number above 0"),
+        ({"seq_len": ""}, "seq_len is blank"),
+        ({"seq_len": "nan"}, "seq_len nan is not a number above 0"),
+        ({"hidden": "many"}, "hidden 'many' is not a number"),
+        ({"tp": "1.5"}, "tp 1.5 is not a whole number"),
+        ({"gpu_type": "H1000"}, "GPU 'H1000' is not in hfscale's table"),
+        ({"precision": "int3"}, "precision 'int3' is not known"),
+        ({"ac": "maybe"}, "ac 'maybe' is not known"),
+        ({"stack": "mine"}, "stack 'mine' is not known"),
+        ({"dp_shard": "1", "tp": "8", "heads": "12"}, "tp=8 does not divide the 12 attention heads"),
+        ({"dp_shard": "", "dp_replicate": "", "tp": "3"}, "tp=3 x pp=1 x cp=1 do not divide 8 GPUs"),
+        ({"global_batch_seqs": "12"}, "global batch 12 is not a multiple of 8"),
+        ({"layers": "", "params_b": ""}, "has neither widths nor params_b"),
+        ({"interconnect": "7 lanes"}, "interconnect '7 lanes' holds no bandwidth"),
+    ],
+)
+def test_a_bad_row_is_one_line(changes, message):
+    with pytest.raises(HfScaleError) as caught:
+        job_of(row(**changes))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

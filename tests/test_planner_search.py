@@ -1,0 +1,190 @@
+"""The search: what it tries, what it puts first, what it says of the rest."""
+
+import time
+
+import pytest
+
+from hfscale import plan
+from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.hardware import accelerator
+from hfscale.facts.models import find_model
+from hfscale.planner.plan import TELLING
+from hfscale.planner.search import HEADROOM, Question, layouts, search, strategy_of, usual_batch
+
+
+def question(model="llama-3.1-8b", gpu="H100-80GB", gpus=8, **options):
+    return Question(shape=find_model(model), gpu=accelerator(gpu), gpus=gpus, **options)
+
+
+def strategies(result):
+    return [strategy_of(choice.estimate.job) for choice in result.choices]
+
+
+class TestSearch:
+    @pytest.mark.parametrize("stack", ["hf", "titan", "megatron"])
+    @pytest.mark.parametrize(("model", "gpus"), [("llama-3.1-70b", 64), ("mixtral-8x7b", 16), ("gemma-3-4b", 24)])
+    def test_every_choice_fits_adds_up_and_is_valid(self, model, gpus, stack):
+        asked = question(model, gpus=gpus, stack=stack)
+        chosen, _ = search(asked, gpus)
+        assert chosen
+        for estimate in chosen:
+            job = estimate.job
+            job.check()
+            assert job.layout.world_size == gpus
+            assert job.global_batch == job.micro_batch * job.micro_batches * job.data_parallel
+            assert estimate.memory.total <= HEADROOM * job.gpu.memory_gib
+            assert job.layout.tp <= 8
+        assert [e.time.total for e in chosen] == sorted(e.time.total for e in chosen)
+
+    def test_layouts_use_every_gpu_once_each(self):
+        found = list(layouts(question("llama-3.1-405b", gpus=512), 512))
+        assert all(layout.world_size == 512 for layout, _, _ in found)
+        assert len(found) == len(set(found))
+
+    def test_126_layers_take_16_stages_because_the_ends_count(self):
+        sizes = {layout.pp for layout, _, _ in layouts(question("llama-3.1-405b", gpus=1024), 1024)}
+        assert {1, 2, 16} <= sizes
+        assert 4 in sizes  # 128 = 126 + 2 divides
+        assert 3 not in sizes
+
+    def test_adapters_stay_with_data_parallelism(self):
+        found = layouts(question(method="lora"), 8)
+        assert {(layout.tp, layout.pp) for layout, _, _ in found} == {(1, 1)}
+
+    def test_offload_is_the_last_resort(self):
+        easy = plan("qwen3-0.6b", gpu="H100-80GB", gpus=8)
+        assert {choice.estimate.job.offload for choice in easy.choices} == {"none"}
+        hard = plan("qwen2.5-14b", gpu="RTX4090", gpus=8, seq_len=1024)
+        assert {choice.estimate.job.offload for choice in hard.choices} == {"full"}
+        assert strategies(hard) == ["zero3"]
+
+    def test_offload_needs_a_host_that_holds_it(self):
+        result = plan("llama-3.1-70b", gpu="RTX4090", gpus=8)
+        assert any("GiB of the CPU's memory per GPU, 64 are assumed" in row.reason for row in result.rejected)
+
+    def test_part_of_a_node_is_no_whole_number_of_nodes(self):
+        with pytest.raises(LayoutError, match="12 GPUs are no whole number of nodes of 8: use 8 or 16"):
+            plan("llama-3.1-8b", gpu="H100-80GB", gpus=12)
+
+    def test_a_batch_that_no_layout_divides_is_said_in_words(self):
+        result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, global_batch=3)
+        assert any("global batch 3 is not a multiple" in row.reason for row in result.rejected)
+
+    @pytest.mark.parametrize(("gpus", "tokens"), [(8, 4), (4096, 16)])
+    def test_the_usual_batch_is_a_multiple_of_the_gpus(self, gpus, tokens):
+        batch = usual_batch(question(gpus=gpus), gpus)
+        assert batch % gpus == 0
+        assert batch * 4096 == pytest.approx(tokens * 2**20, rel=0.1)
+
+
+class TestRanking:
+    def test_a_small_model_on_one_node_is_replicated(self):
+        assert strategies(plan("qwen3-0.6b", gpu="H100-80GB", gpus=8))[0] in ("ddp", "zero1")
+
+    def test_a_model_of_one_node_is_sharded(self):
+        assert strategies(plan("llama-3.1-8b", gpu="H100-80GB", gpus=64, seq_len=8192))[0] == "fsdp2"
+
+    def test_a_model_of_405b_takes_all_axes(self):
+        best = plan("llama-3.1-405b", gpu="H100-80GB", gpus=16384, seq_len=8192).choices[0].estimate.job.layout
+        assert best.tp > 1
+        assert best.pp > 1
+
+    def test_the_first_is_within_what_the_estimate_can_tell(self):
+        result = plan("llama-3.1-70b", gpu="H100-80GB", gpus=64, seq_len=8192)
+        times = [choice.estimate.time.total for choice in result.choices]
+        assert times[0] <= min(times) * (1 + TELLING)
+
+    def test_published_layouts_are_no_better_than_the_first_choice(self):
+        """NeMo's published layout of Llama 3.1 405B: the first choice is at most 5% slower by the same estimate."""
+        chosen, _ = search(question("llama-3.1-405b", gpus=576, seq_len=8192, stack="megatron", global_batch=252), 576)
+        published = [e for e in chosen if (e.job.layout.tp, e.job.layout.cp, e.job.layout.pp) == (8, 2, 9)]
+        assert published
+        assert chosen[0].time.total <= published[0].time.total
+
+    def test_fewest_gpus(self):
+        result = plan("llama-3.1-70b", gpu="H100-80GB", gpus=64, objective="gpus")
+        assert result.choices[0].estimate.job.layout.world_size == result.min_gpus
+        assert not search(question("llama-3.1-70b"), max(1, result.min_gpus // 2))[0]
+        assert plan("llama-3.1-70b", gpu="H100-80GB", gpus=64, min_gpus=True).min_gpus == result.min_gpus > 1
+
+    def test_cost_prefers_fewer_gpus_and_a_deadline_more(self):
+        cheap = plan("llama-3.1-8b", gpu="H100-80GB", gpus=64, tokens=1e10, objective="cost")
+        rates = [choice.usd for choice in cheap.choices[1:]]
+        assert rates == sorted(rates)
+        slowest = cheap.choices[0].hours
+        quick = plan(
+            "llama-3.1-8b", gpu="H100-80GB", gpus=64, tokens=1e10, objective="cost", deadline_hours=slowest / 2
+        )
+        assert all(choice.hours <= slowest / 2 for choice in quick.choices)
+        assert quick.choices[0].estimate.job.layout.world_size > cheap.choices[0].estimate.job.layout.world_size
+
+    def test_a_budget_or_deadline_that_nothing_meets_is_said(self):
+        for limit, words in (
+            ({"budget_usd": 1.0}, "the budget of 1 USD"),
+            ({"deadline_hours": 0.1}, "deadline of 0.1"),
+        ):
+            result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, tokens=1e9, **limit)
+            assert not result.choices
+            assert any(words in row.reason for row in result.rejected)
+
+    def test_nothing_fits_and_the_reasons_name_the_memory(self):
+        result = plan("llama-3.1-405b", gpu="RTX4090", gpus=8)
+        assert not result.choices
+        assert sum("GiB per GPU even with full recomputation" in row.reason for row in result.rejected) > 5
+
+
+class TestAnswer:
+    def test_prices_hours_and_the_users_rate(self):
+        ours = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, tokens=1e9, usd_per_gpu_hour=2.0).choices[0]
+        assert ours.costs[0].provider == "your price"
+        assert ours.usd == pytest.approx(ours.costs[0].gpu_hours * 2.0, rel=0.01)
+        assert plan("llama-3.1-8b", gpu="H100-80GB", gpus=8).choices[0].usd is None
+
+    def test_a_gpu_without_a_price_has_hours_and_no_dollars(self):
+        result = plan("qwen3-0.6b", gpu="L4", gpus=8, tokens=1e9)
+        assert result.choices[0].hours > 0
+        assert result.choices[0].usd is None
+        assert result.choices[0].costs == ()
+        assert "no price of L4" in result.warnings[0]
+
+    def test_several_nodes_leave_out_offers_of_single_ones(self):
+        one = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, tokens=1e9).choices[0]
+        two = plan("llama-3.1-8b", gpu="H100-80GB", gpus=16, tokens=1e9).choices[0]
+        assert "Vast.ai" in {item.provider for item in one.costs}
+        assert "Vast.ai" not in {item.provider for item in two.costs}
+
+    def test_advice_has_sources_and_numbers_of_the_case(self):
+        result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=16, seq_len=8192)
+        texts = [item.text for item in result.advice]
+        assert all(item.source for item in result.advice)
+        assert any("Gbit/s per GPU" in text for text in texts)
+        assert result.assumptions
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"gpus": 0}, "0 GPUs cannot be planned for"),
+            ({"gpus": 32768}, "32768 GPUs cannot be planned for"),
+            ({"objective": "fun"}, "objective 'fun' is not known"),
+            ({"deadline_hours": 3.0}, "need the number of tokens"),
+            ({"tokens": -1.0}, "tokens -1.0 is not a number above 0"),
+            ({"seq_len": 0}, "seq_len=0"),
+            ({"precision": "fp4"}, "precision 'fp4' is not known"),
+            ({"stack": "jax"}, "stack 'jax' is not known"),
+            ({"colour": "red"}, "'colour' is no option of a plan"),
+            ({"method": "lora", "lora_rank": 0}, "LoRA rank 0 is below 1"),
+        ],
+    )
+    def test_wrong_usage_is_one_line(self, options, message):
+        with pytest.raises(UsageError) as caught:
+            plan("llama-3.1-8b", **{"gpu": "H100-80GB", "gpus": 8, **options})
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.timing
+def test_405b_on_16384_gpus_is_planned_in_under_a_second():
+    plan("llama-3.1-8b", gpu="H100-80GB", gpus=8)
+    begun = time.perf_counter()
+    plan("llama-3.1-405b", gpu="H100-80GB", gpus=16384, seq_len=8192, tokens=15e12)
+    assert time.perf_counter() - begun < 1.0

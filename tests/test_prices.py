@@ -1,0 +1,123 @@
+"""Prices with a source and a date, the user's file on top, and what a run costs."""
+
+import datetime
+import math
+
+import pytest
+from planner_jobs import job
+
+from hfscale.errors import ConfigFileError, UnknownHardwareError
+from hfscale.facts.hardware import accelerator
+from hfscale.facts.prices import Price, all_prices, prices_of, shipped_prices
+from hfscale.planner.cost import MTBF_GPU_HOURS, checkpoint_bytes, compare, cost, reliability
+
+ROW = '[[price]]\nprovider = "AWS"\ngpu = "H100"\nregion = "us-east-1"\non_demand_usd = 4.0\n'
+FROM = 'source = "contract"\ndate = "2026-11-01"\n'
+
+
+class TestPrices:
+    def test_every_row_names_a_known_gpu_a_source_and_a_date(self):
+        for row in shipped_prices():
+            assert accelerator(row.gpu).name == row.gpu
+            assert row.source
+            assert datetime.date(2026, 1, 1) < row.date
+            assert 0.1 < (row.on_demand_usd or row.spot_usd) < 30
+            assert row.spot_usd is None or row.on_demand_usd is None or row.spot_usd < row.on_demand_usd
+
+    def test_no_offer_stands_twice(self):
+        keys = [(row.provider, row.gpu, row.region) for row in shipped_prices()]
+        assert len(keys) == len(set(keys))
+
+    def test_cheapest_first(self):
+        rates = [row.on_demand_usd for row in prices_of(accelerator("H100-80GB"), shipped_prices())]
+        assert rates == sorted(rates)
+
+    def test_the_users_row_replaces_the_shipped_one(self, tmp_path):
+        path = tmp_path / "prices.toml"
+        path.write_text(ROW + FROM)
+        rows = [row for row in all_prices(path) if row.provider == "AWS" and row.gpu == "H100-80GB"]
+        assert [(row.on_demand_usd, row.source) for row in rows] == [(4.0, "contract")]
+        assert len(all_prices(path)) == len(shipped_prices())
+
+    def test_the_users_file_is_found_by_itself(self, tmp_path, monkeypatch):
+        (tmp_path / "hfscale").mkdir()
+        (tmp_path / "hfscale" / "prices.toml").write_text(ROW.replace("AWS", "Mine") + FROM)
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+        assert "Mine" in {row.provider for row in all_prices()}
+
+    def test_age(self):
+        row = Price(provider="a", gpu="b", source="c", date=datetime.date(2026, 1, 1))
+        assert row.age_days(datetime.date(2026, 4, 2)) == 91
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("price = [", "is no TOML"),
+            (ROW, "has no source"),
+            (ROW.replace("4.0", "-1.0") + FROM, "on_demand_usd -1.0 is not USD"),
+            (ROW.replace("4.0", "true") + FROM, "on_demand_usd True is not USD"),
+            (ROW.replace("on_demand_usd = 4.0\n", "") + FROM, "has no price"),
+            (ROW + FROM.replace("2026-11-01", "soon"), "'soon' is no date"),
+            (ROW + FROM + "colour = 1\n", "'colour' is no key"),
+        ],
+    )
+    def test_a_bad_file_is_one_line(self, tmp_path, text, message):
+        path = tmp_path / "prices.toml"
+        path.write_text(text)
+        with pytest.raises(ConfigFileError) as caught:
+            all_prices(path)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_an_unknown_gpu_in_it_names_the_nearest(self, tmp_path):
+        path = tmp_path / "prices.toml"
+        path.write_text(ROW.replace("H100", "H1000") + FROM)
+        with pytest.raises(UnknownHardwareError, match="H1000"):
+            all_prices(path)
+
+    def test_a_missing_file_is_one_line(self, tmp_path):
+        with pytest.raises(ConfigFileError, match="cannot be read: No such file"):
+            all_prices(tmp_path / "none.toml")
+
+
+class TestCost:
+    def test_youngs_cadence_loses_least(self):
+        found = reliability(job(dp_shard=64), spot=True)
+        mtbf = found.mtbf_hours * 3600
+        assert found.cadence_s == pytest.approx(math.sqrt(2 * found.save_s * mtbf))
+
+        def lost(cadence):
+            return found.save_s / cadence + (cadence / 2 + 600) / mtbf
+
+        assert found.lost_fraction == pytest.approx(lost(found.cadence_s))
+        assert lost(found.cadence_s) < min(lost(0.7 * found.cadence_s), lost(1.4 * found.cadence_s))
+
+    def test_time_between_interruptions_falls_with_the_gpus(self):
+        assert reliability(job(dp_shard=64), spot=False).mtbf_hours == pytest.approx(MTBF_GPU_HOURS / 64)
+        assert reliability(job(dp_shard=64), spot=True, interruptions_per_node_hour=0.1).mtbf_hours == pytest.approx(
+            1 / (64 / MTBF_GPU_HOURS + 8 * 0.1)
+        )
+
+    def test_llama_3_on_16k_gpus_keeps_over_90_percent(self):
+        """arXiv 2407.21783, section 3.3.4: over 90% effective training time."""
+        run = job(dp_shard=16384, global_batch=16384)
+        assert 0.9 < reliability(run, spot=False).goodput < 0.999
+
+    def test_dollars_by_hand(self):
+        run = job()
+        found = cost(run, tokens=1e9, tokens_per_s=1e5, usd_per_gpu_hour=2.0, provider="x")
+        hours = 1e9 / 1e5 / 3600 / reliability(run, spot=False).goodput
+        stored = 2 * checkpoint_bytes(run) / 1e9 * 0.023 * hours / 730
+        assert found.hours == pytest.approx(hours)
+        assert found.usd == pytest.approx(8 * hours * 2.0 + stored)
+        assert found.usd_per_million_tokens == pytest.approx(found.usd / 1000)
+
+    def test_a_checkpoint_of_lora_holds_the_adapters_only(self):
+        assert checkpoint_bytes(job(method="lora")) < 0.01 * checkpoint_bytes(job())
+
+    def test_all_offers_cheapest_first_with_spot_interrupted(self):
+        rows = prices_of(accelerator("H200"), shipped_prices())
+        found = compare(job(gpu=accelerator("H200")), rows, tokens=1e9, tokens_per_s=1e5)
+        assert [item.usd for item in found] == sorted(item.usd for item in found)
+        spot = next(item for item in found if item.kind == "spot")
+        assert spot.goodput < next(item for item in found if item.kind == "on-demand").goodput
