@@ -10,7 +10,7 @@ import torch
 from hfscale.arguments import ModelArguments
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.strategy import requested_family
+from hfscale.strategy import requested_family, requested_strategy
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -28,6 +28,11 @@ def check_pairs(
         MissingDependencyError: what one of them needs is not installed.
     """
     family = requested_family(training_args)
+    if requested_strategy(training_args) == "fsdp1":
+        raise UsageError(
+            "fsdp_version 1: what FSDP1 resumes differs from what it saved, without an error (losses drift by 4e-3); "
+            "turn the config into FSDP2 with `accelerate to-fsdp2`, or use accelerate_configs/fsdp2.yaml"
+        )
     config = _deepspeed_config(training_args) if family == "zero" else {}
     if model_args.load_in_4bit:
         _check_four_bits(family, config, layout)

@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-import yaml
 from conftest import REPOSITORY
 
 from hfscale import __version__
@@ -104,28 +103,6 @@ class TestConfigs:
         writer.stdout.close()  # before it writes: the pipe is broken from the start
         assert writer.stderr.read() == ""
         writer.wait(60)
-
-
-@pytest.mark.parametrize(
-    "path", sorted((REPOSITORY / "accelerate_configs").rglob("*.yaml")), ids=lambda path: path.stem
-)
-def test_accelerate_configs_open_with_their_command_and_load(path):
-    """Loaded by the library that reads them, which refuses unknown keys."""
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    first = path.read_text(encoding="utf-8").splitlines()[0]
-    assert first.startswith(f"# accelerate launch --config_file {path.relative_to(REPOSITORY)} ")
-    config = load_config_from_file(str(path))
-    assert config.distributed_type.value == yaml.safe_load(path.read_text())["distributed_type"]
-
-
-def test_an_accelerate_config_with_an_unknown_key_would_fail(tmp_path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    path = tmp_path / "bad.yaml"
-    path.write_text((REPOSITORY / "accelerate_configs" / "ddp.yaml").read_text() + "num_proceses: 2\n")
-    with pytest.raises(ValueError, match="num_proceses"):
-        load_config_from_file(str(path))
 
 
 def test_the_wheel_brings_the_configs_and_recipes(tmp_path):

@@ -174,6 +174,10 @@ class TestPairs:
     def test_qlora_with_what_it_needs(self, monkeypatch, gpu):
         self.check(monkeypatch, FSDP, QLORA, arguments(), ParallelLayout(dp_shard=8))
 
+    def test_fsdp1(self, monkeypatch):
+        with pytest.raises(UsageError, match="fsdp_version 1: .* use accelerate_configs/fsdp2.yaml"):
+            self.check(monkeypatch, FSDP | {"FSDP_VERSION": "1"}, {}, arguments())
+
     def test_lora_under_tensor_parallelism(self, monkeypatch):
         with pytest.raises(UsageError, match="--use_peft and tensor parallelism: adapters are not cut"):
             self.check(monkeypatch, DDP, {"use_peft": True}, arguments(), ParallelLayout(tp=2))
