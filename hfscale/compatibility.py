@@ -28,7 +28,7 @@ def check_pairs(
         MissingDependencyError: what one of them needs is not installed.
     """
     family = requested_family(training_args)
-    if requested_strategy(training_args) == "fsdp1":
+    if family == "fsdp" and requested_strategy(training_args) == "fsdp1":
         raise UsageError(
             "fsdp_version 1: what FSDP1 resumes differs from what it saved, without an error (losses drift by 4e-3); "
             "turn the config into FSDP2 with `accelerate to-fsdp2`, or use accelerate_configs/fsdp2.yaml"
@@ -40,11 +40,13 @@ def check_pairs(
         _check_deepspeed(config, training_args)
     if layout is not None and layout.tp > 1:
         _check_tensor_parallel(model_args, training_args)
-    if layout is not None and layout.cp > 1 and model_args.attn_implementation not in (None, "sdpa"):
-        raise UsageError(
-            f"cp_size {layout.cp} splits sequences inside SDPA attention: give --attn_implementation sdpa instead of "
-            f"{model_args.attn_implementation}"
-        )
+    if layout is not None and layout.cp > 1:
+        kernel = os.environ.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa") if family == "zero" else "sdpa"
+        if model_args.attn_implementation not in (None, kernel):
+            raise UsageError(
+                f"cp_size {layout.cp} cuts sequences around {kernel} attention: give --attn_implementation {kernel} "
+                f"instead of {model_args.attn_implementation}"
+            )
 
 
 def _deepspeed_config(args: "TrainingArguments") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.distributed.fsdp import is_fsdp_enabled
 
 from hfscale import corpus, distributed
 from hfscale.arguments import ModelArguments, blaming
@@ -85,6 +86,9 @@ def load_model(
     if args.attn_implementation:
         options["attn_implementation"] = args.attn_implementation
     sharding = distributed_config(layout, training_args) if layout is not None else None
+    if args.model_name_or_path and not args.load_in_4bit and is_fsdp_enabled() and distributed.rank() > 0:
+        # Rank 0 will hand out the shards. transformers 5.23 reads the whole checkpoint on every rank all the same.
+        return build_model(config, seed=training_args.seed, **options)
     if args.model_name_or_path:
         if args.load_in_4bit:
             options |= _four_bits(training_args)

@@ -51,7 +51,8 @@ def set_up_parallelism(
     _check_family(layout, parallel, family, args)
     layout.check_world_size(args.world_size)
     if family == "zero" and layout.cp > 1:
-        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        kernel = environ.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa")
+        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=kernel)
         args.parallelism_config = ParallelismConfig(
             sp_size=layout.cp, sp_backend="deepspeed", sp_handler=handler, dp_shard_size=layout.dp_shard
         )

@@ -175,7 +175,7 @@ class TestPairs:
         self.check(monkeypatch, FSDP, QLORA, arguments(), ParallelLayout(dp_shard=8))
 
     def test_fsdp1(self, monkeypatch):
-        with pytest.raises(UsageError, match="fsdp_version 1: .* use accelerate_configs/fsdp2.yaml"):
+        with pytest.raises(UsageError, match="fsdp_version 1: what FSDP1 resumes differs from what it saved"):
             self.check(monkeypatch, FSDP | {"FSDP_VERSION": "1"}, {}, arguments())
 
     def test_lora_under_tensor_parallelism(self, monkeypatch):
@@ -210,5 +210,5 @@ class TestPairs:
 
     def test_context_parallelism_without_sdpa(self, monkeypatch):
         model = {"attn_implementation": "flash_attention_2"}
-        with pytest.raises(UsageError, match="cp_size 2 splits sequences inside SDPA attention"):
+        with pytest.raises(UsageError, match="cp_size 2 cuts sequences around sdpa attention: give --attn"):
             self.check(monkeypatch, FSDP, model, arguments(), ParallelLayout(cp=2))

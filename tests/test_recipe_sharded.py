@@ -5,9 +5,12 @@ import shutil
 import sys
 
 import pytest
+import torch
 from conftest import REPOSITORY, run_process
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from hfscale.weights import build_model
 
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
@@ -149,3 +152,19 @@ def test_the_options_for_memory_and_speed(sharded, folder):
     assert [path.name for path in (folder / "out" / "profile").iterdir()] == ["step-2.json"]
     trace = (folder / "out" / "profile" / "step-2.json").read_text()
     assert "CompiledFunctionBackward" in trace or "Torch-Compiled Region" in trace
+
+
+@pytest.mark.world(2)
+def test_under_fsdp2_one_rank_alone_reads_the_model(folder, launch):
+    """transformers reads it on every rank, whatever fsdp_cpu_ram_efficient_loading says; the recipe prevents it."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8
+    )
+    model = build_model(config, seed=0, dtype=torch.float32)
+    model.save_pretrained(folder / "large")
+    whole_mib = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**20
+    worker = REPOSITORY / "tests" / "workers" / "loading.py"
+    done = launch(2, worker, folder / "large", config=REPOSITORY / "accelerate_configs" / "fsdp2.yaml")
+    assert done.code == 0, done.err[-4000:]
+    first, second = (float((folder / f"rank-{rank}").read_text()) for rank in (0, 1))
+    assert second < 0.7 * whole_mib < whole_mib < first  # its half, and a parameter on the way

@@ -25,6 +25,7 @@ from hfscale.arguments import ParallelArguments, check_evaluation
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
 from hfscale.compatibility import check_pairs
+from hfscale.compression import compress_gradients
 from hfscale.data import load_packed_datasets
 from hfscale.entrypoint import check_output_dir, run
 from hfscale.export import save_final_model
@@ -91,6 +92,13 @@ def main():
     use_compact_progress(trainer)
     finish_on_cpu(trainer)
     mend_sequence_parallel(trainer)
+    compress_gradients(
+        trainer,
+        training_args.gradient_compression,
+        powersgd_rank=training_args.powersgd_rank,
+        topk_fraction=training_args.topk_fraction,
+        start_step=training_args.compression_start_step,
+    )
 
     if is_finished(trainer, checkpoint):
         return

@@ -1,0 +1,45 @@
+"""How much memory each rank has taken when training begins: one line per rank, in MiB above what imports took.
+
+accelerate launch --config_file accelerate_configs/fsdp2.yaml tests/workers/loading.py FOLDER_OF_A_MODEL
+"""
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch.distributed as dist
+from tiny import RandomTokens, tiny_arguments
+from transformers import AutoConfig, Trainer, TrainerCallback
+
+from hfscale.arguments import ModelArguments, ParallelArguments
+from hfscale.entrypoint import run
+from hfscale.models import load_model
+from hfscale.parallelism import set_up_parallelism
+
+
+def peak_mib():
+    """Most memory that this process has had."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+class Begun(TrainerCallback):
+    """Writes the line and goes no further."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        Path(f"rank-{dist.get_rank()}").write_text(str(peak_mib() - imports_mib))
+        control.should_training_stop = True
+
+
+def main():
+    global imports_mib
+    args = tiny_arguments("out", max_steps=1, optim="sgd", per_device_train_batch_size=1)
+    set_up_parallelism(ParallelArguments(), args)
+    imports_mib = peak_mib()
+    config = AutoConfig.from_pretrained(sys.argv[1])
+    model = load_model(ModelArguments(model_name_or_path=sys.argv[1]), config, args)
+    Trainer(model=model, args=args, train_dataset=RandomTokens(), callbacks=[Begun()]).train()
+
+
+run(main)
