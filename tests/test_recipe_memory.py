@@ -1,0 +1,49 @@
+"""The memory that a sharded recipe's file states is what the planner predicts for its model, layout and batch."""
+
+import re
+import shlex
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from conftest import REPOSITORY
+
+from hfscale import estimate
+
+RECIPES = sorted((REPOSITORY / "recipes" / "sharded").glob("*.yaml"))
+ZERO_STAGE = {"fsdp2": 3, "fsdp2_hsdp": 3, "fsdp2_grad_op": 2, "zero3": 3, "zero3_sp": 3}
+
+
+def stated_gb(text):
+    return float(re.search(r"About ([\d.]+) GB", re.sub(r"\s+#?\s*", " ", text))[1])
+
+
+def predicted_gb(recipe):
+    text = recipe.read_text(encoding="utf-8")
+    flags = yaml.safe_load(text)
+    launcher = launch_command_parser().parse_args(shlex.split(text.splitlines()[0])[3:])
+    config = re.sub(r".*/|\.yaml", "", launcher.config_file)
+    cp, replicas = flags.get("cp_size", 1), flags.get("dp_replicate_size", 1)
+    ranks = launcher.num_processes // cp
+    method = "qlora" if flags.get("load_in_4bit") else "lora" if flags.get("use_peft") else "full"
+    lora = {} if method == "full" else {"lora_rank": flags.get("lora_r", 16)}
+    micro_batch = flags["per_device_train_batch_size"]
+    found = estimate(
+        re.sub(r"-(full|lora|qlora|long)$", "", recipe.stem),
+        gpu="H100-80GB",
+        layout={"dp_replicate": replicas, "dp_shard": ranks // replicas, "cp": cp},
+        seq_len=flags["block_size"],
+        micro_batch=micro_batch,
+        global_batch=micro_batch * flags["gradient_accumulation_steps"] * ranks,
+        zero=ZERO_STAGE[config],
+        method=method,
+        recompute="full" if flags.get("activation_checkpointing") else "none",
+        fused_loss=bool(flags.get("use_liger_kernel")),
+        **lora,
+    )
+    return found.memory.total * 2**30 / 1e9
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_what_the_file_states_the_planner_predicts(recipe):
+    assert predicted_gb(recipe) == pytest.approx(stated_gb(recipe.read_text(encoding="utf-8")), rel=0.12)
