@@ -1,4 +1,4 @@
-"""The memory that a sharded recipe's file states is what the planner predicts for its model, layout and batch."""
+"""The memory that a recipe's file states is what the planner predicts for its model, layout and batch."""
 
 import re
 import shlex
@@ -10,8 +10,8 @@ from conftest import REPOSITORY
 
 from hfscale import estimate
 
-RECIPES = sorted((REPOSITORY / "recipes" / "sharded").glob("*.yaml"))
-ZERO_STAGE = {"fsdp2": 3, "fsdp2_hsdp": 3, "fsdp2_grad_op": 2, "zero3": 3, "zero3_sp": 3}
+RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
+ZERO_STAGE = {"ddp": 0, "fsdp2": 3, "fsdp2_hsdp": 3, "fsdp2_grad_op": 2, "zero3": 3, "zero3_sp": 3}
 
 
 def stated_gb(text):
@@ -23,13 +23,14 @@ def predicted_gb(recipe):
     flags = yaml.safe_load(text)
     launcher = launch_command_parser().parse_args(shlex.split(text.splitlines()[0])[3:])
     config = re.sub(r".*/|\.yaml", "", launcher.config_file)
-    cp, replicas = flags.get("cp_size", 1), flags.get("dp_replicate_size", 1)
+    cp = flags.get("cp_size", 1)
     ranks = launcher.num_processes // cp
+    replicas = ranks if config == "ddp" else flags.get("dp_replicate_size", 1)
     method = "qlora" if flags.get("load_in_4bit") else "lora" if flags.get("use_peft") else "full"
     lora = {} if method == "full" else {"lora_rank": flags.get("lora_r", 16)}
     micro_batch = flags["per_device_train_batch_size"]
     found = estimate(
-        re.sub(r"-(full|lora|qlora|long)$", "", recipe.stem),
+        re.sub(r"-(full|lora|qlora|long|pretrain)$", "", recipe.stem),
         gpu="H100-80GB",
         layout={"dp_replicate": replicas, "dp_shard": ranks // replicas, "cp": cp},
         seq_len=flags["block_size"],
@@ -37,6 +38,7 @@ def predicted_gb(recipe):
         global_batch=micro_batch * flags["gradient_accumulation_steps"] * ranks,
         zero=ZERO_STAGE[config],
         method=method,
+        optimizer="adamw_8bit" if "8bit" in flags.get("optim", "") else "adamw",
         recompute="full" if flags.get("activation_checkpointing") else "none",
         fused_loss=bool(flags.get("use_liger_kernel")),
         **lora,
@@ -46,4 +48,6 @@ def predicted_gb(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_what_the_file_states_the_planner_predicts(recipe):
-    assert predicted_gb(recipe) == pytest.approx(stated_gb(recipe.read_text(encoding="utf-8")), rel=0.12)
+    """The small models' files add twice the planner's share for the CUDA context, and round up."""
+    within = 0.12 if recipe.parent.name == "sharded" else 0.16
+    assert predicted_gb(recipe) == pytest.approx(stated_gb(recipe.read_text(encoding="utf-8")), rel=within)

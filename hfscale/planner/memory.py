@@ -118,7 +118,8 @@ def _buffer_bytes(view: ModelView, job: Job, stack: Stack) -> float:
         and job.precision != "fp32"
         and job.method == "full"
     ):
-        return gathered + 2.0 * max(per_layer, ends)  # autocast's bf16 copies of the weights at work
+        # Autocast's bf16 copies of the weights: it keeps them all until the forward ends, autograd until the backward.
+        return gathered + 2.0 * (job.layer_split[0] * per_layer + view.head_parameters / layout.tp)
     return gathered
 
 
