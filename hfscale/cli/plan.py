@@ -45,6 +45,7 @@ def run(
     prices: Annotated[Path | None, typer.Option(help="Your price list, rows as in hfscale/facts/prices.toml.")] = None,
     top: Annotated[int, typer.Option(help="Number of choices.")] = 5,
     emit: Annotated[Path | None, typer.Option(help="Write configs and the launch command here.")] = None,
+    choice: Annotated[int, typer.Option(help="Which of the choices --emit writes.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw memory, time and cost (svg or png).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> int:
@@ -76,7 +77,7 @@ def run(
         prices=prices,
         top=top,
     )
-    written = _emit(result, emit) if emit is not None and result.choices else []
+    written = _emit(result, emit, choice) if emit is not None and result.choices else []
     if plot is not None and result.choices:
         from hfscale.planner.plot import draw
 
@@ -91,10 +92,10 @@ def run(
     return 0 if result.choices else 1
 
 
-def _emit(result: Plan, folder: Path) -> list[Path]:
+def _emit(result: Plan, folder: Path, choice: int) -> list[Path]:
     from hfscale.planner.emit import emit
 
-    return emit(result, folder)
+    return emit(result, folder, number=choice)
 
 
 def parse_tokens(text: str) -> float:
