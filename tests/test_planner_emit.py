@@ -118,6 +118,19 @@ def test_a_folder_with_weights_is_continued_and_odd_names_are_quoted(model, tmp_
     assert Path(config.deepspeed_config["deepspeed_config_file"]).is_file()
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "zero2"])
+def test_several_machines_each_run_the_command(model, tmp_path, name):
+    options = {**FAMILIES[name], "optimizer": "adamw", "gpus_per_node": 1}
+    emit(planned(model, **options), tmp_path)
+    config = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert (config.num_machines, config.num_processes) == (2, 2)
+    # Not over ssh, which is accelerate's default for DeepSpeed.
+    assert name == "fsdp2" or config.deepspeed_config["deepspeed_multinode_launcher"] == "standard"
+    script = (tmp_path / "launch.sh").read_text()
+    assert '--machine_rank "$MACHINE_RANK" --main_process_ip "$MAIN_IP" --main_process_port 29500' in script
+    assert "# On each of the 2 machines" in script
+
+
 PIPELINE = {"layout": {"tp": 2, "pp": 2, "dp_replicate": 2}, "zero": 1}
 
 

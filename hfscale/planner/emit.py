@@ -112,6 +112,8 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
             f"  deepspeed_config_file: {_scalar(str(folder / 'deepspeed.json'))}",
             f"  zero3_init_flag: {'true' if job.zero == 3 else 'false'}",
         ]
+        if nodes > 1:  # launch.sh runs on each machine; by default accelerate would start the others itself, over ssh
+            lines.append("  deepspeed_multinode_launcher: standard")
     elif strategy == "fsdp2":
         lines += _fsdp_lines(job)
     elif layout.world_size == 1:
