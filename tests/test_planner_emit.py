@@ -187,9 +187,10 @@ class TestTheSearchOffersWhatTheRecipeTakes:
         assert all(layout.tp == 1 for layout, _ in self.found("llama-3.1-8b", method="lora"))
 
     def test_key_value_heads_are_not_copied(self):
-        few = "qwen2.5-0.5b"  # two key-value heads
+        few = "qwen2.5-1.5b"  # two key-value heads and twelve query heads, so that four ranks would copy them
         assert max(layout.tp for layout, _ in self.found("qwen2.5-7b") if layout.pp == 1) == 4
         assert max(layout.tp for layout, _ in self.found(few) if layout.pp == 1) == 2
+        assert max(layout.tp for layout, _ in self.found(few, stack="megatron") if layout.pp == 1) == 4
 
     def test_models_without_a_plan(self):
         assert all(layout.tp == 1 or layout.pp > 1 for layout, _ in self.found("gpt2"))
