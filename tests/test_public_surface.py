@@ -21,7 +21,7 @@ FLOORS = (
     ("hfscale.planner",),
     ("hfscale.logs", "hfscale.config_file", "hfscale.shipped"),
     ("hfscale.distributed", "hfscale.preemption", "hfscale.checkpoint", "hfscale.health", "hfscale.metrics",
-     "hfscale.parallel"),
+     "hfscale.parallel", "hfscale.calibrate"),
     ("hfscale.recompute", "hfscale.compression", "hfscale.weights"),
     ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
      "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",

@@ -49,6 +49,7 @@ def run(
     offload: Annotated[str, typer.Option(help="none, optimizer or full.")] = "none",
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe joins.")] = 8,
     network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
+    hardware: Annotated[Path | None, typer.Option(help="A file of `hfscale plan --calibrate`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Memory and time of one layout, itemised."""
@@ -79,6 +80,7 @@ def run(
         offload=offload,
         gpus_per_node=gpus_per_node,
         network_gb_s=network_gb_s,
+        hardware=hardware,
     )
     if as_json:
         print(json.dumps(estimate_dict(result)))

@@ -1,7 +1,9 @@
 """`hfscale plan`: which layout, does it fit, how long, how much."""
 
 import json
+import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ import typer
 
 from hfscale.cli import COMMANDS
 from hfscale.errors import UsageError
+from hfscale.facts.local_hardware import read_rows, user_file
 from hfscale.planner.answer import Plan
 from hfscale.planner.plan import plan
 
@@ -21,9 +24,12 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json.")],
-    gpu: Annotated[str, typer.Option(help="A GPU of hardware.toml: H100-80GB.")],
-    gpus: Annotated[int, typer.Option(help="How many; with --objective cost or gpus, at most so many.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json; with --calibrate, a file."),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml, or a calibrated one: H100-80GB.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many; with --objective cost or gpus, at most so many.")] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe joins.")] = 8,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
@@ -45,10 +51,23 @@ def run(
     prices: Annotated[Path | None, typer.Option(help="Your price list, rows as in hfscale/facts/prices.toml.")] = None,
     top: Annotated[int, typer.Option(help="Number of choices.")] = 5,
     emit: Annotated[Path | None, typer.Option(help="Write configs and the launch command here.")] = None,
+    choice: Annotated[int, typer.Option(help="Which of the choices --emit writes.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw memory, time and cost (svg or png).")] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="A file of --calibrate (default: ~/.config/hfscale/hardware.toml).")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine and write FILE, or the default of --hardware.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> int:
     """Rank the layouts that fit, with memory, time and cost."""
+    if calibrate:
+        if gpu is not None or gpus is not None:
+            raise UsageError("--calibrate measures the machine at hand: leave out --gpu and --gpus, plan afterwards")
+        return run_calibration(None if model is None else Path(model), as_json=as_json)
+    if model is None or gpu is None or gpus is None:
+        raise UsageError("give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8")
     if top < 1:
         raise UsageError(f"--top {top} is below 1: give the number of choices to show")
     result = plan(
@@ -74,9 +93,10 @@ def run(
         usd_per_gpu_hour=usd_per_gpu_hour,
         spot_interruptions=spot_interruptions,
         prices=prices,
+        hardware=hardware,
         top=top,
     )
-    written = _emit(result, emit) if emit is not None and result.choices else []
+    written = _emit(result, emit, choice) if emit is not None and result.choices else []
     if plot is not None and result.choices:
         from hfscale.planner.plot import draw
 
@@ -91,10 +111,42 @@ def run(
     return 0 if result.choices else 1
 
 
-def _emit(result: Plan, folder: Path) -> list[Path]:
+def _emit(result: Plan, folder: Path, choice: int) -> list[Path]:
     from hfscale.planner.emit import emit
 
-    return emit(result, folder)
+    return emit(result, folder, number=choice)
+
+
+def run_calibration(file: Path | None, *, as_json: bool) -> int:
+    """Measure this machine; the main process writes the file and says how to plan with it.
+
+    Raises:
+        `ConfigFileError`: There is such a file, and it is no hardware file.
+        `UsageError`: The file's name does not end in .toml.
+    """
+    path = file or user_file()
+    if path.suffix != ".toml":
+        raise UsageError(f"--calibrate writes TOML, and {path} does not end so: name a file such as hardware.toml")
+    if path.exists():
+        read_rows(path)  # a mistake is told before minutes of measuring
+    from hfscale.calibrate import calibrate, write
+
+    found = calibrate()
+    if int(os.environ.get("RANK", "0")) > 0:
+        return 0
+    gpu = write(found, path)
+    if as_json:
+        print(json.dumps({"file": str(path), "gpu": asdict(gpu), "measurements": found.measurements}))
+        return 0
+    for name, value in asdict(gpu).items():
+        if name.startswith("achieved") and value is not None:
+            print(f"{name.removeprefix('achieved_')}: {value:.4g}")
+    if found.processes == 1:
+        print("collectives are not measured by one process: accelerate launch -m hfscale plan --calibrate")
+    flags = "" if gpu.bf16_tflops else " --precision " + ("fp16" if gpu.fp16_tflops else "fp32")
+    flags += "" if path == user_file() else f" --hardware {path}"
+    print(f"Written: {path}; plan with it: hfscale plan MODEL --gpu {gpu.name} --gpus N{flags}")
+    return 0
 
 
 def parse_tokens(text: str) -> float:

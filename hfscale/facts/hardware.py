@@ -36,6 +36,22 @@ class Accelerator:
     """Peak of fp32 matrix products without tf32, TFLOP/s."""
     achieved_bf16_tflops: float | None = None
     """Best large bf16 matrix product measured with torch, TFLOP/s."""
+    achieved_fp16_tflops: float | None = None
+    """Best large fp16 matrix product measured, TFLOP/s; None takes bf16's part of the peak."""
+    achieved_fp32_tflops: float | None = None
+    """Best large fp32 matrix product measured, TFLOP/s; None takes bf16's part of the peak."""
+    achieved_memory_tb_s: float | None = None
+    """Memory bandwidth of a large copy, read and written, TB/s; None takes the stacks' usual part of `memory_tb_s`."""
+    achieved_link_gb_s: float | None = None
+    """What a ring inside the node moves past each device, GB/s; None takes the usual part of `link_gb_s`."""
+    achieved_network_gb_s: float | None = None
+    """What a ring between nodes moves per device, GB/s; None takes the usual part of `network_gb_s`."""
+    hop_us: float | None = None
+    """Latency of one step of a ring inside the node, microseconds."""
+    network_hop_us: float | None = None
+    """Latency of one step of a ring between nodes, microseconds."""
+    base: str | None = None
+    """For a measured device: the name of the row of `hardware.toml` whose datasheet it has, and whose prices."""
     memory_gib: float
     """Device memory that torch reports in total, GiB."""
     memory_tb_s: float
@@ -67,7 +83,7 @@ def accelerators() -> tuple[Accelerator, ...]:
 
 @cache
 def _by_plain_name() -> dict[str, Accelerator]:
-    return {_plain(known): row for row in accelerators() for known in (row.name, *row.aliases)}
+    return {plain_name(known): row for row in accelerators() for known in (row.name, *row.aliases)}
 
 
 @cache
@@ -80,7 +96,7 @@ def accelerator(name: str) -> Accelerator:
         `UnknownHardwareError`: There is none; the message names the nearest.
     """
     by_name = _by_plain_name()
-    plain = _plain(name)
+    plain = plain_name(name)
     if plain in by_name:
         return by_name[plain]
     same_start = [known for known in by_name if known.startswith(plain) or plain.startswith(known)] if plain else []
@@ -121,5 +137,6 @@ def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
     return peaks[dtype]
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A name without what does not matter in it."""
     return re.sub(r"\(.*\)|[\s_-]", "", name).casefold()

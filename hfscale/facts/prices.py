@@ -81,7 +81,7 @@ def all_prices(path: Path | None = None) -> tuple[Price, ...]:
 
 def prices_of(gpu: Accelerator, prices: tuple[Price, ...]) -> tuple[Price, ...]:
     """The rows for a GPU, cheapest on-demand first, those with spot prices only last."""
-    rows = [row for row in prices if row.gpu == gpu.name]
+    rows = [row for row in prices if row.gpu in (gpu.name, gpu.base)]
     return tuple(sorted(rows, key=lambda row: (row.on_demand_usd is None, row.on_demand_usd or row.spot_usd or 0.0)))
 
 

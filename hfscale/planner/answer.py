@@ -6,6 +6,7 @@ from typing import Any
 from hfscale.planner.advice import Advice
 from hfscale.planner.cost import Cost
 from hfscale.planner.estimate import Estimate
+from hfscale.planner.launchable import recipe_of
 from hfscale.planner.search import Question, Rejected, strategy_of
 
 
@@ -96,6 +97,7 @@ def choice_dict(choice: Choice) -> dict[str, Any]:
         "expert_parallel": job.expert_parallel,
         "offload": job.offload,
         "activation_checkpointing": job.recompute,
+        "recipe": recipe_of(job),
         **estimate_dict(estimate),
         "hours": choice.hours,
         "gpu_hours": choice.gpu_hours,

@@ -10,9 +10,16 @@ from hfscale.planner.stacks import stack
 def assumptions(question: Question, job: Job | None, tokens: float | None, headroom: float) -> list[str]:
     """One sentence each."""
     gpu = question.gpu
-    network = question.network_gb_s or gpu.network_gb_s or DEFAULT_NETWORK_GB_S
-    origin = "given" if question.network_gb_s else "the vendor's reference node" if gpu.network_gb_s else "assumed"
+    known = (
+        (question.network_gb_s, "given"),
+        (gpu.achieved_network_gb_s, "measured"),
+        (gpu.network_gb_s, "the vendor's reference node"),
+        (DEFAULT_NETWORK_GB_S, "assumed"),
+    )
+    network, origin = next((rate, told) for rate, told in known if rate)
     link = f"{gpu.link_gb_s:g} GB/s NVLink or xGMI" if gpu.link_gb_s else "PCIe only"
+    if gpu.achieved_link_gb_s:
+        link = f"{gpu.achieved_link_gb_s:g} GB/s measured"
     found = [
         f"stack {question.stack}: {stack(question.stack).about}",
         f"nodes of {question.gpus_per_node}: {link} inside, {network:g} GB/s per GPU and direction between ({origin})",

@@ -1,7 +1,8 @@
-"""Writes the files of a plan's first choice: Accelerate YAML, DeepSpeed JSON, recipe YAML and the launch command."""
+"""Writes the files of a choice of a plan: Accelerate YAML, DeepSpeed JSON, recipe YAML and the launch command."""
 
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,27 @@ from hfscale.errors import StorageError, UsageError
 from hfscale.facts.models import catalogue
 from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.job import Job
+from hfscale.planner.launchable import OPTIMIZERS, next_launchable, recipe_of, uses_deepspeed, why_not
 from hfscale.planner.search import strategy_of
 
 LEARNING_RATE = 1e-5
 """A cautious start for full fine-tuning; the recipe's YAML says to set your own."""
 LORA_LEARNING_RATE = 2e-4
 """The usual one for LoRA (Hu et al., arXiv 2106.09685, appendix D)."""
+PRECISION_FLAGS: dict[str, dict[str, Any]] = {"fp16": {"fp16": True}, "fp32": {"bf16": False}}
+"""Flags of a precision that is not the recipe's own choice (bf16), nor the launcher's (fp8)."""
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+"""What a folder with a trained model holds beside its config.json."""
 
 
-def emit(plan: Plan, folder: Path) -> list[Path]:
-    """Write the files into `folder`, which is made if need be.
+def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
+    """Write the files of choice `number`, the first being 1, into `folder`, which is made if need be.
 
     Raises:
-        `UsageError`: The plan has no choice, or its stack is not one that hfscale launches.
+        `UsageError`: The plan has no such choice, or no recipe runs it; the message names the next that one does.
         `StorageError`: The folder cannot be written.
     """
-    if not plan.choices:
-        raise UsageError("nothing fits, so there is nothing to write: see the reasons, or plan for more GPUs")
-    if plan.question.stack != "hf":
-        raise UsageError(
-            f"--emit writes files for Hugging Face's stack, not {plan.question.stack}: plan with --stack hf"
-        )
-    choice = plan.choices[0]
+    choice = _chosen(plan, number)
     files = {
         "accelerate.yaml": accelerate_yaml(plan, choice, folder),
         "recipe.yaml": recipe_yaml(plan, choice, folder),
@@ -48,16 +48,25 @@ def emit(plan: Plan, folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def uses_deepspeed(job: Job) -> bool:
-    """Whether the strategy is DeepSpeed's."""
-    return strategy_of(job) in ("zero1", "zero2", "zero3") or job.offload != "none"
-
-
-def recipe_of(job: Job) -> str:
-    """The recipe that runs a strategy."""
-    strategy = strategy_of(job)
-    tier = {"single": "ddp", "ddp": "ddp", "zero1": "ddp", "parallel": "tp_pp"}.get(strategy, "sharded")
-    return f"recipes/{'sharded' if job.offload != 'none' else tier}/train.py"
+def _chosen(plan: Plan, number: int) -> Choice:
+    if not plan.choices:
+        raise UsageError("nothing fits, so there is nothing to write: see the reasons, or plan for more GPUs")
+    if plan.question.stack != "hf":
+        raise UsageError(
+            f"--emit writes files for Hugging Face's stack, not {plan.question.stack}: plan with --stack hf"
+        )
+    if not 1 <= number <= len(plan.choices):
+        raise UsageError(f"--choice {number} is none of the {len(plan.choices)} choices: raise --top, or give another")
+    choice = plan.choices[number - 1]
+    reason = why_not(choice.estimate.job)
+    if reason is None:
+        return choice
+    other = next_launchable(plan)
+    if other is None:
+        mend = f"nor can any of the {len(plan.choices)} choices here: raise --top"
+    else:
+        mend = f"--choice {other[0]} can ({strategy_of(other[1].estimate.job)}, {other[1].estimate.job.layout})"
+    raise UsageError(f"--emit: choice {number}, {choice.estimate.job.layout}, cannot be launched ({reason}); {mend}")
 
 
 def launch_command(job: Job, folder: Path) -> list[str]:
@@ -66,7 +75,7 @@ def launch_command(job: Job, folder: Path) -> list[str]:
     command = ["accelerate", "launch", "--config_file", str(folder / "accelerate.yaml")]
     if nodes > 1:
         command += ["--machine_rank", "$MACHINE_RANK", "--main_process_ip", "$MAIN_IP", "--main_process_port", "29500"]
-    return [*command, recipe_of(job), "--config", str(folder / "recipe.yaml")]
+    return [*command, str(recipe_of(job)), "--config", str(folder / "recipe.yaml")]
 
 
 def _shell(command: list[str]) -> str:
@@ -100,33 +109,20 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         lines += [
             "distributed_type: DEEPSPEED",
             "deepspeed_config:",
-            f"  deepspeed_config_file: {folder / 'deepspeed.json'}",
+            f"  deepspeed_config_file: {_scalar(str(folder / 'deepspeed.json'))}",
             f"  zero3_init_flag: {'true' if job.zero == 3 else 'false'}",
         ]
-    elif strategy == "fsdp2" and layout.tp == 1:
-        lines += [
-            "distributed_type: FSDP",
-            "fsdp_config:",
-            "  fsdp_version: 2",
-            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP # one unit per decoder layer",
-            f"  fsdp_reshard_after_forward: {'true' if job.reshard else 'false'}",
-            "  fsdp_state_dict_type: SHARDED_STATE_DICT",
-            "  fsdp_cpu_ram_efficient_loading: true",
-            "  fsdp_activation_checkpointing: false # recipe.yaml decides",
-        ]
+        if nodes > 1:  # launch.sh runs on each machine; by default accelerate would start the others itself, over ssh
+            lines.append("  deepspeed_multinode_launcher: standard")
+    elif strategy == "fsdp2":
+        lines += _fsdp_lines(job)
     elif layout.world_size == 1:
         lines.append('distributed_type: "NO"')
+    elif strategy == "parallel":
+        lines.append("distributed_type: MULTI_GPU # transformers shards the model, accelerate must not wrap it again")
     else:
         lines.append("distributed_type: MULTI_GPU")
-    sizes = {
-        "dp_replicate_size": layout.dp_replicate,
-        "dp_shard_size": layout.dp_shard,
-        "cp_size": layout.cp,
-        "tp_size": layout.tp,
-    }
-    if strategy == "fsdp2" and (layout.dp_replicate > 1 or layout.cp > 1 or layout.tp > 1):
-        lines.append("parallelism_config:")
-        lines += [f"  parallelism_config_{name}: {size}" for name, size in sizes.items() if size > 1]
+    lines += _axis_lines(job)
     lines += [
         f"num_machines: {nodes}",
         "machine_rank: 0",
@@ -134,18 +130,57 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         "use_cpu: false",
         *(["main_process_port: 0"] if nodes == 1 else []),
     ]
-    if not uses_deepspeed(job):
-        lines.append('mixed_precision: "no" # the recipe chooses bf16 by itself where the hardware has it')
+    if job.precision == "fp8":
+        lines += ["mixed_precision: fp8", "fp8_config:", "  backend: AO # needs torchao"]
+    elif not uses_deepspeed(job):  # which must not name it beside a deepspeed_config_file
+        lines.append('mixed_precision: "no" # recipe.yaml decides; bf16 where the hardware has it')
     return "\n".join(lines) + "\n"
+
+
+def _fsdp_lines(job: Job) -> list[str]:
+    """As accelerate_configs/fsdp2.yaml, and fp8.yaml, whose layers torchao changes before they are sharded."""
+    return [
+        "distributed_type: FSDP",
+        "fsdp_config:",
+        "  fsdp_version: 2",
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP # one unit per decoder layer",
+        f"  fsdp_reshard_after_forward: {'true' if job.reshard else 'false'}",
+        "  fsdp_state_dict_type: SHARDED_STATE_DICT",
+        f"  fsdp_cpu_ram_efficient_loading: {'false' if job.precision == 'fp8' else 'true'}",
+        "  fsdp_activation_checkpointing: false # recipe.yaml decides",
+    ]
+
+
+def _axis_lines(job: Job) -> list[str]:
+    """The mesh, where there is more to it than the strategy's one axis."""
+    layout = job.layout
+    if strategy_of(job) not in ("fsdp2", "parallel") or layout.dp_shard == layout.world_size:
+        return []
+    sizes = {
+        "dp_replicate_size": layout.dp_replicate,
+        "dp_shard_size": layout.dp_shard,
+        "cp_size": layout.cp,
+        "tp_size": layout.tp,
+    }
+    lines = [f"  parallelism_config_{name}: {size}" for name, size in sizes.items() if size > 1]
+    if layout.cp > 1:
+        lines.append("  parallelism_config_cp_comm_strategy: allgather")
+    return ["parallelism_config:", *lines]
 
 
 def deepspeed_config(job: Job) -> dict[str, Any]:
     """The DeepSpeed config; `auto` values are filled from the training arguments."""
     zero: dict[str, Any] = {"stage": max(1, job.zero), "overlap_comm": True, "reduce_bucket_size": "auto"}
+    if job.zero >= 2:
+        zero["contiguous_gradients"] = True
+    if job.zero == 2:
+        zero["reduce_scatter"] = True
     if job.zero == 3:
         zero |= {
             "stage3_prefetch_bucket_size": "auto",
             "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
     else:
@@ -167,10 +202,13 @@ def deepspeed_config(job: Job) -> dict[str, Any]:
 
 def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     """The recipe's flags."""
-    job, layout = choice.estimate.job, choice.estimate.job.layout
-    values: dict[str, Any] = {"model_name_or_path": hub_id(plan.model), "block_size": job.seq_len}
+    job = choice.estimate.job
+    values: dict[str, Any] = {**_model_flags(plan.model), "block_size": job.seq_len}
     values["per_device_train_batch_size"] = job.micro_batch
     values["gradient_accumulation_steps"] = job.micro_batches
+    values |= PRECISION_FLAGS.get(job.precision, {})
+    if job.precision == "fp32" and job.gpu.tf32_tflops:
+        values["tf32"] = True
     if job.recompute != "none":
         values["activation_checkpointing"] = True
     if job.recompute == "selective":
@@ -183,21 +221,15 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         values |= {"use_peft": True, "lora_r": job.lora_rank}
     if job.method == "qlora":
         values["load_in_4bit"] = True
-    if strategy_of(job) == "parallel":
-        axes = {"tp_size": layout.tp, "pp_size": layout.pp, "dp_replicate_size": layout.dp_replicate}
-        values |= {name: size for name, size in axes.items() if size > 1}
-        if job.virtual_stages > 1:
-            values |= {"pipeline_schedule": "Interleaved1F1B", "virtual_stages": job.virtual_stages}
-    values["optim"] = {"adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd", "adafactor": "adafactor"}.get(
-        job.optimizer, "adamw_torch_fused"
-    )
+    values["optim"] = OPTIMIZERS[job.optimizer]
     values["learning_rate"] = LEARNING_RATE if job.method == "full" else LORA_LEARNING_RATE
     if plan.tokens is not None:
         values["max_steps"] = math.ceil(plan.tokens / (job.global_batch * job.seq_len))
-    values["output_dir"] = f"runs/{Path(plan.model).name}"
+    values["output_dir"] = f"runs/{_name(plan.model)}"
+    gpus = f"{job.layout.world_size} {job.gpu.name}"
     lines = [
         f"# {_shell(launch_command(job, folder))}",
-        f"# {plan.model}, {job.global_batch} x {job.seq_len} tokens per step on {layout.world_size} {job.gpu.name}.",
+        f"# {plan.model}, {job.global_batch} x {job.seq_len} tokens per step on {gpus}.",
         "#",
         "# Set your data (dataset_name or train_file) and learning rate; the one here is a cautious start.",
         "",
@@ -212,8 +244,25 @@ def hub_id(model: str) -> str:
     return str(entry["hub"][0]) if entry else model
 
 
+def _model_flags(model: str) -> dict[str, Any]:
+    """Which model: a checkpoint, or a folder with a config alone, which is trained from scratch."""
+    path = Path(model)
+    folder = path.parent if path.is_file() else path
+    if not folder.is_dir() or (model.casefold() in catalogue() and not path.exists()):
+        return {"model_name_or_path": hub_id(model)}
+    has_weights = any(True for kind in WEIGHTS for _ in folder.glob(kind))
+    return {"model_name_or_path" if has_weights else "config_name": str(folder)}
+
+
+def _name(model: str) -> str:
+    path = Path(model)
+    return (path.resolve().parent if path.is_file() else path).name or "plan"
+
+
 def _scalar(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z/][\w./-]*", value):
+        return json.dumps(value)  # a JSON string is a YAML string
     # YAML 1.1 reads 1e-05 as text: a number needs its point.
     return f"{value:.1e}" if isinstance(value, float) else str(value)

@@ -138,7 +138,8 @@ class Job:
         if self.precision == "fp8" and self.gpu.fp8_tflops is None:
             raise UsageError(f"{self.gpu.name} has no fp8 products that are known: use precision bf16")
         if self.precision == "bf16" and self.gpu.bf16_tflops is None:
-            raise UsageError(f"{self.gpu.name} has no bf16: use precision fp16")
+            other = "fp16" if self.gpu.fp16_tflops else "fp32"
+            raise UsageError(f"{self.gpu.name} has no bf16: use precision {other}")
         self._check_model()
         share = self.data_parallel * self.micro_batch
         if self.global_batch % share:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
-from hfscale.planner.job import Job
+from hfscale.planner.job import Job, Precision
 from hfscale.planner.model_view import LayerKind, ModelView
 from hfscale.planner.stacks import Shared, Stack
 
@@ -57,14 +57,14 @@ class Rates:
     def __init__(self, job: Job, stack: Stack, shared: Shared) -> None:
         gpu = job.gpu
         peak = bf16_like_peak(job)
-        self.matmul = matmul_rate(gpu, peak, shared) * stack.matmul
+        self.matmul = matmul_rate(gpu, peak, shared, job.precision) * stack.matmul
         self.bf16_matmul = self.matmul
         if job.precision == "fp8" and gpu.fp8_tflops:
             self.matmul *= stack.fp8_rowwise_gain if job.rowwise_fp8 else stack.fp8_gain
         is_hopper = peak >= HOPPER_TFLOPS
         share = stack.attention_hopper if is_hopper else stack.attention_ampere
         self.attention = peak * 1e12 * share * power_factor(gpu, shared)
-        self.memory = gpu.memory_tb_s * 1e12 * shared.memory_rate
+        self.memory = 1e12 * (gpu.achieved_memory_tb_s or gpu.memory_tb_s * shared.memory_rate)
 
 
 def bf16_like_peak(job: Job) -> float:
@@ -89,8 +89,11 @@ def power_factor(gpu: Accelerator, shared: Shared) -> float:
     return float((gpu.power_w / usual) ** shared.power_exponent)
 
 
-def matmul_rate(gpu: Accelerator, peak: float, shared: Shared) -> float:
+def matmul_rate(gpu: Accelerator, peak: float, shared: Shared, precision: Precision = "bf16") -> float:
     """FLOP/s of the best large matrix product on a device whose dense peak in the format is `peak` TFLOP/s."""
+    measured = {"fp16": gpu.achieved_fp16_tflops, "fp32": gpu.achieved_fp32_tflops}.get(precision)
+    if measured:
+        return measured * 1e12
     best = gpu.achieved_bf16_tflops
     share = best / gpu.bf16_tflops if best and gpu.bf16_tflops else DEFAULT_ACHIEVED
     return peak * 1e12 * share * power_factor(gpu, shared)

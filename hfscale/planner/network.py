@@ -7,7 +7,7 @@ all ranks that a node has in the group, so a group with one rank per node runs a
 nodes at eight (NCCL's rings, one per card).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator
@@ -54,6 +54,15 @@ class Network:
             raise UsageError(f"network bandwidth {network_gb_s} GB/s is not above 0: give one direction, per GPU")
         link = gpu.link_gb_s or (gpu.host_gb_s or 16.0) * PEER_TO_PEER_PCIE
         card = network_gb_s or gpu.network_gb_s or DEFAULT_NETWORK_GB_S
+        # What was measured (`hfscale plan --calibrate`) is the rate itself, not a datasheet's to take a part of.
+        if gpu.achieved_link_gb_s:
+            link, shared = gpu.achieved_link_gb_s, replace(shared, link_rate=1.0)
+        if gpu.achieved_network_gb_s and network_gb_s is None:
+            card, shared = gpu.achieved_network_gb_s, replace(shared, network_rate=1.0)
+        if gpu.hop_us:
+            shared = replace(shared, hop_s=gpu.hop_us / 1e6)
+        if gpu.network_hop_us:
+            shared = replace(shared, network_hop_s=gpu.network_hop_us / 1e6)
         return cls(link_bytes_s=link * 1e9, card_bytes_s=card * 1e9, node_size=node_size, shared=shared)
 
     def per_node(self, group: Group) -> int:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hfscale.errors import LayoutError, UsageError
-from hfscale.facts.hardware import Accelerator, accelerator
+from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.local_hardware import find_accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.facts.prices import STALE_DAYS, Price, all_prices, prices_of
@@ -37,17 +38,19 @@ def estimate(
     seq_len: int,
     micro_batch: int = 1,
     global_batch: int | None = None,
+    hardware: Path | None = None,
     **options: Any,
 ) -> Estimate:
     """Memory and time of one layout.
 
     Args:
         model (`str` or `ModelShape`): A built-in name, a hub id, a `config.json` or its folder; or a shape.
-        gpu (`str` or `Accelerator`): A name of `hardware.toml`, or a row.
+        gpu (`str` or `Accelerator`): A name of `hardware.toml` or of the user's file, or a row.
         layout (`ParallelLayout` or `Mapping`): Ranks along each axis.
         seq_len (`int`): Tokens per sequence.
         micro_batch (`int`): Sequences per data-parallel rank and micro-batch.
         global_batch (`int`, *optional*): Sequences per step; by default one micro-batch per rank.
+        hardware (`Path`, *optional*): A file of `hfscale plan --calibrate`; by default the user's own.
         options: Other fields of `hfscale.planner.job.Job`, such as `zero`, `recompute`, `precision`, `stack`.
 
     Raises:
@@ -60,7 +63,7 @@ def estimate(
     options.setdefault("sequence_parallel", splits_sequences(options.get("stack", "hf")))
     job = Job(
         shape=find_model(model) if isinstance(model, str) else model,
-        gpu=accelerator(gpu) if isinstance(gpu, str) else gpu,
+        gpu=find_accelerator(gpu, hardware) if isinstance(gpu, str) else gpu,
         layout=axes,
         seq_len=seq_len,
         micro_batch=micro_batch,
@@ -86,6 +89,7 @@ def plan(
     usd_per_gpu_hour: float | None = None,
     spot_interruptions: float | None = None,
     prices: Path | None = None,
+    hardware: Path | None = None,
     **options: Any,
 ) -> Plan:
     """The best layouts for training `model` on `gpus` GPUs.
@@ -102,6 +106,7 @@ def plan(
         usd_per_gpu_hour (`float`, *optional*): Your price, instead of the providers'.
         spot_interruptions (`float`, *optional*): Preemptions per node and hour.
         prices (`Path`, *optional*): A price list of your own.
+        hardware (`Path`, *optional*): As in `estimate`.
         options: Other fields of `hfscale.planner.search.Question`.
 
     Raises:
@@ -126,7 +131,7 @@ def plan(
         raise UsageError("hours and dollars need the number of tokens to train on: give --tokens, such as 1T or 500M")
     question = Question(
         shape=find_model(model) if isinstance(model, str) else model,
-        gpu=accelerator(gpu) if isinstance(gpu, str) else gpu,
+        gpu=find_accelerator(gpu, hardware) if isinstance(gpu, str) else gpu,
         gpus=gpus,
         **options,
     )

@@ -25,6 +25,8 @@ LEAST_TOKENS_PER_CP_RANK = 4096
 HOST_GIB_PER_GPU, HOST_GIB_PER_CARD = 256.0, 64.0
 """Memory of the CPU per GPU of a server (2 TB for eight, DGX H100 datasheet) and of a machine of PCIe cards,
 assumed."""
+WITHOUT_TENSOR_PLAN = ("gpt2", "bloom")
+"""Model types of the catalogue whose transformers config has no `base_model_tp_plan` (5.23)."""
 MOST_STAGES = 64
 """Pipeline stages up to which is searched; Llama 3 405B was trained with 16."""
 
@@ -80,12 +82,14 @@ class Rejected:
 def strategy_of(job: Job) -> str:
     """The strategy's name, as checkpoints and configs use it."""
     layout = job.layout
+    if job.offload != "none":
+        return f"zero{max(1, job.zero)}"
     if layout.world_size == 1:
         return "single"
-    if layout.pp > 1 or (layout.tp > 1 and job.zero < 3):
+    if layout.tp > 1 or layout.pp > 1:
         return "parallel"
     if job.zero == 3:
-        return "zero3" if job.offload == "full" else "fsdp2"
+        return "fsdp2"
     return ("ddp", "zero1", "zero2")[job.zero]
 
 
@@ -116,12 +120,20 @@ def layouts(question: Question, gpus: int) -> Iterator[tuple[ParallelLayout, int
         for pp in _stages(shape.layers, gpus // tp):
             if (tp > 1 or pp > 1) and question.method != "full":
                 continue  # adapters are trained with data parallelism
+            if tp > 1 and pp == 1 and question.stack == "hf" and not _transformers_cuts(shape, tp):
+                continue
             for cp in _sizes(question.seq_len // LEAST_TOKENS_PER_CP_RANK):
                 if cp > 1 and question.stack == "hf" and (tp > 1 or pp > 1):
                     continue  # Accelerate joins context parallelism with FSDP2 alone
                 if (gpus // tp // pp) % cp or question.seq_len % (2 * cp):
                     continue
                 yield from _data_parallel(question, tp=tp, pp=pp, cp=cp, dp=gpus // tp // pp // cp)
+
+
+def _transformers_cuts(shape: ModelShape, tp: int) -> bool:
+    """Whether transformers' tensor parallelism takes the model: it has no plan for some, and copies no key-value
+    heads."""
+    return shape.model_type not in WITHOUT_TENSOR_PLAN and shape.attention.kv_heads % tp == 0
 
 
 def _sizes(most: int) -> list[int]:

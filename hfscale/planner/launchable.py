@@ -1,0 +1,56 @@
+"""Which choices the shipped recipes can run, and why not the others."""
+
+from typing import TYPE_CHECKING
+
+from hfscale.planner.job import Job
+from hfscale.planner.search import strategy_of
+
+if TYPE_CHECKING:
+    from hfscale.planner.answer import Choice, Plan
+
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd", "adafactor": "adafactor"}
+"""What the Trainer calls an optimizer (`--optim`); the others it does not have."""
+
+
+def uses_deepspeed(job: Job) -> bool:
+    """Whether the strategy is DeepSpeed's."""
+    return job.zero in (1, 2) or job.offload != "none"
+
+
+def recipe_of(job: Job) -> str | None:
+    """The recipe that runs a job; None where `why_not` says why there is none."""
+    if why_not(job) is not None:
+        return None
+    plain = job.offload == "none" and strategy_of(job) in ("single", "ddp", "zero1")
+    return f"recipes/{'ddp' if plain else 'sharded'}/train.py"
+
+
+def why_not(job: Job) -> str | None:
+    """Why no recipe runs a job; None where one does."""
+    if job.stack != "hf":
+        return f"hfscale launches Hugging Face's stack, not {job.stack}"
+    if job.layout.pp > 1:
+        return "no recipe has pipeline stages yet"
+    if job.optimizer not in OPTIMIZERS:
+        return f"the Trainer has no optimizer {job.optimizer}: use {', '.join(OPTIMIZERS)}"
+    if job.offload != "none" and job.optimizer != "adamw":
+        return f"DeepSpeed's offload has AdamW on the CPU, not {job.optimizer}"
+    if job.precision == "fp8" and uses_deepspeed(job):
+        return "8-bit products go with DDP and FSDP2, not with DeepSpeed"
+    return None
+
+
+def next_launchable(plan: "Plan") -> "tuple[int, Choice] | None":
+    """The first of a plan's choices that a recipe runs, with its number from 1."""
+    return next(((n, c) for n, c in enumerate(plan.choices, 1) if why_not(c.estimate.job) is None), None)
+
+
+def unlaunchable(plan: "Plan") -> list[str]:
+    """A line for each reason why choices of Hugging Face's stack cannot be launched."""
+    found: dict[str, list[str]] = {}
+    if plan.question.stack == "hf":
+        for number, choice in enumerate(plan.choices, 1):
+            reason = why_not(choice.estimate.job)
+            if reason is not None:
+                found.setdefault(reason, []).append(f"#{number}")
+    return [f"{', '.join(numbers)}: {reason}" for reason, numbers in found.items()]

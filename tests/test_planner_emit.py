@@ -1,0 +1,224 @@
+"""The files that a plan writes: as the shipped ones, read by the libraries they are for, and launched."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from conftest import REPOSITORY, accelerate_launch
+from transformers import CONFIG_MAPPING, LlamaConfig
+
+from hfscale import corpus, estimate, plan
+from hfscale.arguments import ParallelArguments
+from hfscale.cli import main
+from hfscale.errors import UsageError
+from hfscale.facts.models import catalogue
+from hfscale.parsing import parse_arguments
+from hfscale.planner.answer import Choice, choice_dict
+from hfscale.planner.emit import emit
+from hfscale.planner.search import WITHOUT_TENSOR_PLAN, Question, layouts
+
+BLOCK = 32
+LINE = "the quick brown fox jumps over the lazy dog\n"
+FAMILIES = {
+    "ddp": {"layout": {"dp_replicate": 2}},
+    "fsdp2": {"layout": {"dp_shard": 2}, "zero": 3, "recompute": "full"},
+    "fsdp2_grad_op": {"layout": {"dp_shard": 2}, "zero": 3, "reshard": False},
+    "fsdp2_hsdp": {"layout": {"dp_replicate": 2, "dp_shard": 2}, "zero": 3, "recompute": "selective"},
+    "fsdp2_tp": {"layout": {"dp_shard": 2, "tp": 2}, "zero": 3},
+    "fsdp2_cp": {"layout": {"dp_shard": 2, "cp": 4}, "zero": 3},
+    "fp8": {"layout": {"dp_shard": 2}, "zero": 3, "precision": "fp8", "compile": True},
+    "zero1": {"layout": {"dp_replicate": 2}, "zero": 1, "optimizer": "adamw_8bit"},
+    "zero2": {"layout": {"dp_replicate": 2}, "zero": 2, "optimizer": "sgd"},
+    "zero2_offload": {"layout": {"dp_replicate": 2}, "zero": 2, "offload": "optimizer"},
+    "zero3_offload": {"layout": {"dp_shard": 2}, "zero": 3, "offload": "full", "fused_loss": True},
+}
+"""A job for every shipped config that the planner's search can come to, by the config's name."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A folder with a config.json and a tokenizer, but no weights."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = corpus.default_tokenizer()
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def planned(model, **options):
+    """A plan whose only choice is the job asked for."""
+    asked = plan(str(model), gpu="H100-80GB", gpus=1, seq_len=BLOCK)
+    one = estimate(str(model), gpu="H100-80GB", seq_len=BLOCK, micro_batch=2, **options)
+    return replace(asked, choices=(Choice(estimate=one),))
+
+
+def told(folder, *names):
+    """A file's content without what differs by the number of processes and the place of the files."""
+    content = yaml.safe_load((folder.joinpath(*names)).read_text())
+    content.pop("num_processes", None)
+    content.get("deepspeed_config", {}).pop("deepspeed_config_file", None)
+    return content
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_files_are_those_that_hfscale_ships(model, tmp_path, name):
+    found = planned(model, **FAMILIES[name])
+    written = emit(found, tmp_path)
+    assert told(tmp_path, "accelerate.yaml") == told(REPOSITORY, "accelerate_configs", f"{name}.yaml")
+    if name.startswith("zero"):
+        shipped = json.loads((REPOSITORY / "ds_configs" / f"{name}.json").read_text())
+        assert json.loads((tmp_path / "deepspeed.json").read_text()) == shipped
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in written}
+    assert load_config_from_file(str(tmp_path / "accelerate.yaml")).num_processes > 1
+    recipe = choice_dict(found.choices[0])["recipe"]
+    assert (REPOSITORY / recipe).is_file()
+    assert f" {recipe} --config " in (tmp_path / "launch.sh").read_text()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_flag_is_one_that_the_recipe_takes(model, tmp_path, name):
+    emit(planned(model, **FAMILIES[name]), tmp_path)
+    groups = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], also=[ParallelArguments])
+    model_args, data_args, _, args, _ = groups
+    assert (model_args.config_name, model_args.model_name_or_path) == (str(model), None)
+    assert (data_args.block_size, args.per_device_train_batch_size) == (BLOCK, 2)
+    assert args.activation_checkpointing == ("recompute" in FAMILIES[name])
+    assert args.recompute == FAMILIES[name].get("recompute", "full")
+    assert args.torch_compile == (name == "fp8")
+    assert args.optim == {"zero1": "adamw_bnb_8bit", "zero2": "sgd"}.get(name, "adamw_torch_fused")
+
+
+def test_precision_and_adapters_reach_the_flags(tmp_path):
+    asked = plan("qwen3-0.6b", gpu="RTX4090", gpus=2, method="lora", lora_rank=8, precision="fp32", seq_len=512)
+    emit(asked, tmp_path)
+    recipe = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    assert recipe["model_name_or_path"] == "Qwen/Qwen3-0.6B"
+    assert (recipe["bf16"], recipe["tf32"]) == (False, True)  # the estimate counts on tf32 products
+    assert (recipe["use_peft"], recipe["lora_r"]) == (True, 8)
+    emit(plan("qwen3-0.6b", gpu="V100-32GB", gpus=2, precision="fp16", seq_len=512), tmp_path)
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["fp16"] is True
+
+
+def test_a_folder_with_weights_is_continued_and_odd_names_are_quoted(model, tmp_path):
+    odd = tmp_path / "a model: #1"
+    odd.mkdir()
+    (odd / "config.json").write_bytes((model / "config.json").read_bytes())
+    (odd / "model.safetensors").write_bytes(b"")
+    emit(planned(odd / "config.json", layout={"dp_replicate": 2}, zero=1), tmp_path / "out: #2")
+    recipe = yaml.safe_load((tmp_path / "out: #2" / "recipe.yaml").read_text())
+    assert (recipe["model_name_or_path"], recipe["output_dir"]) == (str(odd), "runs/a model: #1")
+    config = load_config_from_file(str(tmp_path / "out: #2" / "accelerate.yaml"))
+    assert Path(config.deepspeed_config["deepspeed_config_file"]).is_file()
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero2"])
+def test_several_machines_each_run_the_command(model, tmp_path, name):
+    options = {**FAMILIES[name], "optimizer": "adamw", "gpus_per_node": 1}
+    emit(planned(model, **options), tmp_path)
+    config = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert (config.num_machines, config.num_processes) == (2, 2)
+    # Not over ssh, which is accelerate's default for DeepSpeed.
+    assert name == "fsdp2" or config.deepspeed_config["deepspeed_multinode_launcher"] == "standard"
+    script = (tmp_path / "launch.sh").read_text()
+    assert '--machine_rank "$MACHINE_RANK" --main_process_ip "$MAIN_IP" --main_process_port 29500' in script
+    assert "# On each of the 2 machines" in script
+
+
+PIPELINE = {"layout": {"tp": 2, "pp": 2, "dp_replicate": 2}, "zero": 1}
+
+
+class TestWhatCannotBeLaunched:
+    def test_says_which_choice_can(self, model, tmp_path):
+        first = planned(model, **PIPELINE)
+        both = replace(first, choices=(*first.choices, *planned(model, **FAMILIES["fsdp2"]).choices))
+        with pytest.raises(UsageError, match=r"pp=2.*no recipe has pipeline stages.*--choice 2 can \(fsdp2") as error:
+            emit(both, tmp_path / "out")
+        assert len(str(error.value).splitlines()) == 1
+        assert not (tmp_path / "out").exists()
+        emit(both, tmp_path / "out", number=2)
+        assert choice_dict(both.choices[0])["recipe"] is None
+
+    def test_says_when_none_can(self, model, tmp_path):
+        with pytest.raises(UsageError, match="nor can any of the 1 choices here: raise --top"):
+            emit(planned(model, **PIPELINE), tmp_path)
+
+    def test_a_choice_that_is_not_there(self, capsys, tmp_path):
+        argv = ["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "8", "--top", "2", "--emit", str(tmp_path / "out")]
+        assert main([*argv, "--choice", "3"]) == 2
+        assert "--choice 3 is none of the 2 choices" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"optimizer": "muon"}, "no optimizer muon"),
+            ({"offload": "full", "optimizer": "adamw_8bit"}, "offload has AdamW"),
+            ({"offload": "full", "precision": "fp8"}, "8-bit products"),
+        ],
+    )
+    def test_what_no_library_does(self, model, tmp_path, options, reason):
+        with pytest.raises(UsageError, match=reason):
+            emit(planned(model, layout={"dp_shard": 2}, zero=3, **options), tmp_path)
+
+    def test_the_table_marks_them(self, capsys):
+        main(["plan", "llama-3.1-405b", "--gpu", "H100", "--gpus", "1024", "--top", "30"])
+        assert "no recipe has pipeline stages yet" in capsys.readouterr().out
+
+
+class TestTheSearchOffersWhatTheRecipeTakes:
+    def found(self, name, stack="hf", gpus=8, method="full"):
+        from hfscale.facts.hardware import accelerator
+        from hfscale.facts.models import find_model
+
+        asked = Question(shape=find_model(name), gpu=accelerator("H100"), gpus=gpus, stack=stack, method=method)
+        return [(layout, zero) for layout, zero, _ in layouts(asked, gpus)]
+
+    def test_tensor_parallelism_never_with_deepspeed_ddp_or_adapters(self):
+        assert any(layout.tp > 1 for layout, _ in self.found("llama-3.1-8b"))
+        for layout, zero in self.found("llama-3.1-8b"):
+            assert layout.tp == 1 or layout.pp > 1 or layout.dp_shard * layout.dp_replicate == 1 or zero == 3
+            assert layout.cp == 1 or layout.tp == layout.pp == 1
+        assert all(layout.tp == 1 for layout, _ in self.found("llama-3.1-8b", method="lora"))
+
+    def test_key_value_heads_are_not_copied(self):
+        few = "qwen2.5-1.5b"  # two key-value heads and twelve query heads, so that four ranks would copy them
+        assert max(layout.tp for layout, _ in self.found("qwen2.5-7b") if layout.pp == 1) == 4
+        assert max(layout.tp for layout, _ in self.found(few) if layout.pp == 1) == 2
+        assert max(layout.tp for layout, _ in self.found(few, stack="megatron") if layout.pp == 1) == 4
+
+    def test_models_without_a_plan(self):
+        assert all(layout.tp == 1 or layout.pp > 1 for layout, _ in self.found("gpt2"))
+        types = {entry.get("config", entry)["model_type"] for entry in catalogue().values()}
+        plans = {name: CONFIG_MAPPING[name]().get_text_config().base_model_tp_plan for name in types}
+        assert {name for name, plan in plans.items() if not plan} == set(WITHOUT_TENSOR_PLAN)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [({"layout": {"dp_shard": 2}, "zero": 3}, "fsdp2"), ({"layout": {"tp": 2}}, "parallel")],
+    ids=["fsdp2", "tp"],
+)
+def test_the_command_trains(model, tmp_path, options, strategy):
+    """As launch.sh has it, with the text to train on."""
+    found = planned(model, **options)
+    assert choice_dict(found.choices[0])["strategy"] == strategy
+    emit(found, tmp_path / "plan")
+    (tmp_path / "text.txt").write_text(LINE * 200)
+    command = shlex.split((tmp_path / "plan" / "launch.sh").read_text().splitlines()[-1])
+    assert command[:3] == ["accelerate", "launch", "--config_file"]
+    recipe, *flags = command[4:]
+    done = accelerate_launch(
+        tmp_path, Path(command[3]), 2, REPOSITORY / recipe, *flags, "--train_file", "text.txt", "--max_steps", "2",
+        "--validation_split_percentage", "0", "--disable_tqdm", "true", "--output_dir", "out",
+    )  # fmt: skip
+    assert done.code == 0, done.err[-4000:]
+    assert done.lines("hfscale: strategy") == [f"hfscale: strategy {strategy} on 2 processes (cpu)"]
+    status = json.loads((tmp_path / "out" / "hfscale_status.json").read_text())
+    assert (status["status"], status["step"]) == ("completed", 2)
