@@ -21,9 +21,9 @@ import torch
 
 REPOSITORY = Path(__file__).parent.parent
 STRATEGIES = ("ddp", "fsdp2")
-PAIRS = 8
-STEPS = 25
-UNTIMED_STEPS = 5
+PAIRS = 5
+STEPS = 15
+UNTIMED_STEPS = 3
 LENGTH = 256
 BATCH = 2
 PREFIX = "ratios: "
