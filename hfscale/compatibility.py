@@ -75,6 +75,11 @@ def _check_deepspeed(config: dict[str, Any], args: "TrainingArguments") -> None:
             raise UsageError(f"{optimizer} compresses over NCCL, and this machine has no GPU: use zero1.yaml")
         if zero.get("stage", 0) > 1:
             raise UsageError(f"{optimizer} and ZeRO stage {zero['stage']}: it keeps whole gradients; set stage 0")
+    if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+        raise UsageError(
+            "the DeepSpeed config has no stage3_gather_16bit_weights_on_model_save, without which the trained model "
+            "cannot be written as one folder: set it to true"
+        )
     for part in ("optimizer", "param"):
         if _device_of(config, part) != "nvme":
             continue

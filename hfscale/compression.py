@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from hfscale.errors import UsageError
@@ -42,7 +42,8 @@ def compress_gradients(
     """
     if method == "none":
         return
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.args.world_size == 1:
+    is_ddp = trainer.accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    if not is_ddp or trainer.is_distributed_loading_by_transformers:
         raise UsageError(
             f"--gradient_compression {method} works on DDP's gradients: launch with accelerate_configs/ddp.yaml on "
             "two processes or more, or leave it out (DeepSpeed has 1-bit Adam: accelerate_configs/onebit_adam.yaml)"

@@ -130,7 +130,8 @@ def deepspeed(**config):
 
 
 def offload(device, path=None):
-    return {"zero_optimization": {"stage": 3, "offload_param": {"device": device, "nvme_path": path}}}
+    gather = {"stage3_gather_16bit_weights_on_model_save": True}
+    return {"zero_optimization": {"stage": 3, "offload_param": {"device": device, "nvme_path": path}} | gather}
 
 
 QLORA = {"use_peft": True, "load_in_4bit": True, "model_name_or_path": "some/model"}
@@ -196,6 +197,7 @@ class TestPairs:
                 "offload_param to nvme_path /no/such/disk: make that folder on a local",
             ),
             (offload("nvme"), "offload_param to nvme_path None"),
+            ({"zero_optimization": {"stage": 3}}, "no stage3_gather_16bit_weights_on_model_save, .* set it to true"),
         ],
     )
     def test_deepspeed_on_this_machine(self, monkeypatch, config, message):

@@ -52,12 +52,6 @@ def stand_first(trainer: Trainer, callback: TrainerCallback) -> None:
     handler.callbacks = [callback, *handler.callbacks]
 
 
-def data_parallel_size(trainer: Trainer) -> int:
-    """Number of different batches per micro-step: processes without tensor, context and sequence parallelism."""
-    model_parallel = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
-    return trainer.args.world_size // model_parallel
-
-
 def global_batch_size(trainer: Trainer) -> int:
     """Sequences per optimizer step: per-device batch x accumulation x data-parallel size."""
     return trainer.get_total_train_batch_size(trainer.args)
