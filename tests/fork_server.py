@@ -77,6 +77,8 @@ def _fork(run: Callable[[], None]) -> int:
 
 def _run(job: dict[str, Any], rank: int) -> None:
     """One process of a job, from the fork to its end."""
+    os.environ.clear()
+    os.environ.update(job["env"])
     os.setsid()
     os.close(PIPE)
     for descriptor, name, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], 0), (2, job["err"], 0)):
@@ -84,8 +86,6 @@ def _run(job: dict[str, Any], rank: int) -> None:
         os.dup2(opened, descriptor)
         os.close(opened)
     os.chdir(job["cwd"])
-    os.environ.clear()
-    os.environ.update(job["env"])
     if job["kind"] == "launch":
         _launch(job["argv"])
     else:

@@ -79,9 +79,9 @@ class ForkServer:
             raise
         return [job.ended[pid] for pid in job.pids]
 
-    def poll(self) -> None:
-        """Take in what has happened."""
-        self._receive()
+    def wait_for_any(self, job: Job, timeout_s: float) -> None:
+        """Until one of the processes has ended."""
+        self._wait(lambda: job.ended, timeout_s)
 
     def _kill(self, job: Job) -> None:
         for pid in job.pids:

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size
+from hfscale.checkpoint.lock import lock_output_dir, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import commit, rotate, set_aside
@@ -69,6 +70,7 @@ class SpotCheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        _lock(args)
         trainer = calling_trainer()
         self._take_over_rotation(args)
         self._strategy = running_strategy(trainer)
@@ -123,6 +125,7 @@ class SpotCheckpointCallback(TrainerCallback):
         if args.should_save:
             self._set_status(args, "completed", state.global_step)
             atexit.unregister(self._report_failure)
+            unlock_output_dir(args.output_dir)
 
     def _cadence_steps(self, args: TrainingArguments, state: TrainerState) -> int:
         if self.every_steps is not None:
@@ -172,3 +175,16 @@ class SpotCheckpointCallback(TrainerCallback):
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
             with suppress(OSError):  # a full disk may be why it failed; that has been said, and this is the last act
                 self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))
+
+
+def _lock(args: TrainingArguments) -> None:
+    """Take the output directory on the main process; every rank learns whether that went well."""
+    error: UsageError | None = None
+    if args.should_save:
+        try:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            lock_output_dir(args.output_dir)
+        except UsageError as refused:
+            error = refused
+    if distributed.all_max([float(error is not None)])[0]:
+        raise error or UsageError(f"{args.output_dir} is in use by another run")
