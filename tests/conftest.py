@@ -12,6 +12,7 @@ import pytest
 from forking import fork_server
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
+os.environ["HFSCALE_CLOUD"] = "none"  # no test asks a metadata address, on whatever machine it runs
 
 REPOSITORY = Path(__file__).parent.parent
 RECIPE = REPOSITORY / "recipes" / "ddp" / "train.py"
