@@ -109,11 +109,14 @@ class ScalingArguments:
     critical_batch_size: int | None = _flag("Sequences per step beyond which the learning rate stops growing.")
     warmup_scale: float = _flag("What the warm-up steps are multiplied by.", default=1.0)
     save_minutes: float | None = _flag("Save after so many minutes at the latest.", default=15.0)
+    asynchronous_save: bool = _flag("Write checkpoints while training goes on, where that is exact.", default=True)
+    checkpoint_remote: str | None = _flag("Second home of the checkpoints: s3://bucket/run, gs://…, file://…")
     peak_tflops: float | None = _flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
     early_stopping_patience: int | None = _flag("Stop after so many evaluations without a better loss.")
 
     def __post_init__(self) -> None:
-        require_positive(self, *(name for name in vars(self) if name != "lr_scaling_rule"))
+        others = ("lr_scaling_rule", "asynchronous_save", "checkpoint_remote")
+        require_positive(self, *(name for name in vars(self) if name not in others))
 
 
 @dataclass(kw_only=True)

@@ -14,9 +14,11 @@ from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.trainer_access import calling_trainer
 from hfscale.callbacks.trainer_saving import TrainerSaving
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hfscale.checkpoint.remote import RemoteStore
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
-from hfscale.checkpoint.writer import clear_unfinished
+from hfscale.checkpoint.uploader import Uploader, bring_newest
+from hfscale.checkpoint.writer import UNFINISHED, clear_unfinished
 from hfscale.errors import StorageError, UsageError
 from hfscale.logs import get_logger
 
@@ -26,6 +28,7 @@ DEFAULT_EVERY_STEPS = 500
 DEFAULT_EVERY_MINUTES = 15.0
 _AGREEMENT_EVERY_S = 5.0
 _WATCH_EVERY_S = 1.0  # how soon all ranks learn that a save beside the training has ended, or failed
+_UPLOAD_LOOK_S = 5.0
 _EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
 
@@ -55,9 +58,13 @@ class SpotCheckpointCallback(TrainerCallback):
             `save_strategy` is not `steps`.
         every_minutes (`float`, *optional*): minutes between saves; None: steps only.
         asynchronous (`bool`): write beside the training where that gives the same files; False: training waits.
+        remote (`str`, *optional*): a folder of a remote store, such as `s3://bucket/run`, `gs://…` or `file://…`, that
+            committed checkpoints are copied to beside the training, and that a newer one than the local is fetched
+            from when the Trainer is made. `save_total_limit` holds there too. Credentials come from where the
+            provider's tools look for them.
 
     Raises:
-        UsageError: a cadence that is not positive.
+        UsageError: a cadence that is not positive, or a remote that is no URL.
         StorageError: during training, on every rank: a checkpoint could not be written.
     """
 
@@ -67,6 +74,7 @@ class SpotCheckpointCallback(TrainerCallback):
         every_steps: int | None = None,
         every_minutes: float | None = DEFAULT_EVERY_MINUTES,
         asynchronous: bool = True,
+        remote: str | None = None,
     ) -> None:
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
             if value is not None and value <= 0:
@@ -74,6 +82,8 @@ class SpotCheckpointCallback(TrainerCallback):
         self.every_steps = every_steps
         self.every_minutes = every_minutes
         self.asynchronous = asynchronous
+        self._store = RemoteStore(remote) if remote is not None else None
+        self._uploader: Uploader | None = None
         self.last_committed: str | None = None
         """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
         self._limit: int | None = None
@@ -87,6 +97,8 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._take_over_rotation(args)
+        if self._store is not None:
+            bring_newest(self._store, Path(args.output_dir))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,6 +121,7 @@ class SpotCheckpointCallback(TrainerCallback):
             start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
             self._set_status(args, "running", state.global_step)
+            self._open_remote(args, state, start)
         atexit.register(self._at_exit, args)
         distributed.barrier()  # no rank may begin to write what another is about to set aside
 
@@ -146,6 +159,7 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._wait()
+        self._wait_for_uploads()
         if self._saving is not None:
             self._saving.restore()
         if args.should_save:
@@ -157,6 +171,40 @@ class SpotCheckpointCallback(TrainerCallback):
         self._watch = None
         if self._saving is not None:
             self._saving.writer.wait()
+
+    def _open_remote(self, args: TrainingArguments, state: TrainerState, start: Path) -> None:
+        """On rank 0: what the store has of later steps gives way, and it gets the checkpoint the run begins at."""
+        if self._store is None or not state.is_world_process_zero:
+            return
+        self._uploader = Uploader(self._store, limit=self._limit, links=self._output_dir / UNFINISHED / "upload")
+        try:
+            for step in self._store.set_aside(after_step=state.global_step):
+                logger.info(
+                    "set aside checkpoint-%d in %s: of a later step than this run begins at", step, self._store.url
+                )
+            is_there = state.global_step in self._store.committed_steps()
+        except StorageError as error:
+            logger.warning("%s; training goes on, and its checkpoints will be offered there", error)
+            return
+        if is_there:
+            self._uploader.last_uploaded = start.name
+        elif self.last_committed is not None:
+            self._uploader.offer(start)
+
+    def _wait_for_uploads(self) -> None:
+        """Until the last checkpoint is in the store, or was refused twice; all ranks wait, or one would be missed."""
+        if self._store is None:
+            return
+        uploader, tried_again = self._uploader, False
+        while True:
+            busy = uploader is not None and not uploader.wait(_UPLOAD_LOOK_S)
+            if uploader is not None and not busy and not tried_again and self.last_committed is not None:
+                tried_again = True
+                if uploader.last_uploaded != self.last_committed:
+                    uploader.offer(self._output_dir / self.last_committed)
+                    busy = True
+            if not distributed.all_max([float(busy)])[0]:
+                return
 
     def _watch_writer(self) -> None:
         """Raise at one and the same step on all ranks where the save beside the training has failed."""
@@ -185,6 +233,8 @@ class SpotCheckpointCallback(TrainerCallback):
     def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
         """What follows a commit, on the rank that made it; beside the training, if the save is."""
         self.last_committed = checkpoint.name
+        if self._uploader is not None:
+            self._uploader.offer(checkpoint, best.name if best is not None else None)
         if self._limit is not None:
             rotate(self._output_dir, limit=self._limit, keep=best)
         write_status(self._output_dir, "running", step=manifest.step, checkpoint=checkpoint.name, reason=None)

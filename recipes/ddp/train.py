@@ -38,7 +38,7 @@ def main():
     check_launch(training_args)
     check_pairs(model_args, training_args)
     check_output_dir(training_args.output_dir)
-    checkpoint = resume_point(training_args)
+    checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     check_same_strategy(training_args, checkpoint)
     keep_global_batch(training_args, checkpoint)
     set_seed(training_args.seed)
@@ -65,7 +65,11 @@ def main():
             critical_batch_size=scaling_args.critical_batch_size,
             warmup_scale=scaling_args.warmup_scale,
         ),
-        spot_checkpoint=SpotCheckpointCallback(every_minutes=scaling_args.save_minutes),
+        spot_checkpoint=SpotCheckpointCallback(
+            every_minutes=scaling_args.save_minutes,
+            asynchronous=scaling_args.asynchronous_save,
+            remote=scaling_args.checkpoint_remote,
+        ),
         metrics=ScalingMetricsCallback(peak_tflops=scaling_args.peak_tflops),
     )
     trainer = Trainer(
