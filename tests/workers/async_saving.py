@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch.distributed as dist
 from test_checkpoint_writer import At, Save, lora_model
 from test_spot_checkpoint import Pause
-from tiny import tiny_arguments, tiny_model, tiny_trainer
+from tiny import RandomTokens, tiny_arguments, tiny_model
+from transformers import Trainer
 
 from hfscale import SpotCheckpointCallback
 from hfscale.arguments import ParallelArguments
@@ -32,11 +33,13 @@ def train(folder, *callbacks, model=None, asynchronous=True, **overrides):
     os.chdir(folder)
     spot = SpotCheckpointCallback(asynchronous=asynchronous)
     try:
-        set_up_parallelism(ParallelArguments(), tiny_arguments("run"))
-        trainer = tiny_trainer("run", spot, *callbacks, model=model, **(PLAIN | {"max_steps": 6} | overrides))
+        arguments = tiny_arguments("run", **(PLAIN | {"max_steps": 6} | overrides))
+        set_up_parallelism(ParallelArguments(), arguments)
+        trainer = Trainer(
+            model=model or tiny_model(), args=arguments, train_dataset=RandomTokens(), callbacks=[spot, *callbacks]
+        )
         finish_on_cpu(trainer)
-        resume = overrides.pop("resume", None)
-        trainer.train(resume_from_checkpoint=resume)
+        trainer.train()
     finally:
         os.chdir(here)
     return trainer, spot
