@@ -1,4 +1,4 @@
-"""Checkpoints in a remote store: an S3-compatible server on loopback, and fsspec's stores in memory and in a folder."""
+"""Checkpoints in a remote store: an S3-compatible server on loopback, fsspec's stores in memory and in a folder."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from hfscale.checkpoint.uploader import Uploader, bring_newest
 from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
 from hfscale.resume import resume_point
 
-SECRET = "not-a-real-secret"  # of the server below
+SECRET = "not-a-real-secret"  # noqa: S105 of the server below
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def s3(tmp_path_factory):
         port = probe.getsockname()[1]
     rclone = Path(sys.executable).with_name("rclone")
     server = subprocess.Popen(
-        [rclone, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"hfscale,{SECRET}", "--config", "", root],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [rclone, "serve", "s3", root, "--addr", f"127.0.0.1:{port}", "--auth-key", f"hfscale,{SECRET}"],
+        env={"HOME": str(root), "RCLONE_CONFIG": ""}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 30

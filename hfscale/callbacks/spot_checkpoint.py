@@ -21,6 +21,7 @@ from hfscale.checkpoint.uploader import Uploader, bring_newest
 from hfscale.checkpoint.writer import UNFINISHED, clear_unfinished
 from hfscale.errors import StorageError, UsageError
 from hfscale.logs import get_logger
+from hfscale.metrics.pace import StepPace
 
 logger = get_logger(__name__)
 
@@ -42,15 +43,17 @@ class SpotCheckpointCallback(TrainerCallback):
     `save_strategy="no"` nothing is saved.
 
     Alone and under DDP and FSDP2, training waits only for a copy of its state to host memory; the rest happens beside
-    it, one save at a time. So `on_save` of other callbacks comes before the checkpoint is there: where one of them may
-    read it, and where the engine itself must write (DeepSpeed, weights gathered from all ranks), training waits for
-    the whole save, and a line says so. The end of the training, the loading of the best checkpoint and the next save
-    wait for the one in flight; if it fails, the run stops soon after, at the same step on all ranks.
+    it, one save at a time. Under DeepSpeed the partitions, which are the most, are written beside it. So `on_save` of
+    other callbacks comes before the checkpoint is there: where one of them may read it, and where weights are gathered
+    from all ranks to be written, training waits for the whole save, and a line says so. The end of the training, the
+    loading of the best checkpoint and the next save wait for the one in flight; if it fails, the run stops soon after,
+    at the same step on all ranks.
 
     | metric key | unit | meaning |
     |---|---|---|
     | `checkpoint/stall_s` | s | training stood still for the last save |
     | `checkpoint/write_s` | s | from the start of the last save to its commit |
+    | `checkpoint/slowdown` | ratio | steps while it was written beside the training / other steps, medians |
     | `checkpoint/bytes` | bytes | size of the last committed checkpoint |
 
     Args:
@@ -92,6 +95,7 @@ class SpotCheckpointCallback(TrainerCallback):
         self._stalls_s: dict[int, float] = {}
         self._saving: TrainerSaving | None = None
         self._watch: distributed.StepAgreement | None = None
+        self._pace = StepPace()
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -125,10 +129,16 @@ class SpotCheckpointCallback(TrainerCallback):
         atexit.register(self._at_exit, args)
         distributed.barrier()  # no rank may begin to write what another is about to set aside
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._pace.begin(self._saving is not None and self._saving.writer.in_flight)
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._idle_since = time.monotonic()
+        self._pace.end(self._saving is not None and self._saving.writer.in_flight)
         if self._running_step is not None:
             self._running_step = state.global_step
         self._watch_writer()
@@ -248,6 +258,9 @@ class SpotCheckpointCallback(TrainerCallback):
         if keys and self.last_committed is not None:
             step = checkpoint_step(Path(self.last_committed))
             keys = {"checkpoint/stall_s": self._stalls_s.pop(step, 0.0), **keys}
+            slowdown = self._pace.take_slowdown()
+            if slowdown is not None:
+                keys["checkpoint/slowdown"] = slowdown
         return keys
 
     def _set_status(self, args: TrainingArguments, status: str, step: int, reason: str | None = None) -> None:

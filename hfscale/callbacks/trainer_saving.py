@@ -28,6 +28,7 @@ from hfscale.callbacks.trainer_files import (
     rng_state,
     write_model,
 )
+from hfscale.callbacks.zero_saving import DeferredWrites, can_defer
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.writer import UNFINISHED, CheckpointJob, CheckpointWriter
@@ -71,12 +72,16 @@ class TrainerSaving:
         trainer._save_checkpoint = self._save
         self._snapshot, self._has_fitted = HostSnapshot(), False
         self._fsdp = FsdpSnapshot(trainer) if self._strategy == "fsdp2" else None
+        self._deferred: DeferredWrites | None = None
         self.synchronous_because = None if asynchronous else "asynchronous is False"
         if asynchronous:
             self.synchronous_because = why_synchronous(trainer, self._strategy)
             if self.synchronous_because is not None:
                 logger.info("training waits for each save: %s", self.synchronous_because)
-        self._processing_files = {} if self.synchronous_because else processing_files(trainer)
+            elif self._strategy.startswith("zero"):
+                self._deferred = DeferredWrites(trainer, self._snapshot)
+        by_trainer = self.synchronous_because is not None or self._deferred is not None
+        self._processing_files = {} if by_trainer else processing_files(trainer)
 
     def restore(self) -> None:
         """Give the Trainer its own method back."""
@@ -86,6 +91,9 @@ class TrainerSaving:
         """In the place of `Trainer._save_checkpoint`."""
         begun = time.monotonic()
         self.writer.wait()  # at most one in flight: its buffers are about to be filled again
+        if self._deferred is not None:
+            self.writer.start(self._job_of_original(model, trial, begun))
+            return
         if self.synchronous_because is None and not self._fits_in_memory():
             self.synchronous_because = "a copy of its state does not fit into the host's free memory"
             logger.warning("training waits for each save: %s", self.synchronous_because)
@@ -161,19 +169,23 @@ class TrainerSaving:
     # -- while training waits --------------------------------------------------------------------------------
 
     def _job_of_original(self, model: Any, trial: Any, begun: float) -> CheckpointJob:
-        """Trainer's own method writes, into the folder where a checkpoint grows."""
+        """Trainer's own method writes, into the folder where a checkpoint grows; DeepSpeed's partitions come later."""
         trainer = self._trainer
         run_dir = Path(trainer._get_output_dir(trial))
         failed = None
         trainer._get_output_dir = lambda trial: str(run_dir / UNFINISHED)
+        if self._deferred is not None:
+            self._deferred.begin()
         try:
             self._original(model, trial)
         except Exception as error:
             failed = error
         finally:
             del trainer._get_output_dir
+            if self._deferred is not None:
+                self._deferred.end()
         _note_best(trainer, run_dir)
-        job = self._job(run_dir, begun, failed=failed)
+        job = self._job(run_dir, begun, failed=failed, write=self._deferred.write if self._deferred else None)
         if failed is None and trainer.args.should_save:  # it may name the best checkpoint by the folder it grew in
             trainer.state.save_to_json(str(job.folder / TRAINER_STATE_NAME))
         return job
@@ -198,8 +210,8 @@ class TrainerSaving:
 def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     """Why checkpoints of this Trainer cannot be written beside the training, in words; None where they can."""
     args = trainer.args
-    if strategy.startswith("zero"):
-        return "DeepSpeed writes its engine's state itself"
+    if strategy.startswith("zero") and not can_defer(trainer):
+        return "DeepSpeed's own engine writes"
     if strategy == "parallel" or (strategy.startswith("fsdp") and not is_sharded_fsdp2(trainer)):
         return "the weights are gathered from all ranks to be written"
     if strategy == "fsdp2" and args.save_only_model:

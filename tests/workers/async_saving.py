@@ -64,6 +64,10 @@ def fail_on_rank_1(folder):
 
 def main():
     models = {"whole": tiny_model, "lora": lora_model}
+    config = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if config:
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(Path(config).resolve())
+        models.pop("lora")
     modes = {}
     for kind, make in models.items():
         for asynchronous in (False, True):
