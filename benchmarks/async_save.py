@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback
 
-PAIRS = 4
+PAIRS = 3
 SAVES = 4
-EVERY = 12
+EVERY = 9
 STEPS = SAVES * EVERY
 LENGTH = 64
 

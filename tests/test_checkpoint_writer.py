@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from peft import LoraConfig, get_peft_model
-from test_spot_checkpoint import Pause
+from test_spot_checkpoint import Interrupt, Pause
 from tiny import tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -137,7 +137,8 @@ class Save(TrainerCallback):
 
 
 def run_steps(folder):
-    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+    numbers = (path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*"))
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def test_one_save_is_in_flight_and_the_last_is_waited_for(tmp_path, monkeypatch):
@@ -198,6 +199,23 @@ def test_another_callback_that_may_read_the_checkpoint_finds_it(tmp_path, caplog
     tiny_trainer(tmp_path, Reader(), spot, save_strategy="steps", save_steps=2).train()
     assert found == [True, True]
     assert spot._saving.synchronous_because == "Reader.on_save may read the checkpoint"
+
+
+def test_a_training_that_was_broken_off_can_be_begun_again(tmp_path, monkeypatch):
+    """Its save is still in flight, and Trainer's method is still replaced."""
+    with held(monkeypatch) as (go, _):
+        breaking = Interrupt(3)
+        spot = SpotCheckpointCallback()
+        trainer = tiny_trainer(tmp_path, spot, breaking, save_strategy="steps", save_steps=2)
+        with pytest.raises(RuntimeError, match="gone"):
+            trainer.train()
+        assert spot._saving.writer.in_flight
+        threading.Timer(0.3, go.set).start()
+        breaking.step = -1
+        trainer.train()
+    assert run_steps(tmp_path) == [2, 4]
+    assert not isinstance(getattr(trainer._save_checkpoint, "__self__", None), trainer_saving.TrainerSaving)
+    verify(tmp_path / "checkpoint-4")
 
 
 class TestAFailure:

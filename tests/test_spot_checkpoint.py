@@ -28,17 +28,24 @@ class Pause(TrainerCallback):
 
 
 class Interrupt(TrainerCallback):
-    """Raises at the end of a step, or in the middle of a save."""
+    """Raises at the end of a step."""
 
-    def __init__(self, step, in_save=False):
-        self.step, self.in_save = step, in_save
+    def __init__(self, step):
+        self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step and not self.in_save:
+        if state.global_step == self.step:
             raise RuntimeError("the machine is gone")
 
+
+class InterruptSave(TrainerCallback):
+    """Raises at the end of Trainer's own save."""
+
+    def __init__(self, step):
+        self.step = step
+
     def on_save(self, args, state, control, **kwargs):
-        if state.global_step == self.step and self.in_save:
+        if state.global_step == self.step:
             raise RuntimeError("the machine is gone")
 
 
@@ -148,9 +155,7 @@ class TestRotation:
 
     def test_without_the_callback_none_is_left(self, tmp_path):
         """The control: Trainer deletes the old checkpoint inside its save; nothing says whether the new is whole."""
-        trainer = tiny_trainer(
-            tmp_path, Interrupt(2, in_save=True), save_strategy="steps", save_steps=1, save_total_limit=1
-        )
+        trainer = tiny_trainer(tmp_path, InterruptSave(2), save_strategy="steps", save_steps=1, save_total_limit=1)
         with pytest.raises(RuntimeError, match="gone"):
             trainer.train()
         assert saved_steps(tmp_path) == [2]

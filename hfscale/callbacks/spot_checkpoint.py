@@ -108,6 +108,7 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         trainer = calling_trainer()
+        self._wait()  # for what a training that was broken off has left in flight
         self._take_over_rotation(args)
         self._output_dir = Path(args.output_dir)
         self._saving = TrainerSaving(trainer, asynchronous=self.asynchronous, committed=self._committed)

@@ -68,6 +68,8 @@ class TrainerSaving:
         self._trainer, self._committed = trainer, committed
         self._strategy = running_strategy(trainer)
         self._global_batch_size = global_batch_size(trainer)
+        if isinstance(getattr(trainer._save_checkpoint, "__self__", None), TrainerSaving):
+            del trainer._save_checkpoint  # of a training that was broken off
         self._original = trainer._save_checkpoint
         trainer._save_checkpoint = self._save
         self._snapshot, self._has_fitted = HostSnapshot(), False
@@ -233,7 +235,7 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
 
 def _reader_of_saves(callback: TrainerCallback) -> str | None:
     kind = type(callback)
-    if kind.on_save is TrainerCallback.on_save or kind.__module__.startswith("hfscale."):
+    if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("hfscale."):
         return None
     logs_model = os.environ.get("WANDB_LOG_MODEL", "").lower() == "checkpoint"
     if kind.__module__.startswith("transformers.") and kind.__name__ in _ON_SAVE_READS_NOTHING and not logs_model:
