@@ -1,7 +1,7 @@
 """How long training stands still for a checkpoint of some 300 MB, with the callback and in a stock Trainer.
 
-Two Trainers take turns in one process: same model, same data, a save every `EVERY` steps, and the order within a pair
-of turns alternates. A stall is the time inside the Trainer's own "log, save, evaluate" of a step that saves, for both.
+Two Trainers take turns in one process: same model, same data, as many saves, and the order within a pair of turns
+alternates. A stall is the time inside the Trainer's own "log, save, evaluate" of a step that saves, for both.
 The first save of each turn is left out: with the callback it also allocates the buffers that later ones use again
 (its stall stands in the result by itself). Steps that end while a checkpoint is being written are compared with the
 others of the same turn; what a save costs in all is its stall and what those steps took longer.
@@ -25,16 +25,15 @@ from hfscale import SpotCheckpointCallback
 
 PAIRS = 3
 SAVES = 4
-EVERY = 9
-STEPS = SAVES * EVERY
-LENGTH = 64
+EVERY = 8
+LENGTH = 16
 
 
 class RandomTokens(Dataset):
     """Rows that cost nothing to make."""
 
     def __init__(self) -> None:
-        self.rows = torch.randint(3, 4096, (STEPS, LENGTH), generator=torch.Generator().manual_seed(0))
+        self.rows = torch.randint(3, 4096, (1000, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -44,10 +43,11 @@ class RandomTokens(Dataset):
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds of each step of one turn, and whether a checkpoint was being written all along it."""
+    """Asks for the saves of one turn; notes the seconds of each step, and whether one was being written all along."""
 
     def __init__(self, spot: SpotCheckpointCallback | None) -> None:
         self.spot = spot
+        self.saves = self.since = 0
         self.quiet_s: list[float] = []
         self.writing_s: list[float] = []
 
@@ -61,10 +61,16 @@ class Stopwatch(TrainerCallback):
         seconds = time.perf_counter() - self.begun
         if state.global_step > 2:
             (self.writing_s if self.wrote else self.quiet_s).append(seconds)
+        self.since += 1
+        if self.since >= EVERY and not self._writes():
+            if self.saves == SAVES:
+                control.should_training_stop = True
+            else:
+                control.should_save, self.saves, self.since = True, self.saves + 1, 0
 
 
 def one_turn(with_callback: bool, output_dir: str) -> dict[str, Any]:
-    """Train `STEPS` steps with `SAVES` saves."""
+    """Train until `SAVES` saves are done, `EVERY` steps apart or as soon after that as nothing is being written."""
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -73,8 +79,8 @@ def one_turn(with_callback: bool, output_dir: str) -> dict[str, Any]:
         )
     )  # fmt: skip
     arguments = TrainingArguments(
-        output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, max_steps=STEPS,
-        logging_strategy="no", save_strategy="steps", save_steps=EVERY, save_total_limit=1, report_to="none",
+        output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, max_steps=900,
+        logging_strategy="no", save_strategy="steps", save_steps=1000, save_total_limit=1, report_to="none",
         disable_tqdm=True, dataloader_pin_memory=False, optim="adamw_torch",
     )  # fmt: skip
     spot = SpotCheckpointCallback(every_minutes=None) if with_callback else None
@@ -92,7 +98,7 @@ def one_turn(with_callback: bool, output_dir: str) -> dict[str, Any]:
     trainer._maybe_log_save_evaluate = timed
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         trainer.train()
-    (checkpoint,) = Path(output_dir).glob(f"checkpoint-{STEPS}")
+    (checkpoint,) = Path(output_dir).glob("checkpoint-*")
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     return {"stalls_s": stalls_s, "quiet_s": watch.quiet_s, "writing_s": watch.writing_s, "bytes": size}
 
