@@ -112,11 +112,14 @@ class ScalingArguments:
     notice_s: float | None = _flag(
         "Seconds from a signal to the end of the process; default: what the launcher waits."
     )
+    asynchronous_save: bool = _flag("Write checkpoints while training goes on, where that is exact.", default=True)
+    checkpoint_remote: str | None = _flag("Second home of the checkpoints: s3://bucket/run, gs://…, file://…")
     peak_tflops: float | None = _flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
     early_stopping_patience: int | None = _flag("Stop after so many evaluations without a better loss.")
 
     def __post_init__(self) -> None:
-        require_positive(self, *(name for name in vars(self) if name != "lr_scaling_rule"))
+        others = ("lr_scaling_rule", "asynchronous_save", "checkpoint_remote")
+        require_positive(self, *(name for name in vars(self) if name not in others))
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ from wandb_file import history, run_files, run_id, step_metrics
 from hfscale import ScalingMetricsCallback
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.metrics.efficiency import FlopsModel, training_dtype
+from hfscale.metrics.pace import StepPace
 from hfscale.metrics.phases import PhaseClock
 
 TOKENS_PER_STEP = 4 * LENGTH
@@ -272,3 +273,14 @@ def test_phase_clock_charges_every_second_once():
     assert clock.seconds == {"data_wait": 4.0, "compute": 2.0, "save": 4.0}
     clock.restart()
     assert clock.seconds == {}
+
+
+def test_pace_compares_whole_steps_only():
+    times = iter([0.0, 1.0, 1.0, 2.0, 2.0, 9.0, 9.0, 10.5, 10.5, 12.5, 13.0, 23.0])
+    pace = StepPace(now=lambda: next(times))
+    assert pace.take_slowdown() is None
+    for begins, ends in ((False, False), (False, False), (False, True), (True, True), (True, True), (True, False)):
+        pace.begin(begins)
+        pace.end(ends)
+    assert pace.take_slowdown() == 1.75
+    assert pace.take_slowdown() is None
