@@ -280,7 +280,7 @@ class TestATraining:
         (tmp_path / "remote").mkdir()
         monkeypatch.setattr("hfscale.checkpoint.remote._FIRST_PAUSE_S", 0.01)
         spot = SpotCheckpointCallback(remote=f"file://{tmp_path}/remote")
-        spot._store = quick(spot._store.url)
+        spot.remote.store = quick(spot.remote.store.url)
         trainer = tiny_trainer(tmp_path / "out", spot, **self.ARGUMENTS)
         (tmp_path / "remote").rmdir()
         (tmp_path / "remote").write_text("no folder any more")
@@ -290,9 +290,9 @@ class TestATraining:
     def test_does_not_begin_afresh_where_the_store_cannot_be_read(self, tmp_path):
         (tmp_path / "remote").write_text("no folder")
         spot = SpotCheckpointCallback(remote=f"file://{tmp_path}/remote/run")
-        spot._store = quick(spot._store.url)
+        spot.remote.store = quick(spot.remote.store.url)
         make(tmp_path / "kept", 3)
         tiny_trainer(tmp_path / "kept", spot)  # a warning: there is a local one
-        spot._store._fs.ls = lambda *args, **kwargs: (_ for _ in ()).throw(PermissionError("no access"))
+        spot.remote.store._fs.ls = lambda *args, **kwargs: (_ for _ in ()).throw(PermissionError("no access"))
         with pytest.raises(StorageError, match="could not be read"):
             tiny_trainer(tmp_path / "fresh", spot)

@@ -11,14 +11,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
+from hfscale.callbacks.remote_copies import RemoteCopies
 from hfscale.callbacks.trainer_access import calling_trainer
 from hfscale.callbacks.trainer_saving import TrainerSaving
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hfscale.checkpoint.remote import RemoteStore
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
-from hfscale.checkpoint.uploader import Uploader, bring_newest
-from hfscale.checkpoint.writer import UNFINISHED, clear_unfinished
+from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.errors import StorageError, UsageError
 from hfscale.logs import get_logger
 from hfscale.metrics.pace import StepPace
@@ -29,7 +28,6 @@ DEFAULT_EVERY_STEPS = 500
 DEFAULT_EVERY_MINUTES = 15.0
 _AGREEMENT_EVERY_S = 5.0
 _WATCH_EVERY_S = 1.0  # how soon all ranks learn that a save beside the training has ended, or failed
-_UPLOAD_LOOK_S = 5.0
 _EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
 
@@ -85,8 +83,7 @@ class SpotCheckpointCallback(TrainerCallback):
         self.every_steps = every_steps
         self.every_minutes = every_minutes
         self.asynchronous = asynchronous
-        self._store = RemoteStore(remote) if remote is not None else None
-        self._uploader: Uploader | None = None
+        self.remote = RemoteCopies(remote)
         self.last_committed: str | None = None
         """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
         self._limit: int | None = None
@@ -101,8 +98,7 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._take_over_rotation(args)
-        if self._store is not None:
-            bring_newest(self._store, Path(args.output_dir))
+        self.remote.fetch(Path(args.output_dir))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -126,7 +122,7 @@ class SpotCheckpointCallback(TrainerCallback):
             start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
             self._set_status(args, "running", state.global_step)
-            self._open_remote(args, state, start)
+            self.remote.begin(self._output_dir, state.global_step, committed=self.last_committed, limit=self._limit)
         atexit.register(self._at_exit, args)
         distributed.barrier()  # no rank may begin to write what another is about to set aside
 
@@ -170,7 +166,7 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._wait()
-        self._wait_for_uploads()
+        self.remote.wait(self._output_dir, self.last_committed)
         if self._saving is not None:
             self._saving.restore()
         if args.should_save:
@@ -182,40 +178,6 @@ class SpotCheckpointCallback(TrainerCallback):
         self._watch = None
         if self._saving is not None:
             self._saving.writer.wait()
-
-    def _open_remote(self, args: TrainingArguments, state: TrainerState, start: Path) -> None:
-        """On rank 0: what the store has of later steps gives way, and it gets the checkpoint the run begins at."""
-        if self._store is None or not state.is_world_process_zero:
-            return
-        self._uploader = Uploader(self._store, limit=self._limit, links=self._output_dir / UNFINISHED / "upload")
-        try:
-            for step in self._store.set_aside(after_step=state.global_step):
-                logger.info(
-                    "set aside checkpoint-%d in %s: of a later step than this run begins at", step, self._store.url
-                )
-            is_there = state.global_step in self._store.committed_steps()
-        except StorageError as error:
-            logger.warning("%s; training goes on, and its checkpoints will be offered there", error)
-            return
-        if is_there:
-            self._uploader.last_uploaded = start.name
-        elif self.last_committed is not None:
-            self._uploader.offer(start)
-
-    def _wait_for_uploads(self) -> None:
-        """Until the last checkpoint is in the store, or was refused twice; all ranks wait, or one would be missed."""
-        if self._store is None:
-            return
-        uploader, tried_again = self._uploader, False
-        while True:
-            busy = uploader is not None and not uploader.wait(_UPLOAD_LOOK_S)
-            if uploader is not None and not busy and not tried_again and self.last_committed is not None:
-                tried_again = True
-                if uploader.last_uploaded != self.last_committed:
-                    uploader.offer(self._output_dir / self.last_committed)
-                    busy = True
-            if not distributed.all_max([float(busy)])[0]:
-                return
 
     def _watch_writer(self) -> None:
         """Raise at one and the same step on all ranks where the save beside the training has failed."""
@@ -244,8 +206,7 @@ class SpotCheckpointCallback(TrainerCallback):
     def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
         """What follows a commit, on the rank that made it; beside the training, if the save is."""
         self.last_committed = checkpoint.name
-        if self._uploader is not None:
-            self._uploader.offer(checkpoint, best.name if best is not None else None)
+        self.remote.offer(checkpoint, best)
         if self._limit is not None:
             rotate(self._output_dir, limit=self._limit, keep=best)
         write_status(self._output_dir, "running", step=manifest.step, checkpoint=checkpoint.name, reason=None)
