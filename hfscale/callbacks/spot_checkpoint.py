@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
+from hfscale.callbacks.self_contained import complete_checkpoint
 from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.status import write_status
@@ -138,6 +139,7 @@ class SpotCheckpointCallback(TrainerCallback):
 
     def _commit(self, args: TrainingArguments, state: TrainerState) -> None:
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        complete_checkpoint(calling_trainer(), checkpoint)
         manifest = commit(
             checkpoint,
             step=state.global_step,
