@@ -5,7 +5,7 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import Trainer
 
-from hfscale.checkpoint.parameter_names import PARAMETERS_NAME, ParameterNames
+from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.store import write_atomically
 from hfscale.logs import get_logger
 

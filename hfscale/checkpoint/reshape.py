@@ -19,7 +19,7 @@ from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read
 from hfscale.checkpoint.formats.universal import is_universal
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, check_states, saved_name
 from hfscale.checkpoint.manifest import Manifest, checkpoint_files
-from hfscale.checkpoint.parameter_names import PARAMETERS_NAME, ParameterNames
+from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.rng import write_rng_states
 from hfscale.errors import CheckpointError
 from hfscale.logs import get_logger

@@ -6,6 +6,7 @@ without a process group, piece by piece.
 """
 
 import io
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,14 @@ def _with_defaults(group: ParameterGroup) -> dict[str, Any]:
 
 
 def _save(folder: Path, tree: dict[str, Any]) -> None:
-    dcp.save(
-        _without_data(tree),
-        storage_writer=dcp.FileSystemWriter(folder),
-        planner=_ReadingPlanner(dict(_flatten(tree, ""))),
-        no_dist=True,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant here
+        dcp.save(
+            _without_data(tree),
+            storage_writer=dcp.FileSystemWriter(folder),
+            planner=_ReadingPlanner(dict(_flatten(tree, ""))),
+            no_dist=True,
+        )
 
 
 def _without_data(tree: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from hfscale.checkpoint.formats.archives import load_archive
 from hfscale.checkpoint.formats.safetensors_files import read_weights, write_weights
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, canonical_name
-from hfscale.checkpoint.parameter_names import ParameterNames, read_parameter_names
+from hfscale.checkpoint.formats.parameter_names import ParameterNames, read_parameter_names
 from hfscale.errors import CheckpointError
 
 OPTIMIZER_NAME = "optimizer.pt"
