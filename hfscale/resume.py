@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from hfscale import distributed
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from hfscale.checkpoint.reshape import read_origin
 from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.logs import get_logger
-from hfscale.strategy import requested_strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -44,39 +44,14 @@ def resume_point(args: "TrainingArguments") -> str | None:
     return str(Path(args.output_dir) / f"checkpoint-{step}")
 
 
-def check_same_strategy(args: "TrainingArguments", checkpoint: str | None) -> None:
-    """Make sure that the strategy of this launch can read what the checkpoint's wrote.
-
-    Raises:
-        LayoutError: another strategy, or another number of processes under ZeRO.
-    """
-    if checkpoint is None or not (Path(checkpoint) / MANIFEST_NAME).is_file():
-        return
-    manifest, asked = read_manifest(checkpoint), requested_strategy(args)
-    afresh = "or begin afresh with --resume_from_checkpoint false"
-    if _layout_of_files(manifest.strategy) != _layout_of_files(asked):
-        raise LayoutError(
-            f"{checkpoint} was written under {manifest.strategy.upper()} and cannot be continued under "
-            f"{asked.upper()}: launch with the config it was begun with, {afresh}"
-        )
-    if asked.startswith("zero") and manifest.world_size != args.world_size:
-        raise LayoutError(
-            f"{checkpoint} was written by {manifest.world_size} processes, and {asked.upper()} reads its parts on as "
-            f"many only, not on {args.world_size}: start {manifest.world_size}, {afresh}"
-        )
-
-
-def _layout_of_files(strategy: str) -> str:
-    return "single" if strategy == "ddp" else strategy  # rank 0 writes the same whole files
-
-
 def keep_global_batch(
     args: "TrainingArguments", checkpoint: str | None, *, data_parallel_size: int | None = None
 ) -> None:
     """On another number of processes than the checkpoint's, keep its global batch by changing the accumulation.
 
     The steps, the samples of each step and the learning rate are then those of the uninterrupted run. Call it before
-    the Trainer is made. On the same number of processes the arguments stand as they are.
+    the Trainer is made. On the same number of processes the arguments stand as they are. A converted checkpoint counts
+    as one of the processes that trained it.
 
     Args:
         data_parallel_size (`int`, *optional*): ranks that read different samples; absent: all.
@@ -88,7 +63,8 @@ def keep_global_batch(
         return
     manifest = read_manifest(checkpoint)
     world_size, wanted = args.world_size, manifest.global_batch_size
-    if world_size == manifest.world_size:
+    trained_by = (read_origin(Path(checkpoint)) or {"world_size": manifest.world_size})["world_size"]
+    if world_size == trained_by:
         return
     ranks = data_parallel_size or world_size
     per_rank, left_over = divmod(wanted, ranks)
@@ -106,7 +82,7 @@ def keep_global_batch(
     logger.info(
         "%d processes instead of %d: the global batch stays %d sequences, by %d per device x %d accumulation steps",
         world_size,
-        manifest.world_size,
+        trained_by,
         wanted,
         per_device,
         args.gradient_accumulation_steps,

@@ -16,6 +16,7 @@ from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import commit, rotate, set_aside
+from hfscale.continuation import discard_conversions, finish_universal_load
 from hfscale.errors import UsageError
 from hfscale.logs import get_logger
 from hfscale.strategy import running_strategy
@@ -71,6 +72,7 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         trainer = calling_trainer()
+        finish_universal_load(trainer)
         self._take_over_rotation(args)
         self._strategy = running_strategy(trainer)
         self._global_batch_size = global_batch_size(trainer)
@@ -148,6 +150,7 @@ class SpotCheckpointCallback(TrainerCallback):
             global_batch_size=self._global_batch_size,
         )
         self.last_committed = checkpoint.name
+        discard_conversions(args.output_dir)
         if self._limit is not None:
             best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
             rotate(args.output_dir, limit=self._limit, keep=best)
