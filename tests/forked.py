@@ -1,6 +1,5 @@
 """Ranks as forks of this process: what is imported here is not imported again by each of them."""
 
-import json
 import os
 import socket
 import sys

@@ -1,14 +1,12 @@
 """Where a relaunched command goes on, and with which batch."""
 
-from types import SimpleNamespace
-
 import pytest
 from tiny import tiny_arguments, tiny_trainer
 
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.store import commit
 from hfscale.errors import CheckpointError, LayoutError, UsageError
-from hfscale.resume import check_same_strategy, is_finished, keep_global_batch, resume_point
+from hfscale.resume import is_finished, keep_global_batch, resume_point
 
 
 @pytest.fixture
@@ -107,51 +105,3 @@ def test_the_same_world_may_change_its_batch(of_eight_processes):
     arguments = Arguments(8, 2, 5)
     keep_global_batch(arguments, of_eight_processes)
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 5)
-
-
-def written_by(folder, strategy, world_size):
-    (folder / "model.safetensors").write_bytes(b"0")
-    commit(folder, step=2, strategy=strategy, world_size=world_size, global_batch_size=8)
-    return str(folder)
-
-
-def launched(world_size, *, stage=None):
-    """The arguments of another launch, of so many processes, under DeepSpeed where a stage is given."""
-    plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
-    return SimpleNamespace(world_size=world_size, deepspeed=stage, fsdp=None, deepspeed_plugin=plugin)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "environ", "args", "message"),
-    [
-        (
-            "fsdp2",
-            {},
-            launched(2, stage=2),
-            "was written under FSDP2 and cannot be continued under ZERO2: launch with",
-        ),
-        ("ddp", {"ACCELERATE_USE_FSDP": "true"}, launched(2), "written under DDP and cannot be continued under FSDP2"),
-        ("zero2", {}, launched(2, stage=3), "written under ZERO2 and cannot be continued under ZERO3"),
-        ("zero2", {}, launched(4, stage=2), "was written by 2 processes, .* not on 4: start 2"),
-    ],
-)
-def test_what_another_launch_cannot_read_is_told(tmp_path, monkeypatch, strategy, environ, args, message):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LayoutError, match=message):
-        check_same_strategy(args, written_by(tmp_path, strategy, 2))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "environ", "args"),
-    [
-        ("ddp", {}, launched(1)),
-        ("single", {"WORLD_SIZE": "4"}, launched(4)),
-        ("fsdp2", {"ACCELERATE_USE_FSDP": "true"}, launched(16)),
-        ("zero3", {}, launched(2, stage=3)),
-    ],
-)
-def test_what_another_launch_can_read_passes(tmp_path, monkeypatch, strategy, environ, args):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    check_same_strategy(args, written_by(tmp_path, strategy, 2))

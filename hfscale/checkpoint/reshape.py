@@ -16,10 +16,10 @@ from pathlib import Path
 
 from hfscale.checkpoint import store
 from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read_view, writer
+from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.formats.universal import is_universal
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, check_states, saved_name
 from hfscale.checkpoint.manifest import Manifest, checkpoint_files
-from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.rng import write_rng_states
 from hfscale.errors import CheckpointError
 from hfscale.logs import get_logger
@@ -35,7 +35,9 @@ _NOT_CARRIED = re.compile(rf".*\.safetensors\.index\.json|hfscale_manifest\.json
 
 def can_read(manifest: Manifest, checkpoint: Path, *, strategy: str, world_size: int) -> bool:
     """Whether a launch of that strategy and size reads the checkpoint as it is, RNG states of every rank included."""
-    if layout_of(manifest.strategy) != layout_of(strategy) or (strategy.startswith("zero") and is_universal(checkpoint)):
+    if layout_of(manifest.strategy) != layout_of(strategy) or (
+        strategy.startswith("zero") and is_universal(checkpoint)
+    ):
         return False
     return manifest.world_size == world_size
 
@@ -65,7 +67,9 @@ def convert(
             _carry(source, unfinished, files, link=link)
         else:
             view = read_view(source, manifest.strategy)
-            _write_view(view, source, unfinished, step=manifest.step, strategy=strategy, world_size=world_size, link=link)
+            _write_view(
+                view, source, unfinished, step=manifest.step, strategy=strategy, world_size=world_size, link=link
+            )
         write_rng_states(source, unfinished, world_size=world_size)
         origin = {"strategy": manifest.strategy, "world_size": manifest.world_size, **_origin(source)}
         (unfinished / CONVERSION_NAME).write_text(json.dumps(origin) + "\n", encoding="utf-8")
@@ -106,8 +110,8 @@ def _write_view(
     _carry(source, folder, [n for n in side if _SIDE_FILE.fullmatch(n) and not _NOT_CARRIED.fullmatch(n)], link=link)
     if not (folder / "scheduler.pt").is_file():
         raise CheckpointError(
-            f"{source} has no scheduler.pt: a learning-rate schedule that DeepSpeed's config sets up is kept in its own "
-            "files and cannot be converted; let the Trainer make it (--lr_scheduler_type)"
+            f"{source} has no scheduler.pt: a learning-rate schedule that DeepSpeed's config sets up is kept in its "
+            "own files and cannot be converted; let the Trainer make it (--lr_scheduler_type)"
         )
     if (source / "scaler.pt").is_file():
         logger.info("the loss scale of fp16 is not converted: it begins at its default and finds its value again")
@@ -124,9 +128,7 @@ def _with_an_empty_group(view: CheckpointView) -> CheckpointView:
     if any(saved_name(name) == name for name in view.groups[0].names):
         return view  # no adapters
     empty = ParameterGroup(options=view.groups[0].options | {"weight_decay": 0.0}, names=[])
-    return CheckpointView(
-        weights=view.weights, groups=[*view.groups, empty], state=view.state, aliases=view.aliases
-    )
+    return CheckpointView(weights=view.weights, groups=[*view.groups, empty], state=view.state, aliases=view.aliases)
 
 
 def _carry(source: Path, folder: Path, names: Iterable[str], *, link: bool) -> None:

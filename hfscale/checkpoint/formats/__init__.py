@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `single`, `ddp` | Trainer's whole files | whole.py | whole.py |
 | `fsdp2` | two torch distributed checkpoints | fsdp2.py | fsdp2.py |
-| `zero1`, `zero2`, `zero3` | DeepSpeed's files of each rank, or its universal ones | zero.py, universal.py | universal.py |
+| `zero1` to `zero3` | DeepSpeed's files of each rank, or universal ones | zero.py, universal.py | universal.py |
 
 To add a layout, write `read_NAME(checkpoint) -> CheckpointView` and `write_NAME(view, folder, step=…, world_size=…)`
 in a room of its own and give it a line here: it then converts to and from all others.

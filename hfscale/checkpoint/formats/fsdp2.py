@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -125,9 +125,9 @@ def _with_defaults(group: ParameterGroup) -> dict[str, Any]:
 def _save(folder: Path, tree: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant here
-        dcp.save(
+        state_dict_saver.save(
             _without_data(tree),
-            storage_writer=dcp.FileSystemWriter(folder),
+            storage_writer=filesystem.FileSystemWriter(folder),
             planner=_ReadingPlanner(dict(_flatten(tree, ""))),
             no_dist=True,
         )

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -98,7 +98,7 @@ def _of_the_config(checkpoint: Path) -> ParameterNames:
         model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
         with torch.device("meta"):
             build = getattr(model_class, "from_config", model_class)
-            model = build(config)
+            model: Any = build(config)
         model.tie_weights()
     except Exception as error:  # a config can be wrong in any way
         reason = " ".join(str(error).split())[:200]
@@ -106,7 +106,7 @@ def _of_the_config(checkpoint: Path) -> ParameterNames:
             f"{checkpoint} has no {PARAMETERS_NAME}, and its config.json gives no model: {reason}"
         ) from None
     # The rule of Trainer itself; it looks at nothing but the model.
-    decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    decayed = set(transformers.Trainer.get_decay_parameter_names(cast(Any, None), model))
     parameters = [name for name, _ in model.named_parameters()]
     groups = [[name for name in parameters if name in decayed], [name for name in parameters if name not in decayed]]
     return ParameterNames(groups=groups, aliases=aliases_of(model))

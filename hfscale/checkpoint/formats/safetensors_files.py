@@ -9,6 +9,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,12 +63,12 @@ def _tensors(path: Path) -> Iterator[tuple[str, TensorRef]]:
             raise CheckpointError(f"{path}: '{name}' has the dtype {entry['dtype']}, which is not converted")
 
         def read(name: str = name) -> torch.Tensor:
-            return torch.as_tensor(file.get_tensor(name))
+            return torch.as_tensor(file.get_tensor(name))  # type: ignore[no-untyped-call]
 
         yield name, TensorRef(shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]], read=read)
 
 
-def _header(path: Path) -> dict[str, dict[str, object]] | dict[str, dict]:  # type: ignore[type-arg]
+def _header(path: Path) -> dict[str, dict[str, Any]]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -101,7 +102,7 @@ def write_weights(
     if len(shards) == 1:
         _write(folder / f"{stem}.safetensors", shards[0])
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
         _write(folder / name, shard)
@@ -142,4 +143,4 @@ def _write(path: Path, weights: Mapping[str, TensorRef]) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         for ref in weights.values():
             tensor = ref.read().contiguous().reshape(-1)
-            file.write(memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else b"")
+            tensor.view(torch.uint8).numpy().tofile(file)

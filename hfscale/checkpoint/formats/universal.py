@@ -144,8 +144,8 @@ def check_for_stage_3(view: CheckpointView) -> None:
             missing = [key for key in _MOMENTS if key not in view.state.get(name, {})]
             if missing:
                 raise CheckpointError(
-                    f"the optimizer has no {missing[0]} of '{name}': ZeRO-3 loads the states of AdamW only; convert to "
-                    "zero2, or to fsdp2"
+                    f"the optimizer has no {missing[0]} of '{name}': ZeRO-3 loads the states of AdamW only; convert "
+                    "to zero2, or to fsdp2"
                 )
     rates = {group.options.get("lr") for group in view.groups if group.names}
     if len(rates) > 1:

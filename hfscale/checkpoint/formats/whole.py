@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from hfscale.checkpoint.formats.archives import load_archive
+from hfscale.checkpoint.formats.parameter_names import ParameterNames, read_parameter_names
 from hfscale.checkpoint.formats.safetensors_files import read_weights, write_weights
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, canonical_name
-from hfscale.checkpoint.formats.parameter_names import ParameterNames, read_parameter_names
 from hfscale.errors import CheckpointError
 
 OPTIMIZER_NAME = "optimizer.pt"
@@ -33,7 +33,9 @@ def read_whole(checkpoint: Path) -> CheckpointView:
         for number, values in optimizer["state"].items()
     }
     groups = [
-        ParameterGroup(options={key: value for key, value in group.items() if key != "params"}, names=list(group_names))
+        ParameterGroup(
+            options={key: value for key, value in group.items() if key != "params"}, names=list(group_names)
+        )
         for group, group_names in zip(optimizer["param_groups"], names.groups, strict=True)
     ]
     aliases = {alias: name for alias, name in names.aliases.items() if name in weights and alias not in weights}

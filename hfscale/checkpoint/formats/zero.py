@@ -132,7 +132,9 @@ def _pieces_of_stage_1_and_2(
         places = [optimizer["param_slice_mappings"][number] for optimizer in optimizers]
         part = {}
         for name, shape in group.items():
-            where = [(rank, place[name].start, place[name].numel) for rank, place in enumerate(places) if name in place]
+            where = [
+                (rank, place[name].start, place[name].numel) for rank, place in enumerate(places) if name in place
+            ]
             part[name] = dict(_joined(name, tuple(shape), flats, where))
         yield part
 
