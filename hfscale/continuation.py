@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch.utils.data import IterableDataset
 
 from hfscale import distributed
-from hfscale.checkpoint.formats import STRATEGIES
+from hfscale.callbacks.trainer_access import global_batch_size, resumed_from
+from hfscale.checkpoint.formats import STRATEGIES, layout_of
 from hfscale.checkpoint.formats.universal import LATEST as UNIVERSAL
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hfscale.checkpoint.reshape import can_read, convert
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError
 from hfscale.logs import get_logger
-from hfscale.strategy import requested_strategy
+from hfscale.strategy import requested_strategy, running_strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -121,3 +123,39 @@ def finish_universal_load(trainer: "Trainer") -> None:
         engine._config.load_universal_checkpoint = False  # no public way: tests/test_reshape.py fails if it moves
     except AttributeError:
         raise HfScaleError("DeepSpeed no longer keeps load_universal_checkpoint in its config") from None
+
+
+def check_resumed(trainer: "Trainer") -> None:
+    """Say what plain Trainer does without a word when it resumes; call it when training begins.
+
+    A Trainer takes the weights of a checkpoint of another strategy where it finds any, and goes on with a fresh
+    optimizer and schedule; that is stopped. With another global batch it goes on at another sample; that is a warning.
+    The recipes come to neither.
+
+    Raises:
+        LayoutError: the checkpoint was written by a strategy whose files this one cannot read.
+    """
+    path = resumed_from()
+    if path is None or not (Path(path) / MANIFEST_NAME).is_file():
+        return
+    manifest, running = read_manifest(path), running_strategy(trainer)
+    if layout_of(manifest.strategy) != layout_of(running):
+        raise LayoutError(
+            f"{path} was written under {manifest.strategy.upper()}: the Trainer, under {running.upper()}, takes no "
+            "optimizer or schedule from it; convert it with `hfscale checkpoints convert "
+            f"{path} NEW_FOLDER --to {running} --world-size {trainer.args.world_size}` and resume from that"
+        )
+    size = global_batch_size(trainer)
+    if size != manifest.global_batch_size:
+        logger.warning(
+            "the global batch was %d sequences and is now %d (%d processes): training goes on at sequence %d instead "
+            "of %d, so that some are seen twice or never; to keep it, change per_device_train_batch_size or "
+            "gradient_accumulation_steps",
+            manifest.global_batch_size, size, trainer.args.world_size,
+            manifest.step * size, manifest.step * manifest.global_batch_size,
+        )  # fmt: skip
+    if isinstance(trainer.train_dataset, IterableDataset) and not trainer.args.ignore_data_skip:
+        logger.info(
+            "a stream has no places to jump to: the %d sequences already seen are read again and left out",
+            manifest.step * size,
+        )

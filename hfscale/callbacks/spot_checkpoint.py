@@ -16,7 +16,7 @@ from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import commit, rotate, set_aside
-from hfscale.continuation import discard_conversions, finish_universal_load
+from hfscale.continuation import check_resumed, discard_conversions, finish_universal_load
 from hfscale.errors import UsageError
 from hfscale.logs import get_logger
 from hfscale.strategy import running_strategy
@@ -73,6 +73,7 @@ class SpotCheckpointCallback(TrainerCallback):
     ) -> None:
         trainer = calling_trainer()
         finish_universal_load(trainer)
+        check_resumed(trainer)
         self._take_over_rotation(args)
         self._strategy = running_strategy(trainer)
         self._global_batch_size = global_batch_size(trainer)
