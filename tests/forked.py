@@ -1,5 +1,6 @@
 """Ranks as forks of this process: what is imported here is not imported again by each of them."""
 
+import logging
 import os
 import socket
 import sys
@@ -49,6 +50,7 @@ def _be(rank: int, env: Mapping[str, str], function: Callable[..., Any], args: t
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        _log_to_standard_error()
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
             del os.environ[name]
         os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
@@ -62,6 +64,14 @@ def _be(rank: int, env: Mapping[str, str], function: Callable[..., Any], args: t
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _log_to_standard_error() -> None:
+    """Loggers that were set up before the fork hold on to the stream of that time."""
+    loggers = [logging.root, *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
+    for handler in {handler for logger in loggers for handler in logger.handlers}:
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            handler.setStream(sys.stderr)
 
 
 def _wait(pids: list[int], timeout_s: float) -> list[int]:
