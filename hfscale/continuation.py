@@ -48,7 +48,7 @@ def readable_checkpoint(args: "TrainingArguments", checkpoint: str | None) -> st
         return checkpoint
     manifest, asked, ranks = read_manifest(checkpoint), requested_strategy(args), args.world_size
     source = Path(checkpoint)
-    if not can_read(manifest, source, strategy=asked, world_size=ranks):
+    if not can_read(manifest, strategy=asked, world_size=ranks):
         if asked not in STRATEGIES or manifest.strategy not in STRATEGIES:
             raise LayoutError(
                 f"{checkpoint} was written under {manifest.strategy.upper()} and cannot be continued under "

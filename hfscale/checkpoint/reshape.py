@@ -33,13 +33,9 @@ _RNG_FILE = re.compile(r"rng_state(_\d+)?\.pth")
 _NOT_CARRIED = re.compile(rf".*\.safetensors\.index\.json|hfscale_manifest\.json|{CONVERSION_NAME}|training_args\.bin")
 
 
-def can_read(manifest: Manifest, checkpoint: Path, *, strategy: str, world_size: int) -> bool:
+def can_read(manifest: Manifest, *, strategy: str, world_size: int) -> bool:
     """Whether a launch of that strategy and size reads the checkpoint as it is, RNG states of every rank included."""
-    if layout_of(manifest.strategy) != layout_of(strategy) or (
-        strategy.startswith("zero") and is_universal(checkpoint)
-    ):
-        return False
-    return manifest.world_size == world_size
+    return layout_of(manifest.strategy) == layout_of(strategy) and manifest.world_size == world_size
 
 
 def convert(

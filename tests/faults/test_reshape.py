@@ -80,3 +80,50 @@ def test_the_matrix(interrupted, control, tmp_path, shift):
         shutil.rmtree(folder)
     logger.warning("shift %d: %d resumed runs, losses within %.1e", shift, len(list(cases(shift))), worst)
     assert failures == []
+
+
+def goes_on(workplace, tmp_path, first, then, *flags):
+    """Losses of steps 5 and 6: of an uninterrupted run, and of one that goes on as `then` after step 4.
+
+    `first` and `then` are strategy, ranks and, for hybrid sharding, True.
+    """
+    whole, moved = (shutil.copytree(workplace, tmp_path / name) for name in ("whole", "moved"))
+    for folder in (whole, moved):
+        run_recipe(folder, *first[:2], "--save_steps", "4", *flags, hsdp=len(first) > 2)
+    shutil.rmtree(moved / "out" / "checkpoint-6")
+    run_recipe(moved, *then[:2], *flags, hsdp=len(then) > 2)
+    return tuple([logged(folder, "loss")[step] for step in (5, 6)] for folder in (whole, moved))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("fsdp2", 4, True), ("zero3", 2)),
+        (("zero1", 2), ("fsdp2", 4, True)),
+        (("fsdp2", 2), ("fsdp2", 4, True)),
+    ],
+)
+def test_hybrid_sharding(workplace, tmp_path, first, then):
+    whole, moved = goes_on(workplace, tmp_path, first, then)
+    assert moved == pytest.approx(whole, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("ddp", 2), ("fsdp2", 3)),
+        (("fsdp2", 2), ("zero3", 3)),
+        (("zero3", 2), ("ddp", 3)),
+        (("zero1", 2), ("fsdp2", 3)),
+    ],
+)
+def test_adapters(workplace, tmp_path, first, then):
+    whole, moved = goes_on(workplace, tmp_path, first, then, "--use_peft", "true", "--lora_r", "4")
+    assert moved == pytest.approx(whole, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(("first", "then"), [(("zero2", 2), ("zero3", 3)), (("zero3", 2), ("zero1", 3))])
+def test_masters_of_bf16_are_the_weights(workplace, tmp_path, first, then):
+    """Gradients are summed in bf16, in another order on other ranks."""
+    whole, moved = goes_on(workplace, tmp_path, first, then, "--bf16", "true")
+    assert moved == pytest.approx(whole, abs=2e-2)
