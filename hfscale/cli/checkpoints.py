@@ -86,6 +86,8 @@ def convert(
         return
     print(f"{target}: step {made.step}, {to} on {ranks}, {_size(summary['bytes'])}")
     print(f"go on from it with --resume_from_checkpoint {target}")
+    if to.startswith("zero"):
+        print('outside the recipes, DeepSpeed\'s config must say "checkpoint": {"load_universal": true}')
 
 
 def export(

@@ -7,7 +7,7 @@ import logging
 import shutil
 
 import pytest
-from recipe_runs import STRATEGIES, logged, make_workplace, run_recipe, warm_up
+from recipe_runs import STRATEGIES, logged, make_workplace, output, run_recipe, warm_up
 
 pytestmark = [pytest.mark.faults, pytest.mark.world(4), pytest.mark.timeout(3600)]
 logger = logging.getLogger(__name__)
@@ -127,3 +127,10 @@ def test_masters_of_bf16_are_the_weights(workplace, tmp_path, first, then):
     """Gradients are summed in bf16, in another order on other ranks."""
     whole, moved = goes_on(workplace, tmp_path, first, then, "--bf16", "true")
     assert moved == pytest.approx(whole, abs=2e-2)
+
+
+def test_a_stream_goes_on_where_it_was(workplace, tmp_path):
+    """One process reads it for all; what was seen before is read again and left out."""
+    whole, moved = goes_on(workplace, tmp_path, ("ddp", 2), ("ddp", 3), "--streaming", "true")
+    assert moved == pytest.approx(whole, abs=TOLERANCE)
+    assert "the 48 sequences already seen are read again" in output(tmp_path / "moved")
