@@ -109,6 +109,9 @@ class ScalingArguments:
     critical_batch_size: int | None = _flag("Sequences per step beyond which the learning rate stops growing.")
     warmup_scale: float = _flag("What the warm-up steps are multiplied by.", default=1.0)
     save_minutes: float | None = _flag("Save after so many minutes at the latest.", default=15.0)
+    notice_s: float | None = _flag(
+        "Seconds from a signal to the end of the process; default: what the launcher waits."
+    )
     peak_tflops: float | None = _flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
     early_stopping_patience: int | None = _flag("Stop after so many evaluations without a better loss.")
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -125,9 +126,10 @@ class ScalingMetricsCallback(TrainerCallback):
         if logs is not None and "loss" in logs and state.is_world_process_zero:
             record = {key: value for key, value in logs.items() if key in _TRAINER_KEYS or key.startswith(_PREFIXES)}
             finite = {key: value for key, value in record.items() if math.isfinite(value)}  # JSON has no NaN
-            _append_jsonl(
-                Path(args.output_dir) / JSONL_NAME, {"step": state.global_step, "time": time.time(), **finite}
-            )
+            path = Path(args.output_dir) / JSONL_NAME
+            line = {"step": state.global_step, "time": time.time(), **finite}
+            # What a checkpoint follows on must not be missing after it: a resume never takes that step again.
+            _append_jsonl(path, line, durable=control.should_save)
         # Trainer logs an evaluation's metrics before it fires `on_evaluate`.
         self._clock.end("evaluate" if any(key.startswith("eval_") for key in logs or ()) else "other")
 
@@ -213,6 +215,9 @@ def _parse(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and "step" in record else None
 
 
-def _append_jsonl(path: Path, record: dict[str, float]) -> None:
+def _append_jsonl(path: Path, record: dict[str, float], *, durable: bool) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())

@@ -6,10 +6,12 @@ The gaps are closed here and nowhere else:
 - `calling_trainer` finds the Trainer on the call stack of the event being handled;
 - `resumed_from` finds there too from which checkpoint it goes on;
 - `saved_state` keeps values in `trainer_state.json`, so they travel with each checkpoint;
-- `stand_first` puts a callback before the reporting integrations, which would otherwise run before any user callback.
+- `stand_first` puts a callback before the reporting integrations, which would otherwise run before any user callback;
+- `is_training_in` tells a signal handler whether it has interrupted a training.
 """
 
 import inspect
+from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState
@@ -46,6 +48,15 @@ def resumed_from() -> str | None:
             return str(found) if found and not isinstance(found, bool) else None
         frame = frame.f_back
     return None
+
+
+def is_training_in(frame: FrameType | None) -> bool:
+    """Whether `Trainer.train` is under way in `frame`, the innermost one of its thread."""
+    while frame is not None:
+        if frame.f_code is Trainer.train.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
