@@ -5,6 +5,7 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,7 +168,7 @@ class RunsCode:
         return (Path.touch, (self.path,))
 
 
-def test_malicious_pickles_are_refused_and_run_nothing(runs, tmp_path):
+def test_malicious_pickles_are_refused_and_run_nothing(runs, tmp_path, monkeypatch):
     ran = tmp_path / "ran"
     fsdp2, ddp, zero2 = (
         shutil.copytree(checkpoint_of(runs[name]), tmp_path / name) for name in ("fsdp2", "ddp", "zero2")
@@ -177,10 +178,13 @@ def test_malicious_pickles_are_refused_and_run_nothing(runs, tmp_path):
     torch.save({"step": RunsCode(ran)}, ddp / "optimizer.pt")
     for path in zero2.rglob("*rank_1_*optim_states.pt"):
         torch.save({"optimizer_state_dict": RunsCode(ran)}, path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for attack in (pickle.dumps(RunsCode(ran)), pickle.dumps([eval, "1"]), b"cos\nsystem\n(S'touch x'\ntR."):
         metadata.write_bytes(attack)
         with pytest.raises(CheckpointError, match="is refused: it would load"):
             read_view(fsdp2, "fsdp2")
+        with pytest.raises(CheckpointError, match="is refused: it would load"):
+            readable_checkpoint(SimpleNamespace(deepspeed=None, fsdp=None, world_size=2), str(fsdp2))
     for broken in (b"", good[: len(good) // 2], pickle.dumps({"a": 1})):
         metadata.write_bytes(broken)
         with pytest.raises(CheckpointError, match=r"optimizer_0/\.metadata"):
@@ -188,6 +192,9 @@ def test_malicious_pickles_are_refused_and_run_nothing(runs, tmp_path):
     for checkpoint, strategy in ((ddp, "ddp"), (zero2, "zero2")):
         with pytest.raises(CheckpointError, match=r"cannot be read without unpickling it"):
             read_view(checkpoint, strategy)
+    plugin = SimpleNamespace(zero_stage=2)
+    with pytest.raises(CheckpointError, match=r"cannot be read without unpickling it"):
+        readable_checkpoint(SimpleNamespace(deepspeed="x", deepspeed_plugin=plugin, world_size=2), str(zero2))
     assert not ran.exists()
     pickle.loads(pickle.dumps(RunsCode(ran)))  # noqa: S301 - our own
     assert ran.exists(), "the attack would not have worked anywhere"
