@@ -23,6 +23,7 @@ from hfscale.checkpoint.formats.universal import LATEST as UNIVERSAL
 from hfscale.checkpoint.formats.zero import check_archives
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hfscale.checkpoint.reshape import can_read, convert
+from hfscale.checkpoint.store import verify
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError
 from hfscale.logs import get_logger
 from hfscale.strategy import requested_strategy, running_strategy
@@ -92,8 +93,13 @@ def _place_of_conversion(output_dir: Path, source: Path, strategy: str, ranks: i
 
 
 def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, ranks: int) -> None:
-    if (target / MANIFEST_NAME).is_file():
-        return
+    if target.is_dir():
+        try:
+            verify(target)
+        except CheckpointError as error:
+            logger.warning("converted once more: %s", error)
+        else:
+            return
     began = time.monotonic()
     shutil.rmtree(target.parent, ignore_errors=True)  # unfinished ones, and those of other launches
     try:

@@ -9,6 +9,7 @@ from hfscale import distributed
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.reshape import read_origin
 from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify
+from hfscale.continuation import discard_conversions
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.logs import get_logger
 
@@ -104,6 +105,8 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
         checkpoint,
         done,
     )
+    if trainer.is_world_process_zero():
+        discard_conversions(trainer.args.output_dir)
     return True
 
 

@@ -123,6 +123,9 @@ def test_a_conversion_is_used_again_and_others_go(runs, tmp_path):
     written = (made / MANIFEST_NAME).stat().st_mtime_ns
     assert readable_checkpoint(args, source) == str(made)
     assert (made / MANIFEST_NAME).stat().st_mtime_ns == written
+    (made / "rng_state.pth").write_bytes(b"damaged")
+    assert readable_checkpoint(args, source) == str(made)
+    verify(made)
     other = made.with_name("checkpoint-4-as-ddp-x7")
     made.rename(other)
     assert readable_checkpoint(args, source) == str(made)
