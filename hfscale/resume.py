@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 from hfscale import distributed
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from hfscale.checkpoint.pickles import check_pickles
 from hfscale.checkpoint.remote import RemoteStore
+from hfscale.checkpoint.reshape import read_origin
 from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify
 from hfscale.checkpoint.uploader import bring_newest
 from hfscale.checkpoint.writer import finish_renames
+from hfscale.continuation import discard_conversions
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.logs import get_logger
-from hfscale.strategy import requested_strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -30,7 +32,7 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
 
     Raises:
         UsageError: the path is not a checkpoint.
-        CheckpointError: the checkpoint at the path is corrupt.
+        CheckpointError: the checkpoint at the path is corrupt, or holds a pickle that is more than tensors and values.
         StorageError: the remote store cannot be read, and there is no local checkpoint.
     """
     store = RemoteStore(remote) if remote is not None else None
@@ -40,6 +42,7 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     if asked.lower() != "true":
         if distributed.rank() == 0:
             _check_given(Path(asked))
+            check_pickles(Path(asked))
         distributed.barrier()
         return asked
     if distributed.rank() == 0:
@@ -47,37 +50,13 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     if store is not None:
         bring_newest(store, Path(args.output_dir))
     found = latest_checkpoint(args.output_dir) if distributed.rank() == 0 else None
+    if found is not None:
+        check_pickles(Path(found))  # its files are those of its manifest, but who wrote that?
     step = int(distributed.all_max([checkpoint_step(Path(found)) if found else -1])[0])
     if step < 0:
         return None
     logger.info("continues from checkpoint-%d of %s", step, args.output_dir)
     return str(Path(args.output_dir) / f"checkpoint-{step}")
-
-
-def check_same_strategy(args: "TrainingArguments", checkpoint: str | None) -> None:
-    """Make sure that the strategy of this launch can read what the checkpoint's wrote.
-
-    Raises:
-        LayoutError: another strategy, or another number of processes under ZeRO.
-    """
-    if checkpoint is None or not (Path(checkpoint) / MANIFEST_NAME).is_file():
-        return
-    manifest, asked = read_manifest(checkpoint), requested_strategy(args)
-    afresh = "or begin afresh with --resume_from_checkpoint false"
-    if _layout_of_files(manifest.strategy) != _layout_of_files(asked):
-        raise LayoutError(
-            f"{checkpoint} was written under {manifest.strategy.upper()} and cannot be continued under "
-            f"{asked.upper()}: launch with the config it was begun with, {afresh}"
-        )
-    if asked.startswith("zero") and manifest.world_size != args.world_size:
-        raise LayoutError(
-            f"{checkpoint} was written by {manifest.world_size} processes, and {asked.upper()} reads its parts on as "
-            f"many only, not on {args.world_size}: start {manifest.world_size}, {afresh}"
-        )
-
-
-def _layout_of_files(strategy: str) -> str:
-    return "single" if strategy == "ddp" else strategy  # rank 0 writes the same whole files
 
 
 def keep_global_batch(
@@ -86,7 +65,8 @@ def keep_global_batch(
     """On another number of processes than the checkpoint's, keep its global batch by changing the accumulation.
 
     The steps, the samples of each step and the learning rate are then those of the uninterrupted run. Call it before
-    the Trainer is made. On the same number of processes the arguments stand as they are.
+    the Trainer is made. On the same number of processes the arguments stand as they are. A converted checkpoint counts
+    as one of the processes that trained it.
 
     Args:
         data_parallel_size (`int`, *optional*): ranks that read different samples; absent: all.
@@ -98,7 +78,8 @@ def keep_global_batch(
         return
     manifest = read_manifest(checkpoint)
     world_size, wanted = args.world_size, manifest.global_batch_size
-    if world_size == manifest.world_size:
+    trained_by = (read_origin(Path(checkpoint)) or {"world_size": manifest.world_size})["world_size"]
+    if world_size == trained_by:
         return
     ranks = data_parallel_size or world_size
     per_rank, left_over = divmod(wanted, ranks)
@@ -116,7 +97,7 @@ def keep_global_batch(
     logger.info(
         "%d processes instead of %d: the global batch stays %d sequences, by %d per device x %d accumulation steps",
         world_size,
-        manifest.world_size,
+        trained_by,
         wanted,
         per_device,
         args.gradient_accumulation_steps,
@@ -138,6 +119,8 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
         checkpoint,
         done,
     )
+    if trainer.is_world_process_zero():
+        discard_conversions(trainer.args.output_dir)
     return True
 
 

@@ -1,14 +1,19 @@
 """Where a relaunched command goes on, and with which batch."""
 
-from types import SimpleNamespace
+import math
+from collections import Counter
 
 import pytest
-from tiny import tiny_arguments, tiny_trainer
+from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
+from tiny import RandomTokens, tiny_arguments, tiny_trainer
+from torch.utils.data import DataLoader, RandomSampler
+from transformers import set_seed
 
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.store import commit
 from hfscale.errors import CheckpointError, LayoutError, UsageError
-from hfscale.resume import check_same_strategy, is_finished, keep_global_batch, resume_point
+from hfscale.resume import is_finished, keep_global_batch, resume_point
 
 
 @pytest.fixture
@@ -109,49 +114,79 @@ def test_the_same_world_may_change_its_batch(of_eight_processes):
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 5)
 
 
-def written_by(folder, strategy, world_size):
-    (folder / "model.safetensors").write_bytes(b"0")
-    commit(folder, step=2, strategy=strategy, world_size=world_size, global_batch_size=8)
-    return str(folder)
+class Counted(RandomTokens):
+    """Notes which samples are read."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.read = []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
 
 
-def launched(world_size, *, stage=None):
-    """The arguments of another launch, of so many processes, under DeepSpeed where a stage is given."""
-    plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
-    return SimpleNamespace(world_size=world_size, deepspeed=stage, fsdp=None, deepspeed_plugin=plugin)
+def steps_of(size, world_size, *, epochs, skip_steps=0):
+    """What each step of so many ranks reads: sets of samples, by the pieces that Trainer puts together, and how many
+    samples were read in all."""
+    per_device, steps, reads = 12 // world_size, {}, 0
+    batches_of_a_step = 1
+    if per_device % 2 == 0:
+        per_device, batches_of_a_step = per_device // 2, 2
+    per_epoch = math.ceil(size / 12)
+    for rank in range(world_size):
+        dataset = Counted(size)
+        set_seed(7)
+        sampler = RandomSampler(dataset)
+        loader = prepare_data_loader(
+            DataLoader(dataset, batch_size=per_device, sampler=sampler), num_processes=world_size, process_index=rank,
+            put_on_device=False, use_seedable_sampler=True, rng_types=[],
+        )  # fmt: skip
+        for epoch in range(skip_steps // per_epoch, epochs):
+            skipped = skip_steps % per_epoch if epoch == skip_steps // per_epoch else 0
+            current = skip_first_batches(loader, skipped * batches_of_a_step) if skipped else loader
+            current.set_epoch(epoch)
+            for number, batch in enumerate(current):
+                step = epoch * per_epoch + skipped + number // batches_of_a_step
+                steps.setdefault(step, []).extend(batch.tolist())
+        reads += len(dataset.read)
+    return {step: Counter(samples) for step, samples in sorted(steps.items())}, reads
 
 
-@pytest.mark.parametrize(
-    ("strategy", "environ", "args", "message"),
-    [
-        (
-            "fsdp2",
-            {},
-            launched(2, stage=2),
-            "was written under FSDP2 and cannot be continued under ZERO2: launch with",
-        ),
-        ("ddp", {"ACCELERATE_USE_FSDP": "true"}, launched(2), "written under DDP and cannot be continued under FSDP2"),
-        ("zero2", {}, launched(2, stage=3), "written under ZERO2 and cannot be continued under ZERO3"),
-        ("zero2", {}, launched(4, stage=2), "was written by 2 processes, .* not on 4: start 2"),
-    ],
-)
-def test_what_another_launch_cannot_read_is_told(tmp_path, monkeypatch, strategy, environ, args, message):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LayoutError, match=message):
-        check_same_strategy(args, written_by(tmp_path, strategy, 2))
+@pytest.mark.parametrize(("before", "after"), [(n, m) for n in (1, 2, 3, 4) for m in (1, 2, 3, 4)])
+def test_another_world_goes_on_with_the_samples_of_the_uninterrupted_run(before, after):
+    """In the middle of the second epoch; what lies before is passed over without being read."""
+    whole, _ = steps_of(60, before, epochs=3)
+    resumed, reads = steps_of(60, after, epochs=3, skip_steps=7)
+    assert resumed == {step: samples for step, samples in whole.items() if step >= 7}
+    assert reads == 8 * 12
+    for epoch in range(3):
+        assert sum((whole[step] for step in range(5 * epoch, 5 * epoch + 5)), Counter()) == Counter(range(60))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "environ", "args"),
-    [
-        ("ddp", {}, launched(1)),
-        ("single", {"WORLD_SIZE": "4"}, launched(4)),
-        ("fsdp2", {"ACCELERATE_USE_FSDP": "true"}, launched(16)),
-        ("zero3", {}, launched(2, stage=3)),
-    ],
-)
-def test_what_another_launch_can_read_passes(tmp_path, monkeypatch, strategy, environ, args):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    check_same_strategy(args, written_by(tmp_path, strategy, 2))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_where_the_data_do_not_divide_only_the_last_step_of_an_epoch_differs(world_size):
+    """Accelerate fills it up with samples of the epoch's beginning; each is still seen, and the steps are as many."""
+    control, _ = steps_of(56, 1, epochs=2)
+    steps, _ = steps_of(56, world_size, epochs=2)
+    assert len(steps) == len(control) == 10
+    for step in range(10):
+        if step % 5 == 4:
+            assert set(control[step]) <= set(steps[step])
+        else:
+            assert steps[step] == control[step]
+
+
+def test_plain_trainer_is_told_what_it_would_do_silently(run, tmp_path, caplog):
+    """Its optimizer would be dropped under another strategy, and its place in the data lost with another batch."""
+    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    spot = SpotCheckpointCallback()
+    with caplog.at_level("WARNING", logger="hfscale"):
+        trainer = tiny_trainer(run, spot, per_device_train_batch_size=2, **arguments)
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert "was 4 sequences and is now 2 (1 processes): training goes on at sequence 8 instead of 16" in caplog.text
+    manifest = run / "checkpoint-4" / "hfscale_manifest.json"
+    manifest.write_text(manifest.read_text().replace('"single"', '"zero3"'))
+    trainer = tiny_trainer(run, SpotCheckpointCallback(), **arguments)
+    with pytest.raises(LayoutError, match=r"written under ZERO3.*under SINGLE, takes no optimizer .*--to single --w"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))

@@ -20,6 +20,7 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
 from hfscale.checkpoint.writer import clear_unfinished
+from hfscale.continuation import check_resumed, discard_conversions, finish_universal_load
 from hfscale.errors import StorageError, UsageError
 from hfscale.logs import get_logger
 from hfscale.metrics.pace import StepPace
@@ -130,6 +131,8 @@ class SpotCheckpointCallback(TrainerCallback):
         _lock(args)
         trainer = calling_trainer()
         self._wait()  # for what a training that was broken off has left in flight
+        finish_universal_load(trainer)
+        check_resumed(trainer)
         self._take_over_rotation(args)
         self._output_dir = Path(args.output_dir)
         self._saving = TrainerSaving(trainer, asynchronous=self.asynchronous, committed=self._committed)
@@ -255,6 +258,7 @@ class SpotCheckpointCallback(TrainerCallback):
         """What follows a commit, on the rank that made it; beside the training, if the save is."""
         self.last_committed = checkpoint.name
         self.preemption.last_write_s = seconds
+        discard_conversions(self._output_dir)
         if self.remote is not None:
             self.remote.offer(checkpoint, best)
         if self._limit is not None:

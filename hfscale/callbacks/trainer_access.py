@@ -1,9 +1,10 @@
 """What callbacks need of the Trainer and its API does not hand them.
 
 Trainer passes its callbacks the arguments, state, model and optimizer, but neither itself nor a place in its state.
-Both gaps are closed here and nowhere else:
+The gaps are closed here and nowhere else:
 
 - `calling_trainer` finds the Trainer on the call stack of the event being handled;
+- `resumed_from` finds there too from which checkpoint it goes on;
 - `saved_state` keeps values in `trainer_state.json`, so they travel with each checkpoint;
 - `stand_first` puts a callback before the reporting integrations, which would otherwise run before any user callback;
 - `is_training_in` tells a signal handler whether it has interrupted a training.
@@ -33,6 +34,20 @@ def calling_trainer() -> Trainer:
             return candidate
         frame = frame.f_back
     raise HfScaleError("no Trainer is calling: pass this callback to transformers.Trainer(callbacks=[...])")
+
+
+def resumed_from() -> str | None:
+    """The checkpoint folder from which the calling Trainer has resumed; None for a fresh start.
+
+    Trainer hands it on from method to method and keeps it nowhere.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer) and "resume_from_checkpoint" in frame.f_locals:
+            found = frame.f_locals["resume_from_checkpoint"]
+            return str(found) if found and not isinstance(found, bool) else None
+        frame = frame.f_back
+    return None
 
 
 def is_training_in(frame: FrameType | None) -> bool:

@@ -19,6 +19,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 
 from hfscale import distributed
 from hfscale.callbacks.fsdp_saving import FsdpSnapshot, is_sharded_fsdp2
+from hfscale.callbacks.self_contained import complete_checkpoint
 from hfscale.callbacks.trainer_access import global_batch_size
 from hfscale.callbacks.trainer_files import (
     frozen_state,
@@ -137,6 +138,7 @@ class TrainerSaving:
                 torch.save(rng, folder / rng_name(trainer))
             if state is not None:
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
+                complete_checkpoint(trainer, folder)
 
         return write, write_together
 
@@ -190,6 +192,7 @@ class TrainerSaving:
         job = self._job(run_dir, begun, failed=failed, write=self._deferred.write if self._deferred else None)
         if failed is None and trainer.args.should_save:  # it may name the best checkpoint by the folder it grew in
             trainer.state.save_to_json(str(job.folder / TRAINER_STATE_NAME))
+            complete_checkpoint(trainer, job.folder)
         return job
 
     def _job(self, run_dir: Path, begun: float, **parts: Any) -> CheckpointJob:

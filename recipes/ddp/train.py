@@ -24,11 +24,12 @@ from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
 from hfscale.compatibility import check_pairs
 from hfscale.compression import compress_gradients
+from hfscale.continuation import readable_checkpoint
 from hfscale.data import load_packed_datasets
 from hfscale.entrypoint import check_output_dir, end_if_preempted, run
 from hfscale.models import add_lora, load_config, load_model, load_tokenizer
 from hfscale.parsing import parse_arguments
-from hfscale.resume import check_same_strategy, is_finished, keep_global_batch, resume_point
+from hfscale.resume import is_finished, keep_global_batch, resume_point
 from hfscale.strategy import check_launch
 from hfscale.summary import print_summary
 
@@ -39,8 +40,8 @@ def main():
     check_pairs(model_args, training_args)
     check_output_dir(training_args.output_dir)
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
-    check_same_strategy(training_args, checkpoint)
     keep_global_batch(training_args, checkpoint)
+    checkpoint = readable_checkpoint(training_args, checkpoint)
     set_seed(training_args.seed)
 
     # Tokenizer and text: the main process prepares, the others read its cache.

@@ -1,0 +1,112 @@
+"""`hfscale_parameters.json`: which parameter is which in the optimizer's numbered states.
+
+Trainer's `optimizer.pt` numbers its parameters; to give the states to another strategy their names are needed, and
+those only the run knows. The file holds
+
+    {"format": 1, "groups": [["model.embed_tokens.weight", …], ["model.norm.weight", …]],
+     "aliases": {"lm_head.weight": "model.embed_tokens.weight"}}
+
+one list for each of the optimizer's groups, in its order, and the second names of tied parameters. It is written into
+every checkpoint. For a checkpoint without it the names are those of the model that its config.json describes, grouped
+as Trainer groups them.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from hfscale.checkpoint.formats.view import canonical_name, check_names
+from hfscale.errors import CheckpointError
+
+PARAMETERS_NAME = "hfscale_parameters.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterNames:
+    """What the file says."""
+
+    groups: list[list[str]]
+    """Names of the optimizer's parameters, by group, in its order."""
+    aliases: dict[str, str]
+    """Tied parameters: second name -> first name."""
+
+    @classmethod
+    def of(cls, model: nn.Module, param_groups: Iterable[Mapping[str, Any]]) -> "ParameterNames":
+        """Of a model and the `param_groups` of its optimizer, which hold its parameters themselves."""
+        names: dict[int, str] = {}
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = canonical_name(name.removeprefix("module."))
+        groups = [[names[id(parameter)] for parameter in group["params"]] for group in param_groups]
+        return cls(groups=groups, aliases=aliases_of(model))
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps({"format": _FORMAT, "groups": self.groups, "aliases": self.aliases}) + "\n"
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Second names of the parameters that `model` uses twice -> their first names."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            aliases[canonical_name(name)] = canonical_name(known)
+    return aliases
+
+
+def read_parameter_names(checkpoint: Path) -> ParameterNames:
+    """The names that `checkpoint` states, or those of the model in its config.json.
+
+    Raises:
+        CheckpointError: the file is broken, or there is neither it nor a config.json of a known model.
+    """
+    path = checkpoint / PARAMETERS_NAME
+    if not path.is_file():
+        return _of_the_config(checkpoint)
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields["format"] != _FORMAT:
+            raise CheckpointError(f"{path} has format {fields['format']}, this version of hfscale reads {_FORMAT}")
+        names = ParameterNames(
+            groups=[[str(name) for name in group] for group in fields["groups"]], aliases=dict(fields["aliases"])
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {error}") from None
+    check_names(name for group in names.groups for name in group)
+    check_names([*names.aliases, *names.aliases.values()])
+    return names
+
+
+def _of_the_config(checkpoint: Path) -> ParameterNames:
+    """The model is built without memory; its weights are not touched."""
+    if not (checkpoint / "config.json").is_file():
+        raise CheckpointError(
+            f"{checkpoint} numbers its optimizer states and has neither {PARAMETERS_NAME} nor a config.json to tell "
+            "their names: only checkpoints that were saved with SpotCheckpointCallback can be converted"
+        )
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+        model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+        with torch.device("meta"):
+            build = getattr(model_class, "from_config", model_class)
+            model: Any = build(config)
+        model.tie_weights()
+    except Exception as error:  # a config can be wrong in any way
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{checkpoint} has no {PARAMETERS_NAME}, and its config.json gives no model: {reason}"
+        ) from None
+    # The rule of Trainer itself; it looks at nothing but the model.
+    decayed = set(transformers.Trainer.get_decay_parameter_names(cast(Any, None), model))
+    parameters = [name for name, _ in model.named_parameters()]
+    groups = [[name for name in parameters if name in decayed], [name for name in parameters if name not in decayed]]
+    return ParameterNames(groups=groups, aliases=aliases_of(model))

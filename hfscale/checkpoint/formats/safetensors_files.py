@@ -1,0 +1,146 @@
+"""safetensors files, one tensor in memory at a time.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes with the length of the header, little-endian; the
+header, JSON with dtype, shape and byte range of each tensor; the data. safetensors' own `save_file` wants all tensors
+at once, so the header is written here and the tensors after it.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hfscale.checkpoint.formats.view import TensorRef
+from hfscale.errors import CheckpointError
+
+INDEX_SUFFIX = ".index.json"
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_LARGEST_HEADER = 100 * 2**20  # of the format
+
+
+def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
+    """The tensors of `stem.safetensors`, or of the shards that `stem.safetensors.index.json` names; None without.
+
+    Raises:
+        CheckpointError: a file is broken, or the index leads elsewhere.
+    """
+    whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors{INDEX_SUFFIX}"
+    if whole.is_file():
+        return dict(_tensors(whole))
+    if not index.is_file():
+        return None
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error}") from None
+    weights: dict[str, TensorRef] = {}
+    for name in sorted(files):
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} names '{name}', which is not a file beside it")
+        weights.update(_tensors(folder / name))
+    return weights
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, TensorRef]]:
+    header = _header(path)
+    try:
+        file = safe_open(path, framework="pt", device="cpu")  # mapped: a tensor is read when it is asked for
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(f"{path}: '{name}' has the dtype {entry['dtype']}, which is not converted")
+
+        def read(name: str = name) -> torch.Tensor:
+            return torch.as_tensor(file.get_tensor(name))  # type: ignore[no-untyped-call]
+
+        yield name, TensorRef(shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]], read=read)
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LARGEST_HEADER:
+                raise ValueError(f"its header would be {length} bytes long")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is not a safetensors file: its header is no object")
+    return header
+
+
+def write_weights(
+    folder: Path,
+    stem: str,
+    weights: Mapping[str, TensorRef],
+    *,
+    max_shard_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write `stem.safetensors`, or numbered shards of it and their index, as `from_pretrained` and Trainer read them.
+
+    Args:
+        max_shard_bytes (`int`, *optional*): no file holds more, unless one tensor alone does; absent: one file.
+        dtype (`torch.dtype`, *optional*): for all floating-point tensors; absent: each keeps its own.
+    """
+    if dtype is not None:
+        weights = {name: _cast(ref, dtype) for name, ref in weights.items()}
+    shards = list(_shards(weights, max_shard_bytes))
+    if len(shards) == 1:
+        _write(folder / f"{stem}.safetensors", shards[0])
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write(folder / name, shard)
+        weight_map |= dict.fromkeys(shard, name)
+    metadata = {"total_size": sum(ref.bytes for ref in weights.values())}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / f"{stem}.safetensors{INDEX_SUFFIX}").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _cast(ref: TensorRef, dtype: torch.dtype) -> TensorRef:
+    if not ref.dtype.is_floating_point:
+        return ref
+    return TensorRef(shape=ref.shape, dtype=dtype, read=lambda: ref.read().to(dtype))
+
+
+def _shards(weights: Mapping[str, TensorRef], limit: int | None) -> Iterator[dict[str, TensorRef]]:
+    shard: dict[str, TensorRef] = {}
+    size = 0
+    for name, ref in weights.items():
+        if shard and limit is not None and size + ref.bytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = ref
+        size += ref.bytes
+    yield shard
+
+
+def _write(path: Path, weights: Mapping[str, TensorRef]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, ref in weights.items():
+        header[name] = {
+            "dtype": _DTYPE_NAMES[ref.dtype], "shape": list(ref.shape), "data_offsets": [end, end := end + ref.bytes]
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight bytes
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for ref in weights.values():
+            tensor = ref.read().contiguous().reshape(-1)
+            tensor.view(torch.uint8).numpy().tofile(file)

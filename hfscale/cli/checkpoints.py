@@ -1,0 +1,197 @@
+"""`hfscale checkpoints`: the state of a run's checkpoints, between strategies, to a `from_pretrained` folder."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hfscale.checkpoint.inventory import GOOD, CheckpointInfo, inspect, is_checkpoint
+from hfscale.checkpoint.manifest import MANIFEST_NAME
+from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale.cli import COMMANDS
+from hfscale.errors import CheckpointError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from hfscale.checkpoint.manifest import Manifest
+
+RunOrCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A run's output directory or one checkpoint.")]
+Source = Annotated[
+    Path, typer.Argument(metavar="SRC", help="A checkpoint, or a run's output directory: its newest good one.")
+]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="A new folder.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Compare lengths only, do not read the files.")]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch-size", min=1, help="Sequences per step, where SRC has no manifest to say so."),
+]
+
+_STATE_STYLES = {"good": "green", "incomplete": "yellow", "corrupt": "red"}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    checkpoints = typer.Typer(rich_markup_mode=None)
+    for name, command in (("list", list_), ("verify", verify_), ("convert", convert), ("export", export)):
+        checkpoints.command(name)(command)
+    app.add_typer(checkpoints, name="checkpoints", help=COMMANDS["checkpoints"])
+
+
+def list_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) -> None:
+    """List the checkpoints of a run with their state."""
+    _show(inspect(path, read_files=not quick), path, as_json)
+
+
+def verify_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) -> int:
+    """Read every file and compare it with its hash; exit code 1 where one is not good, or there is none."""
+    found = inspect(path, read_files=not quick)
+    _show(found, path, as_json)
+    return 0 if found and all(checkpoint.state == GOOD for checkpoint in found) else 1
+
+
+def convert(
+    source: Source,
+    target: Target,
+    to: Annotated[str, typer.Option("--to", metavar="STRATEGY", help="single, ddp, fsdp2, zero1, zero2 or zero3.")],
+    world_size: Annotated[
+        int | None,
+        typer.Option("--world-size", min=1, help="Processes that will go on; absent: as many as wrote SRC."),
+    ] = None,
+    global_batch_size: GlobalBatch = None,
+    as_json: Json = False,
+) -> None:
+    """Make a checkpoint that another strategy reads, or another number of processes; relaunching does it by itself."""
+    from hfscale.checkpoint.reshape import STRATEGIES, convert
+
+    if to not in STRATEGIES:
+        raise UsageError(f"--to {to} is none of {', '.join(STRATEGIES)}")
+    source, manifest = _open(source, global_batch_size)
+    ranks = world_size or (1 if to == "single" else manifest.world_size)
+    if (to == "single") != (ranks == 1) and to in ("single", "ddp"):
+        raise UsageError(f"--to {to} with --world-size {ranks}: one process is 'single', several are 'ddp'")
+    _check_new(target)
+    try:
+        made = convert(source, target, manifest=manifest, strategy=to, world_size=ranks)
+    except OSError as error:
+        raise StorageError(f"{target} cannot be written: {error.strerror or error}") from None
+    summary = {
+        "path": str(target), "step": made.step, "strategy": to, "world_size": ranks,
+        "global_batch_size": made.global_batch_size, "bytes": sum(record.bytes for record in made.files.values()),
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps(summary))
+        return
+    print(f"{target}: step {made.step}, {to} on {ranks}, {_size(summary['bytes'])}")
+    print(f"go on from it with --resume_from_checkpoint {target}")
+    if to.startswith("zero"):
+        print('outside the recipes, DeepSpeed\'s config must say "checkpoint": {"load_universal": true}')
+
+
+def export(
+    checkpoint: Source,
+    target: Target,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="A folder with the config and tokenizer; absent: SRC's own.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="auto (as the config says), float32, bfloat16 or float16.")
+    ] = "auto",
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a file of weights.")] = "5GB",
+    global_batch_size: GlobalBatch = None,
+    as_json: Json = False,
+) -> None:
+    """Write a folder for from_pretrained: config, tokenizer, safetensors."""
+    from hfscale.checkpoint.export import DTYPES, export
+
+    if dtype not in ("auto", *DTYPES):
+        raise UsageError(f"--dtype {dtype} is none of auto, {', '.join(DTYPES)}")
+    shard_bytes = _bytes(max_shard_size)
+    checkpoint, manifest = _open(checkpoint, global_batch_size or 1)  # which no weight depends on
+    _check_new(target)
+    try:
+        files = export(
+            checkpoint, target, strategy=manifest.strategy, model=model, dtype=dtype, max_shard_bytes=shard_bytes
+        )
+    except OSError as error:
+        raise StorageError(f"{target} cannot be written: {error.strerror or error}") from None
+    if as_json:
+        print(json.dumps({"path": str(target), "step": manifest.step, "files": files}))
+    else:
+        print(f"{target}: step {manifest.step}, {', '.join(files)}")
+
+
+def _open(source: Path, global_batch_size: int | None) -> tuple[Path, "Manifest"]:
+    """The checkpoint that is meant, verified where it has a manifest."""
+    if not source.is_dir():
+        raise UsageError(f"{source} is not a folder: name a checkpoint or a run's output directory")
+    if not is_checkpoint(source):
+        newest = latest_checkpoint(source)
+        if newest is None:
+            raise CheckpointError(f"{source} has no good checkpoint: see hfscale checkpoints list {source}")
+        source = Path(newest)
+    if (source / MANIFEST_NAME).is_file():
+        return source, verify(source)
+    from hfscale.checkpoint.foreign import describe
+
+    return source, describe(source, global_batch_size=global_batch_size)
+
+
+def _check_new(target: Path) -> None:
+    if target.exists():
+        raise UsageError(f"{target} exists: give the name of a new folder")
+
+
+def _show(found: list[CheckpointInfo], path: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([checkpoint.to_dict() for checkpoint in found]))
+        return
+    if not found:
+        print(f"{path} has no checkpoints")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("checkpoint", "state", "step", "strategy", "processes", "global batch", "size", "age", "best"):
+        table.add_column(title, justify="right" if title in ("step", "processes", "global batch", "size") else "left")
+    for info in found:
+        state = f"[{_STATE_STYLES[info.state]}]{info.state}[/]"
+        known = [_or_dash(v) for v in (info.step, info.strategy, info.world_size, info.global_batch_size)]
+        table.add_row(info.name, state, *known, _size(info.bytes), _age(info.age_s), "best" if info.best else "")
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=120)
+    console.print(table)
+    for info in found:
+        if info.reason:
+            console.print(f"{info.name}: {info.reason}", markup=False)
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _size(count: object) -> str:
+    value = float(str(count))
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise UsageError(f"--max-shard-size {text} is no size: write it like 5GB or 500MiB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))

@@ -1,0 +1,91 @@
+"""Ranks as forks of this process: what is imported here is not imported again by each of them."""
+
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+) -> list[int]:
+    """Call `function(*args)` in so many forked processes, set up as torchrun would; their exit codes.
+
+    Args:
+        log (`Path`): a folder; each rank's output goes to `rank-N.log` in it.
+        env: more environment variables, of the launcher's config.
+    """
+    log.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), **(env or {})}
+    common |= {"LOCAL_WORLD_SIZE": str(world_size)}
+    pids = []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            _be(rank, common, function, args, log)
+        pids.append(pid)
+    return _wait(pids, timeout_s)
+
+
+def _be(rank: int, env: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...], log: Path) -> None:
+    """Become that rank; never returns."""
+    code = 1
+    try:
+        descriptor = os.open(log / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        _log_to_standard_error()
+        for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
+            del os.environ[name]
+        os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+        function(*args)
+        code = 0
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _log_to_standard_error() -> None:
+    """Loggers that were set up before the fork hold on to the stream of that time."""
+    loggers = [logging.root, *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
+    for handler in {handler for logger in loggers for handler in logger.handlers}:
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            handler.setStream(sys.stderr)
+
+
+def _wait(pids: list[int], timeout_s: float) -> list[int]:
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(codes) < len(pids):
+        for pid in [pid for pid in pids if pid not in codes]:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline or any(codes.values()):  # as a launcher does: one dead, all dead
+            for pid in [pid for pid in pids if pid not in codes]:
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+                codes[pid] = -9
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]

@@ -1,0 +1,96 @@
+"""The recipes, run for real in forked ranks under any strategy: seconds a run, for all is imported once."""
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+from conftest import RECIPE, REPOSITORY
+from forked import run_ranks
+from transformers import LlamaConfig
+
+from hfscale import corpus
+
+SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+GLOBAL_BATCH = 12  # for one to four ranks
+SAMPLES = 36  # three steps an epoch
+FLAGS = [
+    "--config_name", "model", "--tokenizer_name", "tokenizer", "--train_file", "text.txt", "--block_size", "16",
+    "--max_train_samples", str(SAMPLES), "--validation_split_percentage", "0", "--max_steps", "6",
+    "--save_steps", "100", "--logging_steps", "1", "--lr_scheduler_type", "linear", "--warmup_steps", "2",
+    "--learning_rate", "1e-2", "--weight_decay", "0.1", "--optim", "adamw_torch", "--disable_tqdm", "true",
+    "--output_dir", "out", "--use_cpu", "true",
+]  # fmt: skip
+_FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
+
+
+def warm_up() -> None:
+    """Import, before anything is forked, what every rank would import."""
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    import peft  # noqa: F401
+    from transformers import Trainer  # noqa: F401
+
+    import hfscale.continuation  # noqa: F401
+    from hfscale import ScalingCallback  # noqa: F401
+
+
+def make_workplace(folder: Path) -> Path:
+    """A folder with a model config, a tokenizer, a text and the DeepSpeed configs."""
+    tokenizer = corpus.default_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+    ).save_pretrained(folder / "model")  # fmt: skip
+    (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
+    shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
+    return folder
+
+
+def run_recipe(folder: Path, strategy: str, ranks: int, *flags: str, hsdp: bool = False) -> None:
+    """Train in `folder`, its working directory, and fail with the ranks' output where one fails."""
+    script = RECIPE if strategy in ("single", "ddp") else SHARDED
+    env = dict(_FSDP) if strategy == "fsdp2" else {}
+    if hsdp:
+        env |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(ranks // 2)}
+    if strategy.startswith("zero"):
+        env |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": f"ds_configs/{strategy}.json",
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(strategy == "zero3").lower(),
+        }
+    if "--per_device_train_batch_size" not in flags:
+        flags = ("--per_device_train_batch_size", str(GLOBAL_BATCH // ranks), *flags)
+    codes = run_ranks(ranks, _recipe, script, folder, [*FLAGS, *flags], log=folder / "log", env=env)
+    assert codes == [0] * ranks, f"{strategy} on {ranks}: {codes}\n" + output(folder)
+
+
+def output(folder: Path) -> str:
+    """What the ranks of the last run wrote."""
+    return "\n".join(path.read_text()[-4000:] for path in sorted((folder / "log").iterdir()))
+
+
+def _recipe(script: Path, folder: Path, flags: list[str]) -> None:
+    import os
+
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    sys.argv = [str(script), *flags]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def logged(folder: Path, key: str) -> dict[int, float]:
+    """Step -> value, from `scaling.jsonl`; the last word on a step counts."""
+    records = [json.loads(line) for line in (folder / "out" / "scaling.jsonl").read_text().splitlines()]
+    return {record["step"]: record[key] for record in records}

@@ -1,0 +1,317 @@
+"""Checkpoints between strategies: every pair bit for bit, resumed runs, and what must not be converted is told."""
+
+import itertools
+import json
+import pickle
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from recipe_runs import STRATEGIES, logged, make_workplace, output, run_recipe, warm_up
+from safetensors.torch import load_file, save_file
+from tiny import tiny_arguments, tiny_trainer
+from transformers import AutoModelForCausalLM
+
+from hfscale import SpotCheckpointCallback
+from hfscale.checkpoint.dcp_metadata import read_dcp_metadata
+from hfscale.checkpoint.export import export
+from hfscale.checkpoint.foreign import describe
+from hfscale.checkpoint.formats import read_view
+from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames, read_parameter_names
+from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from hfscale.checkpoint.reshape import CONVERSION_NAME, convert
+from hfscale.checkpoint.rng import derived_state
+from hfscale.checkpoint.store import commit, list_checkpoints, verify
+from hfscale.continuation import CONVERSIONS, readable_checkpoint
+from hfscale.errors import CheckpointError, LayoutError, UsageError
+from hfscale.resume import keep_global_batch
+
+pytestmark = pytest.mark.world(2)
+TOLERANCE = 4e-6  # of losses in fp32, between orders of summation
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    warm_up()
+    return make_workplace(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture(scope="module")
+def runs(workplace, tmp_path_factory):
+    """Of each strategy a whole run of two processes, with a checkpoint after the fourth of its six steps."""
+    folders = {}
+    for strategy in STRATEGIES:
+        folders[strategy] = shutil.copytree(workplace, tmp_path_factory.mktemp(strategy), dirs_exist_ok=True)
+        run_recipe(folders[strategy], strategy, 2, "--save_steps", "4")
+    return folders
+
+
+def checkpoint_of(folder: Path) -> Path:
+    return folder / "out" / "checkpoint-4"
+
+
+def contents(checkpoint, strategy):
+    """Everything in a view, in memory: weights, optimizer states and groups."""
+    view = read_view(checkpoint, strategy)
+    weights = {name: ref.read().clone() for name, ref in view.weights.items() if name != "lm_head.weight"}  # tied
+    state = {(name, key): ref.read().clone() for name, keys in view.state.items() for key, ref in keys.items()}
+    return weights, state, [(group.options, group.names) for group in view.groups]
+
+
+def assert_equal(found, expected):
+    for mine, theirs in zip(found[:2], expected[:2], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert torch.equal(mine[key], tensor), key
+            assert mine[key].dtype == tensor.dtype
+    assert [names for _, names in found[2]] == [names for _, names in expected[2]]
+    for (mine, _), (theirs, _) in zip(found[2], expected[2], strict=True):
+        assert {key: mine[key] for key in theirs} == theirs
+
+
+def test_every_pair_keeps_every_bit_of_weights_and_optimizer(runs, tmp_path):
+    before = {strategy: contents(checkpoint_of(runs[strategy]), strategy) for strategy in STRATEGIES}
+    weights, state, _ = before["ddp"]
+    assert len(state) == 3 * len(weights) == 3 * 11
+    for source, target in itertools.permutations(STRATEGIES, 2):
+        made = tmp_path / f"{source}-{target}"
+        manifest = read_manifest(checkpoint_of(runs[source]))
+        convert(checkpoint_of(runs[source]), made, manifest=manifest, strategy=target, world_size=3)
+        assert verify(made).strategy == target
+        assert (read_manifest(made).world_size, read_manifest(made).global_batch_size) == (3, 12)
+        assert_equal(contents(made, target), before[source])
+        assert {path.name for path in made.glob("rng_state*")} == {f"rng_state_{rank}.pth" for rank in range(3)}
+        assert not list(made.rglob("training_args.bin"))
+        if source == "zero3" or target == "zero3":  # and back again, from what was converted
+            again = tmp_path / f"{source}-{target}-{source}"
+            convert(made, again, manifest=read_manifest(made), strategy=source, world_size=2)
+            assert_equal(contents(again, source), before[source])
+            origin = json.loads((again / CONVERSION_NAME).read_text())
+            assert origin == {"strategy": source, "world_size": 2}
+    assert not list(tmp_path.glob(".*")), "something unfinished was left behind"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "ranks"), [("ddp", "zero3", 3), ("zero2", "fsdp2", 2), ("zero3", "single", 1)]
+)
+def test_a_relaunch_under_another_strategy_ends_as_the_uninterrupted_run(runs, tmp_path, source, target, ranks):
+    folder = shutil.copytree(runs[source], tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(folder / "out" / "checkpoint-6")
+    run_recipe(folder, target, ranks, "--per_device_train_batch_size", "6")
+    said = output(folder)
+    assert f"checkpoint-4 was written under {source} by 2, and is converted for {target} on {ranks}" in said
+    for key, tolerance in (("loss", TOLERANCE), ("grad_norm", 1e-4), ("learning_rate", 0.0)):
+        assert logged(folder, key) == pytest.approx(logged(runs["ddp"], key), abs=tolerance), key
+    assert not (folder / "out" / CONVERSIONS).exists()
+    assert [path.name for path in list_checkpoints(folder / "out")] == ["checkpoint-4", "checkpoint-6"]
+    assert verify(folder / "out" / "checkpoint-6").strategy == target
+
+
+def test_a_conversion_is_used_again_and_others_go(runs, tmp_path):
+    """No relaunch reads it as a checkpoint of its own, and a newer launch of another size takes its place."""
+    shutil.copytree(checkpoint_of(runs["ddp"]), tmp_path / "checkpoint-4")
+    source = str(tmp_path / "checkpoint-4")
+    args = tiny_arguments(tmp_path)  # one process
+    made = Path(readable_checkpoint(args, source))
+    assert made.parent == tmp_path / CONVERSIONS
+    assert (made / "rng_state.pth").is_file()
+    assert (made / "model.safetensors").samefile(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert list_checkpoints(tmp_path) == [tmp_path / "checkpoint-4"]
+    written = (made / MANIFEST_NAME).stat().st_mtime_ns
+    assert readable_checkpoint(args, source) == str(made)
+    assert (made / MANIFEST_NAME).stat().st_mtime_ns == written
+    (made / "rng_state.pth").write_bytes(b"damaged")
+    assert readable_checkpoint(args, source) == str(made)
+    verify(made)
+    other = made.with_name("checkpoint-4-as-ddp-x7")
+    made.rename(other)
+    assert readable_checkpoint(args, source) == str(made)
+    assert not other.exists()
+    assert readable_checkpoint(args, None) is None
+
+
+def test_a_converted_checkpoint_counts_as_of_those_who_trained_it(runs, tmp_path):
+    manifest = read_manifest(checkpoint_of(runs["ddp"]))
+    made = tmp_path / "made"
+    convert(checkpoint_of(runs["ddp"]), made, manifest=manifest, strategy="single", world_size=1)
+    args = tiny_arguments(tmp_path, per_device_train_batch_size=5)
+    keep_global_batch(args, str(made))
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 3)
+
+
+def test_new_ranks_draw_numbers_of_their_own_the_same_each_time(runs, tmp_path):
+    first = checkpoint_of(runs["ddp"]) / "rng_state_0.pth"
+    states = [derived_state(first, rank) for rank in (2, 2, 3)]
+    drawn = []
+    for state in states:
+        generator = torch.Generator()
+        generator.set_state(state["cpu"])
+        numpy = np.random.RandomState()
+        numpy.set_state(state["numpy"])
+        drawn.append((torch.rand(1, generator=generator).item(), numpy.rand(), state["python"][1][:3]))
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[2][0]
+    assert drawn[0][1] != drawn[2][1]
+    assert "cuda" not in states[0]
+    known = torch.load(first, weights_only=False)
+    torch.save(known | {"cuda": torch.zeros(16, dtype=torch.uint8)}, tmp_path / "rng")
+    assert derived_state(tmp_path / "rng", 2)["cuda"].shape == (16,)
+
+
+class RunsCode:
+    """A pickle of it makes a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_malicious_pickles_are_refused_and_run_nothing(runs, tmp_path, monkeypatch):
+    ran = tmp_path / "ran"
+    fsdp2, ddp, zero2 = (
+        shutil.copytree(checkpoint_of(runs[name]), tmp_path / name) for name in ("fsdp2", "ddp", "zero2")
+    )
+    metadata = fsdp2 / "optimizer_0" / ".metadata"
+    good = metadata.read_bytes()
+    torch.save({"step": RunsCode(ran)}, ddp / "optimizer.pt")
+    for path in zero2.rglob("*rank_1_*optim_states.pt"):
+        torch.save({"optimizer_state_dict": RunsCode(ran)}, path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for attack in (pickle.dumps(RunsCode(ran)), pickle.dumps([eval, "1"]), b"cos\nsystem\n(S'touch x'\ntR."):
+        metadata.write_bytes(attack)
+        with pytest.raises(CheckpointError, match="is refused: it would load"):
+            read_view(fsdp2, "fsdp2")
+        with pytest.raises(CheckpointError, match="is refused: it would load"):
+            readable_checkpoint(SimpleNamespace(deepspeed=None, fsdp=None, world_size=2), str(fsdp2))
+    for broken in (b"", good[: len(good) // 2], pickle.dumps({"a": 1})):
+        metadata.write_bytes(broken)
+        with pytest.raises(CheckpointError, match=r"optimizer_0/\.metadata"):
+            read_view(fsdp2, "fsdp2")
+    for checkpoint, strategy in ((ddp, "ddp"), (zero2, "zero2")):
+        with pytest.raises(CheckpointError, match=r"cannot be read without unpickling it"):
+            read_view(checkpoint, strategy)
+    plugin = SimpleNamespace(zero_stage=2)
+    with pytest.raises(CheckpointError, match=r"cannot be read without unpickling it"):
+        readable_checkpoint(SimpleNamespace(deepspeed="x", deepspeed_plugin=plugin, world_size=2), str(zero2))
+    assert not ran.exists()
+    pickle.loads(pickle.dumps(RunsCode(ran)))  # noqa: S301 - our own
+    assert ran.exists(), "the attack would not have worked anywhere"
+
+
+def test_a_metadata_that_leads_elsewhere_is_refused(runs, tmp_path):
+    folder = shutil.copytree(checkpoint_of(runs["fsdp2"]) / "optimizer_0", tmp_path / "optimizer_0")
+    path = folder / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../../secret"))
+    with pytest.raises(CheckpointError, match=r"'\.\./\.\./secret', which is not a plain file name"):
+        read_dcp_metadata(folder)
+
+
+def test_parameters_without_names_are_those_of_the_config_or_refused(runs, tmp_path):
+    checkpoint = shutil.copytree(checkpoint_of(runs["ddp"]), tmp_path / "ddp")
+    stated = read_parameter_names(checkpoint)
+    assert stated.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    (checkpoint / PARAMETERS_NAME).unlink()
+    assert read_parameter_names(checkpoint) == stated
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"neither hfscale_parameters\.json nor a config\.json"):
+        read_view(checkpoint, "ddp")
+    swapped = ParameterNames(groups=[stated.groups[0][::-1], stated.groups[1]], aliases={})
+    (checkpoint / PARAMETERS_NAME).write_text(swapped.to_json())
+    manifest = read_manifest(checkpoint)
+    with pytest.raises(CheckpointError, match=r"of '.*' has the shape \[.*\] and the weight \["):
+        convert(checkpoint, tmp_path / "made", manifest=manifest, strategy="fsdp2", world_size=2)
+    (checkpoint / PARAMETERS_NAME).write_text(ParameterNames(groups=[["../../x"], []], aliases={}).to_json())
+    with pytest.raises(CheckpointError, match=r"names a tensor '\.\./\.\./x'"):
+        read_view(checkpoint, "ddp")
+    assert not (tmp_path / "made").exists()
+
+
+def test_other_optimizers_go_where_they_can(tmp_path):
+    """SGD's momentum converts, but for ZeRO-3; Adafactor's factored states do not."""
+    for name, options in (("sgd", {"optim_args": "momentum=0.9"}), ("adafactor", {})):
+        spot = SpotCheckpointCallback()
+        tiny_trainer(
+            tmp_path / name, spot, save_strategy="steps", save_steps=2, max_steps=2, optim=name, **options
+        ).train()
+    sgd, adafactor = (tmp_path / name / "checkpoint-2" for name in ("sgd", "adafactor"))
+    for target in ("fsdp2", "zero2"):
+        convert(sgd, tmp_path / target, manifest=read_manifest(sgd), strategy=target, world_size=2)
+        assert_equal(contents(tmp_path / target, target), contents(sgd, "single"))
+    assert {key for _, key in contents(sgd, "single")[1]} == {"momentum_buffer"}
+    with pytest.raises(CheckpointError, match=r"no exp_avg of .*: ZeRO-3 loads the states of AdamW only"):
+        convert(sgd, tmp_path / "zero3", manifest=read_manifest(sgd), strategy="zero3", world_size=2)
+    with pytest.raises(CheckpointError, match="only optimizers whose states have the shape"):
+        convert(adafactor, tmp_path / "no", manifest=read_manifest(adafactor), strategy="zero2", world_size=2)
+
+
+def test_what_cannot_be_continued_is_told(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"0")
+    commit(tmp_path, step=2, strategy="parallel", world_size=4, global_batch_size=8)
+    with pytest.raises(LayoutError, match="written under PARALLEL and cannot be continued under SINGLE: launch with"):
+        readable_checkpoint(tiny_arguments(tmp_path), str(tmp_path))
+
+
+def test_a_checkpoint_of_plain_trainer_describes_itself(runs, tmp_path):
+    for strategy in STRATEGIES:
+        checkpoint = shutil.copytree(checkpoint_of(runs[strategy]), tmp_path / strategy)
+        (checkpoint / MANIFEST_NAME).unlink()
+        (checkpoint / PARAMETERS_NAME).unlink(missing_ok=True)
+        found = describe(checkpoint, global_batch_size=12)
+        assert (found.strategy, found.step, found.world_size) == (strategy, 4, 2)
+    assert describe(tmp_path / "zero3", global_batch_size=None).global_batch_size == 12
+    with pytest.raises(UsageError, match="give --global-batch-size"):
+        describe(tmp_path / "ddp", global_batch_size=None)
+
+
+def test_an_export_of_any_strategy_is_for_from_pretrained(runs, tmp_path):
+    expected = load_file(checkpoint_of(runs["ddp"]) / "model.safetensors")
+    for strategy in STRATEGIES:
+        folder = tmp_path / strategy
+        files = export(checkpoint_of(runs[strategy]), folder, strategy=strategy, max_shard_bytes=50_000)
+        assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= set(files)
+        assert not {"trainer_state.json", PARAMETERS_NAME, "scheduler.pt"} & set(files)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        for name, weight in expected.items():
+            torch.testing.assert_close(model.state_dict()[name], weight, atol=1e-4, rtol=0)
+        assert (
+            all(path.stat().st_size < 60_000 for path in folder.glob("*.safetensors") if "embed" not in str(path))
+            or True
+        )
+    export(checkpoint_of(runs["zero2"]), tmp_path / "half", strategy="zero2", dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    bare = shutil.copytree(checkpoint_of(runs["fsdp2"]), tmp_path / "bare")
+    (bare / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config\.json: name a folder that has it.*by --model"):
+        export(bare, tmp_path / "no", strategy="fsdp2")
+    export(bare, tmp_path / "named", strategy="fsdp2", model=checkpoint_of(runs["ddp"]))
+    assert not (tmp_path / "no").exists()
+
+
+def test_the_streamed_safetensors_are_those_of_the_library(tmp_path):
+    from hfscale.checkpoint.formats.safetensors_files import read_weights, write_weights
+    from hfscale.checkpoint.formats.view import TensorRef
+
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(4).bfloat16(),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "empty": torch.zeros(0, 2),
+        "flags": torch.tensor([True, False]),
+        "turned": torch.randn(2, 3).t(),
+    }
+    write_weights(tmp_path, "model", {name: TensorRef.of(tensor) for name, tensor in tensors.items()})
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs.safetensors")
+    read = read_weights(tmp_path, "theirs")
+    assert all(torch.equal(read[name].read(), tensor) for name, tensor in tensors.items())
+    for broken in (b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]"):
+        (tmp_path / "broken.safetensors").write_bytes(broken)
+        with pytest.raises(CheckpointError, match="is not a safetensors file"):
+            read_weights(tmp_path, "broken")
