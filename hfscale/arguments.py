@@ -110,10 +110,16 @@ class ScalingArguments:
     warmup_scale: float = _flag("What the warm-up steps are multiplied by.", default=1.0)
     save_minutes: float | None = _flag("Save after so many minutes at the latest.", default=15.0)
     peak_tflops: float | None = _flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
+    usd_per_gpu_hour: float | None = _flag("Price of one device, for scaling/usd; default: of the price list.")
+    scaling_baseline: str | None = _flag("A file of `hfscale sweep` that scaling/efficiency is measured against.")
+    noise_scale: bool = _flag("Measure the gradient noise scale on the steps that are logged.", default=False)
     early_stopping_patience: int | None = _flag("Stop after so many evaluations without a better loss.")
 
     def __post_init__(self) -> None:
-        require_positive(self, *(name for name in vars(self) if name != "lr_scaling_rule"))
+        other = ("lr_scaling_rule", "scaling_baseline", "noise_scale")
+        require_positive(self, *(name for name in vars(self) if name not in other))
+        if self.scaling_baseline is not None and not Path(self.scaling_baseline).is_file():
+            raise UsageError(f"--scaling_baseline {self.scaling_baseline} is no file: record one with hfscale sweep")
 
 
 @dataclass(kw_only=True)

@@ -66,7 +66,12 @@ def main():
             warmup_scale=scaling_args.warmup_scale,
         ),
         spot_checkpoint=SpotCheckpointCallback(every_minutes=scaling_args.save_minutes),
-        metrics=ScalingMetricsCallback(peak_tflops=scaling_args.peak_tflops),
+        metrics=ScalingMetricsCallback(
+            peak_tflops=scaling_args.peak_tflops,
+            usd_per_gpu_hour=scaling_args.usd_per_gpu_hour,
+            baseline=scaling_args.scaling_baseline,
+            noise_scale=scaling_args.noise_scale,
+        ),
     )
     trainer = Trainer(
         model=model,
