@@ -19,15 +19,16 @@ FLOORS = (
     ("hfscale.errors",),
     ("hfscale.facts",),
     ("hfscale.planner",),
-    ("hfscale.logs", "hfscale.config_file", "hfscale.shipped"),
+    ("hfscale.logs", "hfscale.config_file", "hfscale.shipped", "hfscale.redact"),
     ("hfscale.distributed", "hfscale.preemption", "hfscale.checkpoint", "hfscale.health", "hfscale.metrics",
      "hfscale.parallel", "hfscale.calibrate"),
+    ("hfscale.report",),
     ("hfscale.recompute", "hfscale.compression", "hfscale.weights"),
     ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
      "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",
      "hfscale.corpus", "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.summary",
      "hfscale.export", "hfscale.entrypoint"),
-    ("hfscale.cli", "hfscale.report", "hfscale.__main__"),
+    ("hfscale.cli", "hfscale.__main__"),
 )  # fmt: skip
 
 

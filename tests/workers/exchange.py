@@ -54,10 +54,8 @@ def wide_ddp():
 
 def under_fsdp2():
     model = Pull()
-    wrapped = nn.ModuleList([model, nn.Linear(4, 4)])  # a group beside, without a gradient
     fully_shard(model)
-    fully_shard(wrapped)
-    probe, sampled = ReduceScatterProbe(wrapped), SampledSteps(first=3, every=1000)
+    probe, sampled = ReduceScatterProbe(model), SampledSteps(first=3, every=1000)
     scale, rows, batch, parts = NoiseScale({}), Rows(2 * 2 * 4 * 60), 4, 2
     at = distributed.rank()
     for _ in range(60):
