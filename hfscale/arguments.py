@@ -164,6 +164,8 @@ class RecipeTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.hub_token:  # where huggingface_hub looks as well, and no checkpoint's training_args.bin will hold it
+            os.environ["HF_TOKEN"], self.hub_token = self.hub_token, None
         has_accelerator = torch.accelerator.is_available()
         self.use_cpu = self.use_cpu or not has_accelerator
         if self.bf16 is None:  # a launcher's config that asks for fp8 is not to be overruled

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 MASK = "[redacted]"
-_SECRET_NAME = re.compile(r"token|secret|passw|api_?key|access_?key|credential|private_?key|auth", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"token|secret|passw|(?:api|access|private)[-_]?key|credential|auth(?!or)", re.IGNORECASE)
 _SHAPES = re.compile(
     r"hf_[A-Za-z0-9]{20,}"  # Hugging Face
     r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI, Anthropic

@@ -22,7 +22,7 @@ FLOORS = (
     ("hfscale.logs", "hfscale.config_file", "hfscale.shipped", "hfscale.redact"),
     ("hfscale.distributed", "hfscale.preemption", "hfscale.checkpoint", "hfscale.health", "hfscale.metrics",
      "hfscale.parallel", "hfscale.calibrate"),
-    ("hfscale.report",),
+    ("hfscale.report", "hfscale.sweep", "hfscale.autostop"),
     ("hfscale.recompute", "hfscale.compression", "hfscale.weights"),
     ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
      "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",

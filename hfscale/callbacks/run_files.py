@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from hfscale.callbacks.trainer_access import saved_state
 from hfscale.metrics import records
@@ -78,6 +78,11 @@ class RunFiles:
             **{key: facts[key] for key in ("world_size", "strategy") if key in facts},
         )
         return ledger
+
+    def last_step(self, args: TrainingArguments) -> int:
+        """The last step that an earlier launch has logged, before `begin` drops what will be done again; 0: none."""
+        path = Path(args.output_dir) / records.JSONL_NAME
+        return int(max((record["step"] for record in records.read_records(path)), default=0))
 
     def workload(self, state: TrainerState, facts: Mapping[str, Any], rate: Rate | None) -> None:
         """Note once what the run does, and at what price."""

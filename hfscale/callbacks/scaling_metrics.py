@@ -115,7 +115,7 @@ class ScalingMetricsCallback(TrainerCallback):
     ) -> None:
         trainer = calling_trainer()
         if self._wandb_run is not None:
-            self._wandb_run.settle(state)
+            self._wandb_run.settle(state, reached=self._files.last_step(args))
         self._saved = saved_state(state, "metrics")
         self._tokens_seen = int(self._saved.setdefault("tokens_seen", 0))
         # Ranks that share matrices see the same tokens; those that share a sequence see a part of it each.
@@ -186,10 +186,9 @@ class ScalingMetricsCallback(TrainerCallback):
         for meter in self._meters:
             meter.end()
         advice = self._noise.advice if self._noise is not None else None
-        self._files.ended(state, split=self._saved_split(state), advice=advice)
-
-    def _saved_split(self, state: TrainerState) -> dict[str, float]:
-        return dict(saved_state(state, "goodput").get("seconds", {}))
+        self._files.ended(state, split=dict(saved_state(state, "goodput").get("seconds", {})), advice=advice)
+        if self._wandb_run is not None:
+            self._wandb_run.publish(args, state)
 
     def _uncollected(self) -> int:
         return self._counter.tokens - self._counted

@@ -40,9 +40,18 @@ def write_page(run: Run, path: Path) -> None:
     Raises:
         StorageError: it cannot be written.
     """
+    save(page(run), path)
+
+
+def save(text: str, path: Path) -> None:
+    """Write a page.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(run), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}; give --html another file") from None
 
@@ -59,14 +68,19 @@ def page(run: Run) -> str:
         _pair(_shares(run), _memory(run)),
         _ranks(run),
         _checkpoints(run),
-        f"<footer>hfscale {escape(__version__)}. Numbers that are not known are left out.</footer>",
     ]
+    return document(run.name, parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A page of these parts, which are HTML."""
+    footer = f"<footer>hfscale {escape(__version__)}. Numbers that are not known are left out.</footer>"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} · hfscale report</title><style>{STYLE}</style></head>\n"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
+        f"<title>{escape(title)} · hfscale</title><style>{STYLE}</style></head>\n"
+        f"<body><main>{''.join(parts)}{footer}</main></body></html>\n"
     )
 
 

@@ -1,11 +1,13 @@
 """What to change first: the triage's cause, then what of the wall-clock time went into something else than steps."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfscale.metrics.goodput import START_UP
 from hfscale.metrics.triage import Measured, triage
 from hfscale.report.run_data import Run, restart_overhead
+from hfscale.report.words import duration
 
 _OVERHEAD_WORTH_SAYING = 0.05
 _KEYS = (
@@ -47,6 +49,19 @@ def _inside_the_steps(run: Run) -> Sequence[Priority]:
     return [Priority(title=finding.cause, share=finding.share, numbers=finding.numbers, mend=finding.mend)]
 
 
+def _save_interval(run: Run) -> str:
+    """Young's optimum sqrt(2 x save time x time between failures), in this run's numbers (Young 1974, CACM 17 (9))."""
+    stall = run.median("checkpoint/stall_s")
+    restarts = len(run.attempts) - 1
+    if stall is None or restarts < 1:
+        return ""
+    up = sum(attempt.ended - attempt.begun for attempt in run.attempts)
+    best = math.sqrt(2 * stall * up / restarts)
+    return (
+        f"save about every {duration(best)} (Young's optimum for a save of {duration(stall)} and such failures), and "
+    )
+
+
 def _around_the_steps(run: Run) -> Sequence[Priority]:
     total = sum(run.split.values())
     if total <= 0:
@@ -58,7 +73,7 @@ def _around_the_steps(run: Run) -> Sequence[Priority]:
             "restarts",
             restart_overhead(run.split),
             f"{restarts} restart{'s' if restarts != 1 else ''}: work done twice, and time until the relaunch",
-            "save more often (Young: every sqrt(2 x save time x time between failures)), and relaunch by a supervisor",
+            f"{_save_interval(run)}relaunch by a supervisor",
         ),
         (
             "start-up",

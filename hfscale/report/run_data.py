@@ -161,9 +161,12 @@ def _clean(event: Mapping[str, Any]) -> dict[str, Any]:
             clean[key] = _text(value)
         elif isinstance(value, dict):
             clean[key] = _numbers(value)
-    clean.setdefault("time", 0.0)
-    clean.setdefault("step", 0)
-    return clean
+    for key in ("time", "step", "previous_alive"):
+        if key in clean and not _is_number(clean[key]):
+            del clean[key]
+    if isinstance(clean.get("seconds"), dict) != (clean["event"] == "end"):
+        clean.pop("seconds", None)
+    return {"time": 0.0, "step": 0, **clean}
 
 
 def _checkpoint(path: Path) -> Checkpoint:

@@ -3,14 +3,14 @@
 STYLE = """
 :root {
   color-scheme: light dark;
-  --page: #f6f5f2; --card: #ffffff; --ink: #1c1b19; --soft: #6b6861; --line: #e4e1d9;
-  --blue: #2b6cd4; --teal: #12877b; --amber: #c77d0a; --red: #c8402f; --violet: #7a56c2; --gray: #a5a199; --rust: #8f5546;
+  --rust: #8f5546; --page: #f6f5f2; --card: #ffffff; --ink: #1c1b19; --soft: #6b6861; --line: #e4e1d9;
+  --blue: #2b6cd4; --teal: #12877b; --amber: #c77d0a; --red: #c8402f; --violet: #7a56c2; --gray: #a5a199;
   --good: #19764b; --warn: #a8620a;
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --page: #161513; --card: #201f1c; --ink: #edebe5; --soft: #a19d94; --line: #35332e;
-    --blue: #6ea1f5; --teal: #3fbfae; --amber: #e3a542; --red: #ee7867; --violet: #a98be8; --gray: #6f6b64; --rust: #a06a5a;
+    --rust: #a06a5a; --page: #161513; --card: #201f1c; --ink: #edebe5; --soft: #a19d94; --line: #35332e;
+    --blue: #6ea1f5; --teal: #3fbfae; --amber: #e3a542; --red: #ee7867; --violet: #a98be8; --gray: #6f6b64;
     --good: #5cc492; --warn: #e3a542;
   }
 }
@@ -32,7 +32,7 @@ header p { margin: 6px 0 0; color: var(--soft); }
 .pill.completed { background: var(--good); } .pill.running { background: var(--blue); }
 .pill.failed { background: var(--red); } .pill.preempted { background: var(--warn); }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 20px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(220px, 1fr)); gap: 1px; padding: 0;
+.tiles { display: grid; grid-template-columns: repeat(3, 1fr); gap: 1px; padding: 0;
   overflow: hidden; background: var(--line); }
 .tiles > div { background: var(--card); padding: 16px 20px; }
 .tiles span { display: block; font-size: 14px; color: var(--soft); }
@@ -65,14 +65,15 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .plot .mark { stroke: var(--gray); stroke-width: 1; stroke-dasharray: 3 4; }
 .plot .line { stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 .plot .y { position: absolute; right: 100%; margin-right: 8px; transform: translateY(-50%); white-space: nowrap; }
-.plot .x { position: absolute; top: 100%; margin-top: 5px; transform: translateX(-50%); white-space: nowrap; }
+.plot .x { position: absolute; top: 100%; margin-top: 5px; white-space: nowrap; transform: translateX(-50%); }
 .plot .x.first { transform: none; } .plot .x.last { transform: translateX(-100%); }
 .plot .x-name { position: absolute; top: 100%; right: 0; margin-top: 24px; }
 .heat + .heat { margin-top: 8px; }
 .heat .plot { margin-left: 34px; }
 .heat rect { fill: var(--blue); }
 .timeline { display: grid; gap: 8px; }
-.lane { display: grid; grid-template-columns: minmax(130px, 15%) 1fr; gap: 12px; align-items: center; font-size: 14px; }
+.lane { display: grid; grid-template-columns: minmax(130px, 15%) 1fr; gap: 12px; align-items: center;
+  font-size: 14px; }
 .lane b { font-weight: 500; color: var(--soft); line-height: 1.25; }
 .lane > div { position: relative; height: 24px; border-radius: 5px; background: var(--page); }
 .lane .span { position: absolute; top: 0; bottom: 0; border-radius: 4px; }
@@ -86,8 +87,9 @@ td, th { white-space: nowrap; }
 .bad { color: var(--red); font-weight: 600; }
 .note { margin: 10px 0 0; font-size: 14px; color: var(--soft); }
 footer { color: var(--soft); font-size: 14px; }
+@media (max-width: 640px) { .tiles { grid-template-columns: 1fr 1fr; } }
 @media (max-width: 480px) {
-  section { padding: 16px; } .tiles { grid-template-columns: 1fr 1fr; } .tiles > div { padding: 12px 14px; }
+  section { padding: 16px; } .tiles > div { padding: 12px 14px; }
   .tiles strong { font-size: 23px; } .plot { margin-left: 50px; }
   .lane { grid-template-columns: 1fr; gap: 3px; }
 }
