@@ -262,7 +262,7 @@ class TestWandb:
         assert "hfscale_rewound" not in config(first)
         assert config(again)["hfscale_rewound"] == [{"from_step": 4, "to_step": 2}]
         files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".py"]
-        assert any(path.name == "wandb-metadata.json" for path in files)
+        assert b"--hub_token" in first.read_bytes()  # W&B keeps the command line, as it got it
         for secret in (*planted.values(), "planted-argument", "planted-key"):
             assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
 

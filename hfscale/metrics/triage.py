@@ -6,7 +6,7 @@ data loader, one slow rank or too little work per GPU look the same from outside
 from 8 to 128 H100s, arXiv 2410.06511, so a loss of a third needs a reason).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 EFFICIENCY_FLOOR = 0.70
@@ -16,8 +16,8 @@ SKEW_LIMIT = 1.10
 BUBBLE_LIMIT = 0.15
 RECOMPUTE_LIMIT = 0.28
 """Full recomputation executes 8/6 of the layers' FLOPs: a quarter of the step. It is named by itself only beyond."""
-WORTH_NAMING = 0.02
-"""Below this share nothing is called the cause of a lost third."""
+EXPLAINS = 0.5
+"""Part of what the efficiency lacks that a share below its limit must account for, to be called the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +95,24 @@ def triage(measured: Measured) -> Finding | None:
     over = [candidate for candidate in candidates if candidate.over_limit]
     if not over and not is_low:
         return None
-    pool = over or [c for c in candidates if (c.finding.share or 0.0) >= WORTH_NAMING]
-    if not pool:
-        return Finding(
-            cause="not measured",
-            share=None,
-            numbers=f"efficiency {measured.efficiency:.0%}, and none of the measured shares explains it",
-            mend="trace a few steps with --profile_steps and look for gaps between the kernels",
-        )
+    if not over:
+        return _largest_or_unknown(candidates, measured.efficiency or 0.0)
     # A cause whose share is known goes before one that is only known to be there.
-    return max(pool, key=lambda candidate: candidate.finding.share or 0.0).finding
+    return max(over, key=lambda candidate: candidate.finding.share or 0.0).finding
+
+
+def _largest_or_unknown(candidates: Sequence[_Candidate], efficiency: float) -> Finding:
+    known = [candidate.finding for candidate in candidates if candidate.finding.share is not None]
+    largest = max(known, key=lambda finding: finding.share or 0.0, default=None)
+    if largest is not None and (largest.share or 0.0) >= EXPLAINS * (1 - efficiency):
+        return largest
+    beside = f"; the largest, {largest.cause}, is {largest.share:.0%}" if largest is not None else ""
+    return Finding(
+        cause="not measured",
+        share=None,
+        numbers=f"efficiency {efficiency:.0%}, and no measured share explains it{beside}",
+        mend="trace a few steps with --profile_steps and look for gaps, or for kernels that take longer than alone",
+    )
 
 
 def _data_wait(m: Measured) -> _Candidate | None:
