@@ -1,9 +1,10 @@
 """What the whole ScalingCallback, with all that can be switched on, adds to a Trainer step of about 30 ms.
 
 Two Trainers, with and without the callback, take turns in one process: same model, same data, same seed, two
-micro-batches per step (without which there is no noise scale), a log every ten steps. Each turn is timed from its 6th to its last step; a pair is two turns next to each other, and the order
-within a pair alternates. The ratio of a pair is noisy on a shared machine, so beside it stands what can be measured
-without noise from elsewhere: the time spent inside hfscale's own code, per step.
+micro-batches per step (without which there is no noise scale), a log every ten steps. Each turn is timed from its 6th
+to its last step; a pair is two turns next to each other, and the order within a pair alternates. The ratio of a pair
+is noisy on a shared machine, so beside it stands what can be measured without noise from elsewhere: the time spent
+inside hfscale's own code, per step.
 """
 
 import statistics
@@ -86,8 +87,9 @@ def one_turn(callback: ScalingCallback | None, output_dir: str) -> float:
         )
     )  # fmt: skip
     arguments = TrainingArguments(
-        output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=STEPS,
-        logging_steps=10, save_strategy="epoch", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
+        output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, max_steps=STEPS, logging_steps=10, save_strategy="epoch", report_to="none",
+        disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     watch = Stopwatch()
     callbacks = [watch] if callback is None else [callback, watch]
