@@ -116,6 +116,8 @@ class CommunicationMeter(Meter):
     def __init__(self) -> None:
         self.hides: float | None = None
         """Communication time / backward time, where DDP tells it."""
+        self.shares: list[float] = []
+        """Of each rank's time, exchanging or waiting for others; empty where not every rank knows."""
         self._ddp: DdpCounters | None = None
         self._sampled: SampledSteps | None = None
 
@@ -156,6 +158,7 @@ class CommunicationMeter(Meter):
     def keys(self, rows: Sequence[Sequence[float]], window: Window, state: TrainerState) -> dict[str, float]:
         step_s = window.seconds / window.steps
         shares = [min(-row[0] / step_s if row[0] <= 0 else row[0], 1.0) for row in rows if not math.isnan(row[0])]
+        self.shares = shares if len(shares) == len(rows) else []
         self.hides = min((row[1] for row in rows if not math.isnan(row[1])), default=None)
         return {"scaling/comm_fraction": min(shares)} if shares else {}
 

@@ -234,7 +234,8 @@ class ScalingMetricsCallback(TrainerCallback):
             keys["gpu/memory_peak_gib"] = max(memory)
         if state.is_world_process_zero:
             self._files.workload(state, self._efficiency.facts(), self._spending.rate)
-            self._files.ranks(state, {"data_wait_fraction": shares, "memory_peak_gib": memory})
+            measured = {"data_wait_fraction": shares, "memory_peak_gib": memory}
+            self._files.ranks(state, measured | {"comm_fraction": self._communication.shares})
         return keys
 
 

@@ -41,7 +41,7 @@ class Measured:
     hfu: float | None = None
     """The same with recomputation."""
     throttled: float | None = None
-    """GPUs that run below their clock for heat or power."""
+    """Share of the GPUs that run below their clock for heat or power."""
     tokens_per_gpu: int | None = None
     """Per optimizer step."""
 
@@ -198,7 +198,7 @@ def _thermal(m: Measured) -> _Candidate | None:
     finding = Finding(
         cause="thermal",
         share=None,
-        numbers="GPUs run below their clock for heat or power",
+        numbers=f"{m.throttled:.0%} of the GPUs run below their clock for heat or power",
         mend="the log names the rank: check cooling and power limit of its host, or leave it out",
     )
     return _Candidate(finding=finding, over_limit=True)

@@ -199,6 +199,7 @@ def _pair(*charts: str) -> str:
 def _ranks(run: Run) -> str:
     named = {
         "data_wait_fraction": ("Waiting for data, by rank", "{:.0%}"),
+        "comm_fraction": ("Exchanging or waiting for others, by rank: a slow rank is the pale one", "{:.0%}"),
         "compute_s": ("Own compute time, by rank", "{:.3g} s"),
         "memory_peak_gib": ("Peak memory, by rank", "{:.3g} GiB"),
     }
