@@ -23,8 +23,8 @@ def test_union_and_difference_against_a_count_of_milliseconds():
 
 
 class Event:
-    def __init__(self, name, start, end, *, thread=1, on_gpu=False):
-        self.name, self.thread = name, thread
+    def __init__(self, name, start, end, *, thread=1, on_gpu=False, is_user_annotation=False):
+        self.name, self.thread, self.is_user_annotation = name, thread, is_user_annotation
         self.time_range = type("Range", (), {"start": start, "end": end})
         kinds = torch.autograd.DeviceType
         self.device_type = kinds.CUDA if on_gpu else kinds.CPU
@@ -36,6 +36,7 @@ def test_on_a_gpu_kernels_count_and_host_operators_do_not():
         Event("gemm_kernel", 0, 100, on_gpu=True),
         Event("ncclDevKernel_AllReduce_Sum_f32", 80, 180, on_gpu=True),
         Event("gemm_kernel", 180, 400, on_gpu=True),
+        Event("FSDP::post_backward_reduce (layers.1)", 0, 400, on_gpu=True, is_user_annotation=True),
     ]
     found = exposed_communication(events)
     assert found.seconds == pytest.approx(80e-6)
@@ -45,7 +46,7 @@ def test_on_a_gpu_kernels_count_and_host_operators_do_not():
 def test_on_a_cpu_what_gloo_copies_on_its_own_threads_hides_nothing():
     events = [
         Event("aten::mm", 0, 100),
-        Event("gloo:all_gather", 50, 200, thread=2),
+        Event("gloo:all_gather", 50, 200, thread=2, is_user_annotation=True),
         Event("aten::copy_", 60, 190, thread=2),
         Event("aten::mm", 200, 300),
     ]

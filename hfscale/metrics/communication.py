@@ -10,11 +10,13 @@ network's and the rest is skew.
 """
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -88,8 +90,14 @@ class SampledSteps:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities)
-        self._profile.start()
+        running = profile(activities=activities)
+        try:
+            running.start()
+        except RuntimeError as error:
+            logger.info("scaling/comm_fraction is left out: no step can be profiled here: %s", error)
+            self.first = sys.maxsize
+            return
+        self._profile = running
 
     def step_end(self) -> None:
         """After the optimizer."""
@@ -106,21 +114,21 @@ class SampledSteps:
             self._profile = None
 
 
-def exposed_communication(events: Iterable[object]) -> Exposed | None:
+def exposed_communication(events: Iterable[FunctionEvent]) -> Exposed | None:
     """From the events of a profiled step: kernels where there is a GPU, host operators where there is none."""
     every = list(events)
-    on_gpu = [event for event in every if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
-    comm = _intervals(event for event in on_gpu or every if _is_exchange(event.name, bool(on_gpu)))  # type: ignore[attr-defined]
-    if on_gpu:
-        compute = _intervals(event for event in on_gpu if not _is_exchange(event.name, True))  # type: ignore[attr-defined]
+    kernels = [event for event in every if event.device_type == torch.autograd.DeviceType.CUDA]
+    if kernels:
+        # Annotations such as "FSDP::all_gather" stand on the GPU's timeline too, across whatever runs meanwhile.
+        kernels = [event for event in kernels if not event.is_user_annotation]
+        exchange = [event for event in kernels if "nccl" in event.name.lower()]
+        work = [event for event in kernels if "nccl" not in event.name.lower()]
     else:
+        exchange = [event for event in every if event.name.startswith("gloo:")]
         # gloo copies and adds on threads of its own: what happens there is not the model's work.
-        theirs = {event.thread for event in every if event.name.startswith("gloo:")}  # type: ignore[attr-defined]
-        compute = _intervals(
-            event
-            for event in every
-            if event.name.startswith("aten::") and event.thread not in theirs  # type: ignore[attr-defined]
-        )
+        theirs = {event.thread for event in exchange}
+        work = [event for event in every if event.name.startswith("aten::") and event.thread not in theirs]
+    comm, compute = _intervals(exchange), _intervals(work)
     if not comm or not compute:
         return None
     begun, ended = min(start for start, _ in comm + compute), max(end for _, end in comm + compute)
@@ -128,12 +136,8 @@ def exposed_communication(events: Iterable[object]) -> Exposed | None:
     return Exposed(seconds=seconds, step_s=(ended - begun) * 1e-6)
 
 
-def _is_exchange(name: str, on_gpu: bool) -> bool:
-    return "nccl" in name.lower() if on_gpu else name.startswith("gloo:")
-
-
-def _intervals(events: Iterable[object]) -> list[Interval]:
-    return [(event.time_range.start, event.time_range.end) for event in events]  # type: ignore[attr-defined]
+def _intervals(events: Iterable[FunctionEvent]) -> list[Interval]:
+    return [(event.time_range.start, event.time_range.end) for event in events]
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
