@@ -91,6 +91,8 @@ def test_the_promised_names_of_this_version():
         "import hfscale.cli; hfscale.cli.main(['configs', 'list'])",
         "import hfscale.cli; hfscale.cli.main(['plan', 'llama-3.1-8b', '--gpu', 'H100', '--gpus', '8'])",
         "import hfscale; hfscale.estimate, hfscale.plan",
+        "import hfscale.cli; hfscale.cli.main(['report', '/nowhere']), hfscale.cli.main(['autostop', '--', 'x'])",
+        "import hfscale.cli; hfscale.cli.main(['sweep', '--', '/nowhere'])",
     ],
 )
 def test_the_floors_without_torch_load_none_of_it(code):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hfscale.checkpoint.status import read_status, write_status
 from hfscale.redact import MASK, is_secret_name, redact, redact_argv
 
 NO_ENVIRONMENT: dict[str, str] = {}
@@ -37,6 +38,12 @@ def test_values_of_secret_variables_go_and_of_others_stay():
 )  # fmt: skip
 def test_counts_and_plain_words_stay(text):
     assert redact(text, NO_ENVIRONMENT) == text
+
+
+def test_why_a_run_failed_is_written_without_secrets(tmp_path):
+    reason = "OSError: 401 for https://me:pa55@host/x?token=abcdefgh"
+    write_status(tmp_path, "failed", step=3, checkpoint=None, reason=reason)
+    assert read_status(tmp_path)["reason"] == f"OSError: 401 for https://{MASK}@host/x?token={MASK}"
 
 
 def test_names():
