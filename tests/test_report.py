@@ -97,6 +97,20 @@ def test_what_is_read_is_what_happened(tmp_path):
     assert sum(run.split.values()) == pytest.approx(1000)
 
 
+def test_of_a_run_that_goes_on_the_newest_checkpoint_tells_where_the_time_went(tmp_path):
+    events = [{"event": "launch", "step": 0, "time": BEGIN}, {"event": "save", "step": 50, "time": BEGIN + 500}]
+    a_run(tmp_path, events=events, status={"status": "running", "step": 100, "checkpoint": "checkpoint-50"})
+    ledger = {"as_of": BEGIN + 490, "first_launch": BEGIN, "seconds": {"compute": 400.0, "start_up": 90.0}}
+    state = {"global_step": 50, "stateful_callbacks": {"hfscale": {"goodput": ledger}}}
+    (tmp_path / "checkpoint-50" / "trainer_state.json").write_text(json.dumps(state))
+    run = load_run(tmp_path)
+    assert run.status == "running"
+    assert run.split == pytest.approx(
+        {"compute": 360, "exposed communication": 40, "start_up": 90, "since the last checkpoint": 510}
+    )
+    assert "since the last checkpoint" in Words(page(run)).text
+
+
 def test_the_largest_loss_is_what_to_change_first(tmp_path):
     found = priorities(load_run(a_run(tmp_path)))
     assert [one.title for one in found] == ["data wait", "restarts"]
