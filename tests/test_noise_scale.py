@@ -98,6 +98,16 @@ def test_is_off_unless_asked_for(tmp_path):
     assert logged(trainer, "scaling/noise_scale") == []
 
 
+def test_a_log_of_another_step_than_the_one_looked_at_is_no_sample(tmp_path):
+    trainer = tiny_trainer(
+        tmp_path, ScalingMetricsCallback(noise_scale=True), gradient_accumulation_steps=2, logging_strategy="epoch",
+        logging_steps=5, max_steps=24,
+    )  # fmt: skip
+    trainer.train()  # 8 steps an epoch
+    assert len(logged(trainer, "loss")) == 3
+    assert "samples" not in trainer.state.stateful_callbacks["hfscale"]["noise_scale"]
+
+
 def test_a_signal_that_noise_drowns_has_no_number():
     scale = NoiseScale({})
     for _ in range(20):

@@ -175,7 +175,9 @@ class EfficiencyMeter(Meter):
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
         self._trainer, self.workload, self._match = trainer, None, None
         path = self._path or user_file()
-        self._baselines = read_baselines(path) if self._path is not None or path.is_file() else None
+        is_given = self._path is not None or path.is_file()
+        # The main process logs it; another machine need not have the file.
+        self._baselines = read_baselines(path) if is_given and state.is_world_process_zero else None
 
     def keys(self, rows: Sequence[Sequence[float]], window: Window, state: TrainerState) -> dict[str, float]:
         if self.workload is None:

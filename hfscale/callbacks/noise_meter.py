@@ -27,7 +27,7 @@ class NoiseScaleMeter(Meter):
         """What the noise scale says about the batch, once there is one."""
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
-        self._trainer, self.advice = trainer, None
+        self._trainer, self.advice, self._seen_step = trainer, None, -1
         self._scale = NoiseScale(saved_state(state, "noise_scale"))
         self._batch = global_batch_size(trainer)
         reason = self._make_probe(trainer)
@@ -55,6 +55,7 @@ class NoiseScaleMeter(Meter):
     def step_begin(self, state: TrainerState) -> None:
         if self._probe is not None and state.logging_steps and (state.global_step + 1) % state.logging_steps == 0:
             self._probe.open()
+            self._seen_step = state.global_step + 1
 
     def step_end(self, state: TrainerState) -> None:
         if self._probe is not None:
@@ -64,7 +65,8 @@ class NoiseScaleMeter(Meter):
         """|G_s|^2 of this rank: n x the sum of squares, as each of a step's n exchanges carries 1/n of the mean."""
         self._parts = self._trainer.current_gradient_accumulation_steps
         seen = self._probe.read(self._parts) if self._probe is not None else None
-        if seen is None:
+        # A log by epoch is of another step than the one looked at, and has that step's gradient norm.
+        if seen is None or state.global_step != self._seen_step:
             return [NAN]
         total, self._parts = seen
         return [self._parts * total]
