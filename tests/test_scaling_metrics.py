@@ -14,6 +14,7 @@ from hfscale import ScalingMetricsCallback
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.metrics.efficiency import FlopsModel, training_dtype
 from hfscale.metrics.phases import PhaseClock
+from hfscale.metrics.records import read_records
 
 TOKENS_PER_STEP = 4 * LENGTH
 
@@ -280,6 +281,11 @@ def test_two_processes_count_together(launch, tmp_path):
         assert record["scaling/tokens_per_s"] == pytest.approx(2 * record["scaling/tokens_per_s_per_gpu"])
     # Only rank 1 reads slowly; the worst rank is reported, not the mean.
     assert records[-1]["scaling/data_wait_fraction"] > 0.5
+    ranks = read_records(tmp_path / "out" / "hfscale_ranks.jsonl")
+    assert [record["step"] for record in ranks] == [2, 4, 6]
+    first, second = ranks[-1]["data_wait_fraction"]
+    assert second == pytest.approx(records[-1]["scaling/data_wait_fraction"], abs=1e-4)
+    assert first < second
 
 
 def test_phase_clock_charges_every_second_once():
