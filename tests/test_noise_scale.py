@@ -43,10 +43,10 @@ class Pull(nn.Module):
 def trainer_of(output_dir, *, model=None, noise_scale=True, **overrides):
     arguments = tiny_arguments(output_dir, **overrides)
     steps = arguments.max_steps * arguments.gradient_accumulation_steps * arguments.world_size
-    return Trainer(
-        model=model or Pull(), args=arguments, train_dataset=Rows(4 * steps),
-        callbacks=[ScalingMetricsCallback(noise_scale=noise_scale)],
-    )  # fmt: skip
+    callback = ScalingMetricsCallback(noise_scale=noise_scale)
+    if noise_scale:
+        callback._noise.min_steps_between = 1
+    return Trainer(model=model or Pull(), args=arguments, train_dataset=Rows(4 * steps), callbacks=[callback])
 
 
 def test_the_known_answer(tmp_path):
@@ -96,6 +96,14 @@ def test_is_off_unless_asked_for(tmp_path):
     trainer = trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=12, noise_scale=False)
     trainer.train()
     assert logged(trainer, "scaling/noise_scale") == []
+
+
+def test_one_step_in_twenty_is_looked_at_however_often_is_logged(tmp_path):
+    trainer = tiny_trainer(
+        tmp_path, ScalingMetricsCallback(noise_scale=True), gradient_accumulation_steps=2, max_steps=45
+    )
+    trainer.train()
+    assert trainer.state.stateful_callbacks["hfscale"]["noise_scale"]["samples"] == 3  # steps 1, 21 and 41
 
 
 def test_a_log_of_another_step_than_the_one_looked_at_is_no_sample(tmp_path):

@@ -62,8 +62,8 @@ class ScalingMetricsCallback(TrainerCallback):
         usd_per_gpu_hour (`float`, *optional*): price of one device; absent: of `prices.toml`, where it has the device.
         baseline (`str` or `Path`, *optional*): a file of `hfscale sweep`; absent: `~/.config/hfscale/baselines.json`,
             where it exists.
-        noise_scale (`bool`): measure the gradient noise scale too. It looks at the gradients of the steps that are
-            logged, which at a log every step costs more than 1% of a short step.
+        noise_scale (`bool`): measure the gradient noise scale too, from the gradients of one step in twenty at most
+            that is logged. Off unless asked for, as it puts hooks on the parameters, or under FSDP2 on the exchange.
 
     Raises:
         UsageError: a peak or price that is not positive.
