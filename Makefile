@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 GPUS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count())")
 PROCESSES ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
 OUTPUT_DIR ?= runs/train
-# Nothing here needs a hub or an account; W&B writes its files below the output directory.
-OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
+# Nothing here asks a hub, an account or a cloud; W&B writes its files below the output directory.
+OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true HFSCALE_CLOUD=none
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: train test check test-faults test-gpu bench clean
@@ -30,7 +30,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 test-faults: $(VENV)/installed-dev
-	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m faults $(ARGS)
+	$(OFFLINE) OMP_NUM_THREADS=1 HFSCALE_TEST_LAUNCH=agent $(BIN)/python -m pytest -q -m faults $(ARGS)
 
 test-gpu: $(VENV)/installed-dev
 	$(OFFLINE) $(BIN)/python -m pytest -q -m gpu $(ARGS)

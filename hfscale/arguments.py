@@ -109,6 +109,9 @@ class ScalingArguments:
     critical_batch_size: int | None = _flag("Sequences per step beyond which the learning rate stops growing.")
     warmup_scale: float = _flag("What the warm-up steps are multiplied by.", default=1.0)
     save_minutes: float | None = _flag("Save after so many minutes at the latest.", default=15.0)
+    notice_s: float | None = _flag(
+        "Seconds from a signal to the end of the process; default: what the launcher waits."
+    )
     peak_tflops: float | None = _flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
     usd_per_gpu_hour: float | None = _flag("Price of one device, for scaling/usd; default: of the price list.")
     scaling_baseline: str | None = _flag("A file of `hfscale sweep` that scaling/efficiency is measured against.")

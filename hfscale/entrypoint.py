@@ -8,12 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 import transformers
 
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.logs import is_main_process
+from hfscale.preemption import Preempted, watch_signals
+
+if TYPE_CHECKING:
+    from hfscale.callbacks.scaling import ScalingCallback
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -32,10 +37,18 @@ def run(main: Callable[[], None]) -> None:
     do a full or read-only output directory and a package that transformers says to install. Any other exception keeps
     its traceback. With several ranks the line comes from the main process: the others wait for the launcher to end
     them, and speak only if the fault was theirs.
+
+    Signals are watched from here on. A run that was preempted (`end_if_preempted`) ends with exit code 75 on every
+    rank, and one line that says so.
     """
+    watch = watch_signals(whole_process=True)
+    preempted = None
     transformers.utils.logging.disable_progress_bar()  # a bar per saved file would cut through the training's own
     try:
-        main()
+        with watch.restored_by_an_error():
+            main()
+    except Preempted as ended:
+        preempted = ended
     except HfScaleError as error:
         _exit_with_line(error)
     except Exception as error:
@@ -47,6 +60,23 @@ def run(main: Callable[[], None]) -> None:
         dist.barrier()  # without it a rank that ends early can abort the others' last collective (SIGABRT)
         gc.collect()  # without it a sharded model holds on to process groups, and one exit in eight aborts
         dist.destroy_process_group()
+    if preempted is None:
+        watch.restore()
+    else:  # the handlers stay: the launcher signals the other ranks as soon as the first one has ended
+        if is_main_process():
+            print(f"hfscale: {preempted.words}", file=sys.stderr, flush=True)
+        sys.exit(preempted.code)
+
+
+def end_if_preempted(scaling: "ScalingCallback") -> None:
+    """To be called when `Trainer.train` has returned: evaluating and exporting are for the run that gets to its end.
+
+    Raises:
+        Preempted: the training was stopped before its end; it ends the process with exit code 75.
+    """
+    reason = scaling.spot_checkpoint.preempted
+    if reason is not None:
+        raise Preempted(f"preempted by {reason}; relaunch the same command to go on (exit code 75)")
 
 
 def _exit_with_line(error: HfScaleError) -> None:

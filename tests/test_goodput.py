@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from hfscale import ScalingMetricsCallback
 from hfscale.errors import UsageError
 from hfscale.metrics.goodput import Ledger
-from hfscale.metrics.records import begin_records, last_sign_of_life, read_events, read_records
+from hfscale.metrics.records import append_record, begin_records, last_sign_of_life, read_events, read_records
 from hfscale.metrics.spending import rate
 
 
@@ -136,6 +136,14 @@ class TestRecords:
         assert read_records(tmp_path / "scaling.jsonl") == [{"step": 1, "time": 5.0}]
         assert last_sign_of_life(tmp_path) == 5.0
         assert last_sign_of_life(tmp_path / "nowhere") is None
+
+    def test_half_a_line_of_a_killed_process_does_not_take_the_next_one_with_it(self, tmp_path):
+        self.write(tmp_path, "hfscale_timeline.jsonl", {"event": "launch", "step": 0, "time": 1.0})
+        path = tmp_path / "hfscale_timeline.jsonl"
+        path.write_text(path.read_text() + '{"event": "sa')
+        begin_records(tmp_path, 5)
+        append_record(path, {"event": "launch", "step": 5, "time": 9.0}, durable=True)
+        assert [event["step"] for event in read_events(tmp_path)] == [0, 5]
 
     @pytest.mark.parametrize(("events", "is_kept"), [(["launch"], True), (["launch", "save"], False)])
     def test_a_launch_without_a_save_is_of_the_same_run(self, tmp_path, events, is_kept):

@@ -98,6 +98,40 @@ class TestTwoProcesses:
         assert len(done.lines("hfscale: continues from checkpoint-")) == 1
         assert losses(output_dir) == losses(whole[0])
 
+    def test_a_preempted_run_ends_with_75_and_goes_on_as_if_nothing_had_happened(self, whole, launch, tmp_path):
+        """SIGTERM to one rank, which has workers that load data. What the launcher makes of 75 is 1."""
+        output_dir, saved = tmp_path / "out", {"rng_state_0.pth", "rng_state_1.pth"}
+        flags = [*QUICK, "--output_dir", "out", "--save_steps", "1", "--dataloader_num_workers", "1"]
+        config = REPOSITORY / "accelerate_configs" / "ddp.yaml"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(
+                [*command, "--num_processes", "2", str(RECIPE), *flags], cwd=tmp_path, stdout=log, stderr=log
+            )
+            deadline = time.monotonic() + 120
+            while not (output_dir / "hfscale_status.json").is_file() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+            subprocess.run(["kill", "-TERM", ranks.stdout.split()[-1]], check=True)
+            assert process.wait(60) == 1
+        said = (tmp_path / "log").read_text()
+        assert len(re.findall(r"exitcode +: 75", said)) >= 1, said
+        assert set(re.findall(r"exitcode +: (\S+)", said)) == {"75"}, said
+        found = status(output_dir)
+        step = found["step"]
+        assert 1 <= step < 6
+        assert found == {
+            "status": "preempted", "step": step, "checkpoint": f"checkpoint-{step}",
+            "reason": f"SIGTERM: checkpoint-{step} is committed",
+        }  # fmt: skip
+        assert saved <= set(verify(output_dir / f"checkpoint-{step}").files)
+        assert "hfscale: preempted by SIGTERM" in said
+        assert "steps done" not in said
+        assert not (output_dir / "model.safetensors").exists(), "it was exported"
+        done = launch(2, RECIPE, *flags)
+        assert done.code == 0, done.err[-4000:]
+        assert losses(output_dir) == losses(whole[0])
+
     def test_the_newest_checkpoint_being_damaged_the_one_before_is_used(self, whole, launch, tmp_path):
         shutil.copytree(whole[0], tmp_path / "out")
         with (tmp_path / "out" / "checkpoint-6" / "model.safetensors").open("r+b") as file:

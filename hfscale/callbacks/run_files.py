@@ -102,14 +102,13 @@ class RunFiles:
         line = {"step": state.global_step, "time": time.time(), **known}
         records.append_record(self._folder / records.RANKS_NAME, line)
 
-    def logged(self, state: TrainerState, logs: Mapping[str, float]) -> None:
-        """A line of `scaling.jsonl`."""
+    def logged(self, state: TrainerState, logs: Mapping[str, float], *, durable: bool) -> None:
+        """A line of `scaling.jsonl`; one that a checkpoint follows must not be missing after it."""
         if self._folder is None:
             return
         kept = {key: value for key, value in logs.items() if key in _TRAINER_KEYS or key.startswith(PREFIXES)}
-        records.append_record(
-            self._folder / records.JSONL_NAME, {"step": state.global_step, "time": time.time(), **kept}
-        )
+        line = {"step": state.global_step, "time": time.time(), **kept}
+        records.append_record(self._folder / records.JSONL_NAME, line, durable=durable)
 
     def saved(self, state: TrainerState, *, seconds: float) -> None:
         """A checkpoint has been written."""

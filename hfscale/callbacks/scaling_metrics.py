@@ -169,7 +169,7 @@ class ScalingMetricsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if logs is not None and "loss" in logs and state.is_world_process_zero:
-            self._files.logged(state, logs)
+            self._files.logged(state, logs, durable=control.should_save)
             workload = self._efficiency.workload
             finding = self._watch.look(
                 logs, hides=self._communication.hides, tokens_per_gpu=workload.tokens_per_gpu if workload else None

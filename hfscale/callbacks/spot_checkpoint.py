@@ -11,7 +11,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
+from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size
+from hfscale.checkpoint.lock import lock_output_dir, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import commit, rotate, set_aside
@@ -34,6 +36,11 @@ class SpotCheckpointCallback(TrainerCallback):
     them before). `hfscale_status.json` says how the run stands. `hfscale.latest_checkpoint(output_dir)` is then the
     newest checkpoint that is whole. With `save_strategy="no"` nothing is saved.
 
+    A notice that the machine goes (SIGTERM, SIGUSR1, Ctrl-C, a cloud's, the stop file; on any rank) makes all ranks
+    stop at one step boundary and save that step, if there is time for it. `Trainer.train` then returns as at its end,
+    the status is `preempted`, and `preempted` says why; an evaluation under way is left. A second Ctrl-C stops at
+    once.
+
     | metric key | unit | meaning |
     |---|---|---|
     | `checkpoint/stall_s` | s | training stood still for the last save |
@@ -44,12 +51,26 @@ class SpotCheckpointCallback(TrainerCallback):
         every_steps (`int`, *optional*): steps between saves; absent: the Trainer's `save_steps`, or 500 where its
             `save_strategy` is not `steps`.
         every_minutes (`float`, *optional*): minutes between saves; None: steps only.
+        notice_s (`float`, *optional*): seconds between a signal and the end of the process; absent: what a launcher
+            waits after SIGTERM (`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`, 30), no limit after SIGUSR1.
+        cloud (`str`, *optional*): whose notices are polled: aws, gcp, azure; "auto": this machine's (`HFSCALE_CLOUD`
+            in the environment overrules); None: nobody's.
+        stop_file (`str`, *optional*): a file whose presence stops the run, in the output directory unless its path is
+            absolute; removed once obeyed. None: no such file.
 
     Raises:
-        UsageError: a cadence that is not positive.
+        UsageError: a cadence or notice that is not positive, an unknown cloud.
     """
 
-    def __init__(self, *, every_steps: int | None = None, every_minutes: float | None = DEFAULT_EVERY_MINUTES) -> None:
+    def __init__(
+        self,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = DEFAULT_EVERY_MINUTES,
+        notice_s: float | None = None,
+        cloud: str | None = "auto",
+        stop_file: str | None = STOP_FILE_NAME,
+    ) -> None:
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} is {value}: it must be greater than 0, or None")
@@ -57,9 +78,15 @@ class SpotCheckpointCallback(TrainerCallback):
         self.every_minutes = every_minutes
         self.last_committed: str | None = None
         """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
+        self.preemption = PreemptionStop(notice_s=notice_s, cloud=cloud, stop_file=stop_file)
         self._limit: int | None = None
         self._running_step: int | None = None
         self._pending_keys: dict[str, float] = {}
+
+    @property
+    def preempted(self) -> str | None:
+        """Why the last training stopped before its end; None where it did not."""
+        return self.preemption.reason(self.last_committed)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -69,6 +96,7 @@ class SpotCheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        _lock(args)
         trainer = calling_trainer()
         self._take_over_rotation(args)
         self._strategy = running_strategy(trainer)
@@ -86,6 +114,7 @@ class SpotCheckpointCallback(TrainerCallback):
             self._set_status(args, "running", state.global_step)
             atexit.register(self._report_failure, args)
         distributed.barrier()  # no rank may begin to write what another is about to set aside
+        self.preemption.begin(trainer, kwargs.get("train_dataloader"))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -93,8 +122,11 @@ class SpotCheckpointCallback(TrainerCallback):
         self._idle_since = time.monotonic()
         if self._running_step is not None:
             self._running_step = state.global_step
-        if args.save_strategy == "no":
-            return
+        if args.save_strategy != "no":
+            self._follow_cadence(args, state, control)
+        self.preemption.at_step_end(args, state, control)
+
+    def _follow_cadence(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         minutes = (time.monotonic() - self._saved_at) / 60
         overdue = self.every_minutes is not None and minutes >= self.every_minutes
         # Ranks read different clocks; the step at which they save must be one and the same.
@@ -105,10 +137,17 @@ class SpotCheckpointCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._idle_since = time.monotonic()
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._idle_since = time.monotonic()
+        self.preemption.at_prediction_step(args, state, control)
+
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._idle_since = time.monotonic()
+        self.preemption.at_evaluation_end(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         distributed.barrier()  # every rank has written its files
@@ -116,13 +155,22 @@ class SpotCheckpointCallback(TrainerCallback):
             self._commit(args, state)
         distributed.barrier()
         self._saved_step, self._saved_at = state.global_step, time.monotonic()
+        self.preemption.at_save(args, state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.preemption.at_epoch_end(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.preemption.end()
         if args.should_save:
-            self._set_status(args, "completed", state.global_step)
+            status = "completed" if self.preempted is None else "preempted"
+            self._set_status(args, status, state.global_step, reason=self.preempted)
             atexit.unregister(self._report_failure)
+            unlock_output_dir(args.output_dir)
 
     def _cadence_steps(self, args: TrainingArguments, state: TrainerState) -> int:
         if self.every_steps is not None:
@@ -150,7 +198,7 @@ class SpotCheckpointCallback(TrainerCallback):
             best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
             rotate(args.output_dir, limit=self._limit, keep=best)
         self._set_status(args, "running", state.global_step)
-        stall_s = time.monotonic() - self._idle_since
+        self.preemption.last_write_s = stall_s = time.monotonic() - self._idle_since
         self._pending_keys = {
             "checkpoint/stall_s": stall_s,
             "checkpoint/write_s": stall_s,  # the save is synchronous: training stands still for all of it
@@ -172,3 +220,16 @@ class SpotCheckpointCallback(TrainerCallback):
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
             with suppress(OSError):  # a full disk may be why it failed; that has been said, and this is the last act
                 self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))
+
+
+def _lock(args: TrainingArguments) -> None:
+    """Take the output directory on the main process; every rank learns whether that went well."""
+    error: UsageError | None = None
+    if args.should_save:
+        try:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            lock_output_dir(args.output_dir)
+        except UsageError as refused:
+            error = refused
+    if distributed.all_max([float(error is not None)])[0]:
+        raise error or UsageError(f"{args.output_dir} is in use by another run")

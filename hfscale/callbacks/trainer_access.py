@@ -5,10 +5,12 @@ Both gaps are closed here and nowhere else:
 
 - `calling_trainer` finds the Trainer on the call stack of the event being handled;
 - `saved_state` keeps values in `trainer_state.json`, so they travel with each checkpoint;
-- `stand_first` puts a callback before the reporting integrations, which would otherwise run before any user callback.
+- `stand_first` puts a callback before the reporting integrations, which would otherwise run before any user callback;
+- `is_training_in` tells a signal handler whether it has interrupted a training.
 """
 
 import inspect
+from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState
@@ -31,6 +33,15 @@ def calling_trainer() -> Trainer:
             return candidate
         frame = frame.f_back
     raise HfScaleError("no Trainer is calling: pass this callback to transformers.Trainer(callbacks=[...])")
+
+
+def is_training_in(frame: FrameType | None) -> bool:
+    """Whether `Trainer.train` is under way in `frame`, the innermost one of its thread."""
+    while frame is not None:
+        if frame.f_code is Trainer.train.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def saved_state(state: TrainerState, name: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Times are Unix seconds. One process writes; a reader skips a line that a killed 
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,14 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Add one line; a number that JSON does not know (NaN, infinity) is left out."""
+def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Add one line; a number that JSON does not know (NaN, infinity) is left out. `durable` waits for the disk."""
     known = {k: v for k, v in record.items() if not (isinstance(v, float) and not math.isfinite(v))}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(known) + "\n")
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def last_sign_of_life(output_dir: Path) -> float | None:
@@ -76,6 +80,9 @@ def begin_records(output_dir: Path, step: int) -> None:
             continue
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         write_atomically(path, "".join(f"{line}\n" for line in lines if _is_up_to(line, step)))
+    if timeline.is_file() and not timeline.read_bytes().endswith(b"\n"):
+        with timeline.open("a", encoding="utf-8") as file:
+            file.write("\n")  # a killed process left half a line: the next is not to be its other half
     if step == 0 and any(record["event"] in ("save", "end") for record in read_events(output_dir)):
         _put_beside(timeline)
 

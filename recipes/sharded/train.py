@@ -27,7 +27,7 @@ from hfscale.callbacks.progress import use_compact_progress
 from hfscale.compatibility import check_pairs
 from hfscale.compression import compress_gradients
 from hfscale.data import load_packed_datasets
-from hfscale.entrypoint import check_output_dir, run
+from hfscale.entrypoint import check_output_dir, end_if_preempted, run
 from hfscale.export import save_final_model
 from hfscale.models import add_lora, load_config, load_model, load_tokenizer
 from hfscale.parallelism import check_model, finish_on_cpu, set_up_parallelism
@@ -72,7 +72,9 @@ def main():
             critical_batch_size=scaling_args.critical_batch_size,
             warmup_scale=scaling_args.warmup_scale,
         ),
-        spot_checkpoint=SpotCheckpointCallback(every_minutes=scaling_args.save_minutes),
+        spot_checkpoint=SpotCheckpointCallback(
+            every_minutes=scaling_args.save_minutes, notice_s=scaling_args.notice_s
+        ),
         metrics=ScalingMetricsCallback(
             peak_tflops=scaling_args.peak_tflops,
             usd_per_gpu_hour=scaling_args.usd_per_gpu_hour,
@@ -108,6 +110,7 @@ def main():
     if is_finished(trainer, checkpoint):
         return
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    end_if_preempted(scaling)
     if eval_dataset is not None:
         metrics |= trainer.evaluate()
     save_final_model(trainer)

@@ -22,7 +22,7 @@ KILLS = 12
 
 def start(cwd):
     return subprocess.Popen(
-        [sys.executable, str(WORKER)], cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, str(WORKER), "60"], cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
 
 

@@ -1,0 +1,65 @@
+"""One run per output directory: two that save into one would delete and overwrite each other's checkpoints."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hfscale.errors import UsageError
+from hfscale.logs import get_logger
+
+logger = get_logger(__name__)
+
+LOCK_NAME = ".hfscale_lock"
+_NOT_SUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_held: dict[Path, int] = {}
+
+
+def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
+    """Keep other runs out of `output_dir` until this process ends, however it ends, or `unlock_output_dir`.
+
+    Call it on one process of the run; calling it again in that process does nothing. It is a POSIX record lock: the
+    system drops it with the process, forks do not inherit it, and NFS carries it from machine to machine.
+
+    Raises:
+        UsageError: another process holds it; the message names its host, process and start.
+    """
+    path = Path(output_dir).resolve() / LOCK_NAME
+    if path in _held:
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 1024, 0)
+        os.close(descriptor)
+        if error.errno in _NOT_SUPPORTED:
+            logger.warning("%s cannot be locked on this file system: do not start a second run in it", output_dir)
+            return
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        raise UsageError(
+            f"{output_dir} is in use by {_describe(holder)}: wait for its end, end it, or name another output_dir"
+        ) from None
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
+    _held[path] = descriptor
+
+
+def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:
+    """Let other runs in again."""
+    descriptor = _held.pop(Path(output_dir).resolve() / LOCK_NAME, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _describe(holder: bytes) -> str:
+    try:
+        fields = json.loads(holder)
+        return f"process {int(fields['pid'])} on {fields['host']} since {fields['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "another run"

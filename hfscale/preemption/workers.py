@@ -1,0 +1,91 @@
+"""DataLoader workers that outlive the signals meant for their rank.
+
+A launcher signals the process group of a rank, Slurm every process of a job. The workers die first, and the save that
+the signal was to cause never happens ("DataLoader worker is killed by signal: Terminated"). So a worker ignores
+SIGUSR1 and SIGINT, and heeds SIGTERM only from its own rank, which uses it to end workers that do not end by
+themselves. torch installs its own handler of SIGTERM in each worker, after the start; blocking the signal is what it
+does not undo, and a process that is started with a signal blocked is never without protection.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import context
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_IGNORED = (signal.SIGUSR1, signal.SIGINT)
+
+
+def shield_workers(loader: Any) -> None:
+    """Have the workers that `loader` will start survive the signals of their rank; nothing changes without workers.
+
+    Args:
+        loader (`torch.utils.data.DataLoader`): or what Accelerate made of it.
+    """
+    loader = getattr(loader, "base_dataloader", loader)
+    if getattr(loader, "num_workers", 0) == 0:
+        return
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    loader.multiprocessing_context = _SHIELDED[method]
+
+
+@contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[None]:
+    """`signals` wait, in this thread and in processes that it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _heed_only(rank_pid: int) -> None:
+    """Wait for SIGTERM, and end this process when it came from its rank."""
+    while True:
+        if signal.sigwaitinfo([signal.SIGTERM]).si_pid == rank_pid:
+            os._exit(0)  # as torch's own handler: the rank is shutting its loader down
+
+
+class _Shielded(BaseProcess):
+    def start(self) -> None:
+        with _blocked(signal.SIGTERM):
+            super().start()
+
+    def run(self) -> None:
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        rank = multiprocessing.parent_process()
+        if rank is not None and rank.pid is not None:
+            threading.Thread(target=_heed_only, args=(rank.pid,), daemon=True).start()
+        super().run()
+
+
+class _ForkedWorker(_Shielded, context.ForkProcess):
+    pass
+
+
+class _SpawnedWorker(_Shielded, context.SpawnProcess):
+    pass
+
+
+class _ServedWorker(_Shielded, context.ForkServerProcess):
+    pass
+
+
+class _ShieldedFork(context.ForkContext):
+    Process = _ForkedWorker
+
+
+class _ShieldedSpawn(context.SpawnContext):
+    Process = _SpawnedWorker
+
+
+class _ShieldedForkServer(context.ForkServerContext):
+    Process = _ServedWorker
+
+
+_SHIELDED = {"fork": _ShieldedFork(), "spawn": _ShieldedSpawn(), "forkserver": _ShieldedForkServer()}

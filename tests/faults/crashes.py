@@ -1,0 +1,115 @@
+"""Trainings that lose their machine, or their disk, at a chosen deed: `crash_shim.cpp` and the fork server."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from forking import ForkServer
+
+WORKER = REPOSITORY / "tests" / "workers" / "saving.py"
+LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Deed:
+    """One line of the shim's log."""
+
+    number: int
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training ended, and what it had done to its files."""
+
+    codes: list[int]
+    err: str
+    deeds: list[Deed]
+
+    def committed_step(self) -> int:
+        """The newest step whose manifest stood in its place before the last deed began."""
+        steps = [step for deed in self.deeds[:-1] if (step := _commits(deed)) is not None]
+        return max(steps, default=0)
+
+    def unflushed(self) -> list[Path]:
+        """Files that were written to and not flushed since: what a lost machine may not find again."""
+        dirty: dict[Path, None] = {}
+        for deed in self.deeds:
+            if deed.name in ("write", "truncate"):
+                dirty[deed.path] = None
+            elif deed.name == "fsync":
+                dirty.pop(deed.path, None)
+        return list(dirty)
+
+
+def _commits(deed: Deed) -> int | None:
+    """A manifest is renamed into a checkpoint, or a whole checkpoint is renamed to its name."""
+    if deed.name != "rename":
+        return None
+    folder = deed.path.parent if deed.path.name == "hfscale_manifest.json" else deed.path
+    prefix, _, step = folder.name.partition("-")
+    return int(step) if prefix == "checkpoint" and step.isdigit() else None
+
+
+class Crashes:
+    """Runs the saving worker below `folder`, with or without a crash."""
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self.server = server
+        self.folder = folder
+
+    def copy(self, name: str) -> Path:
+        """A new folder with what the folder `start` holds."""
+        target = self.folder / name
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(self.folder / "start", target)
+        return target
+
+    def train(self, cwd: Path, steps: int, *, ranks: int = 1, at: int = 0, errno: int = 0, rank: int = 0) -> Ended:
+        """Train to `steps`; at the deed number `at` of `rank` all ranks are lost, or with `errno` its disk fails."""
+        cwd.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            out, err, log = (Path(folder) / name for name in ("out", "err", "log"))
+            crash = {"CRASH_FOLDER": f"{cwd}/", "CRASH_LOG": str(log), "CRASH_AT": str(at), "CRASH_RANK": str(rank)}
+            env = os.environ | crash | ({"CRASH_ERRNO": str(errno)} if errno else {})
+            argv = [str(WORKER), str(steps)]
+            job = self.server.start("script", argv, cwd=cwd, env=env, out=out, err=err, ranks=ranks)
+            if at and not errno and ranks > 1:
+                self.server.wait_for_any(job, LIMIT_S)
+                job.signal(signal.SIGKILL)
+            codes = self.server.wait(job, LIMIT_S)
+            lines = log.read_text().splitlines() if log.exists() else []
+            deeds = [Deed(int(n), name, Path(path)) for n, name, path in (line.split(" ", 2) for line in lines)]
+            return Ended(codes, err.read_text(), deeds)
+
+    def lose_unflushed(self, cwd: Path, ended: Ended) -> None:
+        """Cut each file that was not flushed back to what it held when the trial began."""
+        for path in ended.unflushed():
+            before = self.folder / "start" / path.relative_to(cwd)
+            if path.is_file():
+                os.truncate(path, before.stat().st_size if before.is_file() else 0)
+
+    @staticmethod
+    def records(cwd: Path) -> list[tuple[int, float, float]]:
+        """Step, loss and gradient norm of every step logged."""
+        lines = (cwd / "out" / "scaling.jsonl").read_text().splitlines()
+        return [(r["step"], r["loss"], r["grad_norm"]) for r in map(json.loads, lines)]
+
+
+@pytest.fixture(scope="session")
+def crash_server(tmp_path_factory):
+    """A fork server that runs with the shim."""
+    shim = tmp_path_factory.mktemp("shim") / "crash_shim.so"
+    source = Path(__file__).parent / "crash_shim.cpp"
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True, timeout=120)
+    server = ForkServer(shim)
+    yield server
+    server.close()

@@ -1,0 +1,438 @@
+"""Notices: the board, signals to this process, DataLoader workers, and what one process's training makes of them."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from tiny import RandomTokens, logged, tiny_trainer
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from workers.slow_rows import SlowRows
+
+from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.callbacks.preemption_stop import PreemptionStop
+from hfscale.checkpoint.store import verify
+from hfscale.errors import UsageError
+from hfscale.preemption import (
+    BOARD,
+    SOURCES,
+    Notice,
+    NoticeBoard,
+    Preempted,
+    SignalWatch,
+    assumed_notice_s,
+    shield_workers,
+)
+
+SAVING = {"save_strategy": "steps", "save_steps": 100, "max_steps": 8}
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1}
+
+
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch):
+    """Every test leaves the signals as it found them, and no notice. Each step is one to agree at."""
+    monkeypatch.setattr(PreemptionStop, "exchange_every_s", 0.0)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert BOARD.notices() == []
+
+
+def status(output_dir):
+    return json.loads((output_dir / "hfscale_status.json").read_text())
+
+
+class At(TrainerCallback):
+    """Does something at the n-th occurrence of an event."""
+
+    def __init__(self, event, count, act):
+        self.left, self.act = count, act
+        setattr(self, event, self._happen)
+
+    def _happen(self, args, state, control, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+
+def kill(number=signal.SIGTERM):
+    return lambda: os.kill(os.getpid(), number)
+
+
+class TestNotice:
+    def test_time_left_runs_from_its_arrival(self):
+        notice = Notice(source="SIGTERM", seconds=30.0, received=time.monotonic() - 10)
+        assert notice.seconds_left() == pytest.approx(20, abs=0.5)
+        assert Notice(source="SIGTERM").seconds_left() is None
+        assert Notice(source="SIGTERM", received=time.monotonic() - 10).seconds_left(5) == pytest.approx(-5, abs=0.5)
+
+    def test_the_first_of_a_source_stands_and_can_be_withdrawn(self):
+        board = NoticeBoard()
+        first = Notice(source="SIGTERM", seconds=1.0)
+        board.post(first)
+        board.post(Notice(source="SIGTERM", seconds=99.0))
+        assert board.notices() == [first]
+        board.withdraw("SIGTERM")
+        board.withdraw("SIGTERM")
+        assert board.notices() == []
+
+    def test_a_hint_is_taken_once(self):
+        board = NoticeBoard()
+        board.hint("AWS")
+        assert [board.take_hint(), board.take_hint()] == [True, False]
+
+    @pytest.mark.parametrize(
+        ("source", "environ", "seconds"),
+        [
+            ("SIGTERM", {}, 30.0),
+            ("SIGINT", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}, 120.0),
+            ("SIGTERM", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "soon"}, 30.0),
+            ("SIGUSR1", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}, None),
+            ("stop file", {}, None),
+        ],
+    )
+    def test_what_a_signal_is_taken_to_leave(self, source, environ, seconds):
+        assert assumed_notice_s(source, environ) == seconds
+
+    def test_preempted_ends_with_75(self):
+        with pytest.raises(SystemExit) as ended:
+            raise Preempted("why")
+        assert (ended.value.code, ended.value.words) == (75, "why")
+
+
+class TestSignalWatch:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    def test_only_notes_the_signal_while_a_training_serves_it(self, number):
+        board, seen = NoticeBoard(), []
+        watch = SignalWatch(board)
+        assert watch.install()
+        watch.serve(lambda frame: seen.append(frame.f_code.co_name) or True)
+        os.kill(os.getpid(), number)
+        assert [notice.source for notice in board.notices()] == [number.name]
+        assert seen
+        assert number.name in SOURCES
+        watch.done()
+
+    def test_a_second_ctrl_c_interrupts_as_python_does(self):
+        watch = SignalWatch(NoticeBoard())
+        watch.install()
+        watch.serve(lambda frame: True)
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def test_outside_a_training_a_signal_does_what_it_did_before(self):
+        """An exception can end a training without a word: no process may be left deaf."""
+        heard, board = [], NoticeBoard()
+        before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
+        try:
+            watch = SignalWatch(board)
+            watch.install()
+            watch.serve(lambda frame: False)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert heard == ["before"]
+            assert board.notices() == []
+            assert not watch.is_installed
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    def test_leaves_a_handler_that_was_put_over_it(self):
+        watch = SignalWatch(NoticeBoard())
+        watch.install()
+        before = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        watch.restore()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert before != signal.SIG_IGN
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def test_installs_nothing_outside_the_main_thread(self):
+        watch, done = SignalWatch(NoticeBoard()), []
+        thread = threading.Thread(target=lambda: done.append(watch.install()))
+        thread.start()
+        thread.join(10)
+        assert done == [False]
+
+    @pytest.mark.parametrize(
+        ("served", "number", "later", "code"),
+        [
+            (False, "SIGTERM", 0, 0), (False, "SIGUSR1", 6, 75), (True, "SIGTERM", 6, 0),
+            (False, "SIGINT", 0, -signal.SIGINT),
+        ],
+    )  # fmt: skip
+    def test_of_a_whole_process(self, served, number, later, code):
+        """Before the training the first step is to serve it, but nobody is kept waiting for one that does not come;
+        after the training the export is left to finish."""
+        program = (
+            "import os, signal; from hfscale.preemption import watch_signals\n"
+            "watch = watch_signals(whole_process=True)\n"
+            f"if {served}: watch.serve(lambda frame: True); watch.done()\n"
+            f"os.kill(os.getpid(), signal.{number})\n"
+            f"import time; now = time.monotonic(); time.monotonic = lambda: now + {later}\n"
+            f"os.kill(os.getpid(), signal.{number})\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code, done.stderr
+        assert ("stops after its first step" in done.stderr) == (not served and number != "SIGINT")
+
+
+class TestShieldedWorkers:
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_outlive_the_signals_of_their_rank(self, method):
+        loader = DataLoader(SlowRows(), batch_size=1, num_workers=2, multiprocessing_context=method)
+        shield_workers(loader)
+        rows = []
+        for number, row in enumerate(loader):
+            rows.append(int(row))
+            if number == 1:
+                for worker in set(rows):
+                    for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGTERM"):
+                        # By another process, as a launcher: what comes from the rank itself is to end a worker.
+                        subprocess.run(["kill", f"-{name}", str(worker)], check=True)
+        assert len(rows) == 12
+        assert len(set(rows)) == 2
+
+    def test_die_of_them_without_the_shield(self):
+        """The control."""
+        loader = DataLoader(SlowRows(), batch_size=1, num_workers=2)
+        kill_all = (subprocess.run(["kill", "-TERM", str(int(row))], check=True) for row in loader)
+        with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
+            list(kill_all)
+
+    def test_are_ended_by_their_rank(self):
+        shielded = DataLoader(SlowRows(), num_workers=1)
+        shield_workers(shielded)
+        worker = shielded.multiprocessing_context.Process(target=time.sleep, args=(60,))
+        worker.start()
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == 0
+
+    def test_nothing_is_done_without_workers(self):
+        loader = DataLoader(SlowRows())
+        shield_workers(loader)
+        assert loader.multiprocessing_context is None
+
+
+class TestTraining:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    def test_saves_the_step_and_stops(self, tmp_path, number):
+        spot = SpotCheckpointCallback()
+        trainer = tiny_trainer(tmp_path, At("on_step_begin", 3, kill(number)), spot, **SAVING)
+        trainer.train()
+        assert trainer.state.global_step == 3
+        assert verify(tmp_path / "checkpoint-3").step == 3
+        assert spot.preempted == f"{number.name}: checkpoint-3 is committed"
+        assert status(tmp_path) == {
+            "status": "preempted", "step": 3, "checkpoint": "checkpoint-3", "reason": spot.preempted,
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("event", "count"), [("on_substep_end", 3), ("on_pre_optimizer_step", 3), ("on_train_begin", 1), ("on_log", 2)]
+    )
+    def test_goes_on_afterwards_as_if_nothing_had_happened(self, tmp_path, event, count):
+        arguments = SAVING | {"gradient_accumulation_steps": 2, "lr_scheduler_type": "linear"}
+        whole = tiny_trainer(tmp_path / "whole", SpotCheckpointCallback(), **arguments)
+        whole.train()
+        first = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), At(event, count, kill()), **arguments)
+        first.train()
+        assert 1 <= first.state.global_step <= 3
+        again = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), **arguments)
+        again.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "run"))
+        assert logged(again, "loss") == logged(whole, "loss")
+        assert status(tmp_path / "run")["status"] == "completed"
+
+    @pytest.mark.parametrize("save_strategy", ["steps", "best", "epoch"])
+    def test_an_evaluation_is_left_and_gives_no_metrics(self, tmp_path, save_strategy):
+        arguments = SAVING | EVALUATING | {"save_strategy": save_strategy, "metric_for_best_model": "loss"}
+        spot, steps = SpotCheckpointCallback(), []
+        count = At("on_prediction_step", -1, lambda: None)
+        trainer = tiny_trainer(tmp_path, At("on_prediction_step", 9, kill()), spot, count, **arguments)
+        trainer.train()
+        steps = -1 - count.left
+        assert trainer.state.global_step == 4
+        assert 8 <= steps <= 10, "the second evaluation ran on"
+        assert len(logged(trainer, "eval_loss")) == 1
+        saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+        assert saved["best_global_step"] == 2
+        assert verify(tmp_path / "checkpoint-4").step == 4
+        assert spot.preempted == "SIGTERM: checkpoint-4 is committed"
+
+    def test_an_evaluation_due_at_the_stop_costs_one_batch(self, tmp_path):
+        whole = tiny_trainer(tmp_path / "whole", SpotCheckpointCallback(), **(SAVING | EVALUATING))
+        whole.train()
+        count = At("on_prediction_step", -1, lambda: None)
+        arguments = SAVING | EVALUATING
+        tiny_trainer(
+            tmp_path / "run", At("on_step_begin", 2, kill()), count, SpotCheckpointCallback(), **arguments
+        ).train()
+        assert count.left == -2
+        again = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), **arguments)
+        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+        assert logged(again, "loss") == logged(whole, "loss")
+        assert logged(again, "eval_loss") == logged(whole, "eval_loss")[1:]
+
+    def test_several_evaluation_sets_are_all_left(self, tmp_path):
+        trainer = tiny_trainer(
+            tmp_path, At("on_prediction_step", 1, kill()), SpotCheckpointCallback(), **(SAVING | EVALUATING)
+        )
+        trainer.eval_dataset = {"one": RandomTokens(8), "two": RandomTokens(8)}
+        trainer.train()
+        assert trainer.state.global_step == 2
+        assert not [entry for entry in trainer.state.log_history if any(key.startswith("eval_") for key in entry)]
+        assert trainer.evaluate(), "after the training evaluations are as they were"
+
+    def test_a_signal_in_a_save_is_served_by_that_save(self, tmp_path):
+        spot = SpotCheckpointCallback()
+        arguments = SAVING | {"save_steps": 3}
+        trainer = tiny_trainer(tmp_path, At("on_save", 1, kill()), spot, **arguments)
+        trainer.train()
+        assert trainer.state.global_step == 3
+        assert spot.preempted == "SIGTERM: checkpoint-3 is committed"
+
+    def test_the_end_of_the_epoch_is_not_the_end_of_an_epoch(self, tmp_path):
+        """Stopped in an epoch: neither the evaluation that is due at its end, nor a second save of the step."""
+        saves = At("on_save", -1, lambda: None)
+        arguments = {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": 30}
+        trainer = tiny_trainer(tmp_path, At("on_step_begin", 5, kill()), SpotCheckpointCallback(), saves, **arguments)
+        trainer.train()
+        assert (trainer.state.global_step, saves.left) == (5, -2)
+        assert logged(trainer, "eval_loss") == []
+
+    def test_the_best_model_is_not_loaded_for_nobody(self, tmp_path):
+        arguments = SAVING | EVALUATING | {"save_steps": 2, "load_best_model_at_end": True}
+        trainer = tiny_trainer(tmp_path, At("on_step_begin", 5, kill()), SpotCheckpointCallback(), **arguments)
+        trainer._load_best_model = lambda: pytest.fail("it was loaded")
+        trainer.train()
+        assert trainer.args.load_best_model_at_end
+
+    def test_a_signal_in_the_last_step_comes_too_late_to_matter(self, tmp_path):
+        spot = SpotCheckpointCallback()
+        tiny_trainer(tmp_path, At("on_step_begin", 8, kill()), spot, **SAVING).train()
+        assert spot.preempted is None
+        assert status(tmp_path)["status"] == "completed"
+
+    def test_an_evaluation_after_the_last_step_is_left_for_the_last_save(self, tmp_path):
+        count = At("on_prediction_step", -1, lambda: None)
+        arguments = SAVING | EVALUATING | {"eval_steps": 8}
+        tiny_trainer(
+            tmp_path, At("on_prediction_step", 2, kill()), count, SpotCheckpointCallback(), **arguments
+        ).train()
+        assert count.left >= -4, "the evaluation ran on"
+        assert status(tmp_path) == {"status": "completed", "step": 8, "checkpoint": "checkpoint-8", "reason": None}
+
+    def test_without_saves_it_says_so(self, tmp_path):
+        spot = SpotCheckpointCallback()
+        tiny_trainer(tmp_path, At("on_step_begin", 2, kill()), spot, max_steps=8).train()
+        assert status(tmp_path)["reason"] == "SIGTERM: save_strategy is 'no', nothing was saved"
+        assert list(tmp_path.glob("checkpoint-*")) == []
+
+    def test_an_exception_leaves_no_process_deaf(self, tmp_path):
+        def fail():
+            raise RuntimeError("the machine is gone")
+
+        trainer = tiny_trainer(tmp_path, At("on_step_begin", 2, fail), SpotCheckpointCallback(), **SAVING)
+        with pytest.raises(RuntimeError):
+            trainer.train()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def test_workers_of_both_loaders_survive(self, tmp_path):
+        """The group kill of a launcher, by another process, in the middle of an evaluation."""
+        seen = []
+
+        def group_kill():
+            workers = multiprocessing.active_children()
+            seen.append(len(workers))
+            subprocess.run(["kill", "-TERM", str(os.getpid()), *(str(worker.pid) for worker in workers)], check=True)
+
+        arguments = SAVING | EVALUATING | {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+        trainer = tiny_trainer(
+            tmp_path, At("on_prediction_step", 2, group_kill), SpotCheckpointCallback(), **arguments
+        )
+        trainer.train()
+        assert seen == [4]
+        assert status(tmp_path)["reason"] == "SIGTERM: checkpoint-2 is committed"
+
+
+class TestDeadline:
+    def preempted(self, folder, *, write_s, **options):
+        spot = SpotCheckpointCallback(**options)
+        act = lambda: setattr(spot.preemption, "last_write_s", write_s)  # noqa: E731
+        tiny_trainer(folder, At("on_step_begin", 1, act), At("on_step_begin", 3, kill()), spot, **SAVING).train()
+        return spot.preempted
+
+    @pytest.mark.parametrize(("write_s", "saves"), [(None, True), (0.5, True), (19.0, True), (21.0, False)])
+    def test_decides_between_a_save_and_the_last_one(self, tmp_path, write_s, saves):
+        """30 s are taken to be left, of which a save may plan two thirds."""
+        reason = self.preempted(tmp_path, write_s=write_s)
+        assert (tmp_path / "checkpoint-3").is_dir() == saves
+        assert ("no other was begun" in reason) != saves
+
+    def test_can_be_given(self, tmp_path):
+        reason = self.preempted(tmp_path, write_s=4.0, notice_s=5.0)
+        assert re.match(r"SIGTERM: (5\.0|4\.9) s left, the last save took 4\.0 s", reason)
+
+    @pytest.mark.parametrize("bad", [{"notice_s": 0}, {"notice_s": -3.0}, {"cloud": "gce"}])
+    def test_bad_options_are_refused(self, bad):
+        with pytest.raises(UsageError, match=r"notice_s is .* greater than 0|cloud is 'gce': give auto, aws"):
+            SpotCheckpointCallback(**bad)
+
+    def test_is_measured_by_a_save(self, tmp_path):
+        spot = SpotCheckpointCallback()
+        tiny_trainer(tmp_path, spot, **(SAVING | {"save_steps": 3, "max_steps": 4})).train()
+        assert 0 < spot.preemption.last_write_s < 30
+
+
+class TestStopFile:
+    @pytest.mark.parametrize("absolute", [False, True])
+    def test_stops_the_run_and_is_gone_afterwards(self, tmp_path, absolute):
+        path = tmp_path / ("elsewhere" if absolute else "out/hfscale_stop")
+        spot = SpotCheckpointCallback(stop_file=str(path) if absolute else "hfscale_stop")
+        arguments = SAVING | {"max_steps": 40}
+        trainer = tiny_trainer(tmp_path / "out", At("on_step_begin", 3, path.touch), spot, **arguments)
+        trainer.train()
+        assert 3 <= trainer.state.global_step < 40
+        assert spot.preempted == f"stop file: checkpoint-{trainer.state.global_step} is committed"
+        assert not path.exists()
+        again = tiny_trainer(tmp_path / "out", SpotCheckpointCallback(), **arguments)
+        again.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "out"))
+        assert again.state.global_step == 40
+
+    def test_can_be_left_out(self, tmp_path):
+        (tmp_path / "hfscale_stop").touch()
+        trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(stop_file=None), **SAVING)
+        trainer.train()
+        assert trainer.state.global_step == 8
+
+
+def test_a_notice_taken_back_before_the_decision_stops_nothing(tmp_path):
+    """As a cancelled event of Azure: it stands while the ranks vote, and no longer when they ask how long is left."""
+    spot = SpotCheckpointCallback()
+    decide = spot.preemption._agree_on_stop
+
+    def after_withdrawal(*args):
+        BOARD.withdraw("Azure scheduled event")
+        return decide(*args)
+
+    spot.preemption._agree_on_stop = after_withdrawal
+    post = lambda: BOARD.post(Notice(source="Azure scheduled event", seconds=30.0))  # noqa: E731
+    trainer = tiny_trainer(tmp_path, At("on_step_begin", 2, post), spot, **SAVING)
+    trainer.train()
+    assert (trainer.state.global_step, spot.preempted) == (8, None)
+
+
+def test_a_hint_saves_and_goes_on(tmp_path):
+    spot = SpotCheckpointCallback()
+    hint = lambda: BOARD.hint("AWS spot notice")  # noqa: E731
+    trainer = tiny_trainer(tmp_path, At("on_step_begin", 2, hint), spot, **(SAVING | {"max_steps": 40}))
+    trainer.train()
+    early, last = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+    assert (2 <= early < 40, last, spot.preempted) == (True, 40, None)

@@ -1,0 +1,308 @@
+"""Cloud notices, against a metadata service on loopback that lies, hangs and changes its mind."""
+
+import json
+import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+from metadata_server import MetadataServer, Reply
+
+from hfscale.errors import UsageError
+from hfscale.preemption import NoticeBoard, clouds, detect_cloud, watch_cloud
+from hfscale.preemption.clouds import AZURE_ASSET_TAG, AwsWatch, AzureWatch, GcpWatch
+from hfscale.preemption.metadata import MAX_BYTES, METADATA_URL, MetadataClient, MetadataError
+
+ACTION = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+TOKEN = "/latest/api/token"  # noqa: S105
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+EVENTS = "/metadata/scheduledevents"
+NAME = "/metadata/instance/compute/name"
+GOOGLE = {"Metadata-Flavor": "Google", "ETag": "abc123"}
+
+
+@pytest.fixture
+def server():
+    fake = MetadataServer()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def client(server):
+    return MetadataClient(server.url, timeout_s=0.5)
+
+
+def soon(seconds):
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+def wait_for(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+class TestClient:
+    def test_asks_one_constant_host_by_default(self):
+        client = MetadataClient()
+        assert (METADATA_URL, client._host, client._port) == ("http://169.254.169.254", "169.254.169.254", 80)
+        assert client.timeout_s <= 2
+
+    def test_reads_no_proxy_from_the_environment(self, server, client, monkeypatch):
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
+        server.replies["/x"] = Reply(body="here")
+        assert client.request("GET", "/x", {}).text == "here"
+
+    def test_follows_no_redirect(self, server, client):
+        server.replies |= {"/x": Reply(302, headers={"Location": f"{server.url}/y"}), "/y": Reply(body="there")}
+        with pytest.raises(MetadataError, match="redirect"):
+            client.request("GET", "/x", {})
+        assert server.paths() == ["/x"]
+
+    @pytest.mark.parametrize(
+        ("reply", "words"),
+        [
+            (Reply(hang_s=2.0), "timed out"),
+            (Reply(body="x" * 100, drip_s=0.1), "did not end in time|timed out"),
+            (Reply(body="x" * (MAX_BYTES + 1)), "longer than 65536 bytes"),
+            (Reply(body=b"\xff\xfe"), "UnicodeDecodeError"),
+        ],
+    )
+    def test_is_bounded_in_time_and_size(self, server, client, reply, words):
+        server.replies["/x"] = reply
+        begun = time.monotonic()
+        with pytest.raises(MetadataError, match=words):
+            client.request("GET", "/x", {})
+        assert time.monotonic() - begun < 1.5
+
+    def test_says_when_nobody_answers(self):
+        with pytest.raises(MetadataError, match="ConnectionRefusedError"):
+            MetadataClient("http://127.0.0.1:9").request("GET", "/x", {})
+
+
+class TestAws:
+    @pytest.fixture
+    def aws(self, server, client):
+        server.replies[TOKEN] = Reply(body="token-1")
+        return AwsWatch(client)
+
+    def test_404_is_no_notice_and_the_token_goes_along(self, server, aws):
+        assert aws.poll() is None
+        assert aws.poll() is None
+        methods = [(method, path) for method, path, _ in server.asked]
+        assert methods == [("PUT", TOKEN), ("GET", ACTION), ("GET", ACTION)]
+        assert server.asked[0][2]["X-aws-ec2-metadata-token-ttl-seconds"] == "21600"
+        assert server.asked[1][2]["X-aws-ec2-metadata-token"] == "token-1"
+
+    @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
+    def test_a_notice_says_how_long_is_left(self, server, aws, action):
+        moment = soon(120).strftime("%Y-%m-%dT%H:%M:%SZ")
+        server.replies[ACTION] = Reply(body=json.dumps({"action": action, "time": moment}))
+        assert aws.poll().seconds_left() == pytest.approx(120, abs=2)
+
+    def test_a_refused_token_is_replaced_once(self, server, aws):
+        tokens = iter(["old", "new"])
+        server.replies[TOKEN] = lambda request: Reply(body=next(tokens))
+        server.replies[ACTION] = lambda request: Reply(
+            404 if request.headers["X-aws-ec2-metadata-token"] == "new" else 401
+        )
+        assert aws.poll() is None
+        assert server.paths() == [TOKEN, ACTION, TOKEN, ACTION]
+        server.replies |= {ACTION: Reply(401), TOKEN: Reply(body="new")}
+        with pytest.raises(MetadataError, match="refused too"):
+            aws.poll()
+
+    def test_a_token_that_does_not_come_names_the_hop_limit(self, server, aws):
+        server.replies[TOKEN] = Reply(hang_s=2.0)
+        with pytest.raises(MetadataError, match="hop limit of 2"):
+            aws.poll()
+
+    def test_a_token_that_would_break_the_header_is_none(self, server, aws):
+        server.replies[TOKEN] = Reply(body="a\r\nHost: elsewhere")
+        with pytest.raises(MetadataError, match="no token"):
+            aws.poll()
+
+    @pytest.mark.parametrize("body", ["not JSON", "[]", "{}", '{"time": 3}', '{"time": "soon"}'])
+    def test_bad_answers_are_errors(self, server, aws, body):
+        server.replies[ACTION] = Reply(body=body)
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            aws.poll()
+
+    def test_a_rebalance_recommendation_is_one_hint(self, server, aws):
+        assert not aws.hinted()
+        server.replies[REBALANCE] = Reply(body='{"noticeTime": "2026-01-01T00:00:00Z"}')
+        assert [aws.hinted(), aws.hinted()] == [True, False]
+
+
+class TestGcp:
+    def test_waits_for_the_change(self, server, client):
+        gcp = GcpWatch(client)
+        server.replies[PREEMPTED] = Reply(body="FALSE", headers=GOOGLE)
+        assert gcp.poll() is None
+        server.replies[PREEMPTED] = Reply(body="TRUE", headers=GOOGLE, hang_s=1.0)  # longer than any other may take
+        assert gcp.poll().seconds_left() == pytest.approx(30, abs=1)
+        queries = [path.partition("?")[2] for _, path, _ in server.asked]
+        assert queries == [f"wait_for_change=true&timeout_sec=30&last_etag={tag}" for tag in ("0", "abc123")]
+        assert all(headers["Metadata-Flavor"] == "Google" for _, _, headers in server.asked)
+
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            Reply(body="TRUE"),
+            Reply(body="TRUE", headers={"Metadata-Flavor": "Google"}),
+            Reply(body="TRUE", headers=GOOGLE | {"ETag": "a&b"}),
+            Reply(body="perhaps", headers=GOOGLE),
+            Reply(500, body="TRUE", headers=GOOGLE),
+        ],
+    )
+    def test_believes_nobody_else(self, server, client, reply):
+        server.replies[PREEMPTED] = reply
+        with pytest.raises(MetadataError):
+            GcpWatch(client).poll()
+
+
+def azure_event(*resources, seconds=30.0, kind="Preempt", **changes):
+    event = {
+        "EventId": "1", "EventType": kind, "EventStatus": "Scheduled", "ResourceType": "VirtualMachine",
+        "Resources": list(resources), "NotBefore": format_datetime(soon(seconds), usegmt=True),
+    }  # fmt: skip
+    return Reply(body=json.dumps({"DocumentIncarnation": 1, "Events": [event | changes]}))
+
+
+class TestAzure:
+    @pytest.fixture
+    def azure(self, server, client):
+        server.replies[NAME] = Reply(body="trainer_0")
+        return AzureWatch(client)
+
+    @pytest.mark.parametrize("name", ["trainer_0", "Trainer_0", "_trainer_0"])
+    def test_an_event_of_this_machine(self, server, azure, name):
+        server.replies[EVENTS] = azure_event("other", name)
+        assert azure.poll().seconds_left() == pytest.approx(30, abs=2)
+        assert all(headers["Metadata"] == "true" for _, _, headers in server.asked)
+
+    def test_one_that_has_begun_leaves_nothing(self, server, azure):
+        server.replies[EVENTS] = azure_event("trainer_0", NotBefore="", EventStatus="Started")
+        assert azure.poll().seconds_left() == pytest.approx(0, abs=1)
+
+    def test_the_soonest_counts(self, server, azure):
+        first, second = (json.loads(azure_event("trainer_0", seconds=s).body)["Events"][0] for s in (600, 45))
+        server.replies[EVENTS] = Reply(body=json.dumps({"Events": [first, second]}))
+        assert azure.poll().seconds_left() == pytest.approx(45, abs=2)
+
+    @pytest.mark.parametrize(
+        "reply", [azure_event("other"), azure_event("trainer_0", kind="Freeze"), Reply(body='{"Events": []}')]
+    )
+    def test_others_do_not_concern_it(self, server, azure, reply):
+        server.replies[EVENTS] = reply
+        assert azure.poll() is None
+
+    @pytest.mark.parametrize("body", ["", "[]", "{}", '{"Events": [{}]}', '{"Events": 3}'])
+    def test_bad_answers_are_errors(self, server, azure, body):
+        server.replies[EVENTS] = Reply(body=body)
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            azure.poll()
+
+
+class TestPoller:
+    @pytest.fixture
+    def board(self, monkeypatch):
+        for watch in (AwsWatch, AzureWatch):
+            monkeypatch.setattr(watch, "every_s", 0.02)
+        monkeypatch.setattr(clouds, "_LONGEST_PAUSE_S", 0.05)
+        return NoticeBoard()
+
+    @pytest.fixture
+    def poll(self, board, client):
+        pollers = []
+
+        def begin(cloud):
+            pollers.append(watch_cloud(cloud, board=board, client=client, environ={}))
+            return pollers[-1]
+
+        yield begin
+        for poller in pollers:
+            poller.stop()
+            poller.join(2)
+            assert not poller.is_alive()
+
+    def test_posts_what_it_hears_with_its_deadline(self, server, board, poll):
+        server.replies |= {TOKEN: Reply(body="t"), REBALANCE: Reply(body="{}")}
+        poll("aws")
+        assert wait_for(lambda: server.paths().count(ACTION) > 2)
+        assert board.notices() == []
+        assert board.take_hint()
+        moment = soon(120).isoformat()
+        server.replies[ACTION] = Reply(body=json.dumps({"action": "terminate", "time": moment}))
+        assert wait_for(board.notices)
+        [notice] = board.notices()
+        assert (notice.source, notice.seconds_left()) == ("AWS spot notice", pytest.approx(120, abs=2))
+
+    def test_a_cancelled_event_takes_the_notice_back(self, server, board, poll):
+        server.replies |= {NAME: Reply(body="me"), EVENTS: azure_event("me")}
+        poll("azure")
+        assert wait_for(board.notices)
+        server.replies[EVENTS] = Reply(body='{"Events": []}')
+        assert wait_for(lambda: not board.notices())
+
+    @pytest.mark.parametrize(
+        "trouble",
+        [Reply(500), Reply(hang_s=1.0), Reply(body="{"), Reply(body="[" * 60_000), Reply(body="x" * 10**6)],
+        ids=["500", "hang", "bad JSON", "deep JSON", "huge"],
+    )
+    def test_trouble_is_outlived_with_one_warning(self, server, board, poll, caplog, trouble):
+        server.replies |= {TOKEN: Reply(body="t"), ACTION: trouble}
+        with caplog.at_level("WARNING", logger="hfscale"):
+            poll("aws")
+            assert wait_for(lambda: server.paths().count(ACTION) > 4, 10)
+        assert board.notices() == []
+        assert len([record for record in caplog.records if "it is tried again" in record.message]) == 1
+        server.replies[ACTION] = Reply(body=json.dumps({"action": "stop", "time": soon(120).isoformat()}))
+        assert wait_for(board.notices)
+
+
+class TestWhichCloud:
+    @pytest.mark.parametrize(
+        ("files", "cloud"),
+        [
+            ({"sys_vendor": "Amazon EC2"}, "aws"),
+            ({"sys_vendor": "Xen", "bios_version": "4.11.amazon"}, "aws"),
+            ({"sys_vendor": "Google", "bios_vendor": "Google"}, "gcp"),
+            ({"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": f"{AZURE_ASSET_TAG}\n"}, "azure"),
+            ({"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "1234"}, None),
+            ({"sys_vendor": "Dell Inc.", "board_vendor": "Dell Inc."}, None),
+            ({}, None),
+        ],
+    )
+    def test_by_the_firmware(self, tmp_path, files, cloud):
+        for name, content in files.items():
+            (tmp_path / name).write_text(content)
+        assert detect_cloud(tmp_path) == cloud
+
+    def test_without_evidence_nobody_is_asked(self, tmp_path, client, server):
+        assert watch_cloud("auto", client=client, root=tmp_path, environ={}) is None
+        assert watch_cloud(None, client=client, root=tmp_path, environ={"HFSCALE_CLOUD": "aws"}) is None
+        (tmp_path / "sys_vendor").write_text("Google")
+        assert watch_cloud("auto", client=client, root=tmp_path, environ={"HFSCALE_CLOUD": "none"}) is None
+        assert server.asked == []
+
+    def test_evidence_or_a_name_begins_the_polling(self, tmp_path, client, server):
+        (tmp_path / "sys_vendor").write_text("Google")
+        for cloud, environ, path in (
+            ("auto", {}, PREEMPTED),
+            ("azure", {}, NAME),
+            ("auto", {"HFSCALE_CLOUD": "AWS"}, TOKEN),
+        ):
+            poller = watch_cloud(cloud, board=NoticeBoard(), client=client, root=tmp_path, environ=environ)
+            assert wait_for(lambda path=path: path in server.paths())
+            poller.stop()
+
+    def test_an_unknown_name_is_told(self, tmp_path):
+        with pytest.raises(UsageError, match="cloud is 'alibaba': give auto, aws, gcp, azure, or None"):
+            watch_cloud("alibaba")
+        with pytest.raises(UsageError, match="HFSCALE_CLOUD=oracle: give aws, gcp, azure or none"):
+            watch_cloud("auto", root=tmp_path, environ={"HFSCALE_CLOUD": "oracle"})

@@ -1,0 +1,216 @@
+"""Imports everything once, then forks trainings that are signalled: a trial a line on standard input, as JSON, and its
+outcome a line on standard output.
+
+Each rank is a process group of its own, as under a launcher. A trial names the moment (`phase`, `at`, `rank`) at which
+the signals are sent; the rank that gets there says so through a pipe.
+"""
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from tiny import RandomTokens, tiny_arguments, tiny_model
+from transformers import Trainer, TrainerCallback
+
+from hfscale import ScalingCallback, SpotCheckpointCallback
+from hfscale.arguments import ParallelArguments
+from hfscale.entrypoint import end_if_preempted, run
+from hfscale.parallelism import finish_on_cpu, set_up_parallelism
+from hfscale.resume import resume_point
+
+
+class Phases:
+    """Tells the server when the moment has come, and makes each phase last."""
+
+    def __init__(self, spec, rank, pipe):
+        self.spec, self.rank, self.pipe, self.counts = spec, rank, pipe, {}
+
+    def enter(self, name):
+        self.counts[name] = self.counts.get(name, 0) + 1
+        moment = [self.spec.get("phase"), self.spec.get("at", 1), self.spec.get("rank", 0)]
+        if [name, self.counts[name], self.rank] == moment:
+            os.write(self.pipe, b"!")
+        time.sleep(self.spec.get("pauses", {}).get(name, 0.0))
+
+
+class Moments(TrainerCallback):
+    """The events of the Trainer as phases."""
+
+    def __init__(self, phases):
+        self.phases = phases
+
+    def on_train_begin(self, *args, **kwargs):
+        self.phases.enter("begin")
+
+    def on_epoch_begin(self, *args, **kwargs):
+        self.phases.enter("epoch")
+
+    def on_step_begin(self, *args, **kwargs):
+        self.phases.enter("step")
+
+    def on_substep_end(self, *args, **kwargs):
+        self.phases.enter("substep")
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.phases.enter("optimizer")
+
+    def on_prediction_step(self, *args, **kwargs):
+        self.phases.enter("evaluation")
+
+
+class Tokens(RandomTokens):
+    """In a worker process the count of items is the worker's own."""
+
+    def __init__(self, phases, name, size):
+        super().__init__(size)
+        self.phases, self.name = phases, name
+
+    def __getitem__(self, index):
+        self.phases.enter(self.name)
+        return super().__getitem__(index)
+
+
+class Saving(Trainer):
+    """Has the beginning of a save as a phase."""
+
+    def _save_checkpoint(self, model, trial):
+        self.phases.enter("save")
+        super()._save_checkpoint(model, trial)
+
+
+def train(spec, phases):
+    arguments = tiny_arguments("out", **spec["arguments"])
+    set_up_parallelism(ParallelArguments(), arguments)
+    checkpoint = resume_point(arguments) if arguments.resume_from_checkpoint else None
+    scaling = ScalingCallback(spot_checkpoint=SpotCheckpointCallback(**spec.get("spot", {})))
+    trainer = Saving(
+        model=tiny_model(attention_dropout=0.1, **spec.get("model", {})),
+        args=arguments,
+        train_dataset=Tokens(phases, "data", 64),
+        eval_dataset=Tokens(phases, "eval_data", 32),
+        callbacks=[] if spec.get("stock") else [Moments(phases), scaling],
+    )
+    if spec.get("stock"):
+        trainer.add_callback(Moments(phases))
+    trainer.phases = phases
+    finish_on_cpu(trainer)
+    if "write_s" in spec:
+        scaling.spot_checkpoint.preemption.last_write_s = spec["write_s"]
+    trainer.train(resume_from_checkpoint=checkpoint)
+    weights = [float(p.detach().double().sum()) for p in trainer.model.parameters()] if spec.get("weights") else []
+    outcome = {
+        "step": trainer.state.global_step,
+        "preempted": None if spec.get("stock") else scaling.spot_checkpoint.preempted,
+        "weights": weights,
+    }
+    Path(f"rank-{phases.rank}.json").write_text(json.dumps(outcome))
+    end_if_preempted(scaling)
+
+
+def become_rank(spec, rank, port, pipe):
+    """Never returns."""
+    os.setsid()
+    os.chdir(spec["folder"])
+    log = os.open(f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    world = str(spec.get("world", 2))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), **spec.get("env", {}),
+    )  # fmt: skip
+    code = 1
+    try:
+        run(lambda: train(spec, Phases(spec, rank, pipe)))
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def send(signals, pids, since_s=0.0):
+    """Send those whose time has come, and take them off the list."""
+    for entry in list(signals):
+        number = signal.Signals[entry["signal"]]
+        if since_s < entry.get("after_s", 0.0):
+            continue
+        signals.remove(entry)
+        for rank in entry["to"]:
+            with suppress(ProcessLookupError):  # "group": as a launcher does; else as somebody who knows the process
+                (os.killpg if entry.get("group") else os.kill)(pids[rank], number)
+
+
+def trial(spec):
+    """Fork the ranks, signal them when the moment comes, wait for their ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    reader, writer = os.pipe()
+    pids = []
+    for rank in range(spec.get("world", 2)):
+        pid = os.fork()
+        if pid == 0:
+            become_rank(spec, rank, port, writer)
+        pids.append(pid)
+    os.close(writer)
+    begun, codes, signals, sent_at, ended_at = time.monotonic(), {}, list(spec.get("signals", [])), None, None
+    while len(codes) < len(pids) and time.monotonic() - begun < spec.get("timeout_s", 60):
+        if sent_at is None and select.select([reader], [], [], 0.005)[0] and os.read(reader, 1):
+            sent_at = time.monotonic()
+        elif sent_at is not None or not signals:
+            time.sleep(0.005)
+        if sent_at is not None and signals:
+            send(signals, pids, time.monotonic() - sent_at)
+        for rank, pid in enumerate(pids):
+            if rank not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[rank], ended_at = os.waitstatus_to_exitcode(status), time.monotonic()
+                    if codes[rank] != 0 and not spec.get("stock"):  # what a launcher does to the others
+                        others = [other for other in range(len(pids)) if other not in codes]
+                        send([{"to": others, "signal": "SIGTERM", "group": True}], pids)
+    hung = [rank for rank in range(len(pids)) if rank not in codes]
+    for rank in hung:
+        os.killpg(pids[rank], signal.SIGKILL)
+        os.waitpid(pids[rank], 0)
+    os.close(reader)
+    ranks = [json.loads(path.read_text()) for path in sorted(Path(spec["folder"]).glob("rank-*.json"))]
+    return {
+        "codes": [codes.get(rank) for rank in range(len(pids))],
+        "hung": hung,
+        "ranks": ranks,
+        "seconds_to_end": ended_at - sent_at if sent_at and ended_at else None,
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def say(line):
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    import deepspeed  # noqa: F401  accelerate imports it where it is installed
+
+    torch.set_num_threads(1)
+    gc.freeze()  # so that no fork copies, or searches, what was imported
+    say("ready")
+    for line in sys.stdin:
+        say(json.dumps(trial(json.loads(line))))
