@@ -72,7 +72,12 @@ def main():
             remote=scaling_args.checkpoint_remote,
             notice_s=scaling_args.notice_s,
         ),
-        metrics=ScalingMetricsCallback(peak_tflops=scaling_args.peak_tflops),
+        metrics=ScalingMetricsCallback(
+            peak_tflops=scaling_args.peak_tflops,
+            usd_per_gpu_hour=scaling_args.usd_per_gpu_hour,
+            baseline=scaling_args.scaling_baseline,
+            noise_scale=scaling_args.noise_scale,
+        ),
     )
     trainer = Trainer(
         model=model,
