@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.callbacks.trainer_access import saved_state
+from hfscale.checkpoint.status import read_status
 from hfscale.errors import HfScaleError
 from hfscale.logs import get_logger
 from hfscale.redact import redact_argv
@@ -108,6 +109,8 @@ class WandbRun(TrainerCallback):
         """At the end of a training: the numbers of the whole run into W&B's summary, the report as an artifact."""
         if self._run is None:
             return
+        if (read_status(Path(args.output_dir)) or {}).get("status") == "preempted":
+            return  # the machine has seconds left, and the run goes on elsewhere
         import wandb
 
         from hfscale.report.page import write_page
