@@ -17,6 +17,7 @@ from hfscale.errors import HfScaleError
 COMMANDS = {
     "plan": "Rank the layouts for a model on your GPUs: does it fit, how long, how much.",
     "estimate": "Memory and time of one layout, or of every row of a table of runs.",
+    "check": "Check this node, and under a launcher all ranks and links, before a run.",
     "configs": "List, show or copy the shipped Accelerate, DeepSpeed and recipe configs.",
 }
 
