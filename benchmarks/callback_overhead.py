@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hfscale import ScalingCallback
 from hfscale.callbacks.log_keys import LogKeys
+from hfscale.health.local_time import LocalTimer
 from hfscale.metrics.throughput import TokenCounter
 
 PAIRS = 15
@@ -97,6 +98,8 @@ def measure() -> dict[str, Any]:
         own.wrap(ScalingCallback, event)
     own.wrap(LogKeys, "on_log")
     own.wrap(TokenCounter, "_count")
+    for hook in ("_begin", "_end"):
+        own.wrap(LocalTimer, hook)
     with tempfile.TemporaryDirectory() as root:
         one_turn(None, f"{root}/warm-up")  # the allocator and the caches of both
         for pair in range(PAIRS):
