@@ -23,6 +23,8 @@ CPU_SIZES = (4096, 2**20, 2**24)
 GPU_SIZES = (4096, 2**20, 2**26, 2**28)
 SHORT_SIZES = (4096, 2**20)
 CLOCK_ROUNDS = 5
+MARGIN_S = 1.0
+"""Of the deadline, to read what the others have posted and to say it."""
 
 
 @dataclass(kw_only=True)
@@ -136,7 +138,7 @@ def run(board: Board, plan: Plan, *, begun: float | None = None, is_ending: Call
     """
     begun = time.monotonic() if begun is None else begun
     grace_s = min(3.0, plan.deadline_s / 4)
-    until = begun + plan.deadline_s - grace_s - 0.2
+    until = begun + plan.deadline_s - grace_s - MARGIN_S
     board.post("hello", {**machine.describe_self(device=plan.device), **plan.facts})
 
     def go_on() -> bool:
