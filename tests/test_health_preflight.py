@@ -138,12 +138,16 @@ def errors(ended):
     return told[0]
 
 
-@pytest.mark.world(3)
+@pytest.mark.world(4)
 def test_healthy_ranks_are_not_accused_and_take_little_time():
-    ended = run(3, "none", 0, 20.0)
+    """Four ranks on two nodes, so that links are measured inside a node and between."""
+    ended = run(4, "none", 0, 20.0)
     assert errors(ended) == []
     assert all(result["seconds"] < 10 and not result["stuck"] for result in ended.results.values())
-    assert {row["kind"] for row in ended.results[0]["links"]} == set(collectives.KINDS)
+    links = ended.results[0]["links"]
+    assert {(row["kind"], row["where"]) for row in links} == {
+        (kind, where) for kind in collectives.KINDS for where in ("node", "network")
+    }
 
 
 @pytest.mark.world(3)

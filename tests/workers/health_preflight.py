@@ -3,18 +3,21 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from workers.health import Ranks, gloo
 
-from hfscale.health import collectives, compute, preflight
+from hfscale.health import collectives, compute, machine, preflight
 
 CPU = torch.device("cpu")
 
 
 def checked(board, rank, fault, guilty, deadline_s):
     """What one rank finds, when `guilty` has `fault`."""
+    if board.world_size == 4 and rank >= 2:  # four ranks stand for two nodes of two
+        machine.socket = SimpleNamespace(gethostname=lambda: "node-b")
     if rank == guilty:
         commit(fault, rank)
     plan = preflight.Plan(
