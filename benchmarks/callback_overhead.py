@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hfscale import ScalingCallback, ScalingMetricsCallback
 from hfscale.callbacks.log_keys import LogKeys
+from hfscale.health.local_time import LocalTimer
 from hfscale.metrics.noise_scale import LeafProbe
 from hfscale.metrics.throughput import TokenCounter
 
@@ -107,6 +108,8 @@ def measure() -> dict[str, Any]:
     own.wrap(LogKeys, "on_log")
     own.wrap(TokenCounter, "_count")
     own.wrap(LeafProbe, "_see")
+    for hook in ("_begin", "_end"):
+        own.wrap(LocalTimer, hook)
     with tempfile.TemporaryDirectory() as root:
         one_turn(None, f"{root}/warm-up")  # the allocator and the caches of both
         for pair in range(PAIRS):

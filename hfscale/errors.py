@@ -10,6 +10,7 @@
     ├── StrategyMismatchError          the strategy that runs is not the strategy asked for
     ├── CheckpointError                a checkpoint is incomplete, corrupt or of another kind
     ├── StorageError                   the output directory is full, read-only or gone
+    ├── HealthError                    a node, a link, a rank or the training itself is sick
     └── MissingDependencyError (ImportError)   an optional package is needed and not installed
 
 Each message is one line that names the value, the reason and the mend; the command line and the recipes print it
@@ -59,6 +60,10 @@ class CheckpointError(HfScaleError):
 
 class StorageError(HfScaleError):
     """The output directory cannot be written: full, read-only or gone."""
+
+
+class HealthError(HfScaleError):
+    """A node, a link, a rank or the training itself is not well enough to go on."""
 
 
 class MissingDependencyError(HfScaleError, ImportError):

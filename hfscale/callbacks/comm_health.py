@@ -1,27 +1,91 @@
-"""Before the first step: is what runs what was asked for, on every rank?"""
+"""Before the first step: is every rank well, and is what runs what was asked for? During the run: who holds it up?"""
 
-from typing import Any
+import math
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale import distributed
+from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.trainer_access import calling_trainer
-from hfscale.errors import StrategyMismatchError
-from hfscale.logs import get_logger
+from hfscale.checkpoint.store import latest_checkpoint, set_aside
+from hfscale.errors import HealthError, StrategyMismatchError, UsageError
+from hfscale.health import disk, env, preflight, verdict
+from hfscale.health.board import Board
+from hfscale.health.findings import Finding
+from hfscale.health.gpu import GpuWatch, sensor_of
+from hfscale.health.hang import HangWatchdog, Limits
+from hfscale.health.local_time import LocalTimer
+from hfscale.health.loss import LossGuard
+from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
+from hfscale.logs import get_logger, is_main_process
 from hfscale.strategy import check_launch, check_strategy, describe_strategy
 
 logger = get_logger(__name__)
 
+PREFLIGHT_DEADLINE_S = 60.0
+_SPEED_PROBE_BYTES = 16 * 2**20
+_boards = 0
+
 
 class CommHealthCallback(TrainerCallback):
-    """Stops a run whose strategy, world size or model wrapper is not the one asked for.
+    """Stops a run that is not the one asked for or whose ranks are not well, and names what holds it up.
 
-    Logs no metric keys.
+    At the beginning: strategy, world size and model wrapper are compared with the request; the node's variables,
+    limits and disk are looked at; every rank multiplies against a known answer, and all collectives are checked for
+    their values (half a second). During the run a thread watches for hangs and names the rank that keeps the others
+    waiting, with every rank's stacks in `hfscale_hang/`; at each log the ranks exchange one vector, from which
+    stragglers, ranks that wait for data, replicas that have drifted apart and GPUs that throttle are named; losses
+    are watched for NaN, infinity and spikes. See `hfscale.health`.
+
+    | metric key | unit | meaning |
+    |---|---|---|
+    | `scaling/straggler_skew` | ratio | slowest rank's own work over the median rank's; from two processes on |
+    | `gpu/temperature_c_max` | °C | hottest GPU (with `nvidia-ml-py`) |
+    | `gpu/power_w` | W | mean power of a GPU |
+    | `gpu/throttled` | ratio | share of the GPUs that are slowed down by heat or a power brake |
+
+    Args:
+        preflight (`bool`): whether ranks check each other before the first step.
+        hang_after_s (`float`, *optional*): seconds of silence that are a hang, or ten steps where that is more; None:
+            hangs are not watched for.
+        on_hang (`str`): `report`, or `abort`: after the report the processes end, so that the launcher restarts them.
+        stragglers (`bool`): whether each rank's own work is timed.
+        on_bad_training (`str`): on a NaN or infinite loss and on replicas that differ, `warn`, or `stop`: checkpoints
+            after the last good log are set aside and the run ends.
 
     Raises:
         StrategyMismatchError: when the Trainer is made (number of processes) or training begins (strategy, wrapper,
             ranks that disagree).
+        HealthError: a rank is missing, computes or communicates wrongly; with `stop`, a training that cannot go on.
+        UsageError: an argument that is none of the above.
     """
+
+    def __init__(
+        self,
+        *,
+        preflight: bool = True,
+        hang_after_s: float | None = 60.0,
+        on_hang: Literal["report", "abort"] = "report",
+        stragglers: bool = True,
+        on_bad_training: Literal["warn", "stop"] = "warn",
+    ) -> None:
+        if hang_after_s is not None and hang_after_s <= 0:
+            raise UsageError(f"hang_after_s is {hang_after_s}: it must be greater than 0, or None")
+        if on_hang not in ("report", "abort"):
+            raise UsageError(f"on_hang is {on_hang!r}: use report or abort")
+        if on_bad_training not in ("warn", "stop"):
+            raise UsageError(f"on_bad_training is {on_bad_training!r}: use warn or stop")
+        self.preflight, self.hang_after_s, self.on_hang = preflight, hang_after_s, on_hang
+        self.stragglers, self.on_bad_training = stragglers, on_bad_training
+        self._watchdog: HangWatchdog | None = None
+        self._monitor: Monitor | None = None
+        self._previous_hook: Any = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -43,3 +107,194 @@ class CommHealthCallback(TrainerCallback):
         logger.info("strategy %s on %d processes (%s)", strategy, args.world_size, args.device.type)
         if args.world_size > 1:
             logger.info("each rank: %s", describe_strategy(trainer))
+        self._end()  # of an earlier training that broke off
+        self._losses, self._healthy_step, self._args = LossGuard(), state.global_step, args
+        board = self._board(args)
+        if self.preflight:
+            self._check_ranks(trainer, board)
+        self._watch(trainer, strategy, board)
+        LogKeys.of(trainer).add(self._keys)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._monitor is not None:
+            self._monitor.step_began()
+        if self._watchdog is not None:
+            self._watchdog.step_began(state.global_step + 1)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._moved()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._monitor is not None:
+            self._monitor.step_ended()
+        if self._watchdog is not None:
+            self._watchdog.step_ended()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._moved()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._moved_aside()
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._moved_aside()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._moved_aside()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._end()
+
+    def _moved(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.moved()
+
+    def _moved_aside(self) -> None:
+        self._moved()
+        if self._monitor is not None:
+            self._monitor.aside()
+
+    def _board(self, args: TrainingArguments) -> Board | None:
+        """The launcher's store; None for a single process, or where no launcher's variables point to one."""
+        global _boards
+        _boards += 1  # a process may train more than once; all ranks count alike
+        if args.world_size == 1 or not (self.preflight or self.hang_after_s):
+            return None
+        if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
+            logger.info("no launcher's variables are set: ranks are not checked, and hangs are not watched for")
+            return None
+        try:
+            return Board.connect(f"training-{_boards}")
+        except HealthError as error:  # a process group can be made without that store; then this rank does without
+            logger.error("ranks are not checked and hangs are not watched for: %s", error)
+            return None
+
+    def _check_ranks(self, trainer: Trainer, board: Board | None) -> None:
+        """The node, and every rank with every other.
+
+        Raises:
+            HealthError: a rank is missing, or computes or communicates wrongly.
+        """
+        args = trainer.args
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        here = env.lint(os.environ, env.Node.here(gpus)) + _disk(trainer) if args.local_process_index == 0 else []
+        if board is None:
+            _tell(here)
+            return
+        facts = {"node": [finding.to_dict() for finding in here]}
+        plan = preflight.Plan(device=args.device, deadline_s=PREFLIGHT_DEADLINE_S, facts=facts)
+        found = preflight.run(board, plan)
+        # A slow device holds a run up and does no harm: it is told, and the run's own times will show it.
+        bad = [finding for finding in found.findings if finding.level == "error" and finding.check != "speed"]
+        if bad:
+            raise HealthError(f"the ranks are not fit to train: {verdict.one_line(bad)}")
+        nodes = [Finding(**fields) for _, note in sorted(found.ranks.items()) for fields in note["node"]]
+        _tell([*found.findings, *nodes])
+
+    def _watch(self, trainer: Trainer, strategy: str, board: Board | None) -> None:
+        args = trainer.args
+        timer = LocalTimer(trainer.model_wrapped, strategy, args.device) if self.stragglers else None
+        if timer is not None and not timer.measures and args.world_size > 1:
+            logger.info("stragglers are not looked for: under %s a rank's own work cannot be timed", strategy)
+        sensor = sensor_of(args.device)
+        gpu = GpuThread(GpuWatch(sensor)) if sensor is not None else None
+        if gpu is not None:
+            gpu.start()
+        are_replicas = strategy == "ddp" and args.world_size > 1
+        self._monitor = Monitor(
+            hosts=gather_hosts(), timer=timer, gpu=gpu,
+            replicas=list(trainer.model.parameters()) if are_replicas else (),
+        )  # fmt: skip
+        if board is not None and self.hang_after_s:
+            self._watchdog = HangWatchdog(
+                board, Path(args.output_dir), limits=Limits(floor_s=self.hang_after_s),
+                abort=self.on_hang == "abort", inside="transformers/trainer.py",
+            )  # fmt: skip
+            self._watchdog.start()
+            self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An exception ends this process: find out which rank began it, then report it as before."""
+        if self._watchdog is not None and isinstance(error, Exception):
+            self._watchdog.examine_failure(error)
+            self._watchdog.stop()
+        (self._previous_hook or sys.__excepthook__)(kind, error, trace)
+
+    def _keys(self, state: TrainerState) -> dict[str, float]:
+        """The keys of the window that ends now. Called on every rank."""
+        if self._monitor is None:
+            return {}
+        logs, step = state.log_history[-1], state.global_step
+        keys, found = self._monitor.exchange(step, logs.get("grad_norm"))
+        if "loss" in logs:
+            bad_loss = self._losses.check(step, logs["loss"], logs.get("grad_norm"))
+            found += [bad_loss] if bad_loss is not None else []
+        _tell(found)
+        # What the loss and the replicas say is the same on every rank, so all stop or none.
+        bad = [f for f in found if f.level == "error" and f.check in ("loss", "replicas")]
+        if bad and self.on_bad_training == "stop":
+            self._stop(bad)
+        if not bad:
+            self._healthy_step = step
+        return {name: value for name, value in keys.items() if math.isfinite(value)}
+
+    def _stop(self, bad: list[Finding]) -> None:
+        """End the run at the last checkpoint that was written while all was well.
+
+        Raises:
+            HealthError: always.
+        """
+        distributed.barrier()
+        output_dir = self._args.output_dir
+        if self._args.should_save and Path(output_dir).is_dir():
+            set_aside(output_dir, after_step=self._healthy_step)
+        distributed.barrier()
+        good = latest_checkpoint(output_dir) if self._args.should_save and Path(output_dir).is_dir() else None
+        self._end()
+        go_on = f"the relaunched command goes on from {Path(good).name}" if good else "no good checkpoint was written"
+        raise HealthError(f"stopped: {verdict.one_line(bad)}; {go_on}")
+
+    def _end(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            sys.excepthook = self._previous_hook
+            self._watchdog = None
+        if self._monitor is not None:
+            self._monitor.stop()
+            self._monitor = None
+
+
+def _disk(trainer: Trainer) -> list[Finding]:
+    """Room and time for checkpoints, as large as this model's weights and AdamW states."""
+    args = trainer.args
+    if args.save_strategy == "no":
+        return []
+    sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in trainer.model.parameters()]
+    weights = sum(numel * p.element_size() for numel, p in sizes)
+    states = disk.BYTES_PER_TRAINED_PARAMETER * sum(numel for numel, p in sizes if p.requires_grad)
+    speed = disk.write_speed(Path(args.output_dir), _SPEED_PROBE_BYTES)
+    return disk.judge(
+        Path(args.output_dir), checkpoint_bytes=weights + states, bytes_per_s=speed, notice_s=disk.DEFAULT_NOTICE_S
+    )
+
+
+def _tell(findings: list[Finding]) -> None:
+    """Each in one line, from the main process; from another what only it knows."""
+    for finding in findings:
+        is_mine = finding.ranks == (distributed.rank(),) and finding.check == "gpu"
+        if is_main_process():
+            logger.log({"note": 20, "warning": 30, "error": 40}[finding.level], "%s", finding)
+        elif is_mine:
+            logger.error("%s", finding)

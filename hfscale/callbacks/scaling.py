@@ -17,7 +17,7 @@ class ScalingCallback(TrainerCallback):
 
     | part | does |
     |---|---|
-    | [`CommHealthCallback`] | stops a run that is not the one asked for |
+    | [`CommHealthCallback`] | stops a run that is not the one asked for, or not well, and names who holds it up |
     | [`LRScalingCallback`] | scales the learning rate to the global batch |
     | [`SpotCheckpointCallback`] | commits checkpoints that survive a lost machine |
     | [`ScalingMetricsCallback`] | logs tokens/s, MFU and where the time goes |

@@ -21,6 +21,7 @@ COMMANDS = {
     "sweep": "Run a recipe on 1, 2, 4 … GPUs: scaling efficiency, its causes, a baseline for later runs.",
     "report": "Where the time and money of a run went, and what to change first.",
     "autostop": "Run a command once when training has ended or the GPUs idle.",
+    "check": "Check this node, and under a launcher all ranks and links, before a run.",
     "configs": "List, show or copy the shipped Accelerate, DeepSpeed and recipe configs.",
 }
 

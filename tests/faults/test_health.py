@@ -1,0 +1,122 @@
+"""Every rank in turn at every fault, many times: who is named, how soon, and how often nobody should have been.
+
+The long suite, `make test-faults`; it prints the numbers (`-s`).
+"""
+
+import pytest
+from workers.health_hang import run as hang
+from workers.health_preflight import run as preflight
+from workers.health_stragglers import run as straggle
+
+from hfscale.health.hang import Limits
+
+pytestmark = pytest.mark.faults
+QUICK = Limits(floor_s=1.5, factor=5, grace_s=2.0, poll_s=0.2)
+DEADLINE_S = 8.0
+HANGS = ("stop", "kill", "sleep", "skip", "reorder", "aside", "raise")
+WORLDS = (2, 3, 4)
+
+
+@pytest.mark.timeout(1800)
+def test_hangs_right_rank_in_time(tmp_path):
+    right = named = late = 0
+    for world in WORLDS:
+        for fault in HANGS:
+            for guilty in range(world):
+                ended = hang(world, fault, guilty, QUICK, tmp_path)
+                for result in ended.results.values():
+                    ((ranks, *_),) = result["found"]
+                    # Of two ranks in different collectives nobody can say which one is wrong: both are told.
+                    both = world == 2 and fault in ("skip", "reorder", "aside") and ranks == (0, 1)
+                    named, right = named + 1, right + (ranks == (guilty,) or both)
+                    late += result["after_s"] > QUICK.floor_s + 5
+    print(f"hangs: right rank {right} of {named}, late {late}")
+    assert right / named >= 0.99
+    assert late == 0
+
+
+@pytest.mark.timeout(600)
+def test_healthy_runs_are_not_accused(tmp_path):
+    told = [
+        result["found"]
+        for world in WORLDS
+        for _ in range(10)
+        for result in hang(world, "none", 0, QUICK, tmp_path, steps=40).results.values()
+    ]
+    print(f"healthy: {sum(map(bool, told))} of {len(told)} ranks accused somebody")
+    assert not any(told)
+
+
+PREFLIGHTS = (
+    "absent", "stopped:all_reduce", "stopped:neighbours", "killed:all_gather", "killed:all_to_all", "wrong:matmul",
+    "wrong:all_reduce", "wrong:all_gather", "wrong:reduce_scatter", "wrong:all_to_all", "corrupt:all_reduce",
+    "corrupt:all_gather", "corrupt:reduce_scatter", "corrupt:all_to_all", "corrupt:neighbours", "slow:1.5", "slow:3",
+    "skip:all_reduce", "skip:all_gather", "reorder",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", [2, 4])
+def test_preflight_right_rank_within_the_deadline(world):
+    right = named = 0
+    slowest = 0.0
+    for fault in PREFLIGHTS:
+        for guilty in range(world):
+            ended = preflight(world, fault, guilty, DEADLINE_S)
+            for result in ended.results.values():
+                ranks = {rank for found in result["errors"] for rank in found[0]}
+                pair = fault == "corrupt:neighbours" or (
+                    world == 2 and fault.startswith(("skip", "reorder", "corrupt:all_to_all"))
+                )
+                is_right = guilty in ranks and (len(ranks) == 1 or (pair and len(ranks) == 2))
+                named, right = named + 1, right + is_right
+                slowest = max(slowest, result["seconds"])
+                if not is_right:
+                    print("wrong:", world, fault, guilty, result["errors"])
+    print(f"pre-flight of {world}: right rank {right} of {named}, slowest verdict {slowest:.1f} s of {DEADLINE_S}")
+    assert right / named >= 0.99
+    assert slowest <= DEADLINE_S
+
+
+@pytest.mark.timeout(600)
+def test_preflights_of_healthy_ranks():
+    told = [
+        result["errors"]
+        for world in WORLDS
+        for fault in ("none", "slow:1.1")
+        for _ in range(10)
+        for result in preflight(world, fault, 1, 20.0).results.values()
+    ]
+    print(f"healthy pre-flights: {sum(map(bool, told))} of {len(told)} ranks accused somebody")
+    assert sum(map(bool, told)) == 0
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", WORLDS)
+def test_stragglers_found_from_half_as_slow_again_and_none_up_to_a_tenth(world):
+    for ratio in (1.5, 3.0):
+        for guilty in range(world):
+            found = straggle(world, ratio, guilty, steps=50).results[0]["found"]
+            assert [(check, ranks) for _, check, ranks, _ in found] == [("straggler", (guilty,))]
+    for guilty in (*range(world), "rotating", None):
+        for result in straggle(world, 1.1, guilty, steps=120).results.values():
+            assert result["found"] == []
+    (found,) = straggle(world, 1.7, "rotating", steps=60).results[0]["found"]
+    assert found[1:3] == ("straggler", ())
+
+
+@pytest.mark.timeout(300)
+def test_a_straggler_under_fsdp2():
+    for guilty in range(3):
+        found = straggle(3, 1.5, guilty, steps=50, strategy="fsdp2").results[0]["found"]
+        assert [(check, ranks) for _, check, ranks, _ in found] == [("straggler", (guilty,))]
+    for result in straggle(3, 1.1, 1, steps=100, strategy="fsdp2").results.values():
+        assert result["found"] == []
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_starves_and_each_that_drifts():
+    assert [ranks for *_, ranks, _ in straggle(4, 1.0, "data").results[0]["found"]] == [(1,)]
+    for guilty in range(4):
+        found = straggle(4, 1.0, guilty, drift=25).results[0]["found"]
+        assert {ranks for _, check, ranks, _ in found if check == "replicas"} == {(guilty,)}

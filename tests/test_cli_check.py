@@ -1,0 +1,118 @@
+"""`hfscale check`: alone, under a launcher, and with a rank that is killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPOSITORY
+
+from hfscale.cli import main
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(capsys, *argv, code=0):
+    assert main(["check", *map(str, argv)]) == code
+    return capsys.readouterr()
+
+
+def test_alone_it_looks_at_the_node_and_says_what_it_did_not(capsys, tmp_path):
+    out = run(capsys, "--output-dir", tmp_path, "--checkpoint-gib", "0.001").out
+    assert "accelerate launch -m hfscale check" in out
+    assert re.search(r"this node: fit to train \(\d+\.\d s\)$", out.strip())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_the_findings(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9")
+    report = json.loads(run(capsys, "--json", "--output-dir", tmp_path, "--checkpoint-gib", "1e6", code=1).out)
+    assert report["ok"] is False
+    assert {(f["check"], f["level"]) for f in report["findings"]} >= {("interfaces", "error"), ("disk", "error")}
+    assert report["ranks"][0]["versions"]["torch"]
+
+
+def test_a_save_that_takes_longer_than_the_notice(capsys, tmp_path):
+    out = run(capsys, "--output-dir", tmp_path, "--checkpoint-gib", "3", "--notice", "0.001").out
+    assert re.search(r"warning: .*a save takes \d+ s, the notice is 0 s", out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--deadline", "1"], "--deadline 1 is below 5 s"),
+        (["--backend", "mpi"], "--backend mpi"),
+        (["--notice", "0"], "must be above 0"),
+        (["--deadline", "soon"], "'--deadline'"),
+    ],
+)
+def test_wrong_usage_is_one_line(capsys, argv, part):
+    err = run(capsys, *argv, code=2).err
+    assert part in err
+    assert len(err.splitlines()) == 1
+
+
+def test_nccl_without_a_gpu_and_a_store_that_is_not_there(capsys, monkeypatch):
+    import torch
+
+    if not torch.cuda.is_available():
+        assert "torch sees none here" in run(capsys, "--backend", "nccl", code=2).err
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    previous = signal.getsignal(signal.SIGTERM)
+    err = run(capsys, "--backend", "gloo", "--deadline", "5", code=1).err
+    signal.signal(signal.SIGTERM, previous)
+    assert "the launcher's store at 127.0.0.1:9 does not answer" in err.splitlines()[-1]
+
+
+@pytest.mark.world(2)
+def test_under_a_launcher_all_ranks_and_links_are_checked(launch):
+    done = launch(2, "-m", "hfscale", "check", "--json", "--short")
+    assert done.code == 0, done.err[-3000:]
+    (report,) = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
+    assert (report["ok"], report["world_size"], len(report["ranks"])) == (True, 2, 2)
+    assert {row["kind"] for row in report["collectives"]} >= {"all_reduce", "all_to_all", "neighbours"}
+    assert all(row["gb_s"] > 0 for row in report["collectives"])
+
+
+@pytest.mark.faults
+@pytest.mark.world(3)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops_is_named_by_all_others(tmp_path, how):
+    """The launcher ends all ranks as soon as one dies: the others speak before they go."""
+    config = REPOSITORY / "accelerate_configs" / "ddp.yaml"
+    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "3"]
+    script = tmp_path / "check.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "open(f'pid-{os.environ[\"RANK\"]}', 'w').write(str(os.getpid()))\n"
+        "import torch.distributed as dist\n"
+        "real = dist.all_reduce\n"
+        "def slow(*a, **k):\n"
+        "    if os.environ['RANK'] == '1': open('here', 'w').close(); time.sleep(30)\n"
+        "    return real(*a, **k)\n"
+        "dist.all_reduce = slow\n"
+        "from hfscale.cli import main\n"
+        "sys.exit(main(['check', '--deadline', '40']))\n"
+    )
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen([*argv, str(script)], cwd=tmp_path, stdout=err, stderr=err)
+        until = time.monotonic() + 60
+        while not (tmp_path / "here").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(int((tmp_path / "pid-1").read_text()), how)
+        code = process.wait(120)
+    text = (tmp_path / "err").read_text()
+    assert code != 0
+    for rank in (0, 2):
+        assert re.search(rf"hfscale: error on rank {rank}: rank 1 \(\S+\): does not answer", text), text[-3000:]

@@ -1,0 +1,137 @@
+"""The lint of a node: each rule with a case that is wrong and one that is right."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from hfscale.errors import StorageError, UsageError
+from hfscale.health import disk
+from hfscale.health.env import STALE, Node, lint
+
+NODE = Node(
+    host="node-a", interfaces={"lo": True, "eth0": True, "eth1": False, "ib0": True}, ib_devices=("mlx5_0", "mlx5_1"),
+    gpus=("NVIDIA H100 80GB HBM3",) * 8, cores=96, memory_gib=1000.0, shm_gib=64.0,
+    limits={"nofile": 65536.0, "memlock": float("inf"), "nproc": float("inf")},
+)  # fmt: skip
+TWO_NODES = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
+
+
+def told(environ, node=NODE):
+    return [(finding.level, finding.message) for finding in lint(TWO_NODES | environ, node)]
+
+
+def test_a_node_in_order_has_nothing_to_tell():
+    right = {"NCCL_SOCKET_IFNAME": "eth", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "8"}
+    assert told({}) == []
+    assert told(right) == []
+    assert told({"NCCL_SOCKET_IFNAME": "^lo,docker"}) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "level", "part"),
+    [
+        ({"NCCL_SOCKET_IFNAME": "ens5"}, "error", "names no interface of this node (it has eth0, eth1, ib0, lo)"),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, "error", "names no interface"),
+        ({"GLOO_SOCKET_IFNAME": "eth"}, "error", "names no interface"),
+        ({"GLOO_SOCKET_IFNAME": "eth1"}, "error", "is down"),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, "error", "is the loopback, and there are 2 nodes"),
+        ({"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth0"}, "warning", "different networks"),
+        ({"NCCL_IB_DISABLE": "1"}, "warning", "mlx5_0, mlx5_1 active"),
+        ({"NCCL_IB_HCA": "mlx4"}, "error", "names no active device"),
+        ({"NCCL_P2P_DISABLE": "1"}, "warning", "NCCL_P2P_DISABLE=1 with 8 GPUs"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "warning", "the others hang for ever"),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "warning", "both set"),
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, "warning", "Flight Recorder off"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "warning", "slows every step"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "warning", "slows every step"),
+        ({"NCCL_ALGO": "Ring"}, "note", "left from tuning"),
+        ({"NCCL_BLOCKING_WAIT": "1"}, "note", "is called TORCH_NCCL_BLOCKING_WAIT now"),
+        ({"NCCL_DESYNC_DEBUG": "1", "TORCH_NCCL_DESYNC_DEBUG": "0"}, "warning", "contradict each other"),
+        ({"MASTER_ADDR": "localhost"}, "error", "on 2 nodes"),
+        ({"RANK": "16"}, "error", "is not below WORLD_SIZE=16"),
+        ({"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "true"}, "error", "unset one"),
+        ({"ACCELERATE_USE_CPU": "true"}, "warning", "stay idle"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,1"}, "error", "names a GPU twice"),
+        ({"LOCAL_WORLD_SIZE": "16"}, "error", "16 processes on this node and 8 GPUs"),
+        ({"OMP_NUM_THREADS": "32"}, "warning", "set at most 12"),
+    ],
+)
+def test_a_variable_that_is_wrong(environ, level, part):
+    ((found, message),) = told(environ)
+    assert (found, part in message) == (level, True), message
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "part"),
+    [
+        ({"limits": {"nofile": 1024.0}}, "warning", "ulimit -n is 1024"),
+        ({"limits": {"memlock": 65536.0}}, "error", "cannot be registered"),
+        ({"limits": {"nproc": 512.0}}, "warning", "ulimit -u is 512"),
+        ({"shm_gib": 0.0625}, "error", "is 64 MiB"),
+        ({"shm_gib": 4.0}, "warning", "4.0 GiB for 8 processes"),
+        ({"cores": 12}, "warning", "12 CPU cores for 8 processes"),
+        ({"memory_gib": 64.0}, "warning", "64 GiB of RAM for 8 processes"),
+    ],
+)
+def test_a_node_that_is_short_of_something(change, level, part):
+    ((found, message),) = told({}, replace(NODE, **change))
+    assert (found, part in message) == (level, True), message
+
+
+def test_what_is_right_on_other_machines_is_not_told():
+    cpu = replace(NODE, gpus=(), ib_devices=(), cores=2, memory_gib=8.0, limits={"memlock": 65536.0})
+    assert told({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, cpu) == []
+    geforce = replace(NODE, gpus=("NVIDIA GeForce RTX 4090",) * 8)
+    assert told({"NCCL_P2P_DISABLE": "1"}, geforce) == []
+    assert told({"WORLD_SIZE": "8", "NCCL_IB_DISABLE": "1"}) == []
+
+
+def test_a_variable_that_is_no_number_is_one_line():
+    with pytest.raises(UsageError, match="WORLD_SIZE=two is not a number"):
+        lint({"WORLD_SIZE": "two"}, NODE)
+
+
+def test_this_machine_is_read():
+    node = Node.here(["a"])
+    assert node.interfaces["lo"]
+    assert 0 < node.cores <= os.cpu_count()
+    assert node.memory_gib > 0.5
+    assert node.shm_gib > 0
+    assert node.gpus == ("a",)
+
+
+def test_new_names_are_no_old_ones():
+    assert not set(STALE) & set(STALE.values())
+
+
+class TestDisk:
+    def test_room_for_two_and_the_time_of_a_save(self, tmp_path):
+        def judged(size, speed):
+            found = disk.judge(tmp_path, checkpoint_bytes=size, bytes_per_s=speed, notice_s=30.0, host="h")
+            return [(finding.level, finding.message) for finding in found]
+
+        free = disk.free_bytes(tmp_path / "not" / "there")
+        assert judged(1000, 1e9) == []
+        ((level, message),) = judged(int(free * 0.6), 1e15)
+        assert level == "error"
+        assert "two checkpoints need" in message
+        ((level, message),) = judged(2**20, 2**20 / 48)
+        assert level == "warning"
+        assert "a save takes 48 s, the notice is 30 s" in message
+        ((level, message),) = judged(None, 1e9)
+        assert level == "note"
+
+    def test_speed_is_measured_and_nothing_is_left(self, tmp_path):
+        assert 1e6 < disk.write_speed(tmp_path / "new", 2**22) < 1e12
+        assert list((tmp_path / "new").iterdir()) == []
+        (tmp_path / "file").touch()
+        with pytest.raises(StorageError, match="cannot be written"):
+            disk.write_speed(tmp_path / "file")
+
+    def test_the_largest_checkpoint(self, tmp_path):
+        assert disk.largest_checkpoint_bytes(tmp_path) is None
+        for step, size in ((1, 10), (2, 30), (3, 20)):
+            (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
+            (tmp_path / f"checkpoint-{step}" / "deep" / "a").write_bytes(b"x" * size)
+        assert disk.largest_checkpoint_bytes(tmp_path) == 30

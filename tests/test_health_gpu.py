@@ -1,0 +1,163 @@
+"""GPU telemetry, from readings as NVML gives them; no GPU is needed, for the sensor is what is exchanged."""
+
+import math
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hfscale.health import gpu as room
+from hfscale.health.gpu import GpuWatch, NvmlSensor, Reading, xids
+from hfscale.health.monitor import GpuThread, Monitor
+
+WELL = Reading(
+    temperature_c=61.0, power_w=655.0, sm_clock_mhz=1755.0, reasons=0x4, ecc_uncorrected=0, ecc_corrected=3,
+    bus="00000000:17:00.0",
+)  # fmt: skip
+KERNEL = [
+    "6,1234,98765,-;usb 1-1: new high-speed USB device",
+    "4,1235,98766,-;NVRM: Xid (PCI:0000:17:00): 79, pid=4242, name=python, GPU has fallen off the bus.",
+    "4,1236,98767,-;NVRM: Xid (PCI:0000:ca:00): 31, pid=4243, name=python, Ch 00000008, intr 10000000.",
+]
+
+
+class Recorded:
+    """Readings in a row; the last one stays."""
+
+    def __init__(self, *readings):
+        self.readings = list(readings)
+
+    def read(self):
+        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+
+
+def told(*readings, log=None):
+    """The messages of each look after the first."""
+    watch = GpuWatch(Recorded(WELL, *readings), log)
+    return [[finding.message for finding in watch.look()] for _ in readings]
+
+
+def test_a_gpu_at_its_power_limit_is_well():
+    assert told(WELL, WELL) == [[], []]
+    assert WELL.throttled is None
+
+
+def test_throttling_is_told_once_with_its_reason(tmp_path):
+    hot = replace(WELL, temperature_c=91.0, sm_clock_mhz=1200.0, reasons=0x44)
+    (first, second) = told(hot, hot, log=tmp_path / "none")
+    assert "91 °C, 1200 MHz (hardware thermal slowdown)" in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"ecc_uncorrected": 2}, "2 more uncorrected"),
+        ({"ecc_corrected": 10}, "7 more corrected"),
+        ({"remap_pending": True}, "waits for a reset"),
+        ({"remap_failed": True}, "exchanged"),
+        ({"reasons": 0x80}, "power brake"),
+    ],
+)
+def test_what_is_new_and_bad_is_told(change, part, tmp_path):
+    ((message,),) = told(replace(WELL, **change), log=tmp_path / "none")
+    assert part in message
+
+
+def test_an_xid_of_this_gpu_since_the_start(tmp_path):
+    log = tmp_path / "kern.log"
+    log.write_text("\n".join(KERNEL[:1]))
+    watch = GpuWatch(Recorded(WELL), log)
+    assert watch.look() == []
+    log.write_text("\n".join(KERNEL))
+    (finding,) = watch.look()  # the other GPU's 31 is not its own
+    assert "XID 79 (fell off the bus)" in finding.message
+    assert GpuWatch(Recorded(WELL), log).look() == []  # of before the run
+
+
+def test_the_kernels_lines_are_read_or_left():
+    assert xids(KERNEL) == [("0000:17:00", 79), ("0000:ca:00", 31)]
+    assert isinstance(xids(room._kernel_lines(None)), list)
+
+
+def nvml(**missing):
+    """The functions of pynvml that are called, as it has them."""
+
+    class NVMLError(Exception):
+        pass
+
+    def refuse(*_):
+        raise NVMLError
+
+    asked = []
+    module = types.SimpleNamespace(
+        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1, NVML_MEMORY_ERROR_TYPE_CORRECTED=0,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1, NVML_VOLATILE_ECC=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: asked.append(uuid),
+        nvmlDeviceGetPowerUsage=lambda h: 654321,
+        nvmlDeviceGetRemappedRows=lambda h: (1, 0, 1, 0),
+        nvmlDeviceGetPciInfo=lambda h: types.SimpleNamespace(busId=b"00000000:17:00.0"),
+        nvmlDeviceGetTemperature=lambda h, sensor: 61,
+        nvmlDeviceGetClockInfo=lambda h, kind: 1755,
+        nvmlDeviceGetCurrentClocksEventReasons=lambda h: 0x4,
+        nvmlDeviceGetTotalEccErrors=lambda h, kind, counter: 3 - 3 * kind,
+        asked=asked,
+    )  # fmt: skip
+    for name in missing:
+        setattr(module, name, refuse)
+    return module
+
+
+@pytest.fixture
+def properties(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="ab-cd"))
+
+
+def test_nvmls_units_become_ours(properties):
+    module = nvml()
+    reading = NvmlSensor(torch.device("cuda", 0), module).read()
+    assert reading == replace(WELL, power_w=654.321, remap_pending=True)
+    assert module.asked == ["GPU-ab-cd"]
+
+
+def test_what_a_gpu_does_not_have_is_absent(properties):
+    module = nvml(nvmlDeviceGetTotalEccErrors=1, nvmlDeviceGetRemappedRows=1, nvmlDeviceGetPowerUsage=1)
+    reading = NvmlSensor(torch.device("cuda", 0), module).read()
+    assert (reading.power_w, reading.ecc_corrected, reading.remap_failed) == (None, None, False)
+    assert reading.temperature_c == 61
+
+
+def test_without_the_package_there_is_no_sensor(monkeypatch):
+    assert room.sensor_of(torch.device("cpu")) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert room.sensor_of(torch.device("cuda", 0)) is None
+
+
+def test_the_keys_are_there_with_a_sensor_and_absent_without():
+    hot = replace(WELL, reasons=0x20, temperature_c=88.0)
+    thread = GpuThread(GpuWatch(Recorded(hot)), every_s=0.01)
+    thread.start()
+    monitor = Monitor(hosts=["node"], gpu=thread)
+    while not thread._found:
+        pass
+    keys, found = monitor.exchange(1, None)
+    assert keys == {"gpu/temperature_c_max": 88.0, "gpu/power_w": 655.0, "gpu/throttled": 1.0}
+    assert (found[0].ranks, found[0].host) == ((0,), "node")
+    monitor.stop()
+    assert Monitor(hosts=["node"]).exchange(1, None) == ({}, [])
+    silent = GpuThread(GpuWatch(Recorded(Reading())))
+    assert Monitor(hosts=["node"], gpu=silent).exchange(1, math.nan)[0] == {"gpu/throttled": 0.0}
+
+
+def test_the_names_are_nvmls():
+    pynvml = pytest.importorskip("pynvml")
+    for name in vars(nvml()):
+        assert name == "asked" or hasattr(pynvml, name), name
+    assert pynvml.nvmlClocksEventReasonHwThermalSlowdown in room.THERMAL
+    assert pynvml.nvmlClocksEventReasonSwThermalSlowdown in room.THERMAL
+    assert {pynvml.nvmlClocksEventReasonHwSlowdown, pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown} == set(
+        room.BRAKES
+    )

@@ -1,0 +1,223 @@
+"""Hangs: who is blamed for what, what is rightly slow, and real ranks of which one stands still."""
+
+import json
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from conftest import REPOSITORY
+from tiny import tiny_trainer
+from transformers import TrainerCallback
+from workers.health_hang import run
+
+from hfscale.health import stacks
+from hfscale.health.board import Board
+from hfscale.health.diagnosis import Snapshot, diagnose
+from hfscale.health.flight import Position, positions_of
+from hfscale.health.hang import HangWatchdog, Limits
+
+HOSTS = dict(enumerate("abcd"))
+QUICK = Limits(floor_s=1.5, factor=5, grace_s=1.5, poll_s=0.2)
+
+
+def snap(*positions, step=5, **changes):
+    fields = {
+        "host": "h", "step": step, "phase": "compute", "idle_s": 70.0, "occupation": None, "place": "train.py:3 main",
+        "positions": positions,
+    }  # fmt: skip
+    return Snapshot(**(fields | changes))
+
+
+def waits(number, operation="all_reduce", group="0", entered=None, **more):
+    return Position(
+        group=group, ranks=(), entered=entered or number, waiting=number, operation=operation, sizes="[[4]]", **more
+    )
+
+
+def past(number, group="0"):
+    return Position(group=group, ranks=(), entered=number)
+
+
+def blamed(*snapshots):
+    given = {rank: snapshot for rank, snapshot in enumerate(snapshots) if snapshot is not None}
+    return [(finding.ranks, finding.message) for finding in diagnose(len(snapshots), HOSTS, given)]
+
+
+class TestWhoIsToBlame:
+    def test_who_does_not_answer(self):
+        (((rank,), text),) = blamed(snap(waits(9)), None, snap(waits(9)))
+        assert rank == 1
+        assert "does not answer" in text
+
+    def test_who_has_not_come_to_the_collective_also_of_two(self):
+        for ranks in ((snap(waits(9)), snap(past(8))), (snap(waits(9)), snap(past(8)), snap(waits(9)))):
+            (((rank,), text),) = blamed(*ranks)
+            assert rank == 1
+            assert "has not come to all_reduce (9 of group 0)" in text
+            assert "train.py:3 main" in text
+
+    def test_the_root_of_a_chain_and_not_who_waits_for_it(self):
+        """Rank 1 waits in group 1 for rank 2, and so has not come to group 0's collective."""
+        one = snap(past(8), waits(3, group="1"))
+        two = snap(past(8), past(2, group="1"))
+        (((rank,), _),) = blamed(snap(waits(9)), one, two)
+        assert rank == 2
+
+    def test_the_odd_collective(self):
+        (((rank,), text),) = blamed(snap(waits(9)), snap(waits(9)), snap(waits(9, "all_gather")))
+        assert rank == 2
+        assert "all_gather" in text
+        ((ranks, text),) = blamed(snap(waits(9)), snap(waits(9, "all_gather")))
+        assert ranks == (0, 1)
+
+    def test_a_gpu_that_has_not_begun_and_a_link(self):
+        (((rank,), text),) = blamed(snap(waits(9, started=True)), snap(waits(9, started=False)))
+        assert rank == 1
+        assert "its GPU has not begun it" in text
+        ((ranks, text),) = blamed(snap(waits(9)), snap(waits(9)))
+        assert ranks == ()
+        assert "a link" in text
+
+    def test_nobody_waits(self):
+        (((rank,), _),) = blamed(snap(step=5), snap(step=4), snap(step=5))
+        assert rank == 1
+        ((ranks, text),) = blamed(snap(phase="between steps"), snap(phase="between steps"))
+        assert ranks == ()
+        assert "between steps, at train.py:3 main" in text
+
+    @pytest.mark.parametrize("occupation", ["compiling", "saving", "evaluating"])
+    def test_one_that_is_rightly_slow_makes_it_no_hang(self, occupation):
+        assert blamed(snap(waits(9)), snap(past(8), occupation=occupation)) == []
+
+    def test_the_first_exception_and_not_those_it_caused(self):
+        gone = "RuntimeError: Connection closed by peer"
+        (((rank,), text),) = blamed(snap(error=gone), snap(error="ValueError: a bad batch"), snap(error=gone))
+        assert rank == 1
+        assert "a bad batch" in text
+
+
+def test_a_snapshot_travels_as_json():
+    one = snap(waits(9, started=True), past(3, "1"), error="x", stacks="y")
+    assert Snapshot.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+
+
+def test_positions_of_an_nccl_dump():
+    """The fields as torch's flight recorder writes them for NCCL (version 2.10)."""
+
+    def entry(number, state, retired, operation="nccl:all_reduce", is_p2p=False):
+        return {
+            "process_group": ["0", "default_pg"], "collective_seq_id": number, "p2p_seq_id": 1, "is_p2p": is_p2p,
+            "profiling_name": operation, "input_sizes": [[7]], "state": state, "retired": retired,
+        }  # fmt: skip
+
+    dump = {
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+        "entries": [entry(3, "completed", True), entry(4, "started", False), entry(5, "scheduled", False),
+                    entry(0, "completed", True, "nccl:send 0->1", True)],
+    }  # fmt: skip
+    one, two = positions_of([dump])
+    assert (one.ranks, one.entered, one.waiting, one.operation, one.started) == ((0, 1), 5, 4, "all_reduce", True)
+    assert (two.group, two.waiting) == ("0/p2p", None)
+    assert positions_of([{"entries": []}]) == []
+
+
+def test_compiling_is_seen_on_the_stack():
+    done, source = threading.Event(), "def wait(event):\n    event.wait(10)\n"
+    scope = {}
+    exec(compile(source, "/lib/torch/_dynamo/convert_frame.py", "exec"), scope)  # noqa: S102 - a frame of that file
+    thread = threading.Thread(target=scope["wait"], args=(done,))
+    thread.start()
+    time.sleep(0.1)
+    assert stacks.occupation(stacks.frames_of(thread.ident)) == "compiling"
+    assert stacks.occupation(stacks.frames_of(threading.get_ident())) is None
+    assert "convert_frame" in stacks.all_stacks()
+    done.set()
+    thread.join()
+    assert stacks.frames_of(thread.ident) == []
+
+
+class Slow(TrainerCallback):
+    """Sleeps in a save and in an evaluation, and with `hang` in a step."""
+
+    def __init__(self, dog, hang):
+        self.dog, self.hang = dog, hang
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.dog.step_began(state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 6 and self.hang:
+            time.sleep(2.5)
+        self.dog.step_ended()
+
+    def on_save(self, args, state, control, **kwargs):
+        time.sleep(1.0)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        time.sleep(1.0)
+
+
+@pytest.mark.parametrize("hang", [False, True])
+def test_a_long_save_and_evaluation_are_no_hang_and_a_long_step_is(tmp_path, hang):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    limits = Limits(floor_s=0.5, factor=5, grace_s=0.2, poll_s=0.05)
+    dog = HangWatchdog(Board(store, 0, 1), tmp_path, limits=limits, inside="transformers/trainer.py")
+    saving = {"save_strategy": "steps", "save_steps": 8, "eval_strategy": "steps", "eval_steps": 8, "max_steps": 8}
+    trainer = tiny_trainer(tmp_path, Slow(dog, hang), **saving)
+    starts = TrainerCallback()
+    starts.on_train_begin = lambda *args, **kwargs: dog.start()
+    trainer.add_callback(starts)
+    trainer.train()
+    time.sleep(0.3)
+    assert bool(dog.findings) == hang
+    assert not dog.is_alive(), "outside the Trainer there is nothing to watch"
+    if hang:
+        verdict = json.loads((dog.folder / "verdict.json").read_text())
+        assert "on_step_end" in verdict["findings"][0]["message"]
+        assert "on_step_end" in (dog.folder / "rank-0.txt").read_text()
+
+
+@pytest.mark.world(3)
+def test_healthy_ranks_are_not_accused(tmp_path):
+    assert all(result["found"] == [] for result in run(3, "none", 0, QUICK, tmp_path).results.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize(("fault", "guilty"), [("stop", 0), ("skip", 1)])
+def test_the_rank_that_stands_still_is_named_in_time(tmp_path, fault, guilty):
+    ended = run(3, fault, guilty, QUICK, tmp_path)
+    assert len(ended.results) == (2 if fault in ("stop", "kill") else 3)
+    for result in ended.results.values():
+        ((ranks, host, _),) = result["found"]
+        assert ranks == (guilty,)
+        assert host
+        assert result["after_s"] <= QUICK.floor_s + 5
+    (folder,) = {result["folder"] for result in ended.results.values()} - {None}
+    assert {path.name for path in folder.iterdir()} == {"verdict.json", *(f"rank-{r}.txt" for r in ended.results)}
+
+
+@pytest.mark.world(2)
+def test_under_trainer_the_one_that_stands_still_is_named_and_both_end(launch, tmp_path):
+    done = launch(2, REPOSITORY / "tests" / "workers" / "health_training.py")
+    assert done.code != 0
+    (line,) = done.lines("hfscale: training stands still at step 31")
+    assert "rank 1 (" in line
+    assert "health_training.py" in line
+    (verdict,) = (tmp_path / "out" / "hfscale_hang").glob("*/verdict.json")
+    (finding,) = json.loads(verdict.read_text())["findings"]
+    assert finding["ranks"] == [1]
+    skews = json.loads((tmp_path / "skews.json").read_text())
+    assert len(skews) == 3
+    assert all(skew >= 1 for skew in skews)
+
+
+def test_the_flight_recorder_is_where_it_was():
+    """The two functions with a leading underscore that hfscale.health.flight calls."""
+    from torch._C import _distributed_c10d
+
+    dump = json.loads(_distributed_c10d._dump_fr_trace_json(True, False))
+    assert dump["version"].startswith("2."), "torch's dump has changed: read hfscale/health/flight.py against it"
+    assert sys._current_frames()

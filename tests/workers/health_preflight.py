@@ -1,0 +1,125 @@
+"""The pre-flight in forked ranks, with one rank at fault."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from workers.health import Ranks, gloo
+
+from hfscale.health import collectives, compute, machine, preflight
+
+CPU = torch.device("cpu")
+
+
+def checked(board, rank, fault, guilty, deadline_s):
+    """What one rank finds, when `guilty` has `fault`."""
+    if board.world_size == 4 and rank >= 2:  # four ranks stand for two nodes of two
+        machine.socket = SimpleNamespace(gethostname=lambda: "node-b")
+    if rank == guilty:
+        commit(fault, rank)
+    plan = preflight.Plan(
+        device=CPU, deadline_s=deadline_s, connect=lambda: gloo(board, deadline_s), sizes=(4096,), rounds=3,
+        compute_s=0.15,
+    )  # fmt: skip
+    found = preflight.run(board, plan)
+    return {
+        "errors": [(f.ranks, f.host, f.check, f.message) for f in found.findings if f.level == "error"],
+        "seconds": found.seconds,
+        "stuck": found.stuck,
+        "links": found.links,
+    }
+
+
+def commit(fault, rank):
+    """Make this rank the faulty one; the calls are torch's own, with one change."""
+    name, _, place = fault.partition(":")
+    if name == "absent":
+        time.sleep(1000)
+    if name in ("stopped", "killed"):
+        number = signal.SIGSTOP if name == "stopped" else signal.SIGKILL
+        before(place or "all_reduce", lambda: os.kill(os.getpid(), number))
+    elif name == "slow":
+        real, times = compute.multiply, float(place)
+
+        def slower(left, right):
+            begun = time.perf_counter()
+            product = real(left, right)
+            until = begun + (time.perf_counter() - begun) * times
+            while time.perf_counter() < until:
+                real(left[:16], right)
+            return product
+
+        compute.multiply = slower
+    elif name == "wrong" and place == "matmul":
+        real_product = compute.multiply
+        compute.multiply = lambda left, right: real_product(left, right) + (torch.arange(len(left)) == 7)
+    elif name == "wrong":
+        change_result(place)
+    elif name == "corrupt":
+        real_pattern = collectives.exchange
+
+        def corrupted(kind, size, device, group):
+            made = real_pattern(kind, size, device, group)
+            if kind == place:
+                cell = dict(zip(made.run.__code__.co_freevars, made.run.__closure__, strict=True))
+                cell["source"].cell_contents.mul_(0)
+            return made
+
+        collectives.exchange = corrupted
+    elif name == "skip":
+        skip(place)
+    elif name == "reorder":
+        collectives.KINDS = tuple(reversed(collectives.KINDS))
+    elif name != "none":
+        raise AssertionError(fault)
+
+
+CALLS = {
+    "all_reduce": (dist, "all_reduce"),
+    "all_gather": (collectives, "_all_gather"),
+    "reduce_scatter": (collectives, "_reduce_scatter"),
+    "all_to_all": (dist, "all_to_all_single"),
+    "neighbours": (dist, "batch_isend_irecv"),
+}
+
+
+def before(kind, act):
+    owner, name = CALLS[kind]
+    real = getattr(owner, name)
+
+    def acting(*args, **kwargs):
+        act()
+        return real(*args, **kwargs)
+
+    setattr(owner, name, acting)
+
+
+def change_result(kind):
+    owner, name = CALLS[kind]
+    real = getattr(owner, name)
+
+    def wrong(output, *args, **kwargs):
+        work = real(output, *args, **kwargs)
+        output[len(output) // 2] += 1
+        return work
+
+    setattr(owner, name, wrong)
+
+
+def skip(kind):
+    owner, name = CALLS[kind]
+    real, calls = getattr(owner, name), []
+
+    def sometimes(*args, **kwargs):
+        calls.append(1)
+        return None if len(calls) == 2 else real(*args, **kwargs)
+
+    setattr(owner, name, sometimes)
+
+
+def run(world_size, fault, guilty, deadline_s):
+    silent = (guilty,) if fault.startswith(("absent", "stopped", "killed")) else ()
+    return Ranks(world_size, checked, fault, guilty, deadline_s).finish(deadline_s + 20, without=silent)

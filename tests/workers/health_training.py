@@ -1,0 +1,33 @@
+"""Two processes under Trainer; at step 30 the second one stands still, and the watchdog ends both.
+
+accelerate launch … tests/workers/health_training.py
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tiny import logged, tiny_trainer
+from transformers import TrainerCallback
+
+from hfscale import CommHealthCallback
+
+
+class StandStill(TrainerCallback):
+    """Does what a storage that never answers does."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 30 and args.process_index == 1:
+            time.sleep(1000)
+
+    def on_log(self, args, state, control, **kwargs):
+        if args.process_index == 0:
+            Path("skews.json").write_text(json.dumps(logged(trainer, "scaling/straggler_skew")))
+
+
+health = CommHealthCallback(hang_after_s=2.0, on_hang="abort", on_bad_training="stop")
+trainer = tiny_trainer("out", health, StandStill(), max_steps=60, logging_steps=10)
+trainer.train()
