@@ -48,9 +48,9 @@ def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = o
 
 def running_strategy(trainer: "Trainer") -> str:
     """What was set up: by accelerate `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3`, by transformers `parallel`
-    (tensor parallelism with sharding); as in a checkpoint's manifest."""
+    (tensor parallelism with sharding) or by `ParallelTrainer`; as in a checkpoint's manifest."""
     state = trainer.accelerator.state
-    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+    if trainer.is_distributed_loading_by_transformers:  # also how `ParallelTrainer` keeps accelerate off
         return "parallel"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
@@ -87,6 +87,8 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
         StrategyMismatchError: another strategy was set up, or the model is not wrapped for it.
     """
     asked, runs = requested_family(trainer.args, environ), running_strategy(trainer)
+    if asked in ("single", "ddp") and _lays_out_itself(trainer):
+        asked = "parallel"  # by the script, which no launcher knows of
     if not runs.startswith(asked):
         mend = {
             "zero": "unset ACCELERATE_USE_CPU, and on a machine without GPUs pass --use_cpu true",
@@ -94,12 +96,17 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
         }.get(asked, "check the --config_file given to accelerate launch")
         raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {mend}")
     wrapper = _unwrap_compiled(trainer.model_wrapped)
-    if not _wraps(runs, wrapper):
+    if not _wraps(runs, wrapper) and not _lays_out_itself(trainer):
         raise StrategyMismatchError(
             f"{runs.upper()} was asked for but the model is a bare {type(wrapper).__name__}: "
             "let the Trainer wrap the model itself"
         )
     return runs
+
+
+def _lays_out_itself(trainer: "Trainer") -> bool:
+    """Whether it is a `ParallelTrainer`, whose floor is above this one."""
+    return getattr(trainer, "laid_out", None) is not None
 
 
 def describe_strategy(trainer: "Trainer") -> str:
@@ -110,6 +117,9 @@ def describe_strategy(trainer: "Trainer") -> str:
     """
     module = _unwrap_compiled(trainer.model_wrapped)
     parts = [type(module).__name__]
+    if _lays_out_itself(trainer):
+        sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
+        parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
     first = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
     if first is not None:
         mesh = first.device_mesh

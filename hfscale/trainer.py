@@ -8,13 +8,17 @@ resume. What is different underneath:
 - the loss is that of the last stage, sent to all ranks.
 """
 
-import os
+import json
+import warnings
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
+from peft import PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -23,12 +27,14 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfscale import distributed
 from hfscale.arguments import ParallelArguments
 from hfscale.callbacks.log_keys import LogKeys
+from hfscale.checkpoint.store import write_atomically
 from hfscale.errors import UsageError
-from hfscale.parallel import gradients, state
+from hfscale.parallel import export, gradients, state
 from hfscale.parallel.checks import check_config, decide_layout
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import LaidOut, ParallelModel, lay_out
 from hfscale.parallel.schedule import Pipeline, StagePlan
+from hfscale.weights import draw_weights, read_weights
 
 _IGNORED = -100  # the label that transformers' losses skip
 _PADDING = {"labels": _IGNORED, "shift_labels": _IGNORED}
@@ -39,10 +45,12 @@ class ParallelTrainer(Trainer):
     """A Trainer whose model is cut over `tp_size` x `pp_size` ranks, and repeated or sharded over the others.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`): whole, the same on every rank. It is cut in place: each rank keeps
-            its part.
+        model (`PreTrainedModel` or `PeftModel`): whole and the same on every rank, or on the meta device. It is cut
+            in place: each rank keeps its part.
         args (`TrainingArguments`): of any kind.
         parallel (`ParallelArguments`, *optional*): sizes of the axes; absent: all ranks are data parallel.
+        weights_from (`str`, *optional*): a folder of safetensors or a hub id, for a model on the meta device; each
+            rank reads its part. Absent: they are drawn from `args.seed`, the same under every layout.
         kwargs: as for `Trainer`.
 
     Raises:
@@ -56,6 +64,7 @@ class ParallelTrainer(Trainer):
         args: TrainingArguments,
         *positional: Any,
         parallel: ParallelArguments | None = None,
+        weights_from: str | None = None,
         **kwargs: Any,
     ) -> None:
         parallel = parallel or ParallelArguments()
@@ -73,7 +82,7 @@ class ParallelTrainer(Trainer):
         check_config(model.config, self.layout, self.stage_plan)
         self.stage_plan.check_micro_batches(args.gradient_accumulation_steps)
         self.mesh = make_mesh(self.layout, args.device.type)
-        causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+        causal = model.get_base_model() if _is_adapted(model) else model
         self.total_parameters = sum(p.numel() for p in causal.parameters())
         """Of the whole model."""
         self.laid_out: LaidOut = lay_out(
@@ -82,6 +91,7 @@ class ParallelTrainer(Trainer):
             self.stage_plan,
             self._loss_of_last_stage,
             compute_dtype=torch.bfloat16 if args.bf16 else None,
+            fill=partial(_fill, seed=args.seed, weights_from=weights_from),
         )
         super().__init__(model, args, *positional, **kwargs)
         # The Trainer's own way to leave a model alone: no wrapper, no placement.
@@ -232,18 +242,27 @@ class ParallelTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if _internal_call:
-            optimizer = None if self.args.save_only_model else self.optimizer.optimizer
-            state.save(folder, self.laid_out, optimizer)
-            if self.args.should_save:
-                self.model.config.save_pretrained(folder)
+            state.save(folder, self.laid_out, None if self.args.save_only_model else self.optimizer.optimizer)
+        else:
+            export.write_weights(folder, self.laid_out, self.mesh)
+        if not self.args.should_save:
+            return
+        if _is_adapted(self.model):
+            self.model.peft_config[self.model.active_adapter].save_pretrained(str(folder))
+        else:
+            self.laid_out.model.config.save_pretrained(folder)
+            if self.laid_out.model.can_generate():
+                self.laid_out.model.generation_config.save_pretrained(folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The optimizer's state is saved with the model; of the scheduler its position alone: its lists have an
         entry per parameter group, and how many groups there are depends on the layout."""
         if self.args.should_save:
-            torch.save(
-                {"last_epoch": self.lr_scheduler.last_epoch}, os.path.join(output_dir, _SCHEDULER_FILE)
-            )
+            scheduler = self.lr_scheduler
+            position = {"last_epoch": scheduler.last_epoch, "base_lrs": sorted(set(scheduler.base_lrs))}
+            write_atomically(Path(output_dir) / _SCHEDULER_FILE, json.dumps(position) + "\n")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         state.load_model(Path(resume_from_checkpoint), self.laid_out)
@@ -252,9 +271,32 @@ class ParallelTrainer(Trainer):
         if checkpoint is None:
             return
         state.load_optimizer(Path(checkpoint), self.laid_out, self.optimizer.optimizer)
+        _restore_position(self.lr_scheduler, json.loads((Path(checkpoint) / _SCHEDULER_FILE).read_text("utf-8")))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It is where it belongs since `lay_out`."""
+
+
+def _is_adapted(model: nn.Module) -> bool:
+    return isinstance(model, PeftModel)
+
+
+def _fill(model: PreTrainedModel, aliases: Mapping[str, str], *, seed: int, weights_from: str | None) -> None:
+    draw_weights(model, seed=seed, parameters=weights_from is None)
+    if weights_from is not None:
+        read_weights(model, weights_from, aliases=aliases)
+
+
+def _restore_position(scheduler: Any, saved: dict[str, Any]) -> None:
+    """Put a scheduler where it was: its learning rates follow from its position and its base learning rate."""
+    if len(saved["base_lrs"]) == 1:
+        scheduler.base_lrs = saved["base_lrs"] * len(scheduler.base_lrs)
+        for group in scheduler.optimizer.param_groups:
+            group["initial_lr"] = saved["base_lrs"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has taken no step before the scheduler's
+        for _ in range(saved["last_epoch"]):
+            scheduler.step()
 
 
 def _check_arguments(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
@@ -266,7 +308,13 @@ def _check_arguments(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
     if kwargs.get("compute_metrics") is not None:
         raise UsageError("compute_metrics needs logits, which stay on the last stage: evaluate by eval_loss")
     if not args.average_tokens_across_devices:
-        raise UsageError("--average_tokens_across_devices false: ParallelTrainer weighs every token alike; leave it out")
+        raise UsageError(
+            "--average_tokens_across_devices false: ParallelTrainer weighs every token alike; leave it out"
+        )
+    if str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in ("reduce_lr_on_plateau", "greedy"):
+        raise UsageError(
+            f"--lr_scheduler_type {args.lr_scheduler_type.value} cannot be resumed on another layout: use another"
+        )
     if args.auto_find_batch_size:
         raise UsageError("--auto_find_batch_size wraps the model anew: set --per_device_train_batch_size")
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hfscale import ParallelArguments, ParallelTrainer
+from hfscale.weights import build_model
 
 VOCAB, LENGTH = 96, 12
 _TIMEOUT_S = 300
@@ -48,14 +50,14 @@ def in_world(size: int, work: Callable[[Any], Any], jobs: Sequence[Any]) -> list
             process.join()
     errors = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("error-*")))
     done = folder / "results.json"
-    assert done.exists() and not errors, errors or "the world did not end in time"
+    assert not errors, errors
+    assert done.exists(), "the world did not end in time"
     return json.loads(done.read_text(encoding="utf-8"))
 
 
 def _rank_main(rank: int, size: int, port: int, work: Callable[[Any], Any], jobs: Sequence[Any], folder: Path) -> None:
     torch.set_num_threads(1)
-    sys.stdout = open(folder / f"out-{rank}", "w")
-    sys.stderr = sys.stdout
+    sys.stdout = sys.stderr = (folder / f"out-{rank}").open("w", encoding="utf-8")
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     if size > 1:
         os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
@@ -112,8 +114,13 @@ def tiny_config(family: str = "llama", **overrides: Any) -> Any:
 
 def tiny_causal_lm(family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
     """The same weights in every process."""
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
+    return build_model(tiny_config(family, **overrides), seed=seed, dtype=torch.float32)
+
+
+def empty_causal_lm(family: str = "llama", **overrides: Any) -> Any:
+    """The same model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
 
 
 class _Log(TrainerCallback):
@@ -122,6 +129,19 @@ class _Log(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.records.append(dict(logs))
+
+
+def _model_of(job: dict[str, Any], *, empty: bool) -> Any:
+    family, overrides = job.get("family", "llama"), job.get("model", {})
+    model = empty_causal_lm(family, **overrides) if empty else tiny_causal_lm(family, seed=7, **overrides)
+    if job.get("lora"):
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(**job["lora"], task_type="CAUSAL_LM"))
+        with torch.no_grad():  # as if trained a while: beside a B of zeros, A has no gradient
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name and not empty:
+                    parameter.normal_(std=0.02)
+    return model
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
@@ -140,16 +160,23 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 7,
     }  # fmt: skip
     args = TrainingArguments(**(defaults | job.get("args", {})))
-    model = tiny_causal_lm(job.get("family", "llama"), **job.get("model", {}))
+    model = _model_of(job, empty=parallel is not None and bool(job.get("empty")))
     log = _Log()
+    data = job.get("data", {})
     common = {
-        "model": model, "args": args, "train_dataset": Tokens(**job.get("data", {})),
-        "eval_dataset": Tokens(24, **job.get("data", {})), "callbacks": [log],
+        "model": model, "args": args, "train_dataset": Tokens(**data), "eval_dataset": Tokens(**(data | {"size": 24})),
+        "callbacks": [log],
     }  # fmt: skip
-    trainer = (
-        Trainer(**common) if parallel is None else ParallelTrainer(**common, parallel=ParallelArguments(**parallel))
-    )
+    if parallel is None:
+        trainer = Trainer(**common)
+    else:
+        sizes = ParallelArguments(**parallel)
+        trainer = ParallelTrainer(**common, parallel=sizes, weights_from=job.get("weights_from"))
     trainer.train(resume_from_checkpoint=job.get("resume"))
-    result = {key: [record[key] for record in log.records if key in record] for key in ("loss", "grad_norm", "eval_loss")}
+    if job.get("export"):
+        trainer.save_model(job["export"])
+    result = {
+        key: [record[key] for record in log.records if key in record] for key in ("loss", "grad_norm", "eval_loss")
+    }
     result["bubble"] = [r["scaling/bubble_fraction"] for r in log.records if "scaling/bubble_fraction" in r]
     return result

@@ -60,7 +60,9 @@ class Anatomy:
             if full != layers and child is not embedding and any(True for _ in child.parameters()):
                 (after if passed and not _is_embedding(child) else before).append(full)
         outer = decoder.split(".")[0]
-        after += [name for name, child in model.named_children() if name != outer and any(True for _ in child.parameters())]
+        after += [
+            name for name, child in model.named_children() if name != outer and any(True for _ in child.parameters())
+        ]
         return cls(
             decoder=decoder,
             token_embedding=names[id(embedding)],

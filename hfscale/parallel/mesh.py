@@ -67,6 +67,4 @@ def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
     """
     layout.check_world_size(dist.get_world_size())
     sizes = tuple(getattr(layout, axis) for axis in AXES)
-    return ParallelMesh(
-        layout=layout, device_mesh=init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-    )
+    return ParallelMesh(layout=layout, device_mesh=init_device_mesh(device_type, sizes, mesh_dim_names=AXES))

@@ -1,6 +1,6 @@
 """A causal language model laid out over a mesh: cut into stages, each cut over tensor and data parallel ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ class LaidOut:
     """This rank's."""
     partial: list[nn.Parameter]
     """Parameters whose gradient is to be summed over the tensor parallel ranks."""
+    is_adapted: bool
+    """Whether it has LoRA adapters."""
     packed: dict[str, Packed]
     """Parameters that hold several matrices in one."""
     tied: TiedWeight | None
@@ -47,10 +49,12 @@ def lay_out(
     loss: Loss,
     *,
     compute_dtype: torch.dtype | None = None,
+    fill: Callable[[PreTrainedModel, Mapping[str, str]], None] | None = None,
 ) -> LaidOut:
     """Cut `model`, in place, to what this rank holds of it.
 
-    Its weights may be on the meta device: nothing is read, written or sent but the making of groups.
+    Its weights may be real, and are cut, or on the meta device: then `fill` is called for them after the cut, and no
+    rank ever has more than its own part.
 
     Args:
         model (`PreTrainedModel`): a whole causal language model, adapters inside it included.
@@ -59,6 +63,9 @@ def lay_out(
         loss (`callable`): `loss(view, inputs)`, the loss of one micro-batch on the last stage.
         compute_dtype (`torch.dtype`, *optional*): what matrices are multiplied in, from weights of the model's type;
             absent: that type.
+        fill (`callable`, *optional*): for a model on the meta device: `fill(model, aliases)` gives values to this
+            rank's memory, once there is some; `aliases` are names whose weights checkpoints keep under others.
+            Absent: such a model stays without memory.
 
     Raises:
         UnsupportedModelError: a model that cannot be cut so.
@@ -73,12 +80,17 @@ def lay_out(
     partial = apply_plan(model, tensor_plan, mesh.device_mesh["tp"]) if tensor_plan else set()
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(torch.device(mesh.device_mesh.device_type))
-    if anatomy.tied and plan.stages == 1:
-        model.get_submodule(anatomy.head).weight = model.get_submodule(anatomy.token_embedding).weight
+    _tie(model, anatomy, plan)
     stages = [Stage(stage_view(model, anatomy, cut), cut, loss) for cut in own]
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
         whole = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
         _shard(model, anatomy, stages, mesh, compute_dtype, whole)
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    if is_meta and fill is not None:
+        model.to_empty(device=torch.device(mesh.device_mesh.device_type))
+        _tie(model, anatomy, plan)
+        fill(model, {f"{anatomy.head}.weight": f"{anatomy.token_embedding}.weight"} if anatomy.tied else {})
+        _tie(model, anatomy, plan)
     tied = None
     if anatomy.tied and plan.stages > 1:
         first, last = own[0].is_first, own[-1].is_last
@@ -89,6 +101,8 @@ def lay_out(
             first_rank=plan.rank_of(0),
             last_rank=plan.rank_of(plan.stages - 1),
         )
+        if not is_meta or fill is not None:
+            tied.equalize()
     parameters = dict(model.named_parameters())
     return LaidOut(
         model=model,
@@ -96,9 +110,16 @@ def lay_out(
         cuts=cuts,
         stages=stages,
         partial=[parameters[name] for name in sorted(partial)],
+        is_adapted=any(".lora_" in name for name in parameters),
         packed=packed,
         tied=tied,
     )
+
+
+def _tie(model: PreTrainedModel, anatomy: Anatomy, plan: StagePlan) -> None:
+    """Make embedding and head one parameter again: cutting them and giving them memory has made two."""
+    if anatomy.tied and plan.stages == 1:
+        model.get_submodule(anatomy.head).weight = model.get_submodule(anatomy.token_embedding).weight
 
 
 def _shard(

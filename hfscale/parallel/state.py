@@ -27,8 +27,11 @@ _PACKED = "@"  # follows the name of a matrix that is stored as its parts: gate 
 
 
 def model_tensors(laid_out: LaidOut) -> dict[str, torch.Tensor]:
-    """This rank's parameters and persistent buffers by canonical name, sharing their memory."""
+    """This rank's parameters and persistent buffers by canonical name, sharing their memory; of a model with adapters
+    what is trained alone."""
     reshard_all(laid_out)
+    if laid_out.is_adapted:
+        return {name: p.data for name, p in laid_out.model.named_parameters() if p.requires_grad}
     tensors = {_canonical(laid_out, name): p.data for name, p in laid_out.model.named_parameters()}
     persistent = laid_out.model.state_dict().keys()
     return tensors | {name: b for name, b in laid_out.model.named_buffers() if name in persistent}
@@ -136,7 +139,9 @@ def _parts(tensor: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
     shape = list(tensor.shape)
     shape[packed.dim] //= packed.parts
     stride = torch.empty(shape, device="meta").stride()
-    placements = [Shard(p.dim) if isinstance(p, _StridedShard) and p.dim == packed.dim else p for p in tensor.placements]
+    placements = [
+        Shard(p.dim) if isinstance(p, _StridedShard) and p.dim == packed.dim else p for p in tensor.placements
+    ]
     return [
         DTensor.from_local(
             piece, tensor.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride

@@ -18,6 +18,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_
 from hfscale.errors import UnsupportedModelError
 from hfscale.parallel.partition import Foreign
 
+
 @dataclass(frozen=True, kw_only=True)
 class Packed:
     """How a parameter that holds several matrices in one is put together."""
