@@ -101,6 +101,9 @@ class ParallelArguments:
         "Order of the stages' work: " + ", ".join(SCHEDULES) + ".", default="1F1B", choices=SCHEDULES
     )
     virtual_stages: int | None = _flag("Stages per pipeline rank, for the schedules that take several.")
+    dry_run: int | None = _flag(
+        "Train nothing: build the program of so many ranks without weights or GPUs, print memory and schedule."
+    )
 
     def __post_init__(self) -> None:
         require_positive(self, *(name for name in vars(self) if name != "pipeline_schedule"))

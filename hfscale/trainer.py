@@ -28,7 +28,8 @@ from hfscale import distributed
 from hfscale.arguments import ParallelArguments
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.checkpoint.store import write_atomically
-from hfscale.errors import UsageError
+from hfscale.errors import CheckpointError, UsageError
+from hfscale.facts.layout import ParallelLayout
 from hfscale.parallel import export, gradients, state
 from hfscale.parallel.checks import check_config, decide_layout
 from hfscale.parallel.mesh import make_mesh
@@ -39,6 +40,32 @@ from hfscale.weights import draw_weights, read_weights
 _IGNORED = -100  # the label that transformers' losses skip
 _PADDING = {"labels": _IGNORED, "shift_labels": _IGNORED}
 _SCHEDULER_FILE = "scheduler.json"
+
+
+def plan_stages(
+    parallel: ParallelArguments, args: TrainingArguments, *, world_size: int | None = None
+) -> tuple[ParallelLayout, StagePlan]:
+    """The layout and the stages that these arguments ask for, before a model is looked at.
+
+    Args:
+        world_size (`int`, *optional*): ranks to plan for; absent: those of this run.
+
+    Raises:
+        LayoutError: sizes that do not make up the world, or micro-batches that do not keep the schedule going.
+        UsageError: an axis or a schedule that there is not.
+    """
+    if (parallel.cp_size or 1) > 1:
+        raise UsageError(f"--cp_size {parallel.cp_size}: pipelines have no ring attention; use recipes/sharded for it")
+    layout = decide_layout(
+        world_size or args.world_size,
+        tp=parallel.tp_size,
+        pp=parallel.pp_size,
+        dp_shard=parallel.dp_shard_size,
+        dp_replicate=parallel.dp_replicate_size,
+    )
+    plan = StagePlan(schedule=parallel.pipeline_schedule, pp=layout.pp, virtual_stages=parallel.virtual_stages)
+    plan.check_micro_batches(args.gradient_accumulation_steps)
+    return layout, plan
 
 
 class ParallelTrainer(Trainer):
@@ -68,19 +95,9 @@ class ParallelTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         parallel = parallel or ParallelArguments()
-        self.layout = decide_layout(
-            args.world_size,
-            tp=parallel.tp_size,
-            pp=parallel.pp_size,
-            dp_shard=parallel.dp_shard_size,
-            dp_replicate=parallel.dp_replicate_size,
-        )
-        self.stage_plan = StagePlan(
-            schedule=parallel.pipeline_schedule, pp=self.layout.pp, virtual_stages=parallel.virtual_stages
-        )
+        self.layout, self.stage_plan = plan_stages(parallel, args)
         _check_arguments(args, kwargs)
         check_config(model.config, self.layout, self.stage_plan)
-        self.stage_plan.check_micro_batches(args.gradient_accumulation_steps)
         self.mesh = make_mesh(self.layout, args.device.type)
         causal = model.get_base_model() if _is_adapted(model) else model
         self.total_parameters = sum(p.numel() for p in causal.parameters())
@@ -265,6 +282,11 @@ class ParallelTrainer(Trainer):
             write_atomically(Path(output_dir) / _SCHEDULER_FILE, json.dumps(position) + "\n")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not (Path(resume_from_checkpoint) / state.FOLDER).is_dir():
+            raise CheckpointError(
+                f"{resume_from_checkpoint} was not written by ParallelTrainer: begin from the weights of a model "
+                "folder with --model_name_or_path, or afresh with --resume_from_checkpoint false"
+            )
         state.load_model(Path(resume_from_checkpoint), self.laid_out)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hfscale import ParallelArguments, ParallelTrainer
+from hfscale import ParallelArguments, ParallelTrainer, ScalingCallback
 from hfscale.weights import build_model
 
 VOCAB, LENGTH = 96, 12
@@ -165,7 +165,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     data = job.get("data", {})
     common = {
         "model": model, "args": args, "train_dataset": Tokens(**data), "eval_dataset": Tokens(**(data | {"size": 24})),
-        "callbacks": [log],
+        "callbacks": [*([ScalingCallback()] if job.get("scaling") else []), log],
     }  # fmt: skip
     if parallel is None:
         trainer = Trainer(**common)

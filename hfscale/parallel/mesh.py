@@ -65,6 +65,8 @@ def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
     Raises:
         LayoutError: the layout has another number of ranks than the world.
     """
+    if not dist.is_initialized() and layout.world_size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # meshes ask for one
     layout.check_world_size(dist.get_world_size())
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     return ParallelMesh(layout=layout, device_mesh=init_device_mesh(device_type, sizes, mesh_dim_names=AXES))

@@ -129,6 +129,24 @@ class StagePlan:
             f"set --gradient_accumulation_steps {nearest}"
         )
 
+    def in_flight(self, rank: int, micro_batches: int) -> float:
+        """Micro-batches whose activations a pipeline rank holds at once, counted in its share of the layers.
+
+        GPipe: all; 1F1B: as many as ranks from there on; interleaved: p(1 + (p-1)/(pv)) at most; ZBV p; DualPipeV
+        p + 1/2. Sources: the table of this module.
+        """
+        if self.pp == 1:
+            return 1.0
+        held = {
+            "GPipe": micro_batches,
+            "1F1B": self.pp - rank,
+            "Interleaved1F1B": self.pp + (self.pp - 1) / self.per_rank,
+            "InterleavedZeroBubble": self.pp + (self.pp - 1) / self.per_rank,
+            "ZBV": self.pp,
+            "DualPipeV": self.pp + 0.5,
+        }[self.schedule]
+        return min(float(held), float(micro_batches))
+
     def idle_fraction(self, micro_batches: int) -> float:
         """Share of the schedule's time that a rank waits, by the schedule's formula with a backward of twice the
         forward (input and weight gradients alike), equal stages and free communication.

@@ -89,10 +89,11 @@ def load_optimizer(checkpoint: Path, laid_out: LaidOut, optimizer: torch.optim.O
                     f"{checkpoint}: {prefix}{key} has shape {tuple(whole)}, its parameter {tuple(parameter.shape)}: "
                     "the state of this optimizer cannot be cut"
                 )
-            states[parameter][key] = wanted[prefix + key] = state
+            states[parameter][key] = wanted.setdefault(prefix + key, state)
     _read(checkpoint, dict(_unpacked(laid_out, wanted)))
     for parameter, state in states.items():
-        optimizer.state[parameter] = state
+        # Both copies of a tied weight on one rank have read the same tensors; each steps its own.
+        optimizer.state[parameter] = {key: tensor.clone() for key, tensor in state.items()}
 
 
 def _read(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
