@@ -85,7 +85,7 @@ class DataArguments:
 
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
-"""Pipeline schedules by their names in torch.distributed.pipelining, as `hfscale.parallel.schedule.KINDS` has them."""
+"""Pipeline schedules by their names in torch.distributed.pipelining, as `hfscale.parallel.stages.SHAPES` has them."""
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ from hfscale.parallel.checks import check_config
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import LaidOut, lay_out
 from hfscale.parallel.partition import StageCut
-from hfscale.parallel.schedule import StagePlan
+from hfscale.parallel.stages import StagePlan
 from hfscale.planner.activations import kept_and_working, loss_bytes
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import view_of
@@ -150,7 +150,9 @@ def _memory(
     view, constants = view_of(job.shape), stack("hf")
     kept, working = kept_and_working(view, job, constants)
     held = sum(plan.in_flight(pp_rank, job.micro_batches) / len(cuts) * len(cut.layers) for cut in cuts)
-    loss = loss_bytes(view, job, constants) * layout.tp if any(cut.is_last for cut in cuts) else 0.0  # logits are whole
+    loss = (
+        loss_bytes(view, job, constants) * layout.tp if any(cut.is_last for cut in cuts) else 0.0
+    )  # logits are whole
     return RankMemory(
         pp_rank=pp_rank,
         layers=" ".join(f"{cut.layers.start}-{cut.layers.stop - 1}" for cut in cuts),

@@ -34,7 +34,8 @@ from hfscale.parallel import export, gradients, state
 from hfscale.parallel.checks import check_config, decide_layout
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import LaidOut, ParallelModel, lay_out
-from hfscale.parallel.schedule import Pipeline, StagePlan
+from hfscale.parallel.schedule import Pipeline
+from hfscale.parallel.stages import StagePlan
 from hfscale.weights import draw_weights, read_weights
 
 _IGNORED = -100  # the label that transformers' losses skip
@@ -71,6 +72,10 @@ def plan_stages(
 class ParallelTrainer(Trainer):
     """A Trainer whose model is cut over `tp_size` x `pp_size` ranks, and repeated or sharded over the others.
 
+    | metric key | unit | meaning |
+    |---|---|---|
+    | `scaling/bubble_fraction` | ratio | share of the pipeline schedule's time in which a rank waits, mean of all |
+
     Args:
         model (`PreTrainedModel` or `PeftModel`): whole and the same on every rank, or on the meta device. It is cut
             in place: each rank keeps its part.
@@ -100,8 +105,11 @@ class ParallelTrainer(Trainer):
         check_config(model.config, self.layout, self.stage_plan)
         self.mesh = make_mesh(self.layout, args.device.type)
         causal = model.get_base_model() if _is_adapted(model) else model
-        self.total_parameters = sum(p.numel() for p in causal.parameters())
-        """Of the whole model."""
+        self.whole_sizes = tuple(
+            sum(p.numel() for p in model.parameters() if p.requires_grad or not only_trained)
+            for only_trained in (False, True)
+        )
+        """Parameters of the whole model: all, and those that are trained."""
         self.laid_out: LaidOut = lay_out(
             causal,
             self.mesh,
@@ -176,6 +184,8 @@ class ParallelTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         micro_batches = self.stage_plan.micro_batches_for(len(batches))
+        if self.laid_out.balance is not None:
+            self.laid_out.balance.micro_batches = len(batches)
         loss = self._run(_stack(batches, micro_batches), micro_batches, num_items_in_batch)
         gradients.align_gradients(self.laid_out.model.parameters())
         gradients.sum_partial_gradients(self.laid_out.partial, self.mesh)
@@ -196,6 +206,8 @@ class ParallelTrainer(Trainer):
         self.parallel_model.eval()
         micro_batches = min(self.stage_plan.stages, inputs["input_ids"].shape[0])
         self.current_gradient_accumulation_steps = micro_batches
+        if self.laid_out.balance is not None:
+            self.laid_out.balance.micro_batches = micro_batches
         loss = self._run(dict(inputs), micro_batches, items)
         state.reshard_all(self.laid_out)
         return loss, None, None
@@ -244,7 +256,7 @@ class ParallelTrainer(Trainer):
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
         """6 N D of the whole model, shared among the ranks that work on a sample: Trainer adds up all ranks."""
-        return 6 * inputs["input_ids"].numel() * self.total_parameters // self.layout.ranks_per_replica
+        return 6 * inputs["input_ids"].numel() * self.whole_sizes[0] // self.layout.ranks_per_replica
 
     def _bubble_keys(self, _: Any) -> dict[str, float]:
         if self.layout.pp == 1:

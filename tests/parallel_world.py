@@ -149,8 +149,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = job.get("parallel")
     replica = (parallel or {}).get("tp_size", 1) * (parallel or {}).get("pp_size", 1)
-    rows = job.get("rows", 16)  # sequences per step, whatever the layout
-    batch = job.get("batch", 1)
+    rows = job.get("rows", 8)  # sequences per step, whatever the layout
+    batch = job.get("batch", 2)
     accumulation = job.get("accumulation", rows // (batch * world // replica))
     defaults = {
         "output_dir": job.get("output_dir", tempfile.gettempdir()), "use_cpu": True, "max_steps": 3,

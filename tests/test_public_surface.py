@@ -26,7 +26,7 @@ FLOORS = (
     ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
      "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",
      "hfscale.corpus", "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.summary",
-     "hfscale.export", "hfscale.entrypoint"),
+     "hfscale.export", "hfscale.entrypoint", "hfscale.dry_run"),
     ("hfscale.cli", "hfscale.report", "hfscale.__main__"),
 )  # fmt: skip
 
@@ -74,6 +74,7 @@ def test_the_promised_names_of_this_version():
     promised = {
         "ScalingCallback", "LRScalingCallback", "SpotCheckpointCallback", "CommHealthCallback",
         "ScalingMetricsCallback", "estimate", "latest_checkpoint", "plan", "ParallelLayout", "ModelShape", "errors",
+        "ParallelTrainer", "ParallelArguments",
     }  # fmt: skip
     assert promised <= set(hfscale.__all__)
     assert issubclass(hfscale.errors.HfScaleError, Exception)

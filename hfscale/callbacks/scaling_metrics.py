@@ -81,7 +81,7 @@ class ScalingMetricsCallback(TrainerCallback):
         # Ranks that share matrices see the same tokens; those that share a sequence see a part of it each.
         self._same_tokens = trainer.get_tp_size()
         self._sequence_parts = trainer.get_cp_size() * trainer.get_sp_size()
-        self._flops, self._peak_flops = self._efficiency_basis(trainer.model, args)
+        self._flops, self._peak_flops = self._efficiency_basis(trainer, args)
         self._counter.attach(trainer.model_wrapped)
         self._counted = self._counter.tokens
         LogKeys.of(trainer).add(self._keys)
@@ -169,8 +169,9 @@ class ScalingMetricsCallback(TrainerCallback):
             keys["gpu/memory_peak_gib"] = max(memory)
         return keys
 
-    def _efficiency_basis(self, model: Any, args: TrainingArguments) -> tuple[FlopsModel | None, float | None]:
+    def _efficiency_basis(self, trainer: Any, args: TrainingArguments) -> tuple[FlopsModel | None, float | None]:
         """What MFU needs: the model's FLOPs and the peak in FLOP/s; says once why it will be absent."""
+        model = trainer.model
         dtype = training_dtype(model, args)
         peak = self.peak_tflops or device_peak_tflops(args.device, dtype)
         if peak is None:
@@ -181,7 +182,7 @@ class ScalingMetricsCallback(TrainerCallback):
             )
             return None, None
         try:
-            return FlopsModel.of(model, args), peak * 1e12
+            return FlopsModel.of(model, args, sizes=getattr(trainer, "whole_sizes", None)), peak * 1e12
         except UnsupportedModelError as error:
             logger.info("scaling/mfu is left out: %s", error)
             return None, None

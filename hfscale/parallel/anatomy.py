@@ -57,7 +57,8 @@ class Anatomy:
         for name, child in model.get_submodule(decoder).named_children():
             full = f"{decoder}.{name}"
             passed = passed or full == layers
-            if full != layers and child is not embedding and any(True for _ in child.parameters()):
+            acts = any(True for _ in child.parameters()) or (passed and "Norm" in type(child).__name__)
+            if full != layers and child is not embedding and acts:
                 (after if passed and not _is_embedding(child) else before).append(full)
         outer = decoder.split(".")[0]
         after += [

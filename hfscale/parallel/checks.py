@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.parallel.schedule import StagePlan
+from hfscale.parallel.stages import StagePlan
 
 
 def decide_layout(

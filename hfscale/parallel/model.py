@@ -11,10 +11,12 @@ from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from hfscale.parallel.anatomy import Anatomy
+from hfscale.parallel.balance import RouterBalance
 from hfscale.parallel.gradients import TiedWeight
 from hfscale.parallel.mesh import ParallelMesh
 from hfscale.parallel.partition import Foreign, Stage, StageCut, cut_by_cost, layer_costs, prune, stage_view
-from hfscale.parallel.schedule import Pipeline, StagePlan
+from hfscale.parallel.schedule import Pipeline
+from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.tensor import Packed, apply_plan, packed_parameters, tensor_parallel_plan
 
 Loss = Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor]
@@ -38,6 +40,8 @@ class LaidOut:
     """Whether it has LoRA adapters."""
     packed: dict[str, Packed]
     """Parameters that hold several matrices in one."""
+    balance: RouterBalance | None
+    """The load-balancing loss of a mixture of experts, where its config asks for one."""
     tied: TiedWeight | None
     """The weight that first and last stage share, where they are two."""
 
@@ -73,6 +77,7 @@ def lay_out(
     """
     tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
     packed = packed_parameters(model)
+    balance = RouterBalance(model) if getattr(model.config.get_text_config(), "output_router_logits", False) else None
     anatomy = Anatomy.of(model)
     cuts = cut_by_cost(*layer_costs(model, anatomy), plan.stages)
     own = [cuts[index] for index in plan.stages_of(mesh.pp_rank)]
@@ -81,7 +86,7 @@ def lay_out(
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(torch.device(mesh.device_mesh.device_type))
     _tie(model, anatomy, plan)
-    stages = [Stage(stage_view(model, anatomy, cut), cut, loss) for cut in own]
+    stages = [Stage(stage_view(model, anatomy, cut), cut, loss, balance) for cut in own]
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
         whole = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
         _shard(model, anatomy, stages, mesh, compute_dtype, whole)
@@ -112,6 +117,7 @@ def lay_out(
         partial=[parameters[name] for name in sorted(partial)],
         is_adapted=any(".lora_" in name for name in parameters),
         packed=packed,
+        balance=balance,
         tied=tied,
     )
 

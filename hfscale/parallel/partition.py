@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hfscale.errors import LayoutError
 from hfscale.parallel.anatomy import Anatomy
+from hfscale.parallel.balance import RouterBalance, WithLoss
 
 _EMBEDDING_FACTORS = ("embedding_multiplier", "embed_scale")
 """Numbers that some decoders multiply embeddings with in their own forward, Granite's among them."""
@@ -182,20 +183,42 @@ class Stage(nn.Module):
         view (`PreTrainedModel`): of `stage_view`.
         cut (`StageCut`): which stage it is.
         loss (`callable`): `loss(view, inputs)` of the last stage, a scalar; `inputs` are the model's keywords.
+        balance (`RouterBalance`, *optional*): the loss of its routers, where the model has one.
     """
 
-    def __init__(self, view: PreTrainedModel, cut: StageCut, loss: Any) -> None:
+    def __init__(self, view: PreTrainedModel, cut: StageCut, loss: Any, balance: RouterBalance | None = None) -> None:
         super().__init__()
         self.view = view
         self.cut = cut
         self._loss = loss
+        self._balance = balance
+        self._balance_losses: list[torch.Tensor] = []
+        if balance is not None:
+            balance.watch(self)
 
     def forward(self, first: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Tokens (micro-batch, sequence) or hidden states (micro-batch, sequence, hidden) -> hidden states or a
         scalar loss; `labels` among the keywords are used by the last stage only."""
         inputs["input_ids" if self.cut.is_first else "inputs_embeds"] = first
+        if self._balance is None:
+            return self._compute(inputs)
+        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+        self._balance.begin()
+        output = self._compute(inputs | {"output_router_logits": False})
+        extra = self._balance.take(mask, labels).to(output.device)
+        if self.cut.is_last:
+            return output + extra
+        self._balance_losses.append(extra.detach())
+        return WithLoss.apply(output, extra)
+
+    def _compute(self, inputs: dict[str, Any]) -> torch.Tensor:
         if self.cut.is_last:
             return self._loss(self.view, inputs)
         for name in ("labels", "shift_labels"):
             inputs.pop(name, None)
         return self.view.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def take_balance_losses(self) -> list[torch.Tensor]:
+        """What the routers of a stage that is not the last have added to the loss since the last call."""
+        losses, self._balance_losses = self._balance_losses, []
+        return losses

@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hfscale.errors import CheckpointError
 from hfscale.parallel.model import LaidOut
-from hfscale.parallel.tensor import Packed
 from hfscale.parallel.shards import local_tensor, reshard
+from hfscale.parallel.tensor import Packed
 
 FOLDER = "dcp"
 """Where in a checkpoint the tensors lie."""
