@@ -9,7 +9,6 @@ resume. What is different underneath:
 """
 
 import json
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -28,45 +27,17 @@ from hfscale import distributed
 from hfscale.arguments import ParallelArguments
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.checkpoint.store import write_atomically
-from hfscale.errors import CheckpointError, UsageError
-from hfscale.facts.layout import ParallelLayout
+from hfscale.errors import CheckpointError
 from hfscale.parallel import export, gradients, state
-from hfscale.parallel.checks import check_config, decide_layout
+from hfscale.parallel.batches import stack_batches
+from hfscale.parallel.checks import check_config
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import LaidOut, ParallelModel, lay_out
 from hfscale.parallel.schedule import Pipeline
-from hfscale.parallel.stages import StagePlan
+from hfscale.stage_flags import check_arguments, plan_stages
 from hfscale.weights import draw_weights, read_weights
 
-_IGNORED = -100  # the label that transformers' losses skip
-_PADDING = {"labels": _IGNORED, "shift_labels": _IGNORED}
 _SCHEDULER_FILE = "scheduler.json"
-
-
-def plan_stages(
-    parallel: ParallelArguments, args: TrainingArguments, *, world_size: int | None = None
-) -> tuple[ParallelLayout, StagePlan]:
-    """The layout and the stages that these arguments ask for, before a model is looked at.
-
-    Args:
-        world_size (`int`, *optional*): ranks to plan for; absent: those of this run.
-
-    Raises:
-        LayoutError: sizes that do not make up the world, or micro-batches that do not keep the schedule going.
-        UsageError: an axis or a schedule that there is not.
-    """
-    if (parallel.cp_size or 1) > 1:
-        raise UsageError(f"--cp_size {parallel.cp_size}: pipelines have no ring attention; use recipes/sharded for it")
-    layout = decide_layout(
-        world_size or args.world_size,
-        tp=parallel.tp_size,
-        pp=parallel.pp_size,
-        dp_shard=parallel.dp_shard_size,
-        dp_replicate=parallel.dp_replicate_size,
-    )
-    plan = StagePlan(schedule=parallel.pipeline_schedule, pp=layout.pp, virtual_stages=parallel.virtual_stages)
-    plan.check_micro_batches(args.gradient_accumulation_steps)
-    return layout, plan
 
 
 class ParallelTrainer(Trainer):
@@ -101,7 +72,7 @@ class ParallelTrainer(Trainer):
     ) -> None:
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
-        _check_arguments(args, kwargs)
+        check_arguments(args, **kwargs)
         check_config(model.config, self.layout, self.stage_plan)
         self.mesh = make_mesh(self.layout, args.device.type)
         causal = model.get_base_model() if _is_adapted(model) else model
@@ -186,7 +157,7 @@ class ParallelTrainer(Trainer):
         micro_batches = self.stage_plan.micro_batches_for(len(batches))
         if self.laid_out.balance is not None:
             self.laid_out.balance.micro_batches = len(batches)
-        loss = self._run(_stack(batches, micro_batches), micro_batches, num_items_in_batch)
+        loss = self._run(stack_batches(batches, micro_batches), micro_batches, num_items_in_batch)
         gradients.align_gradients(self.laid_out.model.parameters())
         gradients.sum_partial_gradients(self.laid_out.partial, self.mesh)
         if self.laid_out.tied is not None:
@@ -305,7 +276,7 @@ class ParallelTrainer(Trainer):
         if checkpoint is None:
             return
         state.load_optimizer(Path(checkpoint), self.laid_out, self.optimizer.optimizer)
-        _restore_position(self.lr_scheduler, json.loads((Path(checkpoint) / _SCHEDULER_FILE).read_text("utf-8")))
+        state.restore_position(self.lr_scheduler, json.loads((Path(checkpoint) / _SCHEDULER_FILE).read_text("utf-8")))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It is where it belongs since `lay_out`."""
@@ -319,58 +290,3 @@ def _fill(model: PreTrainedModel, aliases: Mapping[str, str], *, seed: int, weig
     draw_weights(model, seed=seed, parameters=weights_from is None)
     if weights_from is not None:
         read_weights(model, weights_from, aliases=aliases)
-
-
-def _restore_position(scheduler: Any, saved: dict[str, Any]) -> None:
-    """Put a scheduler where it was: its learning rates follow from its position and its base learning rate."""
-    if len(saved["base_lrs"]) == 1:
-        scheduler.base_lrs = saved["base_lrs"] * len(scheduler.base_lrs)
-        for group in scheduler.optimizer.param_groups:
-            group["initial_lr"] = saved["base_lrs"][0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has taken no step before the scheduler's
-        for _ in range(saved["last_epoch"]):
-            scheduler.step()
-
-
-def _check_arguments(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
-    """Raise a UsageError for what a pipeline has no way to do."""
-    if args.deepspeed or args.fsdp:
-        raise UsageError("ParallelTrainer shards the model itself: leave --fsdp and --deepspeed out")
-    if args.fp16:
-        raise UsageError("--fp16 scales losses per rank, which stages cannot share: use --bf16")
-    if kwargs.get("compute_metrics") is not None:
-        raise UsageError("compute_metrics needs logits, which stay on the last stage: evaluate by eval_loss")
-    if not args.average_tokens_across_devices:
-        raise UsageError(
-            "--average_tokens_across_devices false: ParallelTrainer weighs every token alike; leave it out"
-        )
-    if str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in ("reduce_lr_on_plateau", "greedy"):
-        raise UsageError(
-            f"--lr_scheduler_type {args.lr_scheduler_type.value} cannot be resumed on another layout: use another"
-        )
-    if args.auto_find_batch_size:
-        raise UsageError("--auto_find_batch_size wraps the model anew: set --per_device_train_batch_size")
-
-
-def _stack(batches: list[dict[str, Any]], micro_batches: int) -> dict[str, torch.Tensor]:
-    """The micro-batches of a step one under the other, (micro-batches x rows, length), padded to the longest with
-    labels that are ignored; where there are fewer than `micro_batches`, empty ones follow."""
-    batches = [*batches, *({**batches[-1], **_ignored(batches[-1])} for _ in range(micro_batches - len(batches)))]
-    rows = max(batch["input_ids"].shape[0] for batch in batches)
-    length = max(batch["input_ids"].shape[1] for batch in batches)
-    stacked = {}
-    for name, value in batches[0].items():
-        if not isinstance(value, torch.Tensor) or value.ndim < 2:
-            raise UsageError(f"input {name} is not a tensor of (batch, sequence): a pipeline cannot cut it")
-        fill = _PADDING.get(name, 0)
-        parts = [
-            nn.functional.pad(b[name], (0, length - b[name].shape[1], 0, rows - b[name].shape[0]), value=fill)
-            for b in batches
-        ]
-        stacked[name] = torch.cat(parts)
-    return stacked
-
-
-def _ignored(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: torch.full_like(batch[name], _IGNORED) for name in _PADDING if name in batch}

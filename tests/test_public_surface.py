@@ -26,7 +26,8 @@ FLOORS = (
     ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
      "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",
      "hfscale.corpus", "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.summary",
-     "hfscale.export", "hfscale.entrypoint", "hfscale.dry_run"),
+     "hfscale.export", "hfscale.entrypoint", "hfscale.dry_run",
+     "hfscale.stage_flags"),
     ("hfscale.cli", "hfscale.report", "hfscale.__main__"),
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ tensor whole in its meaning and in pieces on the disk, as the ranks held it. Wha
 no parameter groups, no rank numbers, no second copy of tied weights.
 """
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,15 @@ def _parts(tensor: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
         )
         for piece in pieces
     ]
+
+
+def restore_position(scheduler: Any, saved: dict[str, Any]) -> None:
+    """Put a scheduler where it was: its learning rates follow from its position and its base learning rate."""
+    if len(saved["base_lrs"]) == 1:
+        scheduler.base_lrs = saved["base_lrs"] * len(scheduler.base_lrs)
+        for group in scheduler.optimizer.param_groups:
+            group["initial_lr"] = saved["base_lrs"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has taken no step before the scheduler's
+        for _ in range(saved["last_epoch"]):
+            scheduler.step()

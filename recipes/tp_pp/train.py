@@ -38,9 +38,9 @@ from hfscale.export import save_final_model
 from hfscale.models import add_lora, load_config, load_empty_model, load_tokenizer
 from hfscale.parsing import parse_arguments
 from hfscale.resume import is_finished, keep_global_batch, resume_point
+from hfscale.stage_flags import plan_stages
 from hfscale.strategy import check_launch
 from hfscale.summary import print_summary
-from hfscale.trainer import plan_stages
 
 
 def main():
