@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("callback_overhead", "cli_start", "recipe_overhead", "memory_options")
+NAMES = ("callback_overhead", "cli_start", "recipe_overhead", "pipeline_overhead", "memory_options")
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"
 
