@@ -37,21 +37,42 @@ def plan_stages(
     return layout, plan
 
 
-def check_arguments(args: TrainingArguments, *, compute_metrics: Any = None, **_: Any) -> None:
-    """Raise a UsageError for what a pipeline has no way to do; keywords are those of a Trainer."""
-    if args.deepspeed or args.fsdp:
-        raise UsageError("ParallelTrainer shards the model itself: leave --fsdp and --deepspeed out")
-    if args.fp16:
-        raise UsageError("--fp16 scales losses per rank, which stages cannot share: use --bf16")
-    if compute_metrics is not None:
-        raise UsageError("compute_metrics needs logits, which stay on the last stage: evaluate by eval_loss")
-    if not args.average_tokens_across_devices:
-        raise UsageError(
-            "--average_tokens_across_devices false: ParallelTrainer weighs every token alike; leave it out"
-        )
-    if str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in ("reduce_lr_on_plateau", "greedy"):
-        raise UsageError(
-            f"--lr_scheduler_type {args.lr_scheduler_type.value} cannot be resumed on another layout: use another"
-        )
-    if args.auto_find_batch_size:
-        raise UsageError("--auto_find_batch_size wraps the model anew: set --per_device_train_batch_size")
+def check_arguments(
+    args: TrainingArguments,
+    *,
+    compute_metrics: Any = None,
+    model_init: Any = None,
+    optimizers: tuple[Any, Any] = (None, None),
+    **_: Any,
+) -> None:
+    """Make sure that nothing is asked for that stages have no way to do; the keywords are those of a Trainer.
+
+    Raises:
+        UsageError: something is; the message names it and the mend.
+    """
+    scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    compression = getattr(args, "gradient_compression", "none")
+    refused = {
+        "--fsdp and --deepspeed: ParallelTrainer shards the model itself; leave them out": args.deepspeed or args.fsdp,
+        "--fp16 scales losses per rank, which stages cannot share: use --bf16": args.fp16,
+        "compute_metrics needs logits, which stay on the last stage: evaluate by eval_loss": compute_metrics,
+        "model_init makes models that are not cut: give model, on the meta device where it is large": model_init,
+        "optimizers: an optimizer of the uncut model steps other parameters; choose one by --optim": optimizers[0],
+        "--average_tokens_across_devices false: every token counts alike here; leave it out": not (
+            args.average_tokens_across_devices
+        ),
+        "--auto_find_batch_size cuts the model anew: set --per_device_train_batch_size": args.auto_find_batch_size,
+        "--torch_compile: stages are not compiled yet; leave it out": args.torch_compile,
+        "--use_liger_kernel: its kernels know no stages; leave it out": args.use_liger_kernel,
+        "--neftune_noise_alpha: later stages have no embeddings; leave it out": args.neftune_noise_alpha,
+        "--include_num_input_tokens_seen counts tokens once per rank: see scaling/tokens_seen": (
+            args.include_num_input_tokens_seen != "no"
+        ),
+        f"--lr_scheduler_type {scheduler} cannot be resumed on another layout: use another": (
+            scheduler in ("reduce_lr_on_plateau", "greedy")
+        ),
+        f"--gradient_compression {compression} is DDP's: leave it out": compression != "none",
+    }
+    for message, is_asked in refused.items():
+        if is_asked:
+            raise UsageError(message)

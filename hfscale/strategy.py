@@ -128,15 +128,19 @@ def describe_strategy(trainer: "Trainer") -> str:
         parts.append(f"{placements} over {' x '.join(f'{name}={size}' for name, size in axes)}")
         if trainer.is_fsdp_enabled and not trainer.accelerator.state.fsdp_plugin.reshard_after_forward:
             parts[-1] += ", kept from forward to backward"
-    parts.append(f"{_parameter_share(module):.1%} of the parameters per rank")
+    share = _parameter_share(module, trainer.whole_sizes[0] if _lays_out_itself(trainer) else None)
+    parts.append(f"{share:.1%} of the parameters per rank")
     optimizer_share = _optimizer_share(module)
     if optimizer_share is not None:
         parts.append(f"{optimizer_share:.1%} of the optimizer")
     return ", ".join([*parts, *_deepspeed_traits(trainer), *_fsdp_traits(trainer)])
 
 
-def _parameter_share(module: nn.Module) -> float:
-    """Elements that this rank keeps between steps / all elements; padding of the last shard included."""
+def _parameter_share(module: nn.Module, elsewhere: int | None = None) -> float:
+    """Elements that this rank keeps between steps / all elements; padding of the last shard included.
+
+    `elsewhere` is the number of all where `module` has only some.
+    """
     kept = whole = 0
     for parameter in module.parameters():
         whole += getattr(parameter, "ds_numel", parameter.numel())
@@ -146,7 +150,7 @@ def _parameter_share(module: nn.Module) -> float:
             kept += parameter.ds_tensor.numel()
         else:
             kept += parameter.numel()
-    return kept / whole
+    return kept / (elsewhere or whole)
 
 
 def _optimizer_share(module: nn.Module) -> float | None:

@@ -278,6 +278,9 @@ class ParallelTrainer(Trainer):
         state.load_optimizer(Path(checkpoint), self.laid_out, self.optimizer.optimizer)
         state.restore_position(self.lr_scheduler, json.loads((Path(checkpoint) / _SCHEDULER_FILE).read_text("utf-8")))
 
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It is where it belongs since `lay_out`."""
 

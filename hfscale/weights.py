@@ -60,15 +60,14 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
     """Draw every weight of `model` anew, by the model's own rules, from `seed` and the modules' names alone.
 
     Args:
-        parameters (`bool`): False computes the buffers only (rotary frequencies), for a rank that will be sent its
-            parameters.
+        parameters (`bool`): False computes the buffers only (rotary frequencies) and draws adapters, for a rank that
+            will be sent or read the model's own parameters.
     """
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         if isinstance(module, LoraLayer):
             visit(module.get_base_layer(), name, owner)  # by the name it has without adapters
-            if parameters:
-                _draw_adapters(module, _seed_of(seed, f"{name}.lora"))
+            _draw_adapters(module, _seed_of(seed, f"{name}.lora"))
             return
         # Children first, as transformers does it: a parent may draw some of their weights again, at another scale.
         for child_name, child in module.named_children():

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch.distributed.pipelining import schedules
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, TrainingArguments
 
+from hfscale import ParallelArguments
 from hfscale.arguments import SCHEDULES
 from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
 from hfscale.parallel.anatomy import Anatomy
@@ -12,6 +13,8 @@ from hfscale.parallel.checks import check_config, decide_layout
 from hfscale.parallel.partition import cut_by_cost, layer_costs
 from hfscale.parallel.schedule import SCHEDULES as RUN
 from hfscale.parallel.stages import SHAPES, StagePlan
+from hfscale.parallelism import set_up_parallelism
+from hfscale.stage_flags import check_arguments, plan_stages
 
 TINY = {
     "vocab_size": 96,
@@ -165,3 +168,38 @@ def test_a_model_that_is_no_stack_of_layers_is_refused():
     model.config.num_hidden_layers = 5
     with pytest.raises(UnsupportedModelError, match="not a stack of 5 layers"):
         Anatomy.of(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"fp16": True}, "use --bf16"),
+        ({"torch_compile": True}, "stages are not compiled"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "cannot be resumed on another layout"),
+        ({"include_num_input_tokens_seen": "all"}, "see scaling/tokens_seen"),
+        ({"average_tokens_across_devices": False}, "every token counts alike"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(arguments, line, tmp_path):
+    given = {"eval_strategy": "steps", "eval_steps": 1} if "lr_scheduler_type" in arguments else {}
+    args = TrainingArguments(str(tmp_path), use_cpu="fp16" not in arguments, report_to="none", **given, **arguments)
+    with pytest.raises(UsageError, match=line):
+        check_arguments(args)
+
+
+def test_what_needs_logits_or_another_optimizer_is_refused(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    check_arguments(args)
+    for keywords in ({"compute_metrics": len}, {"model_init": len}, {"optimizers": (object(), None)}):
+        with pytest.raises(UsageError):
+            check_arguments(args, **keywords)
+
+
+def test_pipelines_are_sent_to_their_recipe(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(UsageError, match=r"--pp_size 2 is for pipelines: launch recipes/tp_pp/train\.py"):
+        set_up_parallelism(ParallelArguments(pp_size=2), args, {})
+    with pytest.raises(UsageError, match="--cp_size 2: pipelines have no ring attention"):
+        plan_stages(ParallelArguments(cp_size=2), args)
+    with pytest.raises(LayoutError, match=r"1 micro-batches per step .* set --gradient_accumulation_steps 2"):
+        plan_stages(ParallelArguments(pp_size=2), args, world_size=4)

@@ -74,9 +74,9 @@ class WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """`hidden`, unchanged."""
+        """A copy of `hidden`: schedules detach what a stage returns in place, which a view does not allow."""
         ctx.dtype, ctx.device = loss.dtype, loss.device
-        return hidden.view_as(hidden)
+        return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

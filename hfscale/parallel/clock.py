@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+_KEPT_SCHEDULES = 64
+
 
 class BusyClock:
     """Adds up how long a rank's stages compute, and how long its schedules take.
@@ -28,6 +30,8 @@ class BusyClock:
     def add(self, kind: str, start: Any) -> None:
         """Charge the time since `start` to `busy` or to `all`."""
         self._spans[kind].append((start, self.now()))
+        if kind == "all" and len(self._spans["all"]) > _KEPT_SCHEDULES:
+            self._spans = {"busy": [], "all": []}  # nobody has asked for long: what counts is the recent past
 
     def read(self) -> tuple[float, float]:
         """Seconds computed and seconds in schedules since the last call; waits for the GPU's last event."""
