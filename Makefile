@@ -30,7 +30,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 test-faults: $(VENV)/installed-dev
-	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m faults $(ARGS)
+	$(OFFLINE) OMP_NUM_THREADS=1 HFSCALE_TEST_LAUNCH=agent $(BIN)/python -m pytest -q -m faults $(ARGS)
 
 test-gpu: $(VENV)/installed-dev
 	$(OFFLINE) $(BIN)/python -m pytest -q -m gpu $(ARGS)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfscale.arguments import ModelArguments
+from hfscale.arguments import ModelArguments, RecipeTrainingArguments
+from hfscale.compression import check_compression
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.strategy import requested_family, requested_strategy
@@ -19,7 +20,7 @@ _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 def check_pairs(
-    model_args: ModelArguments, training_args: "TrainingArguments", layout: ParallelLayout | None = None
+    model_args: ModelArguments, training_args: RecipeTrainingArguments, layout: ParallelLayout | None = None
 ) -> None:
     """Compare method, strategy, layout and machine with each other.
 
@@ -33,6 +34,10 @@ def check_pairs(
             "fsdp_version 1: what FSDP1 resumes differs from what it saved, without an error (losses drift by 4e-3); "
             "turn the config into FSDP2 with `accelerate to-fsdp2`, or use accelerate_configs/fsdp2.yaml"
         )
+    has_tp = layout is not None and layout.tp > 1
+    check_compression(
+        training_args.gradient_compression, is_ddp=family == "ddp" and not has_tp, use_cpu=training_args.use_cpu
+    )
     config = _deepspeed_config(training_args) if family == "zero" else {}
     if model_args.load_in_4bit:
         _check_four_bits(family, config, layout)

@@ -26,6 +26,24 @@ if TYPE_CHECKING:
 METHODS = ("none", "fp16", "bf16", "powersgd", "topk")
 
 
+def check_compression(method: str, *, is_ddp: bool, use_cpu: bool) -> None:
+    """Make sure that the run can compress its gradients so.
+
+    Raises:
+        UsageError: the run is not DDP, or a method for GPUs is asked for on CPUs.
+    """
+    if method == "none":
+        return
+    if not is_ddp:
+        raise UsageError(
+            f"--gradient_compression {method} works on DDP's gradients: launch with accelerate_configs/ddp.yaml on "
+            "two processes or more, or leave it out (DeepSpeed has 1-bit Adam: accelerate_configs/onebit_adam.yaml)"
+        )
+    if method in ("bf16", "powersgd") and use_cpu:
+        # torch refuses bf16 on gloo, and there the collectives that PowerSGD chains in callbacks get out of order.
+        raise UsageError(f"--gradient_compression {method} needs GPUs: torch's hook is for NCCL; give fp16 or topk")
+
+
 def compress_gradients(
     trainer: "Trainer", method: str, *, powersgd_rank: int, topk_fraction: float, start_step: int
 ) -> None:
@@ -42,15 +60,9 @@ def compress_gradients(
     """
     if method == "none":
         return
-    is_ddp = trainer.accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    if not is_ddp or trainer.is_distributed_loading_by_transformers:
-        raise UsageError(
-            f"--gradient_compression {method} works on DDP's gradients: launch with accelerate_configs/ddp.yaml on "
-            "two processes or more, or leave it out (DeepSpeed has 1-bit Adam: accelerate_configs/onebit_adam.yaml)"
-        )
-    if method in ("bf16", "powersgd") and trainer.args.use_cpu:
-        # torch refuses bf16 on gloo, and there the collectives that PowerSGD chains in callbacks get out of order.
-        raise UsageError(f"--gradient_compression {method} needs GPUs: torch's hook is for NCCL; give fp16 or topk")
+    ddp_types = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    is_ddp = trainer.accelerator.distributed_type in ddp_types and not trainer.is_distributed_loading_by_transformers
+    check_compression(method, is_ddp=is_ddp, use_cpu=trainer.args.use_cpu)
     options = trainer.accelerator.ddp_handler.to_kwargs()
     if method == "topk":
         trainer.accelerator.ddp_handler = TopKKwargs(**options, fraction=topk_fraction, start_step=start_step)

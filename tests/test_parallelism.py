@@ -21,6 +21,7 @@ def arguments(world_size=8, **changes):
     defaults = {
         "world_size": world_size, "use_cpu": False, "deepspeed": None, "fsdp": None, "parallelism_config": None,
         "save_strategy": "no", "save_only_model": False, "bf16": True, "resume_from_checkpoint": "true",
+        "gradient_compression": "none",
     }  # fmt: skip
     return SimpleNamespace(**defaults | changes)
 
@@ -178,6 +179,11 @@ class TestPairs:
     def test_fsdp1(self, monkeypatch):
         with pytest.raises(UsageError, match="fsdp_version 1: what FSDP1 resumes differs from what it saved"):
             self.check(monkeypatch, FSDP | {"FSDP_VERSION": "1"}, {}, arguments())
+
+    @pytest.mark.parametrize(("environ", "layout"), [(FSDP, None), (ZERO, None), (DDP, ParallelLayout(tp=2))])
+    def test_compressed_gradients_without_ddp(self, monkeypatch, environ, layout):
+        with pytest.raises(UsageError, match="--gradient_compression topk works on DDP's gradients: launch with"):
+            self.check(monkeypatch, environ, {}, arguments(gradient_compression="topk"), layout)
 
     def test_lora_under_tensor_parallelism(self, monkeypatch):
         with pytest.raises(UsageError, match="--use_peft and tensor parallelism: adapters are not cut"):

@@ -1,0 +1,199 @@
+"""A process that has imported torch, transformers, accelerate and DeepSpeed once, and forks what the tests start.
+
+A launch by `python -m accelerate.commands.launch` spends most of its time in imports: once for the launcher, once
+more for every rank. Here Accelerate's own launcher runs in a fork of this process, with its config, flags and
+environment as always; only torch's elastic agent is replaced, by forks of the same process, one per rank.
+`tests/forking.py` is the other end of the pipe. It reads one JSON job per line, and writes one JSON line per event:
+
+    {"id": 1, "kind": "launch", "argv": ["--config_file", …], "ranks": 1, "cwd": …, "env": {…}, "out": …, "err": …}
+    {"id": 1, "pids": [123]}
+    {"id": 1, "pid": 123, "code": 0}       # negative: ended by that signal
+"""
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MODULES = (
+    "accelerate.commands.launch", "deepspeed", "peft", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.distributed.run", "transformers.trainer", "transformers.integrations.deepspeed",
+    "transformers.models.llama.modeling_llama", "hfscale.callbacks.scaling", "hfscale.data", "hfscale.models",
+    "hfscale.parallelism",
+)  # fmt: skip
+"""What recipes and workers import. None of them may start a thread or choose a device when it is imported."""
+KILL_AFTER_S = 5.0
+PIPE = 3
+"""Standard output as it was at the start: libraries print to the other."""
+
+
+class Leave(BaseException):
+    """Unwinds a forked process to its end: the interpreter then ends as it always does."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+
+
+def serve() -> None:
+    """Until standard input ends: start jobs, report how their processes ended."""
+    running: dict[int, int] = {}
+    buffer = b""
+    while True:
+        if select.select([0], [], [], 0.02 if running else None)[0]:
+            received = os.read(0, 65536)
+            if not received:
+                return
+            buffer += received
+        while b"\n" in buffer:
+            line, buffer = buffer.split(b"\n", 1)
+            job = json.loads(line)
+            pids = [_fork(lambda rank=rank, job=job: _run(job, rank)) for rank in range(job["ranks"])]
+            running |= dict.fromkeys(pids, job["id"])
+            _say(id=job["id"], pids=pids)
+        for pid in list(running):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                _say(id=running.pop(pid), pid=pid, code=os.waitstatus_to_exitcode(status))
+
+
+def _say(**event: Any) -> None:
+    os.write(PIPE, json.dumps(event).encode() + b"\n")
+
+
+def _fork(run: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        raise Leave(run)
+    return pid
+
+
+def _run(job: dict[str, Any], rank: int) -> None:
+    """One process of a job, from the fork to its end."""
+    os.setsid()
+    os.close(PIPE)
+    for descriptor, name, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], 0), (2, job["err"], 0)):
+        opened = os.open(name, flags or os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    if job["kind"] == "launch":
+        _launch(job["argv"])
+    else:
+        if job["ranks"] > 1:
+            os.environ.update(_rank_environment(rank, job["ranks"], job["port"]))
+        _run_script(job["argv"])
+
+
+def _launch(argv: list[str]) -> None:
+    """`accelerate launch`, whose elastic agent forks."""
+    import torch.distributed.run
+    from accelerate.commands import launch
+
+    torch.distributed.run.run = _agent
+    launch.simple_launcher = _simple_launcher
+    sys.argv = ["accelerate-launch", *argv]
+    launch.main()
+
+
+def _simple_launcher(args: Any) -> None:
+    """One process: the command without the interpreter, in the environment that Accelerate made."""
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    command, environment = prepare_simple_launcher_cmd_env(args)
+    os.environ.clear()
+    os.environ.update(environment)
+    _run_script(command[1:])
+
+
+def _agent(args: Any) -> None:
+    """What torch's agent does on one node: start the ranks, and end them all when one has failed."""
+    count, port = int(args.nproc_per_node), free_port()
+    environment = dict(os.environ)  # Accelerate takes its part away when the fork leaves its frames
+    script = (["-m"] if args.module else []) + [args.training_script, *args.training_script_args]
+
+    def rank_of(rank: int) -> Callable[[], None]:
+        def run() -> None:
+            os.environ.update(environment | _rank_environment(rank, count, port))
+            _run_script(script)
+
+        return run
+
+    alive = {_fork(rank_of(rank)) for rank in range(count)}
+    failed_at: float | None = None
+    while alive:
+        for pid in list(alive):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                alive.remove(pid)
+                if status and failed_at is None:
+                    failed_at = time.monotonic()
+                    _signal_all(alive, signal.SIGTERM)
+        if failed_at is not None and time.monotonic() - failed_at > KILL_AFTER_S:
+            _signal_all(alive, signal.SIGKILL)
+        time.sleep(0.01)
+    if failed_at is not None:
+        sys.exit(1)
+
+
+def _signal_all(pids: set[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def _rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in (names | address).items()}
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run_script(argv: list[str]) -> None:
+    """As `python argv…` would."""
+    if argv[0] == "-u":
+        argv = argv[1:]
+    if argv[0] == "-c":
+        sys.argv = ["-c", *argv[2:]]
+        exec(compile(argv[1], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102  the test wrote it
+        return
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    os.dup2(1, PIPE)
+    os.dup2(2, 1)
+    for module in MODULES:
+        importlib.import_module(module)
+    leave: Callable[[], None] | None = None
+    try:
+        serve()
+    except Leave as forked:
+        leave = forked.run
+    while leave is not None:  # a fork of a fork leaves by the same door
+        run, leave = leave, None
+        try:
+            run()
+        except Leave as forked:
+            leave = forked.run

@@ -1,0 +1,117 @@
+"""Start processes from the fork server of this test process: a launch costs a second instead of ten."""
+
+import atexit
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fork_server import free_port
+
+
+@dataclass
+class Job:
+    """Processes that the server has forked."""
+
+    pids: list[int]
+    ended: dict[int, int] = field(default_factory=dict)
+    """Exit code by pid; negative: the signal that ended it."""
+
+    @property
+    def codes(self) -> list[int | None]:
+        """By rank; None: still running."""
+        return [self.ended.get(pid) for pid in self.pids]
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Send a signal to those ranks, or to all, that still run."""
+        for rank, pid in enumerate(self.pids):
+            if pid not in self.ended and (not ranks or rank in ranks):
+                os.kill(pid, number)
+
+
+class ForkServer:
+    """The server process and what it has started. `preload` is a shared library that all of it runs with."""
+
+    def __init__(self, preload: Path | None = None) -> None:
+        env = os.environ | ({"LD_PRELOAD": str(preload)} if preload else {})
+        repository = Path(__file__).parent.parent
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "fork_server.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env | {"PYTHONPATH": str(repository)}, cwd=repository,
+        )  # fmt: skip
+        self._jobs: dict[int, Job] = {}
+        self._buffer = b""
+        os.set_blocking(self._process.stdout.fileno(), False)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the server; processes that still run are ended with it."""
+        if self._process.poll() is None:
+            for job in self._jobs.values():
+                self._kill(job)
+            self._process.kill()
+            self._process.wait()
+
+    def start(
+        self, kind: str, argv: list[str], *, cwd: Path, env: dict[str, str], out: Path, err: Path, ranks: int = 1
+    ) -> Job:
+        """Fork `ranks` processes that run `argv` (`script`), or one that is `accelerate launch argv` (`launch`)."""
+        number = len(self._jobs) + 1
+        job = {"id": number, "kind": kind, "argv": argv, "ranks": ranks, "port": free_port()}
+        paths = {"cwd": str(cwd), "env": env, "out": str(out), "err": str(err)}
+        self._process.stdin.write(json.dumps(job | paths).encode() + b"\n")
+        self._process.stdin.flush()
+        self._wait(lambda: number in self._jobs, 120)
+        return self._jobs[number]
+
+    def wait(self, job: Job, timeout_s: float) -> list[int]:
+        """The exit codes by rank. Whatever still runs at the limit is killed, and the test fails."""
+        try:
+            self._wait(lambda: len(job.ended) == len(job.pids), timeout_s)
+        except TimeoutError:
+            self._kill(job)
+            self._wait(lambda: len(job.ended) == len(job.pids), 30)
+            raise
+        return [job.ended[pid] for pid in job.pids]
+
+    def poll(self) -> None:
+        """Take in what has happened."""
+        self._receive()
+
+    def _kill(self, job: Job) -> None:
+        for pid in job.pids:
+            if pid not in job.ended:
+                os.killpg(pid, signal.SIGKILL)  # each leads a session: its own forks go with it
+
+    def _wait(self, done, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not done():
+            if time.monotonic() > end:
+                raise TimeoutError(f"not finished after {limit_s} s")
+            if self._process.poll() is not None:
+                raise RuntimeError("the fork server has ended")
+            if not self._receive():
+                time.sleep(0.005)
+
+    def _receive(self) -> bool:
+        received = self._process.stdout.read()
+        if not received:
+            return False
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
+        for event in map(json.loads, lines):
+            if "pids" in event:
+                self._jobs[event["id"]] = Job(event["pids"])
+            else:
+                self._jobs[event["id"]].ended[event["pid"]] = event["code"]
+        return True
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The one of this test process, started at the first call."""
+    return ForkServer()
