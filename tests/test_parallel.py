@@ -7,11 +7,12 @@ import json
 
 import pytest
 import torch
-from parallel_families import compare, families_with_plan
+from parallel_families import compare
 from parallel_world import Tokens, in_world, train
 from transformers import AutoModelForCausalLM
 
 from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale.parallel.families import PROVEN
 
 FIRST, LATER = 5e-6, 5e-4
 CUBE = {"tp_size": 2, "pp_size": 2}  # what is left is data parallel
@@ -20,10 +21,6 @@ TIED = {"tie_word_embeddings": True}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 FAMILIES = ("qwen3", "gemma2", "granite", "phi3", "olmo")
 """Those of the ordinary suite; the long one has all."""
-FAILING = {
-    "apertus": "its activation function's parameters have no initialisation rule, so there is nothing to compare",
-}
-"""Families with a plan that cannot be cut or built so small, with the reason."""
 
 
 def same(found, expected, *, first=FIRST, later=LATER):
@@ -143,7 +140,7 @@ def test_families_and_the_balance_of_experts():
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("family", [family for family in families_with_plan() if family not in FAILING])
-def test_every_family_with_a_plan(family):
+@pytest.mark.parametrize("family", sorted(PROVEN))
+def test_every_proven_family_on_two_processes(family):
     jobs = {"pp": {"family": family, "pp": 2}, "tp": {"family": family, "tp": 2}}
     assert wrong(jobs, in_world(2, compare, list(jobs.values()))) == {}

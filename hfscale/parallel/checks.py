@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.parallel.families import check_family
 from hfscale.parallel.stages import StagePlan
 
 
@@ -46,6 +47,8 @@ def check_config(config: PreTrainedConfig, layout: ParallelLayout, plan: StagePl
         LayoutError: heads, vocabulary or layers do not; the message names the nearest sizes that do.
         UsageError: quantised weights, which cannot be cut, or a model without tensor-parallel plan.
     """
+    if plan.stages > 1:
+        check_family(config.model_type)
     text = config.get_text_config()
     if getattr(config, "quantization_config", None):
         raise UsageError(

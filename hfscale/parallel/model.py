@@ -86,7 +86,7 @@ def lay_out(
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(torch.device(mesh.device_mesh.device_type))
     _tie(model, anatomy, plan)
-    stages = [Stage(stage_view(model, anatomy, cut), cut, loss, balance) for cut in own]
+    stages = [Stage(stage_view(model, anatomy, cut), anatomy, cut, loss, balance) for cut in own]
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
         whole = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
         _shard(model, anatomy, stages, mesh, compute_dtype, whole)

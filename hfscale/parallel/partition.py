@@ -23,7 +23,18 @@ _EMBEDDING_FACTORS = ("embedding_multiplier", "embed_scale")
 
 
 class Foreign(nn.Identity):
-    """Stands where another stage's module stood; hands on its first argument."""
+    """Stands where another stage's module stood; hands on its first argument.
+
+    Args:
+        original (`nn.Module`, *optional*): what stood there; its plain attributes (the kind of a layer, say) are kept,
+            for some decoders read them on their way through the layers.
+    """
+
+    def __init__(self, original: nn.Module | None = None) -> None:
+        super().__init__()
+        for name, value in vars(original).items() if original is not None else ():
+            if isinstance(value, str | int | bool) and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first positional argument, or the first keyword's value."""
@@ -127,7 +138,7 @@ def prune(model: PreTrainedModel, anatomy: Anatomy, cuts: Iterable[StageCut]) ->
     kept = {layer for cut in cuts for layer in cut.layers}
     for number in range(anatomy.depth):
         if number not in kept:
-            layers[number] = Foreign()
+            layers[number] = Foreign(layers[number])
     if not any(cut.is_first for cut in cuts):
         _take_out_first(model, anatomy)
     if not any(cut.is_last for cut in cuts):
@@ -147,7 +158,7 @@ def stage_view(model: PreTrainedModel, anatomy: Anatomy, cut: StageCut) -> PreTr
         parent._modules[part] = child
         parent = child
     layers = model.get_submodule(anatomy.layers)
-    own = [layer if number in cut.layers else Foreign() for number, layer in enumerate(layers)]
+    own = [layer if number in cut.layers else Foreign(layer) for number, layer in enumerate(layers)]
     parent._modules[anatomy.layers.rpartition(".")[2]] = nn.ModuleList(own)
     if not cut.is_first:
         _take_out_first(view, anatomy)
@@ -181,16 +192,25 @@ class Stage(nn.Module):
 
     Args:
         view (`PreTrainedModel`): of `stage_view`.
+        anatomy (`Anatomy`): where its parts are.
         cut (`StageCut`): which stage it is.
         loss (`callable`): `loss(view, inputs)` of the last stage, a scalar; `inputs` are the model's keywords.
         balance (`RouterBalance`, *optional*): the loss of its routers, where the model has one.
     """
 
-    def __init__(self, view: PreTrainedModel, cut: StageCut, loss: Any, balance: RouterBalance | None = None) -> None:
+    def __init__(
+        self,
+        view: PreTrainedModel,
+        anatomy: Anatomy,
+        cut: StageCut,
+        loss: Any,
+        balance: RouterBalance | None = None,
+    ) -> None:
         super().__init__()
         self.view = view
         self.cut = cut
         self._loss = loss
+        self._inner = anatomy.decoder.split(".")[0]
         self._balance = balance
         self._balance_losses: list[torch.Tensor] = []
         if balance is not None:
@@ -216,7 +236,7 @@ class Stage(nn.Module):
             return self._loss(self.view, inputs)
         for name in ("labels", "shift_labels"):
             inputs.pop(name, None)
-        return self.view.base_model(**inputs, use_cache=False).last_hidden_state
+        return getattr(self.view, self._inner)(**inputs, use_cache=False).last_hidden_state
 
     def take_balance_losses(self) -> list[torch.Tensor]:
         """What the routers of a stage that is not the last have added to the loss since the last call."""
