@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import nn
 
 REPOSITORY = Path(__file__).parent.parent
-PAIRS = 5
-STEPS = 8
+PAIRS = 3
+STEPS = 6
 UNTIMED_STEPS = 2
 MICRO_BATCHES = 8
 ROWS = 2
-LENGTH = 128
+LENGTH = 64
 VOCAB = 512  # so small that the head does not make the last stage the slower
 PREFIX = "pairs: "
 
