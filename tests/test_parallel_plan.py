@@ -119,7 +119,8 @@ def test_idle_time_follows_the_published_formulas():
 @pytest.mark.parametrize(
     ("sizes", "line"),
     [
-        ({"tp": 3, "pp": 2}, r"tp_size 3 x pp_size 2 .* does not divide the 8 processes: set --tp_size 1"),
+        ({"tp": 3, "pp": 2}, r"tp_size 3 x pp_size 2 .* does not divide the 8 processes: set --tp_size (1|2|4)"),
+        ({"tp": 3}, r"set --tp_size (2|4), or start 9$"),
         ({"tp": 2, "pp": 3}, r"does not divide the 8 processes: set --pp_size (2|4)"),
         ({"tp": 2, "pp": 2, "dp_shard": 4}, r"needs 16 processes, but the world has 8.*dp_shard=2"),
     ],

@@ -27,9 +27,7 @@ def decide_layout(
     if dp_shard is None:
         replica = tp * pp * dp_replicate
         if world_size % replica:
-            fitting = [n for n in range(1, world_size + 1) if world_size % (tp * dp_replicate * n) == 0]
-            nearest = min(fitting, key=lambda n: abs(n - pp), default=None)
-            mend = f"set --pp_size {nearest}" if nearest else f"set --tp_size {math.gcd(world_size, tp)}"
+            mend = _nearest_sizes(world_size, tp, pp, dp_replicate)
             raise LayoutError(
                 f"tp_size {tp} x pp_size {pp} x dp_replicate_size {dp_replicate} = {replica} does not divide the "
                 f"{world_size} processes: {mend}, or start {max(1, round(world_size / replica)) * replica}"
@@ -38,6 +36,16 @@ def decide_layout(
     layout = ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp)
     layout.check_world_size(world_size)
     return layout
+
+
+def _nearest_sizes(world_size: int, tp: int, pp: int, dp_replicate: int) -> str:
+    """A flag that makes tp x pp x dp_replicate divide the world: another pp, else another tp."""
+    sizes = range(1, world_size + 1)
+    stages = [n for n in sizes if world_size % (tp * dp_replicate * n) == 0]
+    if stages:
+        return f"set --pp_size {min(stages, key=lambda n: abs(n - pp))}"
+    parts = [n for n in sizes if world_size % (n * pp * dp_replicate) == 0] or [1]
+    return f"set --tp_size {min(parts, key=lambda n: abs(n - tp))}"
 
 
 def check_config(config: PreTrainedConfig, layout: ParallelLayout, plan: StagePlan) -> None:
