@@ -84,6 +84,10 @@ class DataArguments:
         require_from_0(self, validation_split_percentage=100)
 
 
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+"""Pipeline schedules by their names in torch.distributed.pipelining, as `hfscale.parallel.stages.SHAPES` has them."""
+
+
 @dataclass(kw_only=True)
 class ParallelArguments:
     """Sizes of the parallel axes, where they are to differ from the launcher's config."""
@@ -92,9 +96,17 @@ class ParallelArguments:
     dp_shard_size: int | None = _flag("Ranks that share one replica; default: what the other axes leave.")
     cp_size: int | None = _flag("Ranks that share one sequence: ring attention under FSDP2, Ulysses under DeepSpeed.")
     tp_size: int | None = _flag("Ranks that share each matrix.")
+    pp_size: int | None = _flag("Ranks that share the layers (recipes/tp_pp).")
+    pipeline_schedule: str = _flag(
+        "Order of the stages' work: " + ", ".join(SCHEDULES) + ".", default="1F1B", choices=SCHEDULES
+    )
+    virtual_stages: int | None = _flag("Stages per pipeline rank, for the schedules that take several.")
+    dry_run: int | None = _flag(
+        "Train nothing: build the program of so many ranks without weights or GPUs, print memory and schedule."
+    )
 
     def __post_init__(self) -> None:
-        require_positive(self, *vars(self))
+        require_positive(self, *(name for name in vars(self) if name != "pipeline_schedule"))
 
 
 @dataclass(kw_only=True)

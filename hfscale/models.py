@@ -45,8 +45,10 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name)
 
 
-def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, block_size: int) -> PreTrainedConfig:
-    """The model's config, checked against the tokenizer and the length of the sequences.
+def load_config(
+    args: ModelArguments, tokenizer: PreTrainedTokenizerBase | None, *, block_size: int
+) -> PreTrainedConfig:
+    """The model's config, checked against the length of the sequences and the tokenizer, where one is given.
 
     Raises:
         UsageError: there is none of that name, or it is too small for the tokenizer or the sequences.
@@ -55,7 +57,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, blo
     with blaming("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
         config = AutoConfig.from_pretrained(name) if name else corpus.default_config(tokenizer)
     text = config.get_text_config()
-    if not args.model_name_or_path and len(tokenizer) > text.vocab_size:
+    if tokenizer is not None and not args.model_name_or_path and len(tokenizer) > text.vocab_size:
         raise UsageError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {text.vocab_size}: give the --tokenizer_name that "
             "belongs to it"
@@ -100,6 +102,20 @@ def load_model(
         if sharding is None:
             return build_model(config, seed=training_args.seed, **options)
         return _build_sharded(config, training_args, sharding, options)
+
+
+def load_empty_model(
+    args: ModelArguments, config: PreTrainedConfig, training_args: "TrainingArguments"
+) -> PreTrainedModel:
+    """The model of `config` without weights, for a trainer that gives each rank its own: of any size, in no memory.
+
+    Raises:
+        UsageError: the attention is not one of the model's.
+    """
+    dtype = torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32
+    options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
+    with blaming("--attn_implementation", args.attn_implementation), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
 
 
 def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> PeftModel:

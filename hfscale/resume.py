@@ -79,8 +79,8 @@ def keep_global_batch(
     manifest = read_manifest(checkpoint)
     world_size, wanted = args.world_size, manifest.global_batch_size
     trained_by = (read_origin(Path(checkpoint)) or {"world_size": manifest.world_size})["world_size"]
-    if world_size == trained_by:
-        return
+    if world_size == trained_by and manifest.strategy != "parallel":
+        return  # the same ranks may be laid out otherwise under the latter
     ranks = data_parallel_size or world_size
     per_rank, left_over = divmod(wanted, ranks)
     if left_over or per_rank == 0:
@@ -93,6 +93,8 @@ def keep_global_batch(
     per_device = args.per_device_train_batch_size
     while per_rank % per_device:
         per_device -= 1
+    if (per_device, per_rank // per_device) == (args.per_device_train_batch_size, args.gradient_accumulation_steps):
+        return
     args.per_device_train_batch_size, args.gradient_accumulation_steps = per_device, per_rank // per_device
     logger.info(
         "%d processes instead of %d: the global batch stays %d sequences, by %d per device x %d accumulation steps",

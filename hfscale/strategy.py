@@ -48,9 +48,9 @@ def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = o
 
 def running_strategy(trainer: "Trainer") -> str:
     """What was set up: by accelerate `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3`, by transformers `parallel`
-    (tensor parallelism with sharding); as in a checkpoint's manifest."""
+    (tensor parallelism with sharding) or by `ParallelTrainer`; as in a checkpoint's manifest."""
     state = trainer.accelerator.state
-    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+    if trainer.is_distributed_loading_by_transformers:  # also how `ParallelTrainer` keeps accelerate off
         return "parallel"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
@@ -87,6 +87,8 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
         StrategyMismatchError: another strategy was set up, or the model is not wrapped for it.
     """
     asked, runs = requested_family(trainer.args, environ), running_strategy(trainer)
+    if asked in ("single", "ddp") and _lays_out_itself(trainer):
+        asked = "parallel"  # by the script, which no launcher knows of
     if not runs.startswith(asked):
         mend = {
             "zero": "unset ACCELERATE_USE_CPU, and on a machine without GPUs pass --use_cpu true",
@@ -94,12 +96,17 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
         }.get(asked, "check the --config_file given to accelerate launch")
         raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {mend}")
     wrapper = _unwrap_compiled(trainer.model_wrapped)
-    if not _wraps(runs, wrapper):
+    if not _wraps(runs, wrapper) and not _lays_out_itself(trainer):
         raise StrategyMismatchError(
             f"{runs.upper()} was asked for but the model is a bare {type(wrapper).__name__}: "
             "let the Trainer wrap the model itself"
         )
     return runs
+
+
+def _lays_out_itself(trainer: "Trainer") -> bool:
+    """Whether it is a `ParallelTrainer`, whose floor is above this one."""
+    return getattr(trainer, "laid_out", None) is not None
 
 
 def describe_strategy(trainer: "Trainer") -> str:
@@ -110,6 +117,9 @@ def describe_strategy(trainer: "Trainer") -> str:
     """
     module = _unwrap_compiled(trainer.model_wrapped)
     parts = [type(module).__name__]
+    if _lays_out_itself(trainer):
+        sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
+        parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
     first = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
     if first is not None:
         mesh = first.device_mesh
@@ -118,15 +128,19 @@ def describe_strategy(trainer: "Trainer") -> str:
         parts.append(f"{placements} over {' x '.join(f'{name}={size}' for name, size in axes)}")
         if trainer.is_fsdp_enabled and not trainer.accelerator.state.fsdp_plugin.reshard_after_forward:
             parts[-1] += ", kept from forward to backward"
-    parts.append(f"{_parameter_share(module):.1%} of the parameters per rank")
+    share = _parameter_share(module, trainer.whole_sizes[0] if _lays_out_itself(trainer) else None)
+    parts.append(f"{share:.1%} of the parameters per rank")
     optimizer_share = _optimizer_share(module)
     if optimizer_share is not None:
         parts.append(f"{optimizer_share:.1%} of the optimizer")
     return ", ".join([*parts, *_deepspeed_traits(trainer), *_fsdp_traits(trainer)])
 
 
-def _parameter_share(module: nn.Module) -> float:
-    """Elements that this rank keeps between steps / all elements; padding of the last shard included."""
+def _parameter_share(module: nn.Module, elsewhere: int | None = None) -> float:
+    """Elements that this rank keeps between steps / all elements; padding of the last shard included.
+
+    `elsewhere` is the number of all where `module` has only some.
+    """
     kept = whole = 0
     for parameter in module.parameters():
         whole += getattr(parameter, "ds_numel", parameter.numel())
@@ -136,7 +150,7 @@ def _parameter_share(module: nn.Module) -> float:
             kept += parameter.ds_tensor.numel()
         else:
             kept += parameter.numel()
-    return kept / whole
+    return kept / (elsewhere or whole)
 
 
 def _optimizer_share(module: nn.Module) -> float | None:

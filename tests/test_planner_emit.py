@@ -138,7 +138,7 @@ class TestWhatCannotBeLaunched:
     def test_says_which_choice_can(self, model, tmp_path):
         first = planned(model, **PIPELINE)
         both = replace(first, choices=(*first.choices, *planned(model, **FAMILIES["fsdp2"]).choices))
-        with pytest.raises(UsageError, match=r"pp=2.*no recipe has pipeline stages.*--choice 2 can \(fsdp2") as error:
+        with pytest.raises(UsageError, match=r"pp=2.*it is planned with.*--choice 2 can \(fsdp2") as error:
             emit(both, tmp_path / "out")
         assert len(str(error.value).splitlines()) == 1
         assert not (tmp_path / "out").exists()
@@ -168,7 +168,7 @@ class TestWhatCannotBeLaunched:
 
     def test_the_table_marks_them(self, capsys):
         main(["plan", "llama-3.1-405b", "--gpu", "H100", "--gpus", "1024", "--top", "30"])
-        assert "no recipe has pipeline stages yet" in capsys.readouterr().out
+        assert "recipes/tp_pp has others" in capsys.readouterr().out
 
 
 class TestTheSearchOffersWhatTheRecipeTakes:

@@ -27,7 +27,7 @@ FLOORS = (
     ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
      "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",
      "hfscale.corpus", "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.continuation",
-     "hfscale.summary", "hfscale.export", "hfscale.entrypoint"),
+     "hfscale.summary", "hfscale.export", "hfscale.entrypoint", "hfscale.dry_run", "hfscale.stage_flags"),
     ("hfscale.cli", "hfscale.__main__"),
 )  # fmt: skip
 
@@ -75,6 +75,7 @@ def test_the_promised_names_of_this_version():
     promised = {
         "ScalingCallback", "LRScalingCallback", "SpotCheckpointCallback", "CommHealthCallback",
         "ScalingMetricsCallback", "estimate", "latest_checkpoint", "plan", "ParallelLayout", "ModelShape", "errors",
+        "ParallelTrainer", "ParallelArguments",
     }  # fmt: skip
     assert promised <= set(hfscale.__all__)
     assert issubclass(hfscale.errors.HfScaleError, Exception)

@@ -45,7 +45,10 @@ def batch_problem(recipe: Path) -> str | None:
     flags = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     if launcher.num_processes is None or "base_global_batch_size" not in flags:
         return None
-    ranks = launcher.num_processes // (flags.get("cp_size", 1) * flags.get("tp_size", 1))  # these share a sequence
+    sharing = (
+        flags.get("cp_size", 1) * flags.get("tp_size", 1) * flags.get("pp_size", 1)
+    )  # ranks that share a sequence
+    ranks = launcher.num_processes // sharing
     sequences = flags["per_device_train_batch_size"] * flags["gradient_accumulation_steps"] * ranks
     base = flags["base_global_batch_size"]
     return None if sequences == base else f"{launcher.num_processes} processes make {sequences} sequences, not {base}"

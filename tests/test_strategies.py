@@ -41,6 +41,8 @@ class Case:
     processes: int = 2
     data_parallel_size: int | None = None
     accumulation: int = 1
+    recipe: str = "sharded"
+    flags: tuple[str, ...] = ()
 
     @property
     def batch(self) -> list[str]:
@@ -59,6 +61,15 @@ CASES = {
     "fsdp2_offload": Case(strategy="fsdp2", lies=("S(0) over dp_shard=2", HALF, "offloaded to cpu")),
     "fsdp2_tp": Case(
         strategy="parallel", processes=4, data_parallel_size=2, lies=("over fsdp=2 x tp=2", "25.0% of the parameters")
+    ),
+    "tp_pp": Case(
+        strategy="parallel",
+        processes=4,
+        data_parallel_size=1,
+        accumulation=2,
+        recipe="tp_pp",
+        flags=("--tp_size", "2", "--pp_size", "2"),
+        lies=("tp=2 x pp=2, 1F1B", "of the parameters per rank"),
     ),
     "zero1": Case(strategy="zero1", lies=("DeepSpeedEngine", "100.0% of the parameters", "50.0% of the optimizer")),
     "zero2": Case(
@@ -116,8 +127,9 @@ def trained(workplace, tmp_path_factory):
 
 def launch(folder: Path, name: str, *flags: str, code: int = 0):
     case = CASES.get(name, NVME)
-    script = RECIPE if name == "ddp" else SHARDED
-    done = accelerate_launch(folder, CONFIGS / f"{name}.yaml", case.processes, script, *FLAGS, *case.batch, *flags)
+    script = RECIPE if name == "ddp" else REPOSITORY / "recipes" / case.recipe / "train.py"
+    every = [*FLAGS, *case.batch, *case.flags, *flags]
+    done = accelerate_launch(folder, CONFIGS / f"{name}.yaml", case.processes, script, *every)
     assert done.code == code, done.err[-4000:]
     (folder / "stderr").write_text(done.err)
     return done
@@ -160,7 +172,7 @@ def test_a_config_is_its_strategy_and_trains_like_ddp(trained, name):
     (lies,) = said(folder, "each rank:")
     assert [part for part in case.lies if part not in lies] == [], lies
     assert_same_training(folder, control)
-    if case.strategy != "parallel":  # transformers cannot resume those, so nothing is saved
+    if name != "fsdp2_tp":  # transformers cannot resume those, so nothing is saved
         manifest = verify(folder / "out" / "checkpoint-4")
         assert (manifest.strategy, manifest.world_size) == (case.strategy, case.processes)
         assert manifest.global_batch_size == 4

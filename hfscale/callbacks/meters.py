@@ -94,7 +94,8 @@ class UtilisationMeter(Meter):
             logger.info("scaling/mfu is left out: the %s peak of this %s is unknown (give peak_tflops)", dtype, device)
             return
         try:
-            self._flops, self._peak_flops = FlopsModel.of(model, args), peak * 1e12
+            self._flops = FlopsModel.of(model, args, sizes=getattr(trainer, "whole_sizes", None))
+            self._peak_flops = peak * 1e12
         except UnsupportedModelError as error:
             logger.info("scaling/mfu is left out: %s", error)
 

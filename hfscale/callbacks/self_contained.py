@@ -18,6 +18,8 @@ def complete_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
     Call it on one rank, when Trainer has written the checkpoint and before it is committed. A few kilobytes; nothing
     that Trainer wrote is changed.
     """
+    if trainer.is_distributed_loading_by_transformers:
+        return  # each rank has some of the parameters; `ParallelTrainer` writes all of this itself
     model, optimizer = trainer.model, trainer.optimizer
     if optimizer is not None and not trainer.is_deepspeed_enabled:  # DeepSpeed's files name them, its groups do not
         try:

@@ -26,8 +26,13 @@ class FlopsModel:
     """Whether the layers' forward is computed again in the backward (activation checkpointing)."""
 
     @classmethod
-    def of(cls, model: "PreTrainedModel", args: "TrainingArguments") -> "FlopsModel":
+    def of(
+        cls, model: "PreTrainedModel", args: "TrainingArguments", *, sizes: tuple[int, int] | None = None
+    ) -> "FlopsModel":
         """Read a model (also one wrapped by peft) and its training arguments.
+
+        Args:
+            sizes (`tuple[int, int]`, *optional*): parameters in all and trained ones, where this rank has only some.
 
         Raises:
             UnsupportedModelError: an architecture whose FLOPs hfscale cannot count.
@@ -37,14 +42,14 @@ class FlopsModel:
             raise UnsupportedModelError(f"{type(model).__name__} has no config: its FLOPs cannot be counted")
         shape = ModelShape.from_config(config.to_dict())
         is_peft = getattr(model, "peft_config", None) is not None
-        parameters = sum(_numel(p) for p in model.parameters())
+        trained = (p for p in model.parameters() if p.requires_grad)
+        parameters, trainable = sizes or (sum(map(_numel, model.parameters())), sum(map(_numel, trained)))
         if not is_peft and parameters != shape.total_parameters:
             # A classifier or a changed model under a known config: whatever its FLOPs are, they are not the shape's.
             raise UnsupportedModelError(
                 f"{type(model).__name__} has {parameters:,} parameters, a {shape.model_type} language model of its "
                 f"config {shape.total_parameters:,}: its FLOPs cannot be counted"
             )
-        trainable = sum(_numel(p) for p in model.parameters() if p.requires_grad)
         return cls(
             shape=shape,
             lora_parameters=trainable if is_peft else None,

@@ -30,7 +30,9 @@ def why_not(job: Job) -> str | None:
     if job.stack != "hf":
         return f"hfscale launches Hugging Face's stack, not {job.stack}"
     if job.layout.pp > 1:
-        return "no recipe has pipeline stages yet"
+        return (
+            "pipelines are planned with ZeRO-1 and sequence parallelism, recipes/tp_pp has others: see its --dry_run"
+        )
     if job.optimizer not in OPTIMIZERS:
         return f"the Trainer has no optimizer {job.optimizer}: use {', '.join(OPTIMIZERS)}"
     if job.offload != "none" and job.optimizer != "adamw":

@@ -1,0 +1,186 @@
+"""What `ParallelTrainer` adds to a bare loop over torch.distributed.pipelining, and how long its ranks wait.
+
+Two pipeline ranks, 1F1B, equal stages. Both sides take turns in the same processes: same layers, cut, micro-batches,
+optimizer and clipping, a loss read every step. A pair is two turns next to each other; the order within a pair
+alternates. The wait is `scaling/bubble_fraction`, beside the schedule's formula.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 benchmarks/pipeline_overhead.py
+
+is what `measure` runs.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+REPOSITORY = Path(__file__).parent.parent
+PAIRS = 3
+STEPS = 6
+UNTIMED_STEPS = 2
+MICRO_BATCHES = 8
+ROWS = 2
+LENGTH = 64
+VOCAB = 512  # so small that the head does not make the last stage the slower
+PREFIX = "pairs: "
+
+
+def measure() -> dict[str, Any]:
+    """Launch two processes."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
+    done = subprocess.run(
+        [*command, "--num_processes", "2", __file__],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=1800,
+    )  # fmt: skip
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(PREFIX)]
+    result = json.loads(line.removeprefix(PREFIX))
+    summary = {
+        "steps_per_s_over_bare": round(1 / statistics.median(result["step_s_over_bare"]), 4),
+        "bubble_measured": result["bubble_measured"],
+        "bubble_formula": result["bubble_formula"],
+        "first_step_s": result["first_step_s"],
+    }
+    return {"summary": summary, **result}
+
+
+def worker() -> None:
+    """One process of a launch."""
+    sys.path.insert(0, str(REPOSITORY))
+    from transformers import LlamaConfig, TrainingArguments
+
+    from hfscale.parallel.stages import StagePlan
+
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=ROWS, save_strategy="no",
+            disable_tqdm=True, gradient_accumulation_steps=MICRO_BATCHES, lr_scheduler_type="constant",
+            optim="adamw_torch",
+            report_to="none", logging_steps=1, use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
+        )  # fmt: skip
+        rows = torch.randint(
+            3, VOCAB, (STEPS * MICRO_BATCHES * ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
+        )
+        ratios, bubbles, first = [], [], []
+        for pair in range(PAIRS + 1):  # the first warms up
+            turns = {}
+            for name in ("trainer", "bare") if pair % 2 else ("bare", "trainer"):
+                dist.barrier()
+                turns[name] = _trainer(args, rows, config) if name == "trainer" else _bare(args, rows, config)
+            if pair:
+                ratios.append(round(turns["trainer"]["step_s"] / turns["bare"]["step_s"], 4))
+                bubbles.append(turns["trainer"]["bubble"])
+                first.append(turns["trainer"]["first_s"])
+        if dist.get_rank() == 0:
+            result = {
+                "step_s_over_bare": ratios,
+                "bubble_measured": round(statistics.median(bubbles), 4),
+                "bubble_formula": round(StagePlan(pp=2).idle_fraction(MICRO_BATCHES), 4),
+                "first_step_s": round(statistics.median(first), 3),
+                "step_s": round(turns["trainer"]["step_s"], 3),
+            }
+            sys.stdout.write(f"{PREFIX}{json.dumps(result)}\n")
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
+    from transformers import TrainerCallback
+
+    from hfscale import ParallelArguments, ParallelTrainer
+    from hfscale.weights import build_model
+
+    class Stopwatch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 0:
+                self.started = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                self.first_s = time.perf_counter() - self.started
+            if state.global_step == UNTIMED_STEPS:
+                self.begun = time.perf_counter()
+            if state.global_step == STEPS:
+                self.step_s = (time.perf_counter() - self.begun) / (STEPS - UNTIMED_STEPS)
+
+    watch = Stopwatch()
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = ParallelTrainer(
+        model=build_model(config, seed=0, dtype=torch.float32), args=args, train_dataset=data, callbacks=[watch],
+        parallel=ParallelArguments(pp_size=2),
+    )  # fmt: skip
+    trainer.train()
+    waits = [e["scaling/bubble_fraction"] for e in trainer.state.log_history if "scaling/bubble_fraction" in e]
+    return {"step_s": watch.step_s, "first_s": watch.first_s, "bubble": statistics.median(waits[UNTIMED_STEPS:])}
+
+
+class _BareStage(nn.Module):
+    """Half of a Llama, written out."""
+
+    def __init__(self, model: Any, rank: int) -> None:
+        super().__init__()
+        half = len(model.model.layers) // 2
+        self.embedding = model.model.embed_tokens if rank == 0 else None
+        self.layers = model.model.layers[half:] if rank else model.model.layers[:half]
+        self.rotary = model.model.rotary_emb
+        self.tail = nn.Sequential(model.model.norm, model.lm_head) if rank else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x) if self.embedding is not None else x
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        rotary = self.rotary(hidden, position_ids=positions)
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=rotary, position_ids=positions, attention_mask=None)
+        return hidden if self.tail is None else self.tail(hidden)
+
+
+def _bare(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.utils.data import DataLoader
+
+    from hfscale.weights import build_model
+
+    rank, device = dist.get_rank(), args.device
+    stage = _BareStage(build_model(config, seed=0, dtype=torch.float32), rank).to(device).train()
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    items = MICRO_BATCHES * ROWS * (LENGTH - 1)
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (
+            nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / items
+        )
+
+    schedule = Schedule1F1B(PipelineStage(stage, rank, 2, device), MICRO_BATCHES, loss_of, scale_grads=False)
+    for step, batch in enumerate(DataLoader(rows, batch_size=MICRO_BATCHES * ROWS, shuffle=True), start=1):
+        losses: list[torch.Tensor] = []
+        batch = batch.to(device)
+        schedule.step(batch) if rank == 0 else schedule.step(target=batch, losses=losses, return_outputs=False)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in stage.parameters()]) ** 2
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
+        dist.all_reduce(norm)
+        dist.all_reduce(loss)
+        torch.nn.utils.clip_grads_with_norm_(stage.parameters(), 1.0, norm.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        if step == UNTIMED_STEPS:
+            begun = time.perf_counter()
+        if step == STEPS:
+            break
+    return {"step_s": (time.perf_counter() - begun) / (STEPS - UNTIMED_STEPS)}
+
+
+if __name__ == "__main__":
+    worker()

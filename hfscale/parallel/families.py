@@ -1,0 +1,49 @@
+"""Which families have been compared, cut into stages, with the model in one piece, and which cannot be cut."""
+
+from hfscale.errors import UsageError
+from hfscale.logs import get_logger
+
+logger = get_logger(__name__)
+
+PROVEN = frozenset((
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "beam", "cohere", "cohere2", "cohere2_moe", "cwm",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "doge", "dots1", "dots3_note_text", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_unified_text", "glm",
+    "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoeshared", "helium", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text", "internlm3",
+    "iquestcoder", "jais2", "jamba", "kolibri1", "laguna", "llama", "llama4_text", "mellum", "mimo_v2_flash",
+    "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
+    "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+    "solar_open", "starcoder2", "vaultgemma", "youtu",
+))  # fmt: skip
+"""Families whose stages compute what the whole does: tests/test_parallel_families.py."""
+
+UNCUTTABLE = {
+    "deepseek_v4": "its layers hand on several streams of hidden states",
+    "gemma3n_text": "each of its layers embeds the tokens anew",
+    "gemma4_text": "each of its layers embeds the tokens anew",
+    "glm_moe_dsa": "its layers hand on more than hidden states",
+    "hrm_text": "it is no stack of layers",
+    "hy_v4": "its layers hand on several streams of hidden states",
+    "inkling2_text": "its decoder looks into every layer",
+    "longcat_flash": "it is no stack of layers",
+    "nanochat": "it uses its last norm in front of the layers too",
+}
+"""Families with a tensor-parallel plan whose stages would not compute what the whole does, with the reason."""
+
+
+def check_family(model_type: str) -> None:
+    """Say before a model is cut into stages what is known of its family.
+
+    Raises:
+        UsageError: it cannot be cut.
+    """
+    if model_type in UNCUTTABLE:
+        raise UsageError(f"{model_type} cannot be cut into stages: {UNCUTTABLE[model_type]}; set --pp_size 1")
+    if model_type not in PROVEN:
+        logger.warning(
+            "%s was never compared, cut into stages, with the model in one piece: hold the first losses against a run "
+            "with --pp_size 1",
+            model_type,
+        )

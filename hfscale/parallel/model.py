@@ -1,0 +1,188 @@
+"""A causal language model laid out over a mesh: cut into stages, each cut over tensor and data parallel ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from transformers import PreTrainedModel
+
+from hfscale.parallel.anatomy import Anatomy
+from hfscale.parallel.balance import RouterBalance
+from hfscale.parallel.gradients import TiedWeight
+from hfscale.parallel.mesh import ParallelMesh
+from hfscale.parallel.partition import Foreign, Stage, StageCut, cut_by_cost, layer_costs, prune, stage_view
+from hfscale.parallel.schedule import Pipeline
+from hfscale.parallel.stages import StagePlan
+from hfscale.parallel.tensor import Packed, apply_plan, packed_parameters, tensor_parallel_plan
+
+Loss = Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaidOut:
+    """What `lay_out` made of a model."""
+
+    model: PreTrainedModel
+    """The model that was given: this rank's modules alone, cut, under the names they had."""
+    anatomy: Anatomy
+    """Where its parts are."""
+    cuts: list[StageCut]
+    """All stages of the pipeline."""
+    stages: list[Stage]
+    """This rank's."""
+    partial: list[nn.Parameter]
+    """Parameters whose gradient is to be summed over the tensor parallel ranks."""
+    is_adapted: bool
+    """Whether it has LoRA adapters."""
+    packed: dict[str, Packed]
+    """Parameters that hold several matrices in one."""
+    balance: RouterBalance | None
+    """The load-balancing loss of a mixture of experts, where its config asks for one."""
+    tied: TiedWeight | None
+    """The weight that first and last stage share, where they are two."""
+
+
+def lay_out(
+    model: PreTrainedModel,
+    mesh: ParallelMesh,
+    plan: StagePlan,
+    loss: Loss,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    fill: Callable[[PreTrainedModel, Mapping[str, str]], None] | None = None,
+) -> LaidOut:
+    """Cut `model`, in place, to what this rank holds of it.
+
+    Its weights may be real, and are cut, or on the meta device: then `fill` is called for them after the cut, and no
+    rank ever has more than its own part.
+
+    Args:
+        model (`PreTrainedModel`): a whole causal language model, adapters inside it included.
+        mesh (`ParallelMesh`): all ranks.
+        plan (`StagePlan`): how many stages, and who holds them.
+        loss (`callable`): `loss(view, inputs)`, the loss of one micro-batch on the last stage.
+        compute_dtype (`torch.dtype`, *optional*): what matrices are multiplied in, from weights of the model's type;
+            absent: that type.
+        fill (`callable`, *optional*): for a model on the meta device: `fill(model, aliases)` gives values to this
+            rank's memory, once there is some; `aliases` are names whose weights checkpoints keep under others.
+            Absent: such a model stays without memory.
+
+    Raises:
+        UnsupportedModelError: a model that cannot be cut so.
+        LayoutError: fewer layers than stages.
+    """
+    tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
+    packed = packed_parameters(model)
+    balance = RouterBalance(model) if getattr(model.config.get_text_config(), "output_router_logits", False) else None
+    anatomy = Anatomy.of(model)
+    cuts = cut_by_cost(*layer_costs(model, anatomy), plan.stages)
+    own = [cuts[index] for index in plan.stages_of(mesh.pp_rank)]
+    prune(model, anatomy, own)
+    partial = apply_plan(model, tensor_plan, mesh.device_mesh["tp"]) if tensor_plan else set()
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(torch.device(mesh.device_mesh.device_type))
+    _tie(model, anatomy, plan)
+    stages = [Stage(stage_view(model, anatomy, cut), anatomy, cut, loss, balance) for cut in own]
+    if mesh.data_mesh.size() > 1 or compute_dtype is not None:
+        whole = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
+        _shard(model, anatomy, stages, mesh, compute_dtype, whole)
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    if is_meta and fill is not None:
+        model.to_empty(device=torch.device(mesh.device_mesh.device_type))
+        _tie(model, anatomy, plan)
+        fill(model, {f"{anatomy.head}.weight": f"{anatomy.token_embedding}.weight"} if anatomy.tied else {})
+        _tie(model, anatomy, plan)
+    tied = None
+    if anatomy.tied and plan.stages > 1:
+        first, last = own[0].is_first, own[-1].is_last
+        tied = TiedWeight(
+            model.get_submodule(anatomy.token_embedding).weight if first else None,
+            model.get_submodule(anatomy.head).weight if last else None,
+            mesh,
+            first_rank=plan.rank_of(0),
+            last_rank=plan.rank_of(plan.stages - 1),
+        )
+        if not is_meta or fill is not None:
+            tied.equalize()
+    parameters = dict(model.named_parameters())
+    return LaidOut(
+        model=model,
+        anatomy=anatomy,
+        cuts=cuts,
+        stages=stages,
+        partial=[parameters[name] for name in sorted(partial)],
+        is_adapted=any(".lora_" in name for name in parameters),
+        packed=packed,
+        balance=balance,
+        tied=tied,
+    )
+
+
+def _tie(model: PreTrainedModel, anatomy: Anatomy, plan: StagePlan) -> None:
+    """Make embedding and head one parameter again: cutting them and giving them memory has made two."""
+    if anatomy.tied and plan.stages == 1:
+        model.get_submodule(anatomy.head).weight = model.get_submodule(anatomy.token_embedding).weight
+
+
+def _shard(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    stages: list[Stage],
+    mesh: ParallelMesh,
+    compute_dtype: torch.dtype | None,
+    packed_rows: set[int],
+) -> None:
+    """FSDP2 or HSDP over the data parallel ranks: per layer, embedding, norm with head, and the rest of each stage.
+
+    With several stages the parameters stay whole between forward and backward (gathering them for each micro-batch
+    would cost more than the pipeline gives); a single stage gathers twice, as full sharding does.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        # The rows of a packed matrix belong to several: cut its columns, so that each part stays one rectangle.
+        "shard_placement_fn": lambda parameter: Shard(1) if id(parameter) in packed_rows else None,
+        "mesh": mesh.data_mesh,
+        "reshard_after_forward": stages[0].cut.stages == 1,
+        "mp_policy": policy if compute_dtype is not None else MixedPrecisionPolicy(),
+    }
+    shared = anatomy.tied and stages[0].cut.stages == 1  # one weight, two uses: gathered with the whole stage
+    for module in _units(model, anatomy, shared=shared):
+        fully_shard(module, **options)
+    for stage in stages:
+        fully_shard(stage, **options)
+
+
+def _units(model: PreTrainedModel, anatomy: Anatomy, *, shared: bool) -> Iterator[Any]:
+    for layer in model.get_submodule(anatomy.layers):
+        if not isinstance(layer, Foreign):
+            yield layer
+    embedding = model.get_submodule(anatomy.token_embedding)
+    if not isinstance(embedding, Foreign) and not shared:
+        yield embedding
+    tail = [model.get_submodule(name) for name in anatomy.after if not (shared and name == anatomy.head)]
+    if tail and not isinstance(tail[0], Foreign):
+        yield tail
+
+
+class ParallelModel(nn.Module):
+    """What a Trainer calls instead of the model: a forward over a whole step's micro-batches runs the pipeline.
+
+    Args:
+        laid_out (`LaidOut`): the model.
+        pipeline (`Pipeline`): its stages' schedule.
+    """
+
+    def __init__(self, laid_out: LaidOut, pipeline: Pipeline) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(laid_out.stages)
+        self._pipeline = pipeline
+
+    def forward(self, *, micro_batches: int, **inputs: torch.Tensor) -> torch.Tensor:
+        """In training mode forward and backward, else forward only: see `Pipeline.train` and `Pipeline.evaluate`."""
+        if self.training:
+            return self._pipeline.train(micro_batches, inputs)
+        return self._pipeline.evaluate(micro_batches, inputs)

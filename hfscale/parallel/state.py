@@ -1,0 +1,164 @@
+"""Checkpoints that any layout can read: torch's distributed checkpoint, under the names of the Hugging Face model.
+
+A checkpoint's folder `dcp` holds `model.<parameter>` and `optimizer.<parameter>.<state>` (`exp_avg`, `step`, …), each
+tensor whole in its meaning and in pieces on the disk, as the ranks held it. What depends on the layout is not in it:
+no parameter groups, no rank numbers, no second copy of tied weights.
+"""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hfscale.errors import CheckpointError
+from hfscale.parallel.model import LaidOut
+from hfscale.parallel.shards import local_tensor, reshard
+from hfscale.parallel.tensor import Packed
+
+FOLDER = "dcp"
+"""Where in a checkpoint the tensors lie."""
+_PACKED = "@"  # follows the name of a matrix that is stored as its parts: gate and up of stacked experts
+
+
+def model_tensors(laid_out: LaidOut) -> dict[str, torch.Tensor]:
+    """This rank's parameters and persistent buffers by canonical name, sharing their memory; of a model with adapters
+    what is trained alone."""
+    reshard_all(laid_out)
+    if laid_out.is_adapted:
+        return {name: p.data for name, p in laid_out.model.named_parameters() if p.requires_grad}
+    tensors = {_canonical(laid_out, name): p.data for name, p in laid_out.model.named_parameters()}
+    persistent = laid_out.model.state_dict().keys()
+    return tensors | {name: b for name, b in laid_out.model.named_buffers() if name in persistent}
+
+
+def reshard_all(laid_out: LaidOut) -> None:
+    """See `hfscale.parallel.shards.reshard`."""
+    for stage in laid_out.stages:
+        reshard(stage)
+
+
+def save(checkpoint: Path, laid_out: LaidOut, optimizer: torch.optim.Optimizer | None) -> None:
+    """Write the model and, where given, its optimizer's state into `checkpoint`. Call it on every rank."""
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(laid_out).items()}
+    if optimizer is not None:
+        for name, parameter in _stepped(laid_out, optimizer):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+    dcp.save(dict(_unpacked(laid_out, tensors)), checkpoint_id=checkpoint / FOLDER)
+
+
+def load_model(checkpoint: Path, laid_out: LaidOut) -> None:
+    """Read this rank's part of the model, in place, whatever layout wrote it.
+
+    Raises:
+        CheckpointError: a parameter is missing, or of another shape.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(laid_out).items()}
+    _read(checkpoint, dict(_unpacked(laid_out, tensors)))
+    if laid_out.tied is not None:
+        laid_out.tied.equalize()
+
+
+def load_optimizer(checkpoint: Path, laid_out: LaidOut, optimizer: torch.optim.Optimizer) -> None:
+    """Read this rank's part of the optimizer's state, whatever layout wrote it.
+
+    Raises:
+        CheckpointError: as for `load_model`, or a state that is neither one number nor of its parameter's shape.
+    """
+    shapes = _shapes(checkpoint)
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    wanted: dict[str, torch.Tensor] = {}
+    for name, parameter in _stepped(laid_out, optimizer):
+        prefix = f"optimizer.{name}."
+        keys = {key.removeprefix(prefix).split(_PACKED)[0] for key in shapes if key.startswith(prefix)}
+        states[parameter] = {}
+        for key in sorted(keys):
+            whole = shapes.get(prefix + key)
+            if whole is not None and len(whole) == 0:
+                state = torch.zeros((), dtype=torch.float32)
+            elif whole is None or whole == parameter.shape:
+                state = torch.zeros_like(parameter.data)
+            else:
+                raise CheckpointError(
+                    f"{checkpoint}: {prefix}{key} has shape {tuple(whole)}, its parameter {tuple(parameter.shape)}: "
+                    "the state of this optimizer cannot be cut"
+                )
+            states[parameter][key] = wanted.setdefault(prefix + key, state)
+    _read(checkpoint, dict(_unpacked(laid_out, wanted)))
+    for parameter, state in states.items():
+        # Both copies of a tied weight on one rank have read the same tensors; each steps its own.
+        optimizer.state[parameter] = {key: tensor.clone() for key, tensor in state.items()}
+
+
+def _read(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
+    try:
+        dcp.load(tensors, checkpoint_id=checkpoint / FOLDER)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise CheckpointError(f"{checkpoint} does not hold this model: {cause}") from error
+
+
+def _shapes(checkpoint: Path) -> dict[str, torch.Size]:
+    stored = FileSystemReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
+    return {name: entry.size for name, entry in stored.items() if hasattr(entry, "size")}
+
+
+def _stepped(laid_out: LaidOut, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in laid_out.model.named_parameters():
+        if id(parameter) in mine:
+            yield _canonical(laid_out, name), parameter
+
+
+def _canonical(laid_out: LaidOut, name: str) -> str:
+    """The name under which a model in one piece would know a parameter: a tied head's is the embedding's."""
+    if laid_out.anatomy.tied and name == f"{laid_out.anatomy.head}.weight":
+        return f"{laid_out.anatomy.token_embedding}.weight"
+    return name
+
+
+def _unpacked(laid_out: LaidOut, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor as one rectangle of a whole: a packed matrix as its parts, sharing its memory."""
+    for name, tensor in tensors.items():
+        packed = next((p for own, p in laid_out.packed.items() if f".{own}." in f".{name}."), None)
+        if packed is None or tensor.ndim == 0:
+            yield name, tensor
+        else:
+            yield from ((f"{name}{_PACKED}{number}", part) for number, part in enumerate(_parts(tensor, packed)))
+
+
+def _parts(tensor: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
+    pieces = local_tensor(tensor).chunk(packed.parts, dim=packed.dim)
+    if not isinstance(tensor, DTensor):
+        return list(pieces)
+    shape = list(tensor.shape)
+    shape[packed.dim] //= packed.parts
+    stride = torch.empty(shape, device="meta").stride()
+    placements = [
+        Shard(p.dim) if isinstance(p, _StridedShard) and p.dim == packed.dim else p for p in tensor.placements
+    ]
+    return [
+        DTensor.from_local(
+            piece, tensor.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        for piece in pieces
+    ]
+
+
+def restore_position(scheduler: Any, saved: dict[str, Any]) -> None:
+    """Put a scheduler where it was: its learning rates follow from its position and its base learning rate."""
+    if len(saved["base_lrs"]) == 1:
+        scheduler.base_lrs = saved["base_lrs"] * len(scheduler.base_lrs)
+        for group in scheduler.optimizer.param_groups:
+            group["initial_lr"] = saved["base_lrs"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has taken no step before the scheduler's
+        for _ in range(saved["last_epoch"]):
+            scheduler.step()

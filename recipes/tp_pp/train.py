@@ -1,0 +1,127 @@
+r"""Train or fine-tune a causal language model of more than 70B parameters: tensor x pipeline x data parallel.
+
+    accelerate launch --config_file accelerate_configs/tp_pp.yaml --num_processes 8 recipes/tp_pp/train.py \
+        --tp_size 2 --pp_size 2 --gradient_accumulation_steps 4
+
+trains a small Llama on the Python standard library. A real one:
+
+    accelerate launch --config_file accelerate_configs/tp_pp.yaml --num_processes 64 recipes/tp_pp/train.py \
+        --config recipes/tp_pp/llama-3.3-70b-full.yaml
+
+Without any GPU, what a rank of such a run would hold and wait:
+
+    python recipes/tp_pp/train.py --config recipes/tp_pp/llama-3.3-70b-full.yaml --dry_run 64
+
+Each rank reads or draws its own part of the weights. Relaunching the same command continues from the newest verified
+checkpoint, on this or another layout. Copy this file and change it.
+"""
+
+from transformers import EarlyStoppingCallback, default_data_collator, set_seed
+
+from hfscale import (
+    CommHealthCallback,
+    LRScalingCallback,
+    ParallelArguments,
+    ParallelTrainer,
+    ScalingCallback,
+    ScalingMetricsCallback,
+    SpotCheckpointCallback,
+)
+from hfscale.arguments import check_evaluation
+from hfscale.callbacks.profiler import ProfilerCallback
+from hfscale.callbacks.progress import use_compact_progress
+from hfscale.compatibility import check_pairs
+from hfscale.data import load_packed_datasets
+from hfscale.dry_run import dry_run, print_dry_run
+from hfscale.entrypoint import check_output_dir, end_if_preempted, run
+from hfscale.export import save_final_model
+from hfscale.models import add_lora, load_config, load_empty_model, load_tokenizer
+from hfscale.parsing import parse_arguments
+from hfscale.resume import is_finished, keep_global_batch, resume_point
+from hfscale.stage_flags import plan_stages
+from hfscale.strategy import check_launch
+from hfscale.summary import print_summary
+
+
+def main():
+    model_args, data_args, scaling_args, training_args, parallel_args = parse_arguments(also=[ParallelArguments])
+    layout, stages = plan_stages(parallel_args, training_args, world_size=parallel_args.dry_run)
+    names_model = model_args.config_name or model_args.model_name_or_path
+    tokenizer = None if parallel_args.dry_run and names_model else load_tokenizer(model_args)
+    config = load_config(model_args, tokenizer, block_size=data_args.block_size)
+
+    def empty_model():
+        model = load_empty_model(model_args, config, training_args)
+        return add_lora(model, model_args, training_args) if model_args.use_peft else model
+
+    if parallel_args.dry_run:
+        ranks = dry_run(empty_model, layout, stages, training_args, block_size=data_args.block_size)
+        print_dry_run(ranks, layout, stages, training_args)
+        return
+
+    check_launch(training_args)
+    check_pairs(model_args, training_args)
+    check_output_dir(training_args.output_dir)
+    checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
+    keep_global_batch(training_args, checkpoint, data_parallel_size=layout.data_parallel_size)
+    set_seed(training_args.seed)
+
+    # The main process prepares the text, the others read its cache.
+    with training_args.main_process_first(desc="text"):
+        train_dataset, eval_dataset = load_packed_datasets(data_args, tokenizer, seed=training_args.seed)
+    patience = scaling_args.early_stopping_patience
+    check_evaluation(training_args, has_evaluation=eval_dataset is not None, patience=patience)
+
+    scaling = ScalingCallback(
+        comm_health=CommHealthCallback(),
+        lr_scaling=LRScalingCallback(
+            rule=scaling_args.lr_scaling_rule,
+            base_global_batch_size=scaling_args.base_global_batch_size,
+            block_size=data_args.block_size,
+            base_block_size=scaling_args.base_block_size,
+            critical_batch_size=scaling_args.critical_batch_size,
+            warmup_scale=scaling_args.warmup_scale,
+        ),
+        spot_checkpoint=SpotCheckpointCallback(
+            every_minutes=scaling_args.save_minutes,
+            asynchronous=scaling_args.asynchronous_save,
+            remote=scaling_args.checkpoint_remote,
+            notice_s=scaling_args.notice_s,
+        ),
+        metrics=ScalingMetricsCallback(
+            peak_tflops=scaling_args.peak_tflops,
+            usd_per_gpu_hour=scaling_args.usd_per_gpu_hour,
+            baseline=scaling_args.scaling_baseline,
+            noise_scale=scaling_args.noise_scale,
+        ),
+    )
+    trainer = ParallelTrainer(
+        model=empty_model(),
+        args=training_args,
+        parallel=parallel_args,
+        weights_from=model_args.model_name_or_path,  # none: drawn from the seed, the same under every layout
+        data_collator=default_data_collator,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=[
+            scaling,
+            ProfilerCallback(training_args.profile_steps or ()),
+            *([EarlyStoppingCallback(patience)] if patience else []),
+        ],
+    )
+    use_compact_progress(trainer)
+
+    if is_finished(trainer, checkpoint):
+        return
+    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    end_if_preempted(scaling)
+    if eval_dataset is not None:
+        metrics |= trainer.evaluate()
+    save_final_model(trainer)
+    trainer.save_metrics("all", metrics, combined=False)
+    print_summary(trainer, scaling, metrics)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,117 @@
+"""One optimizer step's loss and gradient of any family, cut over a mesh, against the same model in one piece."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parallel_world import VOCAB
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from hfscale.parallel import gradients
+from hfscale.parallel.checks import decide_layout
+from hfscale.parallel.mesh import make_mesh
+from hfscale.parallel.model import ParallelModel, lay_out
+from hfscale.parallel.schedule import Pipeline
+from hfscale.parallel.stages import StagePlan
+from hfscale.weights import build_model
+
+MICRO_BATCHES, LENGTH = 4, 12
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "tie_word_embeddings": False, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 8,
+    "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8,
+    "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "ffn_dim": 64, "dropout": 0.0,
+    "use_cache": False, "expert_ffn_hidden_size": 32, "moe_num_experts": 4, "moe_k": 2, "num_dense_layers": 1,
+    "decoder_sparse_step": 1, "query_pre_attn_scalar": 8, "hidden_size_per_layer_input": 8, "swa_head_dim": 8,
+    "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "residual_dropout": 0.0,
+}  # fmt: skip
+"""Sizes by every name that families have for them; each config takes those it knows."""
+
+
+def families_with_plan() -> list[str]:
+    """Every family of causal language models in transformers whose config has a tensor-parallel plan."""
+    return sorted(
+        config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING if getattr(config, "base_model_tp_plan", None)
+    )
+
+
+def small_config(family: str, **overrides: Any) -> Any:
+    """A config of a few thousand parameters, made of what `SMALL` says of the family's own fields."""
+    default = AutoConfig.for_model(family)
+    fields = default.to_dict()
+    known = {name: value for name, value in SMALL.items() if name in fields}
+    if "kv_lora_rank" in fields:  # multi-head latent attention: every head has its own keys and values
+        known["num_key_value_heads"] = known["num_attention_heads"]
+    return AutoConfig.for_model(family, **(known | overrides))
+
+
+def compare(job: dict[str, Any]) -> dict[str, float]:
+    """`family` on `tp` x `pp` x what is left: how far loss and gradient norm are from the model in one piece."""
+    world = dist.get_world_size()
+    config = small_config(job["family"], **job.get("config", {}))
+    layout = decide_layout(world, tp=job.get("tp", 1), pp=job.get("pp", 1))
+    plan = StagePlan(schedule=job.get("schedule", "1F1B"), pp=layout.pp)
+    rows = torch.randint(
+        3, VOCAB, (MICRO_BATCHES * layout.dp_shard * 2, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
+    items = rows[:, 1:].numel()
+
+    whole = build_model(config, seed=5, dtype=torch.float32).train()
+    reference = _whole_loss(whole, rows, items, parts=MICRO_BATCHES * layout.dp_shard)
+    reference.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
+
+    def loss_of(view: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return view(**inputs, num_items_in_batch=items, use_cache=False).loss * layout.dp_shard
+
+    mesh = make_mesh(layout, "cpu")
+    model = build_model(config, seed=5, dtype=torch.float32)
+    laid_out = lay_out(model, mesh, plan, loss_of)
+    pipeline = Pipeline(
+        laid_out.stages, plan, mesh.pp_group, torch.device("cpu"), hidden_size=config.get_text_config().hidden_size,
+        dtype=torch.float32,
+    )  # fmt: skip
+    parallel = ParallelModel(laid_out, pipeline).train()
+    mine = rows.chunk(layout.dp_shard)[mesh.data_rank]
+    if laid_out.balance is not None:
+        laid_out.balance.micro_batches = MICRO_BATCHES
+    loss = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
+    dist.all_reduce(loss)
+    loss /= layout.tp * layout.dp_shard
+    gradients.align_gradients(model.parameters())
+    gradients.sum_partial_gradients(laid_out.partial, mesh)
+    if laid_out.tied is not None:
+        laid_out.tied.sum_gradients()
+    duplicate = laid_out.tied.duplicate if laid_out.tied is not None else None
+    found = gradients.gradient_norm([p for p in model.parameters() if p is not duplicate], mesh)
+    parallel.eval()
+    evaluated = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
+    dist.all_reduce(evaluated)
+    evaluated /= layout.tp * layout.dp_shard
+    return {
+        "loss": abs(loss.item() - reference.item()),
+        "norm": abs(found.item() - norm.item()) / norm.item(),
+        "evaluation": abs(evaluated.item() - reference.item()),
+    }
+
+
+def _whole_loss(model: Any, rows: torch.Tensor, items: int, *, parts: int) -> torch.Tensor:
+    """The loss of a model in one piece; of a mixture of experts with the balance of each layer and micro-batch."""
+    loss = model(
+        input_ids=rows, labels=rows, num_items_in_batch=items, use_cache=False,
+        **({"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}),
+    ).loss  # fmt: skip
+    if not getattr(model.config, "output_router_logits", False):
+        return loss
+    balances = [
+        load_balancing_loss_func((logits,), SMALL["num_experts"], SMALL["num_experts_per_tok"])
+        for part in rows.chunk(parts)
+        for logits in model(input_ids=part, use_cache=False, output_router_logits=True).router_logits
+    ]
+    return loss + model.config.router_aux_loss_coef * torch.stack(balances).mean()

@@ -1,0 +1,182 @@
+"""Worlds of forked processes that import nothing anew, and small training jobs to run in them."""
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hfscale import ParallelArguments, ParallelTrainer, ScalingCallback
+from hfscale.weights import build_model
+
+VOCAB, LENGTH = 96, 12
+_TIMEOUT_S = 300
+
+
+def in_world(size: int, work: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
+    """`work(job)` for each job in turn on `size` processes; rank 0's results, in order.
+
+    Raises:
+        AssertionError: a process failed; the message holds what it printed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="hfscale-world-"))
+    context = get_context("fork")
+    processes = [
+        context.Process(target=_rank_main, args=(rank, size, port, work, jobs, folder), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(_TIMEOUT_S)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    errors = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("error-*")))
+    done = folder / "results.json"
+    assert not errors, errors
+    assert done.exists(), "the world did not end in time"
+    return json.loads(done.read_text(encoding="utf-8"))
+
+
+def _rank_main(rank: int, size: int, port: int, work: Callable[[Any], Any], jobs: Sequence[Any], folder: Path) -> None:
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = (folder / f"out-{rank}").open("w", encoding="utf-8")
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    if size > 1:
+        os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    try:
+        if size > 1:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+        results = [work(job) for job in jobs]
+        if rank == 0:
+            (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
+        if size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        (folder / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}", encoding="utf-8")
+        os._exit(1)
+    os._exit(0)
+
+
+class Tokens(Dataset):
+    """`size` sequences, the same at every run; with `ragged` of different lengths, padded on the right."""
+
+    def __init__(self, size: int = 96, ragged: bool = False, packed: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randint(3, VOCAB, (size, LENGTH), generator=generator)
+        self.ragged, self.packed = ragged, packed
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = {"input_ids": self.rows[index], "labels": self.rows[index].clone()}
+        if self.ragged:
+            kept = LENGTH - index % 5
+            row["attention_mask"] = (torch.arange(LENGTH) < kept).long()
+            row["labels"][kept:] = -100
+        if self.packed:
+            cut = 3 + index % 4
+            row["position_ids"] = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])
+            row["labels"][cut] = -100
+        return row
+
+
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def tiny_config(family: str = "llama", **overrides: Any) -> Any:
+    """A config of that family with a few thousand parameters."""
+    return AutoConfig.for_model(family, **(SIZES | overrides))
+
+
+def tiny_causal_lm(family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
+    """The same weights in every process."""
+    return build_model(tiny_config(family, **overrides), seed=seed, dtype=torch.float32)
+
+
+def empty_causal_lm(family: str = "llama", **overrides: Any) -> Any:
+    """The same model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
+
+
+class _Log(TrainerCallback):
+    def __init__(self) -> None:
+        self.records: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.records.append(dict(logs))
+
+
+def _model_of(job: dict[str, Any], *, empty: bool) -> Any:
+    family, overrides = job.get("family", "llama"), job.get("model", {})
+    model = empty_causal_lm(family, **overrides) if empty else tiny_causal_lm(family, seed=7, **overrides)
+    if job.get("lora"):
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(**job["lora"], task_type="CAUSAL_LM"))
+        with torch.no_grad():  # as if trained a while: beside a B of zeros, A has no gradient
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name and not empty:
+                    parameter.normal_(std=0.02)
+    return model
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """One short run: `family`, `model` (overrides), `parallel` (absent: the stock Trainer), `data`, `args`."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    parallel = job.get("parallel")
+    replica = (parallel or {}).get("tp_size", 1) * (parallel or {}).get("pp_size", 1)
+    rows = job.get("rows", 8)  # sequences per step, whatever the layout
+    batch = job.get("batch", 2)
+    accumulation = job.get("accumulation", rows // (batch * world // replica))
+    defaults = {
+        "output_dir": job.get("output_dir", tempfile.gettempdir()), "use_cpu": True, "max_steps": 3,
+        "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation,
+        "per_device_eval_batch_size": 8 // max(1, world // replica), "eval_strategy": "steps", "eval_steps": 3,
+        "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "weight_decay": 0.1,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 7,
+    }  # fmt: skip
+    args = TrainingArguments(**(defaults | job.get("args", {})))
+    model = _model_of(job, empty=parallel is not None and bool(job.get("empty")))
+    log = _Log()
+    data = job.get("data", {})
+    common = {
+        "model": model, "args": args, "train_dataset": Tokens(**data), "eval_dataset": Tokens(**(data | {"size": 24})),
+        "callbacks": [*([ScalingCallback()] if job.get("scaling") else []), log],
+    }  # fmt: skip
+    if parallel is None:
+        trainer = Trainer(**common)
+    else:
+        sizes = ParallelArguments(**parallel)
+        trainer = ParallelTrainer(**common, parallel=sizes, weights_from=job.get("weights_from"))
+    trainer.train(resume_from_checkpoint=job.get("resume"))
+    if job.get("export"):
+        trainer.save_model(job["export"])
+    result = {
+        key: [record[key] for record in log.records if key in record] for key in ("loss", "grad_norm", "eval_loss")
+    }
+    result["bubble"] = [r["scaling/bubble_fraction"] for r in log.records if "scaling/bubble_fraction" in r]
+    return result

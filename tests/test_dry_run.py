@@ -1,0 +1,49 @@
+"""A world that is not there: what each of its ranks would hold adds up to the model."""
+
+import pytest
+import torch
+from parallel_world import empty_causal_lm, in_world
+from transformers import TrainingArguments
+
+from hfscale.dry_run import dry_run, print_dry_run
+from hfscale.errors import UsageError
+from hfscale.parallel.checks import decide_layout
+from hfscale.parallel.stages import StagePlan
+
+SIZES = {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 128}
+
+
+def pretend(job):
+    """Rank 0's answer for a world of `ranks`; runs in a process of its own, which has no other group."""
+    layout = decide_layout(job["ranks"], tp=job["tp"], pp=job["pp"])
+    plan = StagePlan(pp=layout.pp, schedule=job["schedule"])
+    args = TrainingArguments(
+        "none", use_cpu=True, report_to="none", bf16=True, gradient_accumulation_steps=8, per_device_train_batch_size=1
+    )
+    ranks = dry_run(lambda: empty_causal_lm(**SIZES), layout, plan, args, block_size=32)
+    print_dry_run(ranks, layout, plan, args)
+    return [vars(rank) | {"total": rank.total} for rank in ranks]
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("1F1B", 4), ("ZBV", 2)])
+def test_the_parts_are_the_whole(schedule, pp):
+    (ranks,) = in_world(1, pretend, [{"ranks": 256, "tp": 4, "pp": pp, "schedule": schedule}])
+    parameters = empty_causal_lm(**SIZES).num_parameters()
+    assert sum(rank["parameters"] for rank in ranks) == parameters
+    bounds = [map(int, part.split("-")) for rank in ranks for part in rank["layers"].split()]
+    layers = [range(first, last + 1) for first, last in bounds]
+    assert sorted(n for part in layers for n in part) == list(range(10))
+    # Weights, gradients and moments, 16 bytes; norms are not cut by tensor parallelism, and small shards are padded.
+    states = sum(rank["states"] for rank in ranks) * 2**30
+    sharers = 256 // pp
+    assert parameters * 16 / sharers <= states <= 2.5 * parameters * 16 / sharers
+    assert [rank["loss"] > 0 for rank in ranks] == [schedule == "ZBV", *[False] * (pp - 2), schedule == "1F1B"]
+    if schedule == "1F1B":  # as many micro-batches are held as stages follow
+        assert ranks[0]["activations"] > ranks[-1]["activations"]
+
+
+def test_a_real_world_is_not_pretended_over(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    args = TrainingArguments("none", use_cpu=True, report_to="none")
+    with pytest.raises(UsageError, match="start it with python, not with accelerate launch"):
+        dry_run(empty_causal_lm, decide_layout(4), StagePlan(), args, block_size=8)

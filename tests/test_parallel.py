@@ -1,0 +1,146 @@
+"""ParallelTrainer against the stock Trainer in one process: the same losses, gradient norms and evaluations.
+
+Worlds of processes are forked, so that transformers is imported once; each runs several jobs.
+"""
+
+import json
+
+import pytest
+import torch
+from parallel_families import compare
+from parallel_world import Tokens, in_world, train
+from transformers import AutoModelForCausalLM
+
+from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale.parallel.families import PROVEN
+
+FIRST, LATER = 5e-6, 5e-4
+CUBE = {"tp_size": 2, "pp_size": 2}  # what is left is data parallel
+LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}
+TIED = {"tie_word_embeddings": True}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+FAMILIES = ("qwen3", "gemma2", "granite", "phi3", "olmo")
+"""Those of the ordinary suite; the long one has all."""
+
+
+def same(found, expected, *, first=FIRST, later=LATER):
+    """Assert that two runs' records agree."""
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert len(found[key]) == len(expected[key]), (key, found, expected)
+        for number, (one, other) in enumerate(zip(found[key], expected[key], strict=True)):
+            limit = first if number == 0 and key != "eval_loss" else later
+            assert abs(one - other) <= limit, f"{key} {number}: {one} instead of {other}"
+
+
+def plain(job):
+    """The same job for the stock Trainer."""
+    return {key: value for key, value in job.items() if key not in ("parallel", "empty", "accumulation", "batch")}
+
+
+def check(size, jobs):
+    """Run `jobs` on `size` processes and hold each against the stock Trainer in one."""
+    names = [json.dumps(plain(job), sort_keys=True) for job in jobs]
+    distinct = dict(zip(names, map(plain, jobs), strict=True))
+    expected = dict(zip(distinct, in_world(1, train, list(distinct.values())), strict=True))
+    for job, name, found in zip(jobs, names, in_world(size, train, jobs), strict=True):
+        same(found, expected[name])
+        assert ("pp_size" in job["parallel"]) == bool(found["bubble"])
+        assert all(0 <= bubble < 1 for bubble in found["bubble"])
+
+
+def test_tensor_pipeline_and_data_parallel_on_eight_processes():
+    check(8, [{"parallel": CUBE, "empty": True, "model": TIED}])
+
+
+def test_schedules_and_inputs_on_four_processes():
+    smoothed = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.1}
+    jobs = [
+        {
+            "parallel": CUBE | {"pipeline_schedule": "InterleavedZeroBubble"},
+            "data": {"ragged": True}, "args": smoothed,
+        },
+        {
+            "parallel": {"pp_size": 2, "dp_replicate_size": 2, "pipeline_schedule": "ZBV"},
+            "data": {"packed": True}, "args": {"activation_checkpointing": True}, "model": TIED, "empty": True,
+        },
+        {"parallel": CUBE | {"pipeline_schedule": "Interleaved1F1B"}, "lora": LORA},
+        # The last step of an epoch has fewer micro-batches than the pipeline has stages.
+        {"parallel": {"pp_size": 4}, "batch": 8, "accumulation": 4, "rows": 32, "data": {"size": 40}},
+    ]  # fmt: skip
+    check(4, jobs)
+
+
+@pytest.mark.faults
+def test_every_schedule_alone():
+    check(4, [{"parallel": CUBE | {"pipeline_schedule": schedule}} for schedule in ("GPipe", "1F1B", "DualPipeV")])
+    check(4, [{"parallel": {"tp_size": 2}, "model": TIED, "empty": True}, {"parallel": {"dp_replicate_size": 2}}])
+    check(8, [{"parallel": {"pp_size": 4}, "batch": 1}, {"parallel": CUBE | {"pipeline_schedule": "ZBV"}}])
+
+
+def test_bf16_follows_autocast():
+    job = {"args": {"bf16": True}}
+    (expected,) = in_world(1, train, [job])
+    (found,) = in_world(2, train, [job | {"parallel": {"pp_size": 2}}])
+    same(found, expected, first=2e-3, later=5e-2)
+    assert found["loss"] != expected["loss"]  # bf16 throughout, where autocast keeps residuals in fp32
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("llama", marks=pytest.mark.faults)])
+def test_a_checkpoint_goes_on_in_any_layout_and_exports(family, tmp_path):
+    model = {"num_local_experts": 4} if family == "mixtral" else TIED
+    steps = {"max_steps": 4, "eval_steps": 4}
+    base = {"family": family, "model": model}
+    (expected,) = in_world(1, train, [base | {"args": steps}])
+    saving = base | {"args": steps | {"save_strategy": "steps", "save_steps": 2}, "scaling": True}
+    folder, exported = tmp_path / "run", tmp_path / "exported"
+    first = saving | {"parallel": CUBE, "output_dir": str(folder), "export": str(exported)}
+    resuming = saving | {"resume": str(folder / "checkpoint-2")}
+    second = resuming | {"parallel": {"pp_size": 2, "pipeline_schedule": "ZBV"}, "output_dir": str(tmp_path / "2")}
+    # Adapters begin as nothing: the first loss is that of the weights that were read.
+    again = base | {"parallel": CUBE, "empty": True, "weights_from": str(exported), "args": {"max_steps": 1}}
+    again["lora"] = {"r": 4, "target_modules": ["q_proj", "o_proj"]}
+    uninterrupted, elsewhere, read = in_world(4, train, [first, second, again])
+    same(uninterrupted, expected)
+    assert json.loads((folder / "hfscale_status.json").read_text())["status"] == "completed"
+    assert latest_checkpoint(folder) == str(folder / "checkpoint-4")
+    assert verify(folder / "checkpoint-2").strategy == "parallel"
+    rest = {key: expected[key][-len(elsewhere[key]) :] for key in ("loss", "grad_norm", "eval_loss")}
+    assert len(elsewhere["loss"]) == 2
+    same(elsewhere, rest)
+    same(in_world(1, train, [resuming | {"parallel": {}, "output_dir": str(tmp_path / "1")}])[0], rest)
+
+    whole, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(info.values())
+    assert mean_loss(whole, Tokens(24).rows) == pytest.approx(expected["eval_loss"][0], abs=LATER)
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(7))  # the sampler's, of the seed of every run
+    assert read["loss"][0] == pytest.approx(mean_loss(whole, Tokens().rows[order[:8]]), abs=FIRST)
+
+
+def mean_loss(model, rows):
+    return model(input_ids=rows, labels=rows).loss.item()
+
+
+def wrong(names, results):
+    """Those whose loss, gradient norm or evaluation is not that of the model in one piece."""
+    found = dict(zip(names, results, strict=True))
+    return {
+        name: worst
+        for name, worst in found.items()
+        if worst["loss"] > FIRST or worst["norm"] > 1e-5 or worst["evaluation"] > FIRST
+    }
+
+
+def test_families_and_the_balance_of_experts():
+    jobs = {family: {"family": family, "tp": 2, "pp": 2} for family in FAMILIES}
+    for schedule in ("1F1B", "ZBV"):
+        jobs[f"mixtral balanced {schedule}"] = {
+            "family": "mixtral", "tp": 2, "pp": 2, "schedule": schedule, "config": BALANCED,
+        }  # fmt: skip
+    assert wrong(jobs, in_world(4, compare, list(jobs.values()))) == {}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("family", sorted(PROVEN))
+def test_every_proven_family_on_two_processes(family):
+    jobs = {"pp": {"family": family, "pp": 2}, "tp": {"family": family, "tp": 2}}
+    assert wrong(jobs, in_world(2, compare, list(jobs.values()))) == {}

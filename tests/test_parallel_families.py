@@ -1,0 +1,72 @@
+"""Every family with a tensor-parallel plan: its stages, run one after the other, compute what the whole model does."""
+
+import pytest
+import torch
+from parallel_families import families_with_plan, small_config
+from parallel_world import VOCAB
+from transformers import AutoModelForCausalLM
+
+from hfscale.errors import UsageError
+from hfscale.parallel.anatomy import Anatomy
+from hfscale.parallel.families import PROVEN, UNCUTTABLE, check_family
+from hfscale.parallel.partition import Stage, cut_by_cost, layer_costs, stage_view
+from hfscale.weights import build_model
+
+NOT_SMALL = {
+    "bailing_hybrid", "cohere_compass_text", "granitemoehybrid", "kimi_linear", "lfm2_moe", "llama4",
+    "phi4_multimodal", "qwen4_exp_text",
+}  # fmt: skip
+"""Families whose config cannot be made small by sizes alone: not proven."""
+
+
+def loss_of(view, inputs):
+    return view(**inputs, use_cache=False).loss
+
+
+def gradient_norm(model):
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+    model.zero_grad()
+    return norm
+
+
+def test_every_family_with_a_plan_is_known_of():
+    assert {*PROVEN, *UNCUTTABLE, *NOT_SMALL} == set(families_with_plan())
+    assert not PROVEN & {*UNCUTTABLE, *NOT_SMALL}
+
+
+def in_either_suite(families):
+    """Every fifth in the ordinary suite, the others in the long one."""
+    return [
+        pytest.param(family, marks=[pytest.mark.faults] if number % 5 else [])
+        for number, family in enumerate(sorted(families))
+    ]
+
+
+@pytest.mark.parametrize("family", in_either_suite(PROVEN))
+def test_stages_compute_what_the_whole_does(family):
+    with torch.device("meta"):
+        size = AutoModelForCausalLM.from_config(small_config(family)).num_parameters()
+    assert size < 10**8
+    model = build_model(small_config(family), seed=5, dtype=torch.float32).train()
+    rows = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+    whole = model(input_ids=rows, labels=rows, use_cache=False).loss
+    whole.backward()
+    expected = gradient_norm(model)
+
+    anatomy = Anatomy.of(model)
+    hidden = rows
+    for cut in cut_by_cost(*layer_costs(model, anatomy), 3):
+        stage = Stage(stage_view(model, anatomy, cut), anatomy, cut, loss_of)
+        hidden = stage(hidden, labels=rows)
+    hidden.backward()
+    assert hidden.item() == pytest.approx(whole.item(), abs=5e-6)
+    assert gradient_norm(model) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_cannot_be_cut_is_refused_and_what_is_unknown_is_said(caplog):
+    with pytest.raises(UsageError, match="nanochat cannot be cut into stages: it uses its last norm"):
+        check_family("nanochat")
+    check_family("llama")
+    assert not caplog.records
+    with caplog.at_level("WARNING"):
+        check_family("of_tomorrow")

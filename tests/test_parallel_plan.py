@@ -1,0 +1,206 @@
+"""Stages, layouts and batches that fit together, and one line for those that do not; no process group."""
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, TrainingArguments
+
+from hfscale import ParallelArguments
+from hfscale.arguments import SCHEDULES
+from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
+from hfscale.parallel.anatomy import Anatomy
+from hfscale.parallel.checks import check_config, decide_layout
+from hfscale.parallel.partition import cut_by_cost, layer_costs
+from hfscale.parallel.schedule import SCHEDULES as RUN
+from hfscale.parallel.stages import SHAPES, StagePlan
+from hfscale.parallelism import set_up_parallelism
+from hfscale.stage_flags import check_arguments, plan_stages
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def ranges(cuts):
+    return [(cut.layers.start, cut.layers.stop) for cut in cuts]
+
+
+def test_equal_layers_are_dealt_evenly_and_the_head_counts():
+    assert ranges(cut_by_cost([1.0] * 8, 0.0, 4)) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    # A head of two layers' cost: the last stage takes fewer.
+    assert ranges(cut_by_cost([1.0] * 10, 2.0, 4)) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+
+
+def test_uneven_layers_are_weighed():
+    # Three dense layers of three times the cost first, as in DeepSeek's models.
+    assert ranges(cut_by_cost([3.0, 3.0, 3.0, *[1.0] * 9], 0.0, 3)) == [(0, 2), (2, 6), (6, 12)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 7])
+def test_no_cut_has_a_faster_slowest_stage(stages):
+    generator = torch.Generator().manual_seed(stages)
+    costs = torch.rand(9, generator=generator).tolist()
+    cuts = cut_by_cost(costs, 0.7, stages)
+    found = max(sum(costs[i] for i in cut.layers) + (0.7 if cut.is_last else 0) for cut in cuts)
+
+    def slowest(start, left):
+        if left == 1:
+            return sum(costs[start:]) + 0.7
+        ends = range(start + 1, len(costs) - left + 2)
+        return min(max(sum(costs[start:end]), slowest(end, left - 1)) for end in ends)
+
+    assert found == pytest.approx(slowest(0, stages))
+    assert [n for cut in cuts for n in cut.layers] == list(range(9))
+
+
+def test_of_stacked_experts_those_count_that_a_token_passes():
+    config = MixtralConfig(**TINY, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=1)
+    model = on_meta(config)
+    costs, head = layer_costs(model, Anatomy.of(model))
+    expert = 3 * 32 * 64
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
+    assert costs == [attention + expert + 4 * 32] * 2  # and the router
+    assert head == 96 * 32
+
+
+def test_anatomy_is_found_by_looking():
+    found = Anatomy.of(on_meta(LlamaConfig(**TINY, num_hidden_layers=3, tie_word_embeddings=True)))
+    assert (found.layers, found.depth, found.token_embedding) == ("model.layers", 3, "model.embed_tokens")
+    assert (found.after, found.head, found.tied) == (("model.norm", "lm_head"), "lm_head", True)
+    assert found.layer_of("model.layers.12.mlp.up_proj.weight") == 12
+    assert found.layer_of("model.layers_norm.weight") is None
+
+
+def test_the_schedules_have_one_list_of_names():
+    assert tuple(SHAPES) == tuple(RUN) == SCHEDULES
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_are_dealt_as_torch_deals_them(schedule, pp):
+    plan = StagePlan(schedule=schedule, pp=pp)
+    style = "v" if SHAPES[schedule] == "v" else "loop"
+    theirs = schedules.generate_stage_to_rank_mapping(pp, plan.stages, style)
+    assert {stage: plan.rank_of(stage) for stage in range(plan.stages)} == theirs
+    assert sorted(stage for rank in range(pp) for stage in plan.stages_of(rank)) == list(range(plan.stages))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "bad", "nearest"),
+    [("1F1B", 4, 3, 4), ("GPipe", 4, 2, 4), ("Interleaved1F1B", 2, 5, 4), ("DualPipeV", 2, 3, 4), ("ZBV", 4, 1, 4)],
+)
+def test_too_few_micro_batches_are_named_with_the_nearest_that_work(schedule, pp, bad, nearest):
+    plan = StagePlan(schedule=schedule, pp=pp)
+    with pytest.raises(
+        LayoutError, match=rf"{bad} micro-batches.*--gradient_accumulation_steps [{nearest}{bad - 1}]$"
+    ):
+        plan.check_micro_batches(bad)
+    assert plan.takes(nearest)
+    assert plan.takes(plan.micro_batches_for(bad))
+
+
+def test_idle_time_follows_the_published_formulas():
+    assert StagePlan(pp=4).idle_fraction(12) == pytest.approx(3 / 15)  # (p-1)/(m+p-1)
+    one, two = StagePlan(pp=4), StagePlan(schedule="Interleaved1F1B", pp=4, virtual_stages=2)
+    assert two.idle_fraction(8) < one.idle_fraction(8)
+    assert StagePlan(pp=1).idle_fraction(1) == 0
+    assert [one.in_flight(rank, 8) for rank in range(4)] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ({"tp": 3, "pp": 2}, r"tp_size 3 x pp_size 2 .* does not divide the 8 processes: set --tp_size (1|2|4)"),
+        ({"tp": 3}, r"set --tp_size (2|4), or start 9$"),
+        ({"tp": 2, "pp": 3}, r"does not divide the 8 processes: set --pp_size (2|4)"),
+        ({"tp": 2, "pp": 2, "dp_shard": 4}, r"needs 16 processes, but the world has 8.*dp_shard=2"),
+    ],
+)
+def test_sizes_that_do_not_make_up_the_world(sizes, line):
+    with pytest.raises(LayoutError, match=line):
+        decide_layout(8, **sizes)
+
+
+def test_what_is_left_of_the_world_becomes_shards():
+    assert decide_layout(16, tp=2, pp=2).dp_shard == 4
+    assert decide_layout(16, tp=2, pp=2, dp_replicate=2).dp_shard == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "line"),
+    [
+        ({"num_key_value_heads": 1}, {"tp": 2}, "does not divide the model's 1 key-value heads: set --tp_size 1"),
+        ({"vocab_size": 97}, {"tp": 2}, "does not divide the model's 97 tokens of vocabulary: set --tp_size 1"),
+        ({"num_hidden_layers": 3}, {"pp": 4}, "the model has 3 layers: set --pp_size 3"),
+        ({"quantization_config": {"quant_method": "gptq"}}, {"tp": 2}, "quantised weights"),
+    ],
+)
+def test_a_model_that_does_not_divide(config, sizes, line):
+    model = LlamaConfig(**(TINY | {"num_hidden_layers": 4} | config))
+    layout = decide_layout(8, **sizes)
+    with pytest.raises(UsageError, match=line):
+        check_config(model, layout, StagePlan(pp=layout.pp))
+
+
+def test_a_model_without_a_plan_is_not_cut_by_matrices():
+    from transformers import OPTConfig
+
+    with pytest.raises(UsageError, match="no tensor-parallel plan for opt; set --tp_size 1"):
+        check_config(OPTConfig(), decide_layout(2, tp=2), StagePlan())
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1F1B", 2), ("ZBV", 3), ("DualPipeV", 1)])
+def test_a_schedule_has_its_own_number_of_stages_per_rank(schedule, virtual):
+    with pytest.raises(UsageError, match=f"--virtual_stages {virtual}: {schedule} has"):
+        StagePlan(schedule=schedule, pp=2, virtual_stages=virtual)
+
+
+def test_a_model_that_is_no_stack_of_layers_is_refused():
+    model = on_meta(LlamaConfig(**TINY, num_hidden_layers=2))
+    model.config.num_hidden_layers = 5
+    with pytest.raises(UnsupportedModelError, match="not a stack of 5 layers"):
+        Anatomy.of(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"fp16": True}, "use --bf16"),
+        ({"torch_compile": True}, "stages are not compiled"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "cannot be resumed on another layout"),
+        ({"include_num_input_tokens_seen": "all"}, "see scaling/tokens_seen"),
+        ({"average_tokens_across_devices": False}, "every token counts alike"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(arguments, line, tmp_path):
+    given = {"eval_strategy": "steps", "eval_steps": 1} if "lr_scheduler_type" in arguments else {}
+    args = TrainingArguments(str(tmp_path), use_cpu="fp16" not in arguments, report_to="none", **given, **arguments)
+    with pytest.raises(UsageError, match=line):
+        check_arguments(args)
+
+
+def test_what_needs_logits_or_another_optimizer_is_refused(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    check_arguments(args)
+    for keywords in ({"compute_metrics": len}, {"model_init": len}, {"optimizers": (object(), None)}):
+        with pytest.raises(UsageError):
+            check_arguments(args, **keywords)
+
+
+def test_pipelines_are_sent_to_their_recipe(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(UsageError, match=r"--pp_size 2 is for pipelines: launch recipes/tp_pp/train\.py"):
+        set_up_parallelism(ParallelArguments(pp_size=2), args, {})
+    with pytest.raises(UsageError, match="--cp_size 2: pipelines have no ring attention"):
+        plan_stages(ParallelArguments(cp_size=2), args)
+    with pytest.raises(LayoutError, match=r"1 micro-batches per step .* set --gradient_accumulation_steps 2"):
+        plan_stages(ParallelArguments(pp_size=2), args, world_size=4)
