@@ -11,8 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pytest
 import torch.distributed as dist
-from test_checkpoint_writer import At, Save, lora_model
+from test_checkpoint_writer import At, Save, held, lora_model
 from test_spot_checkpoint import Pause
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer
@@ -72,7 +73,11 @@ def main():
     for kind, make in models.items():
         for asynchronous in (False, True):
             folder = f"{kind}-{asynchronous}"
-            _, spot = train(folder, Save(2), model=make(), asynchronous=asynchronous)
+            with held(pytest.MonkeyPatch()) as (go, _):  # what is written beside the training is, from step 5 on
+                late = At(5, go.set)
+                if not asynchronous:
+                    go.set()
+                _, spot = train(folder, Save(2), late, model=make(), asynchronous=asynchronous)
             modes[folder] = spot._saving.synchronous_because
     message = fail_on_rank_1("failing")
     Path(f"rank{dist.get_rank()}.json").write_text(json.dumps({"modes": modes, "failure": message}))
