@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("callback_overhead", "cli_start", "recipe_overhead", "preemption_overhead", "memory_options")
+NAMES = (
+    "callback_overhead", "cli_start", "recipe_overhead", "preemption_overhead", "memory_options", "async_save",
+)  # fmt: skip
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"
 

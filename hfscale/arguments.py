@@ -112,11 +112,21 @@ class ScalingArguments:
     notice_s: float | None = _flag(
         "Seconds from a signal to the end of the process; default: what the launcher waits."
     )
+    asynchronous_save: bool = _flag("Write checkpoints while training goes on, where that is exact.", default=True)
+    checkpoint_remote: str | None = _flag("Second home of the checkpoints: s3://bucket/run, gs://…, file://…")
     peak_tflops: float | None = _flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
+    usd_per_gpu_hour: float | None = _flag("Price of one device, for scaling/usd; default: of the price list.")
+    scaling_baseline: str | None = _flag("A file of `hfscale sweep` that scaling/efficiency is measured against.")
+    noise_scale: bool = _flag("Measure the gradient noise scale on the steps that are logged.", default=False)
     early_stopping_patience: int | None = _flag("Stop after so many evaluations without a better loss.")
 
     def __post_init__(self) -> None:
-        require_positive(self, *(name for name in vars(self) if name != "lr_scaling_rule"))
+        others = (
+            "lr_scaling_rule", "asynchronous_save", "checkpoint_remote", "scaling_baseline", "noise_scale",
+        )  # fmt: skip
+        require_positive(self, *(name for name in vars(self) if name not in others))
+        if self.scaling_baseline is not None and not Path(self.scaling_baseline).is_file():
+            raise UsageError(f"--scaling_baseline {self.scaling_baseline} is no file: record one with hfscale sweep")
 
 
 @dataclass(kw_only=True)
@@ -161,6 +171,8 @@ class RecipeTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.hub_token:  # where huggingface_hub looks as well, and no checkpoint's training_args.bin will hold it
+            os.environ["HF_TOKEN"], self.hub_token = self.hub_token, None
         has_accelerator = torch.accelerator.is_available()
         self.use_cpu = self.use_cpu or not has_accelerator
         if self.bf16 is None:  # a launcher's config that asks for fp8 is not to be overruled

@@ -12,8 +12,8 @@ import yaml
 from hfscale.errors import ConfigFileError, UsageError
 
 
-def read_yaml_mapping(path: str, known: Collection[str]) -> dict[str, Any]:
-    """The mapping in a YAML file, each of whose keys must be in `known`.
+def read_yaml_mapping(path: str, known: Collection[str] | None) -> dict[str, Any]:
+    """The mapping in a YAML file, each of whose keys must be in `known`; None takes any.
 
     Raises:
         ConfigFileError: the file is missing, unreadable, not YAML, not a mapping, or has an unknown or repeated key.
@@ -33,7 +33,7 @@ def read_yaml_mapping(path: str, known: Collection[str]) -> dict[str, Any]:
         kind = "a list" if isinstance(content, list) else "plain text"
         raise ConfigFileError(f"--config {path} holds {kind}: write 'flag: value' lines")
     for key in content:
-        if key not in known:
+        if known is not None and key not in known:
             raise ConfigFileError(f"--config {path} has an unknown key '{key}'{nearest(str(key), known)}")
     return content
 

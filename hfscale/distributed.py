@@ -4,9 +4,11 @@ Everything here runs on a gloo group of its own, on CPU tensors: it works beside
 training collectives, and never makes a GPU wait.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,27 @@ def side_group(timeout: timedelta = timedelta(minutes=30)) -> dist.ProcessGroup:
         _side_groups.clear()  # a new default group means that the old one, and ours on it, were destroyed
         _side_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
     return _side_groups[world]
+
+
+def own_group(timeout: timedelta = timedelta(hours=2)) -> dist.ProcessGroup | None:
+    """A further gloo group over all ranks, for one thread that must not meet the others' exchanges; None when alone.
+
+    Every rank must call it at the same point.
+    """
+    return dist.new_group(backend="gloo", timeout=timeout) if is_distributed() else None
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The `value` of every rank, in rank order; anything that JSON can say. `group` is that of `own_group`."""
+    if group is None:
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([mine.numel()]), group=group)
+    longest = int(max(lengths))
+    rows = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, longest - mine.numel())), group=group)
+    return [json.loads(row[: int(n)].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
 
 def barrier() -> None:

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 from hfscale import distributed
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from hfscale.checkpoint.pickles import check_pickles
+from hfscale.checkpoint.remote import RemoteStore
 from hfscale.checkpoint.reshape import read_origin
 from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify
+from hfscale.checkpoint.uploader import bring_newest
+from hfscale.checkpoint.writer import finish_renames
 from hfscale.continuation import discard_conversions
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.logs import get_logger
@@ -19,25 +23,35 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def resume_point(args: "TrainingArguments") -> str | None:
+def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | None:
     """The checkpoint to give to `trainer.train(resume_from_checkpoint=…)`, by `--resume_from_checkpoint`.
 
     `true` is the newest verified checkpoint of `output_dir`, None where there is none; `false` is None; anything else
-    is the path of one checkpoint. The main process reads and verifies, the others follow it.
+    is the path of one checkpoint. The main process reads and verifies, the others follow it. With `true`, a newer
+    checkpoint in the store `remote` (a URL) is fetched first.
 
     Raises:
         UsageError: the path is not a checkpoint.
-        CheckpointError: the checkpoint at the path is corrupt.
+        CheckpointError: the checkpoint at the path is corrupt, or holds a pickle that is more than tensors and values.
+        StorageError: the remote store cannot be read, and there is no local checkpoint.
     """
+    store = RemoteStore(remote) if remote is not None else None
     asked = str(args.resume_from_checkpoint)
     if asked.lower() == "false":
         return None
     if asked.lower() != "true":
         if distributed.rank() == 0:
             _check_given(Path(asked))
+            check_pickles(Path(asked))
         distributed.barrier()
         return asked
+    if distributed.rank() == 0:
+        finish_renames(Path(args.output_dir))
+    if store is not None:
+        bring_newest(store, Path(args.output_dir))
     found = latest_checkpoint(args.output_dir) if distributed.rank() == 0 else None
+    if found is not None:
+        check_pickles(Path(found))  # its files are those of its manifest, but who wrote that?
     step = int(distributed.all_max([checkpoint_step(Path(found)) if found else -1])[0])
     if step < 0:
         return None

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from hfscale.callbacks.scaling_metrics import JSONL_NAME
+from hfscale.metrics.records import JSONL_NAME
 
 if TYPE_CHECKING:
     from transformers import Trainer

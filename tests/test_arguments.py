@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +24,15 @@ from hfscale.parsing import EMBEDDED_DEFAULTS, parse_arguments
 
 GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
 ON_FILE = ("--train_file", "text.txt")
+
+
+def test_a_hub_token_goes_where_no_checkpoint_holds_it(tmp_path, monkeypatch):
+    """Trainer writes its arguments, as they are, beside every checkpoint."""
+    monkeypatch.setenv("HF_TOKEN", "before")
+    arguments = RecipeTrainingArguments(output_dir=str(tmp_path), hub_token="hf_planted")  # noqa: S106
+    torch.save(arguments, tmp_path / "training_args.bin")
+    assert b"hf_planted" not in (tmp_path / "training_args.bin").read_bytes()
+    assert os.environ["HF_TOKEN"] == "hf_planted"  # noqa: S105
 
 
 def read(*argv: str) -> argparse.Namespace:

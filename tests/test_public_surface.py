@@ -19,15 +19,16 @@ FLOORS = (
     ("hfscale.errors",),
     ("hfscale.facts",),
     ("hfscale.planner",),
-    ("hfscale.logs", "hfscale.config_file", "hfscale.shipped"),
+    ("hfscale.logs", "hfscale.config_file", "hfscale.shipped", "hfscale.redact"),
     ("hfscale.distributed", "hfscale.preemption", "hfscale.checkpoint", "hfscale.health", "hfscale.metrics",
      "hfscale.parallel", "hfscale.calibrate"),
+    ("hfscale.report", "hfscale.sweep", "hfscale.autostop"),
     ("hfscale.recompute", "hfscale.compression", "hfscale.weights"),
     ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
      "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",
      "hfscale.corpus", "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.continuation",
      "hfscale.summary", "hfscale.export", "hfscale.entrypoint"),
-    ("hfscale.cli", "hfscale.report", "hfscale.__main__"),
+    ("hfscale.cli", "hfscale.__main__"),
 )  # fmt: skip
 
 
@@ -90,6 +91,8 @@ def test_the_promised_names_of_this_version():
         "import hfscale.cli; hfscale.cli.main(['configs', 'list'])",
         "import hfscale.cli; hfscale.cli.main(['plan', 'llama-3.1-8b', '--gpu', 'H100', '--gpus', '8'])",
         "import hfscale; hfscale.estimate, hfscale.plan",
+        "import hfscale.cli; hfscale.cli.main(['report', '/nowhere']), hfscale.cli.main(['autostop', '--', 'x'])",
+        "import hfscale.cli; hfscale.cli.main(['sweep', '--', '/nowhere'])",
     ],
 )
 def test_the_floors_without_torch_load_none_of_it(code):

@@ -120,11 +120,13 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_whole(recipe: Any, m
         "--dataloader_num_workers", "0", "--disable_tqdm", "true",
     ]  # fmt: skip
     done = recipe(*flags, wrapper=("-c", FILLING_DISK, str(manifest)))
-    says(done, "writing stopped", "File too large", "make room and relaunch the same command", code=1)
+    says(
+        done, "checkpoint-40 could not be written", "File too large", "make room and relaunch the same command", code=1
+    )
     assert latest_checkpoint(tmp_path / "out") == str(manifest.parent)
     status = json.loads((tmp_path / "out" / "hfscale_status.json").read_text())
     assert (status["status"], status["checkpoint"]) == ("failed", "checkpoint-20")
-    assert status["reason"].startswith("StorageError: writing stopped")
+    assert status["reason"].startswith("StorageError: checkpoint-40 could not be written")
     assert not (tmp_path / "out" / "checkpoint-40" / "hfscale_manifest.json").exists()
 
 

@@ -8,12 +8,14 @@ import torch
 from conftest import REPOSITORY
 from tiny import LENGTH, VOCAB, RandomTokens, logged, tiny_arguments, tiny_model, tiny_trainer
 from transformers import LlamaForSequenceClassification, TrainerCallback
-from wandb_file import history, run_files, run_id, step_metrics
+from wandb_file import artifact_types, config, history, run_files, run_id, step_metrics, summary
 
 from hfscale import ScalingMetricsCallback
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.metrics.efficiency import FlopsModel, training_dtype
+from hfscale.metrics.pace import StepPace
 from hfscale.metrics.phases import PhaseClock
+from hfscale.metrics.records import read_records
 
 TOKENS_PER_STEP = 4 * LENGTH
 
@@ -241,12 +243,30 @@ class TestWandb:
         rates = [record["scaling/tokens_per_s"] for record in jsonl(tmp_path / "out")]
         assert [row["train/scaling/tokens_per_s"] for row in rows] == rates
         assert [row["train/scaling/tokens_seen"] for row in rows] == [n * TOKENS_PER_STEP for n in (1, 2, 3, 4)]
-        assert {"train/loss", "*"} <= step_metrics(file)
+        assert {"train/loss", "train/scaling/tokens_per_s", "*"} <= step_metrics(file)
 
     def test_a_resume_continues_the_run_and_a_fresh_start_begins_another(self, train):
         first, resumed, fresh = run_id(train()), run_id(train("out/checkpoint-2")), run_id(train())
         assert first == resumed
         assert first != fresh
+
+    def test_no_secret_in_any_file_and_the_report_at_the_end_and_a_rewind_is_noted(self, train, tmp_path):
+        planted = {
+            "HF_TOKEN": "hf_" + "plantedEnvironment" * 2, "WANDB_API_KEY": "5ec2e7" * 6 + "abcd",
+            "AWS_SECRET_ACCESS_KEY": "planted/aws+secret", "DB_PASSWORD": "planted-password",
+        }  # fmt: skip
+        argv = ["--hub_token", "planted-argument", "--api_key=planted-key", "--name=planted-password"]
+        first = train(*argv, **planted)
+        again = train("out/checkpoint-2", *argv, **planted)
+        assert artifact_types(first) == artifact_types(again) == ["report"]
+        assert "<title>" in (tmp_path / "out" / "hfscale_report.html").read_text()
+        assert summary(again)["run/scaling/tokens_seen"] == 4 * TOKENS_PER_STEP
+        assert "hfscale_rewound" not in config(first)
+        assert config(again)["hfscale_rewound"] == [{"from_step": 4, "to_step": 2}]
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".py"]
+        assert b"--hub_token" in first.read_bytes()  # W&B keeps the command line, as it got it
+        for secret in (*planted.values(), "planted-argument", "planted-key"):
+            assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
 
     def test_an_id_of_the_users_own_is_left_alone(self, train):
         assert run_id(train(WANDB_RUN_ID="mine1234")) == "mine1234"
@@ -262,6 +282,11 @@ def test_two_processes_count_together(launch, tmp_path):
         assert record["scaling/tokens_per_s"] == pytest.approx(2 * record["scaling/tokens_per_s_per_gpu"])
     # Only rank 1 reads slowly; the worst rank is reported, not the mean.
     assert records[-1]["scaling/data_wait_fraction"] > 0.5
+    ranks = read_records(tmp_path / "out" / "hfscale_ranks.jsonl")
+    assert [record["step"] for record in ranks] == [2, 4, 6]
+    first, second = ranks[-1]["data_wait_fraction"]
+    assert second == pytest.approx(records[-1]["scaling/data_wait_fraction"], abs=1e-4)
+    assert first < second
 
 
 def test_phase_clock_charges_every_second_once():
@@ -272,3 +297,14 @@ def test_phase_clock_charges_every_second_once():
     assert clock.seconds == {"data_wait": 4.0, "compute": 2.0, "save": 4.0}
     clock.restart()
     assert clock.seconds == {}
+
+
+def test_pace_compares_whole_steps_only():
+    times = iter([0.0, 1.0, 1.0, 2.0, 2.0, 9.0, 9.0, 10.5, 10.5, 12.5, 13.0, 23.0])
+    pace = StepPace(now=lambda: next(times))
+    assert pace.take_slowdown() is None
+    for begins, ends in ((False, False), (False, False), (False, True), (True, True), (True, True), (True, False)):
+        pace.begin(begins)
+        pace.end(ends)
+    assert pace.take_slowdown() == 1.75
+    assert pace.take_slowdown() is None

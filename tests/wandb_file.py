@@ -47,6 +47,37 @@ def history(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def config(path: Path) -> dict[str, Any]:
+    """The run's config as it was at the end."""
+    found: dict[str, Any] = {}
+    for record in records(path):
+        kind = record.WhichOneof("record_type")
+        update = record.run.config.update if kind == "run" else record.config.update if kind == "config" else ()
+        found |= {item.key: json.loads(item.value_json) for item in update if item.key}
+    return found
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """What was written into the run's summary by hand."""
+    found: dict[str, Any] = {}
+    for record in records(path):
+        if record.WhichOneof("record_type") == "summary":
+            items = record.summary.update
+            found |= {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+    return found
+
+
+def artifact_types(path: Path) -> list[str]:
+    """The type of each artifact that was logged."""
+    found = []
+    for record in records(path):
+        if record.WhichOneof("record_type") == "artifact":
+            found.append(record.artifact.type)
+        elif record.WhichOneof("record_type") == "request" and record.request.HasField("log_artifact"):
+            found.append(record.request.log_artifact.artifact.type)
+    return found
+
+
 def run_id(path: Path) -> str:
     """The id of the run."""
     return next(record.run.run_id for record in records(path) if record.WhichOneof("record_type") == "run")

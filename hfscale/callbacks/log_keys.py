@@ -18,6 +18,7 @@ class LogKeys(TrainerCallback):
 
     def __init__(self) -> None:
         self._sources: list[LogSource] = []
+        self._last_calls: list[Callable[[], None]] = []
 
     @classmethod
     def of(cls, trainer: Trainer) -> "LogKeys":
@@ -34,6 +35,14 @@ class LogKeys(TrainerCallback):
         if source not in self._sources:
             self._sources.append(source)
 
+    def before_last(self, call: Callable[[], None]) -> None:
+        """Have `call()` made before the sources are asked for the record that ends a training.
+
+        It is also the last event before Trainer loads the best checkpoint.
+        """
+        if call not in self._last_calls:
+            self._last_calls.append(call)
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -44,6 +53,8 @@ class LogKeys(TrainerCallback):
     ) -> None:
         if logs is None or not ("loss" in logs or "train_runtime" in logs):
             return  # an evaluation's own record
+        for call in self._last_calls if "train_runtime" in logs else ():
+            call()
         for source in self._sources:
             keys = source(state)
             logs.update(keys)

@@ -1,9 +1,5 @@
-"""Throughput, efficiency and where the time goes, at each logging step."""
+"""Throughput, efficiency and where time and money go, at each logging step."""
 
-import json
-import math
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +8,33 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
+from hfscale.callbacks.meters import (
+    CommunicationMeter,
+    EfficiencyMeter,
+    Meter,
+    SpendingMeter,
+    UtilisationMeter,
+    Window,
+)
+from hfscale.callbacks.noise_meter import NoiseScaleMeter
+from hfscale.callbacks.run_files import RunFiles
 from hfscale.callbacks.trainer_access import calling_trainer, saved_state, stand_first
+from hfscale.callbacks.triage_watch import TriageWatch
 from hfscale.callbacks.wandb_run import WandbRun
-from hfscale.checkpoint.store import write_atomically
-from hfscale.errors import UnsupportedModelError, UsageError
-from hfscale.logs import get_logger
-from hfscale.metrics.efficiency import FlopsModel, device_peak_tflops, training_dtype
+from hfscale.errors import UsageError
 from hfscale.metrics.phases import PhaseClock
 from hfscale.metrics.throughput import TokenCounter
 
-logger = get_logger(__name__)
-
-JSONL_NAME = "scaling.jsonl"
-_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
-_TRAINER_KEYS = ("loss", "grad_norm", "learning_rate", "epoch")
 _OUTSIDE_TRAINING = ("evaluate", "save")
+_OWN_WIDTH = 4
 
 
 class ScalingMetricsCallback(TrainerCallback):
     """Logs the keys below beside the Trainer's loss, and appends them to `scaling.jsonl` in the output directory.
 
     Rates are over the time since the previous log, without evaluations and saves, and over all processes. Tokens are
-    counted on the host from the shapes of what enters the model, padding included. Nothing synchronises with the GPU;
-    the processes exchange four numbers at each log. What cannot be known is left out.
+    counted on the host from the shapes of what enters the model, padding included. Nothing synchronises with the GPU
+    between logs; the processes exchange a few numbers at each log. What cannot be known is left out.
 
     | metric key | unit | meaning |
     |---|---|---|
@@ -43,25 +43,64 @@ class ScalingMetricsCallback(TrainerCallback):
     | `scaling/tokens_seen` | tokens | trained on since step 0, over all resumes |
     | `scaling/mfu` | ratio | model FLOPs (attention counted in full) / peak |
     | `scaling/hfu` | ratio | executed FLOPs, recomputation included / peak |
+    | `scaling/efficiency` | ratio | tokens/s/GPU over those of a recorded baseline of the same work |
     | `scaling/data_wait_fraction` | ratio | time the host waited for batches, of the rank that waited longest |
+    | `scaling/comm_fraction` | ratio | time of exchange in which nothing is computed, of the rank with least of it |
+    | `scaling/goodput` | ratio | time in optimizer steps that were kept / time since the first launch |
+    | `scaling/usd` | USD | spent since the first launch: processes x hours x price |
+    | `scaling/usd_per_million_tokens` | USD | the same per million of `scaling/tokens_seen` |
+    | `scaling/noise_scale` | sequences | batch that the gradient's noise is worth; only with `noise_scale=True` |
     | `gpu/memory_peak_gib` | GiB | most memory PyTorch has allocated on a GPU, of the fullest one |
 
+    Where a run loses time, one cause is named in the log, with its numbers and the mend (`hfscale.metrics.triage`).
     `scaling.jsonl` holds one object per training log: these keys, the other callbacks', `step`, `time`
-    (Unix seconds) and Trainer's own `loss`, `grad_norm`, `learning_rate` and `epoch`.
+    (Unix seconds) and Trainer's own `loss`, `grad_norm`, `learning_rate` and `epoch`. What else `hfscale report` reads
+    (launches, saves, numbers per rank) is described in `hfscale.metrics.records`.
 
     Args:
         peak_tflops (`float`, *optional*): dense peak of one device in TFLOP/s, for hardware not in `hardware.toml`.
+        usd_per_gpu_hour (`float`, *optional*): price of one device; absent: of `prices.toml`, where it has the device.
+        baseline (`str` or `Path`, *optional*): a file of `hfscale sweep`; absent: `~/.config/hfscale/baselines.json`,
+            where it exists.
+        noise_scale (`bool`): measure the gradient noise scale too, from the gradients of one step in twenty at most
+            that is logged. Off unless asked for, as it puts hooks on the parameters, or under FSDP2 on the exchange.
 
     Raises:
-        UsageError: a peak that is not positive.
+        UsageError: a peak or price that is not positive.
+        ConfigFileError: when training begins: a baseline or price list that cannot be read.
     """
 
-    def __init__(self, *, peak_tflops: float | None = None) -> None:
-        if peak_tflops is not None and peak_tflops <= 0:
-            raise UsageError(f"peak_tflops is {peak_tflops}: it must be greater than 0, in TFLOP/s")
+    def __init__(
+        self,
+        *,
+        peak_tflops: float | None = None,
+        usd_per_gpu_hour: float | None = None,
+        baseline: str | Path | None = None,
+        noise_scale: bool = False,
+    ) -> None:
+        for name, value, unit in (
+            ("peak_tflops", peak_tflops, "TFLOP/s"),
+            ("usd_per_gpu_hour", usd_per_gpu_hour, "USD"),
+        ):
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} is {value}: it must be greater than 0, in {unit}")
         self.peak_tflops = peak_tflops
+        self.usd_per_gpu_hour = usd_per_gpu_hour
+        self._communication = CommunicationMeter()
+        self._efficiency = EfficiencyMeter(Path(baseline) if baseline is not None else None)
+        self._spending = SpendingMeter(usd_per_gpu_hour)
+        self._noise = NoiseScaleMeter() if noise_scale else None
+        self._meters: list[Meter] = [
+            UtilisationMeter(peak_tflops),
+            self._communication,
+            self._efficiency,
+            self._spending,
+        ]
+        self._meters += [self._noise] if self._noise is not None else []
         self._counter = TokenCounter()
         self._clock = PhaseClock()
+        self._files = RunFiles()
+        self._watch = TriageWatch()
         self._wandb_run: WandbRun | None = None
 
     def on_init_end(
@@ -76,18 +115,19 @@ class ScalingMetricsCallback(TrainerCallback):
     ) -> None:
         trainer = calling_trainer()
         if self._wandb_run is not None:
-            self._wandb_run.settle(state)
+            self._wandb_run.settle(state, reached=self._files.last_step(args))
         self._saved = saved_state(state, "metrics")
         self._tokens_seen = int(self._saved.setdefault("tokens_seen", 0))
         # Ranks that share matrices see the same tokens; those that share a sequence see a part of it each.
         self._same_tokens = trainer.get_tp_size()
         self._sequence_parts = trainer.get_cp_size() * trainer.get_sp_size()
-        self._flops, self._peak_flops = self._efficiency_basis(trainer.model, args)
+        for meter in self._meters:
+            meter.begin(trainer, state)
+        self._ledger = self._spending.ledger = self._files.begin(trainer, state, self._efficiency.facts())
+        self._watch.begin()
         self._counter.attach(trainer.model_wrapped)
-        self._counted = self._counter.tokens
+        self._counted, self._logged_step = self._counter.tokens, state.global_step
         LogKeys.of(trainer).add(self._keys)
-        if state.is_world_process_zero:
-            _begin_jsonl(Path(args.output_dir) / JSONL_NAME, state.global_step)
         self._clock.restart()
 
     def on_epoch_begin(
@@ -99,13 +139,18 @@ class ScalingMetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._clock.end("data_wait")
+        for meter in self._meters:
+            meter.step_begin(state)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        for meter in self._meters:
+            meter.step_end(state)
         self._clock.end("compute")
         # A save may follow before the next log: keep what it will record up to date, from this process alone.
         self._saved["tokens_seen"] = self._tokens_seen + self._uncollected() * args.world_size // self._same_tokens
+        self._ledger.update(self._clock.seconds)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -113,7 +158,7 @@ class ScalingMetricsCallback(TrainerCallback):
         self._clock.end("evaluate")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._clock.end("save")
+        self._files.saved(state, seconds=self._clock.end("save"))
 
     def on_log(
         self,
@@ -124,12 +169,13 @@ class ScalingMetricsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if logs is not None and "loss" in logs and state.is_world_process_zero:
-            record = {key: value for key, value in logs.items() if key in _TRAINER_KEYS or key.startswith(_PREFIXES)}
-            finite = {key: value for key, value in record.items() if math.isfinite(value)}  # JSON has no NaN
-            path = Path(args.output_dir) / JSONL_NAME
-            line = {"step": state.global_step, "time": time.time(), **finite}
-            # What a checkpoint follows on must not be missing after it: a resume never takes that step again.
-            _append_jsonl(path, line, durable=control.should_save)
+            self._files.logged(state, logs, durable=control.should_save)
+            workload = self._efficiency.workload
+            finding = self._watch.look(
+                logs, hides=self._communication.hides, tokens_per_gpu=workload.tokens_per_gpu if workload else None
+            )
+            if finding is not None:
+                self._files.found(state, finding)
         # Trainer logs an evaluation's metrics before it fires `on_evaluate`.
         self._clock.end("evaluate" if any(key.startswith("eval_") for key in logs or ()) else "other")
 
@@ -137,6 +183,12 @@ class ScalingMetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._counter.detach()
+        for meter in self._meters:
+            meter.end()
+        advice = self._noise.advice if self._noise is not None else None
+        self._files.ended(state, split=dict(saved_state(state, "goodput").get("seconds", {})), advice=advice)
+        if self._wandb_run is not None:
+            self._wandb_run.publish(args, state)
 
     def _uncollected(self) -> int:
         return self._counter.tokens - self._counted
@@ -147,77 +199,45 @@ class ScalingMetricsCallback(TrainerCallback):
         seconds = self._clock.seconds
         training_s = sum(s for phase, s in seconds.items() if phase not in _OUTSIDE_TRAINING)
         row = [self._uncollected(), training_s, seconds.get("data_wait", 0.0), _peak_memory_gib()]
+        row += [number for meter in self._meters for number in meter.row(state)]
+        steps, self._logged_step = state.global_step - self._logged_step, state.global_step
         self._counted = self._counter.tokens
+        self._ledger.fold(seconds)
         self._clock.restart()
-        tokens, training_times, waits, memory = zip(*distributed.gather_rows(row), strict=True)
+        rows = distributed.gather_rows(row)
+        tokens, training_times, waits, memory = ([row[i] for row in rows] for i in range(_OWN_WIDTH))
         window_tokens = sum(tokens) / self._same_tokens
         self._tokens_seen += int(window_tokens)
         self._saved["tokens_seen"] = self._tokens_seen
-        if window_tokens == 0 or max(training_times) == 0:
+        if window_tokens == 0 or max(training_times) == 0 or steps == 0:
             return {}
-        tokens_per_s = window_tokens / max(training_times)
-        per_gpu = tokens_per_s / len(tokens)
+        window = Window(
+            steps=steps,
+            seconds=max(training_times),
+            tokens=window_tokens,
+            tokens_seen=self._tokens_seen,
+            tokens_per_s_per_gpu=window_tokens / max(training_times) / len(rows),
+            sequence_length=self._counter.sequence_length * self._sequence_parts,
+        )
+        shares = [wait / training for wait, training in zip(waits, training_times, strict=True)]
         keys = {
-            "scaling/tokens_per_s": tokens_per_s,
-            "scaling/tokens_per_s_per_gpu": per_gpu,
+            "scaling/tokens_per_s": window_tokens / window.seconds,
+            "scaling/tokens_per_s_per_gpu": window.tokens_per_s_per_gpu,
             "scaling/tokens_seen": self._tokens_seen,
-            "scaling/data_wait_fraction": max(w / t for w, t in zip(waits, training_times, strict=True)),
+            "scaling/data_wait_fraction": max(shares),
         }
-        if self._flops is not None and self._peak_flops is not None:
-            length = self._counter.sequence_length * self._sequence_parts
-            keys["scaling/mfu"] = per_gpu * self._flops.model_flops_per_token(length) / self._peak_flops
-            keys["scaling/hfu"] = per_gpu * self._flops.hardware_flops_per_token(length) / self._peak_flops
+        at = _OWN_WIDTH
+        for meter in self._meters:
+            keys |= meter.keys([row[at : at + meter.width] for row in rows], window, state)
+            at += meter.width
         if max(memory) > 0:
             keys["gpu/memory_peak_gib"] = max(memory)
+        if state.is_world_process_zero:
+            self._files.workload(state, self._efficiency.facts(), self._spending.rate)
+            measured = {"data_wait_fraction": shares, "memory_peak_gib": memory}
+            self._files.ranks(state, measured | {"comm_fraction": self._communication.shares})
         return keys
-
-    def _efficiency_basis(self, model: Any, args: TrainingArguments) -> tuple[FlopsModel | None, float | None]:
-        """What MFU needs: the model's FLOPs and the peak in FLOP/s; says once why it will be absent."""
-        dtype = training_dtype(model, args)
-        peak = self.peak_tflops or device_peak_tflops(args.device, dtype)
-        if peak is None:
-            logger.info(
-                "scaling/mfu is left out: the %s peak of this %s is unknown (give peak_tflops)",
-                dtype,
-                args.device.type,
-            )
-            return None, None
-        try:
-            return FlopsModel.of(model, args), peak * 1e12
-        except UnsupportedModelError as error:
-            logger.info("scaling/mfu is left out: %s", error)
-            return None, None
 
 
 def _peak_memory_gib() -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-
-
-def _begin_jsonl(path: Path, step: int) -> None:
-    """Keep the records up to `step`: later ones are of steps that will be taken again. A fresh run keeps none, and
-    what another run left is put beside it."""
-    if not path.is_file():
-        return
-    if step == 0:
-        path.rename(path.with_name(f"scaling-until-{int(path.stat().st_mtime)}.jsonl"))
-        return
-    lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if (record := _parse(line)) is not None and record["step"] <= step]
-    write_atomically(path, "".join(f"{line}\n" for line in kept))
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    """One record, or None for a line that a killed process left unfinished."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "step" in record else None
-
-
-def _append_jsonl(path: Path, record: dict[str, float], *, durable: bool) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())

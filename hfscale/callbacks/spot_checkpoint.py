@@ -12,31 +12,43 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
-from hfscale.callbacks.self_contained import complete_checkpoint
-from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size
+from hfscale.callbacks.remote_copies import RemoteCopies
+from hfscale.callbacks.trainer_access import calling_trainer
+from hfscale.callbacks.trainer_saving import TrainerSaving
 from hfscale.checkpoint.lock import lock_output_dir, unlock_output_dir
-from hfscale.checkpoint.manifest import MANIFEST_NAME
+from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.status import write_status
-from hfscale.checkpoint.store import commit, rotate, set_aside
+from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
+from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.continuation import check_resumed, discard_conversions, finish_universal_load
-from hfscale.errors import UsageError
+from hfscale.errors import StorageError, UsageError
 from hfscale.logs import get_logger
-from hfscale.strategy import running_strategy
+from hfscale.metrics.pace import StepPace
 
 logger = get_logger(__name__)
 
 DEFAULT_EVERY_STEPS = 500
 DEFAULT_EVERY_MINUTES = 15.0
 _AGREEMENT_EVERY_S = 5.0
+_WATCH_EVERY_S = 1.0  # how soon all ranks learn that a save beside the training has ended, or failed
+_EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
 
 class SpotCheckpointCallback(TrainerCallback):
     """Saves every N steps or M minutes, whichever comes first, and makes each checkpoint provably whole.
 
-    Trainer writes the checkpoint; this callback then flushes it to the disk, records every file's hash in
-    `hfscale_manifest.json`, and only after that deletes older ones beyond `save_total_limit` (Trainer itself deletes
-    them before). `hfscale_status.json` says how the run stands. `hfscale.latest_checkpoint(output_dir)` is then the
-    newest checkpoint that is whole. With `save_strategy="no"` nothing is saved.
+    A checkpoint is what Trainer writes, in its layout. It grows in a hidden folder, is flushed to the disk, gets a
+    manifest with the hash of every file (`hfscale_manifest.json`) and only then its name; after that, older ones
+    beyond `save_total_limit` are deleted (Trainer itself deletes them before). `hfscale_status.json` says how the run
+    stands. `hfscale.latest_checkpoint(output_dir)` is then the newest checkpoint that is whole. With
+    `save_strategy="no"` nothing is saved.
+
+    Alone and under DDP and FSDP2, training waits only for a copy of its state to host memory; the rest happens beside
+    it, one save at a time. Under DeepSpeed the partitions, which are the most, are written beside it. So `on_save` of
+    other callbacks comes before the checkpoint is there: where one of them may read it, and where weights are gathered
+    from all ranks to be written, training waits for the whole save, and a line says so. The end of the training, the
+    loading of the best checkpoint and the next save wait for the one in flight; if it fails, the run stops soon after,
+    at the same step on all ranks.
 
     A notice that the machine goes (SIGTERM, SIGUSR1, Ctrl-C, a cloud's, the stop file; on any rank) makes all ranks
     stop at one step boundary and save that step, if there is time for it. `Trainer.train` then returns as at its end,
@@ -47,6 +59,7 @@ class SpotCheckpointCallback(TrainerCallback):
     |---|---|---|
     | `checkpoint/stall_s` | s | training stood still for the last save |
     | `checkpoint/write_s` | s | from the start of the last save to its commit |
+    | `checkpoint/slowdown` | ratio | steps while it was written beside the training / other steps, medians |
     | `checkpoint/bytes` | bytes | size of the last committed checkpoint |
 
     Args:
@@ -59,9 +72,16 @@ class SpotCheckpointCallback(TrainerCallback):
             in the environment overrules); None: nobody's.
         stop_file (`str`, *optional*): a file whose presence stops the run, in the output directory unless its path is
             absolute; removed once obeyed. None: no such file.
+        asynchronous (`bool`): write beside the training where that gives the same files; False: training waits.
+        remote (`str`, *optional*): a folder of a remote store, such as `s3://bucket/run`, `gs://…` or `file://…`, that
+            committed checkpoints are copied to beside the training, and that a newer one than the local is fetched
+            from when the Trainer is made. `save_total_limit` holds there too. Credentials come from where the
+            provider's tools look for them.
 
     Raises:
-        UsageError: a cadence or notice that is not positive, an unknown cloud.
+        UsageError: a cadence or notice that is not positive, an unknown cloud, a remote that is no URL; or another
+            run holds the output directory.
+        StorageError: during training, on every rank: a checkpoint could not be written.
     """
 
     def __init__(
@@ -72,18 +92,26 @@ class SpotCheckpointCallback(TrainerCallback):
         notice_s: float | None = None,
         cloud: str | None = "auto",
         stop_file: str | None = STOP_FILE_NAME,
+        asynchronous: bool = True,
+        remote: str | None = None,
     ) -> None:
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} is {value}: it must be greater than 0, or None")
         self.every_steps = every_steps
         self.every_minutes = every_minutes
+        self.asynchronous = asynchronous
+        self.remote = RemoteCopies(remote) if remote is not None else None
         self.last_committed: str | None = None
         """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
         self.preemption = PreemptionStop(notice_s=notice_s, cloud=cloud, stop_file=stop_file)
         self._limit: int | None = None
         self._running_step: int | None = None
         self._pending_keys: dict[str, float] = {}
+        self._stalls_s: dict[int, float] = {}
+        self._saving: TrainerSaving | None = None
+        self._watch: distributed.StepAgreement | None = None
+        self._pace = StepPace()
 
     @property
     def preempted(self) -> str | None:
@@ -94,39 +122,54 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._take_over_rotation(args)
+        if self.remote is not None:
+            self.remote.fetch(Path(args.output_dir))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         _lock(args)
         trainer = calling_trainer()
+        self._wait()  # for what a training that was broken off has left in flight
         finish_universal_load(trainer)
         check_resumed(trainer)
         self._take_over_rotation(args)
-        self._strategy = running_strategy(trainer)
-        self._global_batch_size = global_batch_size(trainer)
+        self._output_dir = Path(args.output_dir)
+        self._saving = TrainerSaving(trainer, asynchronous=self.asynchronous, committed=self._committed)
+        self._watch = None
         self._agreement = distributed.StepAgreement(every_s=_AGREEMENT_EVERY_S)
         self._saved_step, self._saved_at, self._idle_since = state.global_step, time.monotonic(), time.monotonic()
         LogKeys.of(trainer).add(self._keys)
+        LogKeys.of(trainer).before_last(self._wait)
         if args.save_strategy == "no":
             logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
         if args.should_save:
+            clear_unfinished(self._output_dir)
             for moved in set_aside(args.output_dir, after_step=state.global_step):
                 logger.info("set aside a checkpoint of later steps than this run begins at: %s", moved)
             start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
             self._set_status(args, "running", state.global_step)
-            atexit.register(self._report_failure, args)
+            if self.remote is not None:
+                self.remote.begin(self._output_dir, state, limit=self._limit, committed=self.last_committed)
+        atexit.register(self._at_exit, args)
         distributed.barrier()  # no rank may begin to write what another is about to set aside
         self.preemption.begin(trainer, kwargs.get("train_dataloader"))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._pace.begin(self._saving is not None and self._saving.writer.in_flight)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._idle_since = time.monotonic()
+        self._pace.end(self._saving is not None and self._saving.writer.in_flight)
         if self._running_step is not None:
             self._running_step = state.global_step
         if args.save_strategy != "no":
+            self._watch_writer()
             self._follow_cadence(args, state, control)
         self.preemption.at_step_end(args, state, control)
 
@@ -154,11 +197,10 @@ class SpotCheckpointCallback(TrainerCallback):
         self.preemption.at_evaluation_end(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        distributed.barrier()  # every rank has written its files
-        if args.should_save:
-            self._commit(args, state)
-        distributed.barrier()
         self._saved_step, self._saved_at = state.global_step, time.monotonic()
+        self._stalls_s[state.global_step] = time.monotonic() - self._idle_since
+        # Alone, looking at each step costs nothing.
+        self._watch = distributed.StepAgreement(_WATCH_EVERY_S if distributed.is_distributed() else 0.0)
         self.preemption.at_save(args, state, control)
 
     def on_epoch_end(
@@ -169,12 +211,36 @@ class SpotCheckpointCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._wait()
         self.preemption.end()
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"
             self._set_status(args, status, state.global_step, reason=self.preempted)
-            atexit.unregister(self._report_failure)
+        if self.remote is not None:
+            self.remote.wait(self.last_committed)
+        if self._saving is not None:
+            self._saving.restore()
+        atexit.unregister(self._at_exit)
+        if args.should_save:
             unlock_output_dir(args.output_dir)
+
+    def _wait(self) -> None:
+        """Until no save is in flight; raises where it failed, on all ranks."""
+        self._watch = None
+        if self._saving is not None:
+            self._saving.writer.wait()
+
+    def _watch_writer(self) -> None:
+        """Raise at one and the same step on all ranks where the save beside the training has failed."""
+        if self._watch is None or self._saving is None:
+            return
+        writer = self._saving.writer
+        worst = self._watch.step(2.0 if writer.has_failed else float(writer.in_flight))
+        if worst == 0.0:
+            self._wait()
+        elif worst == 2.0:
+            self._wait()
+            raise StorageError("a checkpoint could not be written on another rank: see its error")
 
     def _cadence_steps(self, args: TrainingArguments, state: TrainerState) -> int:
         if self.every_steps is not None:
@@ -188,39 +254,45 @@ class SpotCheckpointCallback(TrainerCallback):
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
 
-    def _commit(self, args: TrainingArguments, state: TrainerState) -> None:
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        complete_checkpoint(calling_trainer(), checkpoint)
-        manifest = commit(
-            checkpoint,
-            step=state.global_step,
-            strategy=self._strategy,
-            world_size=args.world_size,
-            global_batch_size=self._global_batch_size,
-        )
+    def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
+        """What follows a commit, on the rank that made it; beside the training, if the save is."""
         self.last_committed = checkpoint.name
-        discard_conversions(args.output_dir)
+        self.preemption.last_write_s = seconds
+        discard_conversions(self._output_dir)
+        if self.remote is not None:
+            self.remote.offer(checkpoint, best)
         if self._limit is not None:
-            best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
-            rotate(args.output_dir, limit=self._limit, keep=best)
-        self._set_status(args, "running", state.global_step)
-        self.preemption.last_write_s = stall_s = time.monotonic() - self._idle_since
+            rotate(self._output_dir, limit=self._limit, keep=best)
+        write_status(self._output_dir, "running", step=manifest.step, checkpoint=checkpoint.name, reason=None)
         self._pending_keys = {
-            "checkpoint/stall_s": stall_s,
-            "checkpoint/write_s": stall_s,  # the save is synchronous: training stands still for all of it
+            "checkpoint/write_s": seconds,
             "checkpoint/bytes": float(sum(record.bytes for record in manifest.files.values())),
         }
 
     def _keys(self, state: TrainerState) -> dict[str, float]:
         keys, self._pending_keys = self._pending_keys, {}
+        if keys and self.last_committed is not None:
+            step = checkpoint_step(Path(self.last_committed))
+            keys = {"checkpoint/stall_s": self._stalls_s.pop(step, 0.0), **keys}
+            slowdown = self._pace.take_slowdown()
+            if slowdown is not None:
+                keys["checkpoint/slowdown"] = slowdown
         return keys
 
     def _set_status(self, args: TrainingArguments, status: str, step: int, reason: str | None = None) -> None:
         self._running_step = step if status == "running" else None
         write_status(Path(args.output_dir), status, step=step, checkpoint=self.last_committed, reason=reason)
 
+    def _at_exit(self, args: TrainingArguments) -> None:
+        """At interpreter exit, of a run that did not come to its end: a save in flight is good to have."""
+        if self._saving is not None:
+            with suppress(StorageError, KeyboardInterrupt):
+                self._saving.writer.wait(_EXIT_WAIT_S)
+        if args.should_save:
+            self._report_failure(args)
+
     def _report_failure(self, args: TrainingArguments) -> None:
-        """At interpreter exit: a run that neither completed nor was preempted has failed."""
+        """A run that neither completed nor was preempted has failed."""
         if self._running_step is not None:
             error = getattr(sys, "last_value", None)
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"

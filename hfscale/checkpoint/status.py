@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.checkpoint.store import write_atomically
+from hfscale.redact import redact
 
 STATUS_NAME = "hfscale_status.json"
 STATUSES = ("running", "completed", "preempted", "failed")
@@ -17,8 +18,9 @@ def write_status(output_dir: Path, status: str, *, step: int, checkpoint: str | 
         status (`str`): one of `STATUSES`.
         step (`int`): optimizer steps taken.
         checkpoint (`str`, *optional*): name of the newest committed checkpoint, `checkpoint-N`.
-        reason (`str`, *optional*): why the run ended, in words.
+        reason (`str`, *optional*): why the run ended, in words; secrets in them are left out.
     """
+    reason = redact(reason) if reason is not None else None
     fields = {"status": status, "step": step, "checkpoint": checkpoint, "reason": reason}
     write_atomically(output_dir / STATUS_NAME, json.dumps(fields) + "\n")
 

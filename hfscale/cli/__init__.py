@@ -18,6 +18,9 @@ COMMANDS = {
     "plan": "Rank the layouts for a model on your GPUs: does it fit, how long, how much.",
     "estimate": "Memory and time of one layout, or of every row of a table of runs.",
     "checkpoints": "List, verify, convert or export the checkpoints of a run.",
+    "sweep": "Run a recipe on 1, 2, 4 … GPUs: scaling efficiency, its causes, a baseline for later runs.",
+    "report": "Where the time and money of a run went, and what to change first.",
+    "autostop": "Run a command once when training has ended or the GPUs idle.",
     "configs": "List, show or copy the shipped Accelerate, DeepSpeed and recipe configs.",
 }
 

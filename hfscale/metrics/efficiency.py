@@ -8,6 +8,7 @@ import torch
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.hardware import match_device_name, peak_tflops
 from hfscale.facts.model_shape import ModelShape
+from hfscale.metrics.baseline import Workload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -80,6 +81,32 @@ def device_peak_tflops(device: torch.device, dtype: str) -> float | None:
         return None
     accelerator = match_device_name(torch.cuda.get_device_name(device))
     return None if accelerator is None else peak_tflops(accelerator, dtype)
+
+
+def describe_workload(
+    model: torch.nn.Module, args: "TrainingArguments", *, sequence_length: int, tokens_per_gpu: int
+) -> Workload:
+    """What a run does, as far as two speeds can be compared by it."""
+    config = getattr(model, "config", None)
+    recomputes = bool(args.activation_checkpointing or args.gradient_checkpointing)
+    return Workload(
+        model_type=str(getattr(config, "model_type", type(model).__name__)),
+        parameters=sum(_numel(p) for p in model.parameters()),
+        trainable_parameters=sum(_numel(p) for p in model.parameters() if p.requires_grad),
+        device=device_name(args.device),
+        sequence_length=sequence_length,
+        tokens_per_gpu=tokens_per_gpu,
+        precision=training_dtype(model, args),
+        recompute=str(getattr(args, "recompute", "full")) if recomputes else "none",
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """What kind of device it is; for a CPU how many threads of it, on which its speed depends."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}" if device.type == "cpu" else device.type
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:

@@ -21,11 +21,12 @@ class PhaseClock:
         self.seconds: dict[str, float] = {}
         """Seconds charged to each phase since the last `restart`."""
 
-    def end(self, phase: str) -> None:
-        """Charge the time since the previous event to `phase`."""
+    def end(self, phase: str) -> float:
+        """Charge the time since the previous event to `phase`; returns that time."""
         now = self._now()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
+        stretch, self._last = now - self._last, now
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + stretch
+        return stretch
 
     def restart(self) -> None:
         """Forget what was charged, and begin a new window now."""

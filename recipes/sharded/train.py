@@ -45,7 +45,7 @@ def main():
     layout = set_up_parallelism(parallel_args, training_args)
     check_pairs(model_args, training_args, layout)
     check_output_dir(training_args.output_dir)
-    checkpoint = resume_point(training_args)
+    checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     keep_global_batch(training_args, checkpoint, data_parallel_size=layout.data_parallel_size)
     checkpoint = readable_checkpoint(training_args, checkpoint)
     set_seed(training_args.seed)
@@ -74,9 +74,17 @@ def main():
             warmup_scale=scaling_args.warmup_scale,
         ),
         spot_checkpoint=SpotCheckpointCallback(
-            every_minutes=scaling_args.save_minutes, notice_s=scaling_args.notice_s
+            every_minutes=scaling_args.save_minutes,
+            asynchronous=scaling_args.asynchronous_save,
+            remote=scaling_args.checkpoint_remote,
+            notice_s=scaling_args.notice_s,
         ),
-        metrics=ScalingMetricsCallback(peak_tflops=scaling_args.peak_tflops),
+        metrics=ScalingMetricsCallback(
+            peak_tflops=scaling_args.peak_tflops,
+            usd_per_gpu_hour=scaling_args.usd_per_gpu_hour,
+            baseline=scaling_args.scaling_baseline,
+            noise_scale=scaling_args.noise_scale,
+        ),
     )
     trainer = Trainer(
         model=model,

@@ -1,6 +1,6 @@
 """A training that reports to W&B, fresh or from the checkpoint given.
 
-python tests/workers/wandb_train.py [CHECKPOINT]
+python tests/workers/wandb_train.py [CHECKPOINT] [FLAGS THAT NOBODY READS]
 """
 
 import sys
@@ -14,5 +14,5 @@ from tiny import tiny_trainer
 from hfscale import ScalingMetricsCallback
 
 trainer = tiny_trainer("out", ScalingMetricsCallback(), report_to="wandb", save_strategy="steps", save_steps=2)
-trainer.train(resume_from_checkpoint=sys.argv[1] if len(sys.argv) > 1 else None)
+trainer.train(resume_from_checkpoint=sys.argv[1] if len(sys.argv) > 1 and not sys.argv[1].startswith("--") else None)
 wandb.finish()

@@ -1,0 +1,135 @@
+"""How long training stands still for a checkpoint of some 300 MB, with the callback and in a stock Trainer.
+
+Two Trainers take turns in one process: same model, same data, as many saves, and the order within a pair of turns
+alternates. A stall is the time inside the Trainer's own "log, save, evaluate" of a step that saves, for both.
+The first save of each turn is left out: with the callback it also allocates the buffers that later ones use again
+(its stall stands in the result by itself). Steps that end while a checkpoint is being written are compared with the
+others of the same turn; what a save costs in all is its stall and what those steps took longer.
+
+The stock Trainer neither flushes to the disk nor hashes; the callback does both beside the training.
+"""
+
+import statistics
+import tempfile
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from hfscale import SpotCheckpointCallback
+
+PAIRS = 3
+SAVES = 4
+EVERY = 8
+LENGTH = 16
+
+
+class RandomTokens(Dataset):
+    """Rows that cost nothing to make."""
+
+    def __init__(self) -> None:
+        self.rows = torch.randint(3, 4096, (1000, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+class Stopwatch(TrainerCallback):
+    """Asks for the saves of one turn; notes the seconds of each step, and whether one was being written all along."""
+
+    def __init__(self, spot: SpotCheckpointCallback | None) -> None:
+        self.spot = spot
+        self.saves = self.since = 0
+        self.quiet_s: list[float] = []
+        self.writing_s: list[float] = []
+
+    def _writes(self) -> bool:
+        return self.spot is not None and self.spot._saving is not None and self.spot._saving.writer.in_flight
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun, self.wrote = time.perf_counter(), self._writes()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        seconds = time.perf_counter() - self.begun
+        if state.global_step > 2:
+            (self.writing_s if self.wrote else self.quiet_s).append(seconds)
+        self.since += 1
+        if self.since >= EVERY and not self._writes():
+            if self.saves == SAVES:
+                control.should_training_stop = True
+            else:
+                control.should_save, self.saves, self.since = True, self.saves + 1, 0
+
+
+def one_turn(with_callback: bool, output_dir: str) -> dict[str, Any]:
+    """Train until `SAVES` saves are done, `EVERY` steps apart or as soon after that as nothing is being written."""
+    set_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=7, num_attention_heads=8,
+            num_key_value_heads=8, max_position_embeddings=LENGTH,
+        )
+    )  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, max_steps=900,
+        logging_strategy="no", save_strategy="steps", save_steps=1000, save_total_limit=1, report_to="none",
+        disable_tqdm=True, dataloader_pin_memory=False, optim="adamw_torch",
+    )  # fmt: skip
+    spot = SpotCheckpointCallback(every_minutes=None) if with_callback else None
+    watch = Stopwatch(spot)
+    callbacks = [watch] if spot is None else [spot, watch]
+    trainer = Trainer(model=model, args=arguments, train_dataset=RandomTokens(), callbacks=callbacks)
+    stalls_s, inner = [], trainer._maybe_log_save_evaluate
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        saves, begun = trainer.control.should_save, time.perf_counter()
+        inner(*args, **kwargs)
+        if saves:
+            stalls_s.append(time.perf_counter() - begun)
+
+    trainer._maybe_log_save_evaluate = timed
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        trainer.train()
+    (checkpoint,) = Path(output_dir).glob("checkpoint-*")
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    return {"stalls_s": stalls_s, "quiet_s": watch.quiet_s, "writing_s": watch.writing_s, "bytes": size}
+
+
+def measure() -> dict[str, Any]:
+    """Alternate `PAIRS` pairs of turns; the summary holds medians."""
+    turns: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for pair in range(PAIRS):
+        for with_callback in (True, False) if pair % 2 else (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                turns[with_callback].append(one_turn(with_callback, folder))
+    warm = {kind: [stall for turn in turns[kind] for stall in turn["stalls_s"][1:]] for kind in turns}
+    stall_s = {kind: statistics.median(warm[kind]) for kind in warm}
+    slow_downs, lost_s = [], []
+    for turn in turns[True]:
+        quiet_s = statistics.median(turn["quiet_s"])
+        slow_downs.append(statistics.median(turn["writing_s"]) / quiet_s)
+        lost_s.append(sum(seconds - quiet_s for seconds in turn["writing_s"]) / SAVES)
+    summary = {
+        "checkpoint_mb": round(turns[True][0]["bytes"] / 1e6),
+        "stall_ms_stock": round(stall_s[False] * 1e3, 1),
+        "stall_ms": round(stall_s[True] * 1e3, 1),
+        "stall_over_stock": round(stall_s[True] / stall_s[False], 4),
+        "first_stall_ms": round(statistics.median(turn["stalls_s"][0] for turn in turns[True]) * 1e3, 1),
+        "step_ms": round(statistics.median(second for turn in turns[True] for second in turn["quiet_s"]) * 1e3, 1),
+        "step_while_writing_over_step": round(statistics.median(slow_downs), 4),
+        "steps_while_writing": round(statistics.mean(len(turn["writing_s"]) / SAVES for turn in turns[True]), 1),
+        "lost_ms_per_save": round((stall_s[True] + statistics.median(lost_s)) * 1e3, 1),
+    }
+    stalls_ms = {
+        name: [round(stall * 1e3, 1) for turn in turns[kind] for stall in turn["stalls_s"]]
+        for name, kind in (("stock", False), ("with_callback", True))
+    }
+    return {"summary": summary, "stalls_ms": stalls_ms}

@@ -1,0 +1,256 @@
+"""How one Trainer's checkpoints are written: what goes into them, and whether training waits for it.
+
+Trainer has no hook between "save now" and the writing itself, so its `_save_checkpoint` is replaced on the instance,
+here and nowhere else. The files are those that Trainer writes, in its layout, made by the same calls; a test compares
+them byte for byte.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from peft import PeftModel, PeftType
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+
+from hfscale import distributed
+from hfscale.callbacks.fsdp_saving import FsdpSnapshot, is_sharded_fsdp2
+from hfscale.callbacks.self_contained import complete_checkpoint
+from hfscale.callbacks.trainer_access import global_batch_size
+from hfscale.callbacks.trainer_files import (
+    frozen_state,
+    model_state,
+    processing_files,
+    rng_name,
+    rng_state,
+    write_model,
+)
+from hfscale.callbacks.zero_saving import DeferredWrites, can_defer
+from hfscale.checkpoint.manifest import Manifest
+from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
+from hfscale.checkpoint.writer import UNFINISHED, CheckpointJob, CheckpointWriter
+from hfscale.logs import get_logger
+from hfscale.strategy import running_strategy
+
+logger = get_logger(__name__)
+
+# What a subclass of Trainer may have made its own; then its code must run, on the live model.
+_WRITING_METHODS = (
+    "_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
+)  # fmt: skip
+# Callbacks of transformers whose `on_save` reads no file of the checkpoint (wandb's only under WANDB_LOG_MODEL).
+_ON_SAVE_READS_NOTHING = ("WandbCallback", "TrackioCallback", "SwanLabCallback")
+_SHARE_OF_FREE_MEMORY = 0.8
+
+
+class TrainerSaving:
+    """Replaces a Trainer's `_save_checkpoint` until `restore`.
+
+    Args:
+        trainer (`Trainer`): prepared, as in `on_train_begin`. Every rank must make one at the same point.
+        asynchronous (`bool`): write beside the training where that is exact; else, and elsewhere, Trainer's own
+            method writes while training waits.
+        committed (`Callable`): called as `committed(checkpoint, manifest, best, seconds)` on the committing rank when
+            a checkpoint stands at its place; possibly on another thread.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        asynchronous: bool,
+        committed: Callable[[Path, Manifest, Path | None, float], None],
+    ) -> None:
+        self.writer = CheckpointWriter()
+        self._trainer, self._committed = trainer, committed
+        self._strategy = running_strategy(trainer)
+        self._global_batch_size = global_batch_size(trainer)
+        if isinstance(getattr(trainer._save_checkpoint, "__self__", None), TrainerSaving):
+            del trainer._save_checkpoint  # of a training that was broken off
+        self._original = trainer._save_checkpoint
+        trainer._save_checkpoint = self._save
+        self._snapshot, self._has_fitted = HostSnapshot(), False
+        self._fsdp = FsdpSnapshot(trainer) if self._strategy == "fsdp2" else None
+        self._deferred: DeferredWrites | None = None
+        self.synchronous_because = None if asynchronous else "asynchronous is False"
+        if asynchronous:
+            self.synchronous_because = why_synchronous(trainer, self._strategy)
+            if self.synchronous_because is not None:
+                logger.info("training waits for each save: %s", self.synchronous_because)
+            elif self._strategy.startswith("zero"):
+                self._deferred = DeferredWrites(trainer, self._snapshot)
+        by_trainer = self.synchronous_because is not None or self._deferred is not None
+        self._processing_files = {} if by_trainer else processing_files(trainer)
+
+    def restore(self) -> None:
+        """Give the Trainer its own method back."""
+        self._trainer.__dict__.pop("_save_checkpoint", None)
+
+    def _save(self, model: Any, trial: Any) -> None:
+        """In the place of `Trainer._save_checkpoint`."""
+        begun = time.monotonic()
+        self.writer.wait()  # at most one in flight: its buffers are about to be filled again
+        if self._deferred is not None:
+            self.writer.start(self._job_of_original(model, trial, begun))
+            return
+        if self.synchronous_because is None and not self._fits_in_memory():
+            self.synchronous_because = "a copy of its state does not fit into the host's free memory"
+            logger.warning("training waits for each save: %s", self.synchronous_because)
+        if self.synchronous_because is None and trial is None:
+            self.writer.start(self._snapshot_job(begun))
+        else:
+            self.writer.run(self._job_of_original(model, trial, begun))
+
+    # -- beside the training ---------------------------------------------------------------------------------
+
+    def _snapshot_job(self, begun: float) -> CheckpointJob:
+        trainer = self._trainer
+        trainer.store_flos()
+        run_dir = Path(trainer.args.output_dir)
+        _note_best(trainer, run_dir)
+        failed, write, write_together = None, None, None
+        try:
+            write, write_together = self._capture()
+        except Exception as error:  # the other ranks must learn of it, not wait for this one
+            failed = error
+        return self._job(run_dir, begun, write=write, write_together=write_together, failed=failed)
+
+    def _capture(self) -> tuple[Callable[[Path], None], Callable[[Path, Any], None] | None]:
+        """Copies what the next step changes; returns what writes the copies."""
+        trainer, full = self._trainer, not self._trainer.args.save_only_model
+        rng = rng_state(trainer) if full else None
+        state = frozen_state(trainer) if trainer.args.should_save else None
+        live = self._live_state()
+        write_together = self._fsdp.take() if self._fsdp is not None else None
+        copied = self._snapshot.take(live)
+
+        def write(folder: Path) -> None:
+            if "model" in copied:
+                write_model(trainer, folder, copied["model"], self._processing_files)
+            for name in (OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME):
+                if name in copied:
+                    torch.save(copied[name], folder / name)
+            if rng is not None:
+                torch.save(rng, folder / rng_name(trainer))
+            if state is not None:
+                state.save_to_json(str(folder / TRAINER_STATE_NAME))
+                complete_checkpoint(trainer, folder)
+
+        return write, write_together
+
+    def _live_state(self) -> dict[str, Any]:
+        """What this rank has to copy, by the name of its file; not yet copied."""
+        trainer = self._trainer
+        if not trainer.args.should_save:
+            return {}
+        live: dict[str, Any] = {}
+        if self._fsdp is None:
+            live["model"] = model_state(trainer)
+        if not trainer.args.save_only_model:
+            if self._fsdp is None:
+                live[OPTIMIZER_NAME] = trainer.optimizer.state_dict()
+            live[SCHEDULER_NAME] = trainer.lr_scheduler.state_dict()
+            scaler = getattr(trainer.accelerator, "scaler", None)
+            if scaler is not None:
+                live[SCALER_NAME] = scaler.state_dict()
+        return live
+
+    def _fits_in_memory(self) -> bool:
+        """Whether the first snapshot will; every rank asks, all agree. Later ones use its buffers."""
+        if self._has_fitted:
+            return True
+        live = self._live_state()
+        wanted = tensor_bytes(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._fsdp is not None else 1
+        free = psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY
+        self._has_fitted = distributed.all_max([float(wanted * here > free)])[0] == 0
+        return self._has_fitted
+
+    # -- while training waits --------------------------------------------------------------------------------
+
+    def _job_of_original(self, model: Any, trial: Any, begun: float) -> CheckpointJob:
+        """Trainer's own method writes, into the folder where a checkpoint grows; DeepSpeed's partitions come later."""
+        trainer = self._trainer
+        run_dir = Path(trainer._get_output_dir(trial))
+        failed = None
+        trainer._get_output_dir = lambda trial: str(run_dir / UNFINISHED)
+        if self._deferred is not None:
+            self._deferred.begin()
+        try:
+            self._original(model, trial)
+        except Exception as error:
+            failed = error
+        finally:
+            del trainer._get_output_dir
+            if self._deferred is not None:
+                self._deferred.end()
+        _note_best(trainer, run_dir)
+        job = self._job(run_dir, begun, failed=failed, write=self._deferred.write if self._deferred else None)
+        if failed is None and trainer.args.should_save:  # it may name the best checkpoint by the folder it grew in
+            trainer.state.save_to_json(str(job.folder / TRAINER_STATE_NAME))
+            complete_checkpoint(trainer, job.folder)
+        return job
+
+    def _job(self, run_dir: Path, begun: float, **parts: Any) -> CheckpointJob:
+        args, state = self._trainer.args, self._trainer.state
+        target = run_dir / f"checkpoint-{state.global_step}"
+        best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+        return CheckpointJob(
+            run_dir=run_dir,
+            step=state.global_step,
+            strategy=self._strategy,
+            global_batch_size=self._global_batch_size,
+            commits=args.should_save,
+            is_shared=not args.save_on_each_node,
+            committed=lambda manifest: self._committed(target, manifest, best, time.monotonic() - begun),
+            begun=begun,
+            **parts,
+        )
+
+
+def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
+    """Why checkpoints of this Trainer cannot be written beside the training, in words; None where they can."""
+    args = trainer.args
+    if strategy.startswith("zero") and not can_defer(trainer):
+        return "DeepSpeed's own engine writes"
+    if strategy == "parallel" or (strategy.startswith("fsdp") and not is_sharded_fsdp2(trainer)):
+        return "the weights are gathered from all ranks to be written"
+    if strategy == "fsdp2" and args.save_only_model:
+        return "save_only_model under FSDP leaves no state to write"
+    if args.device.type not in ("cpu", "cuda"):
+        return f"not tried on {args.device.type}"
+    if args.push_to_hub:
+        return "push_to_hub uploads the folder at once"
+    own = [name for name in _WRITING_METHODS if getattr(type(trainer), name) is not getattr(Trainer, name)]
+    if own:
+        return f"{type(trainer).__name__} has its own {own[0]}"
+    if isinstance(trainer.model, PeftModel):
+        others = {config.peft_type for config in trainer.model.peft_config.values()} - {PeftType.LORA}
+        if others:
+            return f"adapters of type {min(others)} are made when they are written"
+    readers = [name for name in map(_reader_of_saves, trainer.callback_handler.callbacks) if name]
+    return f"{readers[0]}.on_save may read the checkpoint" if readers else None
+
+
+def _reader_of_saves(callback: TrainerCallback) -> str | None:
+    kind = type(callback)
+    if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("hfscale."):
+        return None
+    logs_model = os.environ.get("WANDB_LOG_MODEL", "").lower() == "checkpoint"
+    if kind.__module__.startswith("transformers.") and kind.__name__ in _ON_SAVE_READS_NOTHING and not logs_model:
+        return None
+    return kind.__name__
+
+
+def _note_best(trainer: Trainer, run_dir: Path) -> None:
+    """As `_save_checkpoint` does: the best checkpoint is the one of the best step, if it is, or will be, there."""
+    state = trainer.state
+    if trainer.args.save_strategy == "no" or not state.best_global_step:
+        return
+    best = run_dir / f"checkpoint-{state.best_global_step}"
+    if state.best_global_step == state.global_step or best.exists():
+        state.best_model_checkpoint = str(best)

@@ -1,0 +1,149 @@
+"""`hfscale sweep`: scaling efficiency and its causes, measured; and a baseline for later runs."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hfscale.cli import COMMANDS
+from hfscale.errors import UsageError
+from hfscale.metrics.baseline import record_baseline, user_file
+from hfscale.shipped import find_config
+from hfscale.sweep import Measurement, Sweep, run_sweep
+
+_BAR = 40
+_LETTERS = {"data wait": "d", "exposed communication": "c", "straggler": "s", "bubble": "b", "not measured": "·"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("sweep", help=COMMANDS["sweep"])(run)
+
+
+def run(
+    recipe: Annotated[list[str] | None, typer.Argument(metavar="-- RECIPE …", help="A script and its flags.")] = None,
+    gpus: Annotated[str, typer.Option(help="Numbers of processes: 1,2,4,8.")] = "1,2",
+    mode: Annotated[str, typer.Option(help="weak: equal work per process; strong: equal work in total.")] = "weak",
+    repeats: Annotated[int, typer.Option(help="How often each number runs.")] = 3,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 40,
+    config_file: Annotated[str, typer.Option(help="Of accelerate launch: a shipped name or a file.")] = "ddp",
+    output_dir: Annotated[Path, typer.Option(help="Where the measurements stay.")] = Path("runs/sweep"),
+    baseline: Annotated[
+        Path | None, typer.Option(help="File that the baseline goes to (default: ~/.config/hfscale/baselines.json).")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one run may take.")] = 3600.0,
+    html: Annotated[Path | None, typer.Option(help="Draw efficiency and causes: one file, no network.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> int:
+    """Run a recipe on 1, 2, 4 … processes, compare their speeds and record the smallest as a baseline."""
+    if mode not in ("weak", "strong"):
+        raise UsageError(f"--mode {mode} is neither weak nor strong: give one of them")
+    sweep = Sweep(
+        recipe=recipe or [],
+        gpus=parse_gpus(gpus),
+        mode=mode,  # type: ignore[arg-type]
+        repeats=repeats,
+        steps=steps,
+        config_file=Path(config_file) if Path(config_file).is_file() else find_config(config_file).path,
+        output_dir=output_dir,
+        timeout_s=timeout,
+    )
+    _check_gpus(sweep.gpus)
+    found = run_sweep(sweep, tell=lambda line: print(f"hfscale: {line}", file=sys.stderr))
+    path = baseline or user_file()
+    recorded = found[0].baseline()
+    record_baseline(path, recorded)
+    answer = to_dict(found, mode) | {"baseline": {"file": str(path), **asdict(recorded)}}
+    (output_dir / "sweep.json").write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+    if html is not None:
+        from hfscale.report.sweep_page import write_sweep_page
+
+        write_sweep_page(answer, html)
+    if as_json:
+        print(json.dumps(answer))
+    else:
+        _show(answer, path, html)
+    return 0
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """`1,2,4` as rising numbers.
+
+    Raises:
+        UsageError: it is not a list of different whole numbers above 0.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(words)) < len(words):
+        raise UsageError(f"--gpus {text} is no list of different whole numbers above 0: write 1,2,4,8")
+    return tuple(sorted(int(word) for word in words))
+
+
+def _check_gpus(gpus: Sequence[int]) -> None:
+    import torch
+
+    there = torch.cuda.device_count()
+    if 0 < there < max(gpus):
+        raise UsageError(f"--gpus {max(gpus)}: this machine has {there}; sweep up to that number")
+
+
+def to_dict(found: Sequence[Measurement], mode: str) -> dict[str, Any]:
+    """The measurements as `--json` has them; the first is the base."""
+    base = found[0]
+    rows = []
+    for one in found:
+        finding = one.finding(base)
+        rows.append(
+            {
+                "gpus": one.gpus,
+                "global_batch_size": one.facts.get("global_batch_size"),
+                "tokens_per_gpu": one.facts.get("tokens_per_gpu"),
+                "tokens_per_s": one.tokens_per_s_per_gpu * one.gpus,
+                "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
+                "efficiency": one.efficiency(base),
+                "spread": one.spread(),
+                "losses": one.losses(base),
+                "finding": asdict(finding) if finding is not None else None,
+                "rates": one.rates,
+            }
+        )
+    return {"mode": mode, "strategy": base.facts.get("strategy"), "rows": rows}
+
+
+def _show(answer: dict[str, Any], path: Path, html: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
+    held = "equal work per process" if answer["mode"] == "weak" else "equal work in total"
+    console.print(f"{answer['mode']} scaling ({held})")
+    table = Table(box=None, pad_edge=False)
+    for name in ("GPUs", "batch", "tokens/s", "tokens/s/GPU", "spread", "efficiency"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for row in answer["rows"]:
+        full = round(_BAR * min(row["efficiency"], 1.0))
+        lost = "".join(_LETTERS[cause] * round(_BAR * share) for cause, share in row["losses"].items())
+        table.add_row(
+            str(row["gpus"]), str(row["global_batch_size"] or ""), f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['spread']:.0%}", f"{row['efficiency']:.0%}",
+            "█" * full + lost,
+        )  # fmt: skip
+    console.print(table)
+    causes = {cause for row in answer["rows"] for cause in row["losses"]}
+    if causes:
+        console.print(
+            "lost: " + ", ".join(f"{letter} {cause}" for cause, letter in _LETTERS.items() if cause in causes)
+        )
+    for row in answer["rows"]:
+        if row["finding"] is not None:
+            found = row["finding"]
+            console.print(f"{row['gpus']} GPUs, {found['cause']}: {found['numbers']}; {found['mend']}", markup=False)
+    console.print(f"Baseline: {path}", markup=False)
+    if html is not None:
+        console.print(f"Written: {html}", markup=False)

@@ -1,0 +1,290 @@
+"""Scaling efficiency measured: the same recipe on 1, 2, 4 … processes, in alternating repeats.
+
+With equal work per process it is weak scaling, with equal work in total strong scaling. Each repeat runs every number
+of processes once, forth and then back, so that a machine that slows down slows them all; efficiency is the median over
+repeats of the ratio inside a repeat.
+"""
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hfscale.config_file import read_yaml_mapping, split_off_config
+from hfscale.errors import HfScaleError, StorageError, UsageError
+from hfscale.metrics.baseline import Baseline, Mode, Workload
+from hfscale.metrics.records import JSONL_NAME, RANKS_NAME, TIMELINE_NAME, read_events, read_records
+from hfscale.metrics.triage import Finding, Measured, triage
+from hfscale.redact import redact
+
+LOGS_PER_RUN = 8
+LOG_NAME = "output.txt"
+_SHOWN_LINES = 3
+_SHARES = {
+    "data wait": "scaling/data_wait_fraction",
+    "exposed communication": "scaling/comm_fraction",
+    "bubble": "scaling/bubble_fraction",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What is to be run."""
+
+    recipe: Sequence[str]
+    """The script and its flags."""
+    gpus: Sequence[int]
+    """Numbers of processes, rising."""
+    mode: Mode
+    """`weak` or `strong`."""
+    repeats: int
+    """How often each number runs."""
+    steps: int
+    """Optimizer steps of each run."""
+    config_file: Path
+    """Of `accelerate launch`."""
+    output_dir: Path
+    """Where measurements stay; checkpoints and models do not."""
+    timeout_s: float
+    """For each run."""
+
+    def __post_init__(self) -> None:
+        if not self.recipe:
+            raise UsageError("give the recipe behind --, such as: hfscale sweep --gpus 1,2 -- recipes/ddp/train.py")
+        if not Path(self.recipe[0]).is_file():
+            raise UsageError(f"recipe {self.recipe[0]} is no file: give a script, then its flags")
+        if self.repeats < 1:
+            raise UsageError(f"--repeats {self.repeats} runs nothing: give 1 or more")
+        if self.steps < 2 * LOGS_PER_RUN:
+            raise UsageError(f"--steps {self.steps} is too short to measure: give {2 * LOGS_PER_RUN} or more")
+        if self.mode == "strong":
+            for number in self.gpus:
+                self.batch_flags(number)  # a batch that does not divide is told before anything runs
+
+    def batch_flags(self, number: int) -> list[str]:
+        """The flags that keep the total work on `number` processes; none for weak scaling.
+
+        Raises:
+            UsageError: the batch is not given, or does not divide.
+        """
+        if self.mode == "weak":
+            return []
+        per_device = _flag_value(self.recipe, "per_device_train_batch_size")
+        if per_device is None:
+            raise UsageError(
+                "--mode strong keeps the global batch: give --per_device_train_batch_size among the recipe's flags"
+            )
+        total = per_device * (_flag_value(self.recipe, "gradient_accumulation_steps") or 1) * self.gpus[0]
+        per_rank, left_over = divmod(total, number)
+        if left_over or per_rank == 0:
+            raise UsageError(
+                f"--mode strong: a global batch of {total} sequences does not divide over {number} processes; give a "
+                f"multiple of {number}"
+            )
+        while per_rank % per_device:
+            per_device -= 1
+        accumulation = per_rank // per_device
+        return [f"--per_device_train_batch_size={per_device}", f"--gradient_accumulation_steps={accumulation}"]
+
+    def command(self, number: int, output_dir: Path) -> list[str]:
+        """The command line of one run."""
+        logs = max(1, self.steps // LOGS_PER_RUN)
+        return [
+            sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(self.config_file),
+            "--num_processes", str(number), *self.recipe, *self.batch_flags(number), "--output_dir", str(output_dir),
+            "--max_steps", str(self.steps), "--logging_steps", str(logs), "--save_strategy", "no",
+            "--eval_strategy", "no", "--report_to", "none", "--disable_tqdm", "true",
+            "--resume_from_checkpoint", "false",
+        ]  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """What the runs on one number of processes gave."""
+
+    gpus: int
+    """Processes."""
+    rates: list[float] = field(default_factory=list)
+    """tokens/s/GPU, one per repeat."""
+    keys: list[Mapping[str, float]] = field(default_factory=list)
+    """Medians of the metric keys, one per repeat."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """The run's `workload` event."""
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Median over the repeats."""
+        return statistics.median(self.rates)
+
+    def median(self, key: str) -> float | None:
+        """Of a metric key, over the repeats that have it."""
+        values = [keys[key] for keys in self.keys if key in keys]
+        return statistics.median(values) if values else None
+
+    def efficiency(self, base: "Measurement") -> float:
+        """Median over the repeats of this rate over the base's."""
+        return statistics.median(mine / theirs for mine, theirs in zip(self.rates, base.rates, strict=True))
+
+    def spread(self) -> float:
+        """(Largest - smallest) / median rate: what a difference must exceed to mean something."""
+        return (max(self.rates) - min(self.rates)) / self.tokens_per_s_per_gpu
+
+    def losses(self, base: "Measurement") -> dict[str, float]:
+        """What the efficiency lacks, by cause, in shares of the time; `not measured` is the rest."""
+        lost = max(1 - self.efficiency(base), 0.0)
+        more = {cause: (self.median(key) or 0.0) - (base.median(key) or 0.0) for cause, key in _SHARES.items()}
+        skew = self.median("scaling/straggler_skew")
+        if skew is not None and skew > 1:
+            more["straggler"] = 1 - 1 / skew
+        more = {cause: share for cause, share in more.items() if share > 0}
+        scale = min(1.0, lost / sum(more.values())) if more else 0.0
+        losses = {cause: share * scale for cause, share in more.items()}
+        losses["not measured"] = lost - sum(losses.values())
+        return {cause: share for cause, share in losses.items() if share > 1e-3}
+
+    def finding(self, base: "Measurement") -> Finding | None:
+        """The cause to look at first, where there is one."""
+        names = {key for keys in self.keys for key in keys}
+        medians = {key: value for key in names if (value := self.median(key)) is not None}
+        medians["scaling/efficiency"] = self.efficiency(base)
+        tokens = self.facts.get("tokens_per_gpu")
+        return triage(Measured.of(medians, tokens_per_gpu=int(tokens) if tokens else None))
+
+    def baseline(self) -> Baseline:
+        """For later runs to be compared with.
+
+        Raises:
+            HfScaleError: the run did not say what it did.
+        """
+        try:
+            workload = Workload(**{each.name: self.facts[each.name] for each in fields(Workload)})
+        except KeyError as error:
+            raise HfScaleError(
+                f"the run's {TIMELINE_NAME} does not say its {error}: no baseline is recorded"
+            ) from None
+        return Baseline(
+            workload=workload,
+            world_size=self.gpus,
+            tokens_per_s_per_gpu=self.tokens_per_s_per_gpu,
+            strategy=str(self.facts.get("strategy", "unknown")),
+        )
+
+
+def run_sweep(sweep: Sweep, *, tell: Callable[[str], None]) -> list[Measurement]:
+    """Run it all; `tell` hears of each run as it ends.
+
+    Raises:
+        HfScaleError: a run failed, took too long or left no measurements.
+        StorageError: `output_dir` cannot be written.
+    """
+    found = {number: Measurement(gpus=number) for number in sweep.gpus}
+    for repeat in range(sweep.repeats):
+        for number in sweep.gpus if repeat % 2 == 0 else tuple(reversed(sweep.gpus)):
+            kept = sweep.output_dir / f"{number}-gpus" / f"repeat-{repeat + 1}"
+            _one_run(sweep, number, kept)
+            _read(found[number], kept)
+            rate = found[number].rates[-1]
+            tell(f"{number} process{'es' if number > 1 else ''}, repeat {repeat + 1}: {rate:,.0f} tokens/s/GPU")
+    return list(found.values())
+
+
+def _one_run(sweep: Sweep, number: int, kept: Path) -> None:
+    """Run, and keep what was measured; what else the run wrote goes with its folder."""
+    try:
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".run-", dir=sweep.output_dir) as folder:
+            output_dir = Path(folder) / "out"
+            _launch(sweep.command(number, output_dir), kept / LOG_NAME, sweep)
+            for name in (JSONL_NAME, TIMELINE_NAME, RANKS_NAME):
+                if (output_dir / name).is_file():
+                    shutil.move(output_dir / name, kept / name)
+    except OSError as error:
+        raise StorageError(f"--output-dir {sweep.output_dir} cannot be written: {error.strerror}") from None
+
+
+def _launch(command: Sequence[str], log: Path, sweep: Sweep) -> None:
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(  # noqa: S603  # an argv list, never a shell
+            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(sweep.gpus)
+        )
+        try:
+            code = process.wait(timeout=sweep.timeout_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise HfScaleError(
+                f"a run took longer than {sweep.timeout_s:.0f} s: see {log}, or give --timeout"
+            ) from None
+        except BaseException:
+            _end(process)
+            raise
+    # What a recipe prints may hold what was on its command line.
+    log.write_text(redact(log.read_text(encoding="utf-8", errors="replace")), encoding="utf-8")
+    if code != 0:
+        raise HfScaleError(f"a run ended with exit code {code}: {_reason(log)} (all of it: {log})")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The launcher passes SIGTERM on to its workers; killed at once, it would leave them behind."""
+    process.terminate()
+    try:
+        process.wait(timeout=40)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _reason(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("hfscale: error")]
+    return own[0].removeprefix("hfscale: error: ") if own else " / ".join(lines[-_SHOWN_LINES:])
+
+
+def environment(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Without GPUs every process gets as many threads as in the largest run: one alone must not have all the cores."""
+    threads = max(1, (os.cpu_count() or 1) // max(gpus))
+    return {"OMP_NUM_THREADS": str(threads), **environ}
+
+
+def _read(measurement: Measurement, kept: Path) -> None:
+    records = [r for r in read_records(kept / JSONL_NAME) if "scaling/tokens_per_s_per_gpu" in r]
+    if len(records) < 3:
+        raise HfScaleError(
+            f"the run left too few measurements in {kept / JSONL_NAME}: its Trainer needs ScalingCallback or "
+            "ScalingMetricsCallback, and its data enough for --steps"
+        )
+    steady = records[2:]  # the first logs hold start-up and warm-up
+    names = {key for record in steady for key, value in record.items() if isinstance(value, int | float)}
+    medians = {name: statistics.median([r[name] for r in steady if name in r]) for name in names}
+    measurement.keys.append(medians)
+    measurement.rates.append(medians["scaling/tokens_per_s_per_gpu"])
+    measurement.facts = next((e for e in reversed(read_events(kept)) if e["event"] == "workload"), {})
+
+
+def _flag_value(recipe: Sequence[str], name: str) -> int | None:
+    """A whole number given as `--name N`, `--name=N` or in the recipe's `--config` file; the command line wins."""
+    rest, config = split_off_config(recipe[1:])
+    found: object = None
+    if config is not None:
+        found = read_yaml_mapping(config, None).get(name)
+    for word, following in pairwise([*rest, ""]):
+        if word == f"--{name}":
+            found = following
+        elif word.startswith(f"--{name}="):
+            found = word.partition("=")[2]
+    if found is None:
+        return None
+    try:
+        number = int(str(found))
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise UsageError(f"--{name} {found} is no whole number above 0")
+    return number

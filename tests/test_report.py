@@ -1,0 +1,283 @@
+"""The report: what it says of a run that is known, its page in a real browser, and what hostile files cannot do."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from hfscale.cli import main
+from hfscale.errors import UsageError
+from hfscale.report.charts import Series, heat_map, line_chart, thin, ticks
+from hfscale.report.page import page
+from hfscale.report.priorities import priorities
+from hfscale.report.run_data import load_run
+from hfscale.report.words import count, duration, percent, size, usd
+
+BEGIN = 1_790_000_000.0
+WORKLOAD = {
+    "model_type": "llama", "parameters": 8_030_261_248, "trainable_parameters": 8_030_261_248, "device": "NVIDIA H100",
+    "sequence_length": 8192, "tokens_per_gpu": 16384, "precision": "bf16", "recompute": "none", "world_size": 4,
+    "strategy": "fsdp2", "global_batch_size": 8, "usd_per_gpu_hour": 2.5,
+}  # fmt: skip
+SPLIT = {"compute": 600.0, "data_wait": 200.0, "save": 20.0, "start_up": 30.0, "lost": 40.0, "down": 110.0}
+
+
+def a_run(folder, **changed):
+    """Killed at step 70, relaunched from step 50, completed at step 100; rank 3 reads slowly."""
+
+    def write(name, rows):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    records = [
+        {
+            "step": step, "time": BEGIN + 10 * step, "loss": 9 - step / 20, "scaling/tokens_per_s": 40_000.0,
+            "scaling/tokens_per_s_per_gpu": 10_000.0, "scaling/tokens_seen": step * 65536, "scaling/mfu": 0.41,
+            "scaling/hfu": 0.41, "scaling/data_wait_fraction": 0.25, "scaling/comm_fraction": 0.1,
+            "scaling/goodput": 0.6, "scaling/usd": 2.75, "scaling/usd_per_million_tokens": 0.42,
+            "gpu/memory_peak_gib": 61.0, "checkpoint/stall_s": 8.0,
+        }
+        for step in range(10, 101, 10)
+    ]  # fmt: skip
+    events = [
+        {"event": "launch", "step": 0, "time": BEGIN, "world_size": 4, "strategy": "fsdp2"},
+        {"event": "workload", "step": 10, "time": BEGIN + 100, **WORKLOAD},
+        {"event": "save", "step": 50, "time": BEGIN + 500, "seconds": 8.0},
+        {"event": "launch", "step": 50, "time": BEGIN + 650, "world_size": 4, "previous_alive": BEGIN + 540},
+        {"event": "save", "step": 100, "time": BEGIN + 990, "seconds": 12.0},
+        {"event": "end", "step": 100, "time": BEGIN + 1000, "seconds": SPLIT},
+    ]
+    ranks = [
+        {"step": step, "time": BEGIN, "data_wait_fraction": [0.01, 0.012, 0.011, 0.25]} for step in range(10, 101, 10)
+    ]
+    write("scaling.jsonl", changed.get("records", records))
+    write("hfscale_timeline.jsonl", changed.get("events", events))
+    write("hfscale_ranks.jsonl", ranks)
+    status = {"status": "completed", "step": 100, "checkpoint": "checkpoint-100", "reason": None}
+    (folder / "hfscale_status.json").write_text(json.dumps(changed.get("status", status)))
+    manifest = {"format": 1, "step": 50, "strategy": "fsdp2", "world_size": 4, "global_batch_size": 8}
+    for step, is_committed in ((50, True), (100, False)):
+        (folder / f"checkpoint-{step}").mkdir()
+        if is_committed:
+            files = {"model.safetensors": {"bytes": 3 * 2**30, "xxh3_128": "0" * 32}}
+            (folder / f"checkpoint-{step}" / "hfscale_manifest.json").write_text(
+                json.dumps(manifest | {"files": files})
+            )
+    return folder
+
+
+class Words(HTMLParser):
+    """What a reader sees, and every tag and address."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.text, self.tags, self.addresses = "", [], []
+        self.feed(text)
+
+    def handle_data(self, data):
+        self.text += f"{data} "
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("href", "src", "srcset", "action", "xlink:href")]
+
+
+def test_what_is_read_is_what_happened(tmp_path):
+    run = load_run(a_run(tmp_path))
+    first, second = run.attempts
+    assert (first.begun, first.kept_until, first.ended) == (BEGIN, BEGIN + 500, BEGIN + 540)
+    assert (second.first_step, second.kept_until, second.ended) == (50, BEGIN + 1000, BEGIN + 1000)
+    assert run.wall_s == 1000
+    assert [(one.name, one.is_committed, one.bytes) for one in run.checkpoints] == [
+        ("checkpoint-50", True, 3 * 2**30), ("checkpoint-100", False, None),
+    ]  # fmt: skip
+    assert run.split["compute"] == pytest.approx(540)  # a tenth of the steps is exposed communication
+    assert sum(run.split.values()) == pytest.approx(1000)
+
+
+def test_of_a_run_that_goes_on_the_newest_checkpoint_tells_where_the_time_went(tmp_path):
+    events = [{"event": "launch", "step": 0, "time": BEGIN}, {"event": "save", "step": 50, "time": BEGIN + 500}]
+    a_run(tmp_path, events=events, status={"status": "running", "step": 100, "checkpoint": "checkpoint-50"})
+    ledger = {"as_of": BEGIN + 490, "first_launch": BEGIN, "seconds": {"compute": 400.0, "start_up": 90.0}}
+    state = {"global_step": 50, "stateful_callbacks": {"hfscale": {"goodput": ledger}}}
+    (tmp_path / "checkpoint-50" / "trainer_state.json").write_text(json.dumps(state))
+    run = load_run(tmp_path)
+    assert run.status == "running"
+    assert run.split == pytest.approx(
+        {"compute": 360, "exposed communication": 40, "start_up": 90, "since the last checkpoint": 510}
+    )
+    assert "since the last checkpoint" in Words(page(run)).text
+
+
+def test_the_largest_loss_is_what_to_change_first(tmp_path):
+    found = priorities(load_run(a_run(tmp_path)))
+    assert [one.title for one in found] == ["data wait", "restarts"]
+    assert found[0].share == pytest.approx(0.25)
+    # Young: sqrt(2 x 8 s x 890 s up / 1 restart)
+    assert "every 1 min 59 s" in found[1].mend
+
+
+def test_the_page_says_it_all_and_loads_nothing(tmp_path):
+    text = page(load_run(a_run(tmp_path)))
+    words = Words(text)
+    for expected in (
+        "completed", "llama, 8.03B parameters", "fsdp2 on 4 processes", "6.55M", "$2.75", "60%", "41%", "40k",
+        "16 min",
+        "What to change first", "data wait", "Where the time went", "down between launches", "Timeline",
+        "2. from step 50", "Loss", "Tokens per second", "Waiting for data, by rank", "Memory of the fullest GPU",
+        "Checkpoints", "3 GiB", "incomplete",
+    ):  # fmt: skip
+        assert expected in words.text, expected
+    assert not {"script", "link", "img", "iframe", "object", "form"} & set(words.tags)
+    assert words.addresses == []
+    assert "default-src 'none'" in text
+    assert not re.search(r"url\(|@import|https?://", text)
+
+
+def test_a_run_that_has_only_begun_says_what_is_not_known(tmp_path):
+    (tmp_path / "scaling.jsonl").write_text('{"step": 1, "time": 5, "loss": 3.0}\n')
+    html = page(load_run(tmp_path))
+    text = Words(html).text
+    assert html.count("class=unknown") == 6
+    assert "give --usd_per_gpu_hour" in text
+    assert "inf" not in text.split()
+    assert "nan" not in text.lower().split()
+
+
+HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&'
+
+
+def test_text_from_files_is_never_markup_and_never_a_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "planted-environment-secret")
+    folder = tmp_path / "run<b>&'\"name"
+    folder.mkdir()
+    secret = f"{HOSTILE} hf_{'a' * 30} planted-environment-secret --hub_token=abcdefgh"
+    events = [
+        {"event": "launch", "step": 0, "time": BEGIN, "world_size": "<i>4</i>", "strategy": HOSTILE},
+        {"event": "workload", "step": 1, "time": BEGIN, **WORKLOAD, "device": secret, "model_type": HOSTILE,
+         "baseline": secret, "world_size": 2},
+        {"event": "finding", "step": 1, "time": BEGIN, "cause": HOSTILE, "numbers": HOSTILE, "mend": HOSTILE},
+        {"event": "end", "step": 9, "time": BEGIN + 9, "seconds": {"compute": 9, HOSTILE: 9}, "advice": secret},
+    ]  # fmt: skip
+    records = [
+        {"step": step, "time": BEGIN + step, "loss": 1, "scaling/tokens_per_s": 10, "scaling/tokens_per_s_per_gpu": 5,
+         "scaling/efficiency": 0.5, HOSTILE: 3}
+        for step in range(1, 5)
+    ]  # fmt: skip
+    a_run(folder, events=events, records=records, status={"status": HOSTILE, "reason": secret})
+    run = load_run(folder)
+    text = page(run)
+    assert not {"script", "img"} & set(Words(text).tags)
+    for markup in ('alert("x")', "<i>4", "run<b>"):
+        assert markup not in text
+    for planted in (f"hf_{'a' * 30}", "planted-environment-secret", "abcdefgh"):
+        assert planted not in text
+    assert run.status == "unknown"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        '{"step": 1, "time": 1e400, "loss": 1e999}', '{"step": "x", "loss": 2}', '{"step": 1, "loss": null}',
+        '{"step": 1, "time": [1], "scaling/tokens_seen": {"a": 1}}', '{"step": true}',
+        '{"step": 1e300, "loss": -1e300}',
+    ],
+)  # fmt: skip
+def test_lines_of_any_kind_give_a_page(tmp_path, lines):
+    (tmp_path / "scaling.jsonl").write_text(lines + "\n")
+    (tmp_path / "hfscale_timeline.jsonl").write_text(
+        '{"event": "launch", "step": 0}\n{"event": "save", "step": null, "time": "x"}\n{"event": 3, "step": 1}\n'
+        '{"event": "launch", "step": "y", "time": -1, "previous_alive": "z"}\n'
+    )
+    (tmp_path / "hfscale_ranks.jsonl").write_text('{"step": 1, "a": [1, "x"], "data_wait_fraction": [0, 0]}\n')
+    assert "</html>" in page(load_run(tmp_path))
+
+
+def test_a_folder_without_a_run_is_one_clear_line(tmp_path, capsys):
+    with pytest.raises(UsageError, match=r"scaling\.jsonl"):
+        load_run(tmp_path)
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+def test_text_and_json(tmp_path, capsys):
+    folder = a_run(tmp_path)
+    assert main(["report", str(folder), "--html", str(tmp_path / "sub" / "r.html")]) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "What to change first",
+        "1. data wait, 25% of",
+        "from step 50",
+        "checkpoint-50",
+        "Written",
+    ):
+        assert expected in out
+    assert main(["report", str(folder), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["headline"]["Goodput"] == "60%"
+    assert answer["metrics"]["scaling/tokens_seen"] == 6553600
+    assert [one["title"] for one in answer["priorities"]] == ["data wait", "restarts"]
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+def test_a_browser_shows_it_on_a_wide_screen_and_on_a_phone(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert main(["report", str(a_run(folder)), "--html", str(tmp_path / "r.html")]) == 0
+    base = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+            "--disable-background-networking", "--force-device-scale-factor=1"]  # fmt: skip
+    address = (tmp_path / "r.html").as_uri()
+    sizes = []
+    for name, window in (("wide", "1100,1400"), ("phone", "500,1400")):
+        shot = tmp_path / f"{name}.png"
+        done = subprocess.run([*base, f"--window-size={window}", f"--screenshot={shot}", address], capture_output=True,
+                              timeout=120, check=False)  # fmt: skip
+        assert shot.is_file(), done.stderr[-500:]
+        assert shot.read_bytes().startswith(b"\x89PNG")
+        sizes.append(shot.stat().st_size)
+    assert min(sizes) > 20_000  # a blank page has some 5 kB
+    dom = subprocess.run(
+        [*base, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert "What to change first" in Words(dom).text
+
+
+def test_ticks_are_round_and_inside():
+    for low, high in ((0, 1), (2.1, 10.4), (0.00013, 0.00029), (-5, 1e6), (61.0, 61.3)):
+        found = ticks(low, high)
+        assert 2 <= len(found) <= 6
+        assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
+    assert ticks(3, 3) == [3]
+
+
+def test_long_series_are_thinned_and_one_point_is_drawn():
+    points = [(float(x), float(x % 7)) for x in range(10_000)]
+    assert len(thin(points)) == 300
+    assert (
+        line_chart([Series(name="a", points=[(1, 2)], colour="blue")], label="L", x_name="x").count('class="line"')
+        == 1
+    )
+    assert line_chart([Series(name="a", points=[], colour="blue")], label="L", x_name="x") == ""
+
+
+def test_of_many_ranks_the_worst_of_a_row_shows():
+    samples = [(float(step), [0.0] * 999 + [1.0]) for step in range(200)]
+    drawn = heat_map(samples, label="L", form="{:.0%}")
+    assert drawn.count("<rect") == 64 * 80
+    assert drawn.count("fill-opacity:1.000") == 80
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(count(1234567), "1.23M"), (count(7), "7"), (percent(0.0312), "3.1%"), (percent(0.31), "31%"),
+     (duration(0.5), "0.5 s"), (duration(59.6), "60 s"), (duration(3600), "1 h"),
+     (duration(4 * 3600 + 59.6 * 60), "5 h"),
+     (duration(90061), "1 d 1 h"), (usd(1234.5), "$1,234"), (usd(0.0123), "$0.012"), (size(3 * 2**30), "3 GiB")],
+)  # fmt: skip
+def test_numbers_are_readable(words, expected):
+    assert words == expected

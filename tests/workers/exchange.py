@@ -1,0 +1,91 @@
+"""Exposed communication and the noise scale on two processes, under DDP by a Trainer and under FSDP2 by hand.
+
+accelerate launch --num_processes 2 tests/workers/exchange.py
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from test_noise_scale import KNOWN, Pull, Rows, trainer_of
+from tiny import logged
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from hfscale import distributed
+from hfscale.callbacks.meters import CommunicationMeter
+from hfscale.entrypoint import run
+from hfscale.metrics.communication import SampledSteps
+from hfscale.metrics.noise_scale import NoiseScale, ReduceScatterProbe, Sample
+from hfscale.metrics.triage import Measured, triage
+
+
+class Wide(nn.Module):
+    """Many parameters and hardly any arithmetic: an exchange that nothing hides."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(4)))
+
+    def forward(self, inputs_embeds, labels):
+        return {"loss": self.layers(inputs_embeds.mean().expand(1, 1536)).square().mean()}
+
+
+def under_ddp():
+    trainer = trainer_of("ddp", gradient_accumulation_steps=2, max_steps=60, logging_steps=1)
+    trainer.train()
+    known = {"noise_scale": logged(trainer, "scaling/noise_scale")[-1]}
+    return known | {"comm_fraction": logged(trainer, "scaling/comm_fraction")[-1]}
+
+
+def wide_ddp():
+    trainer = trainer_of("wide", model=Wide(), noise_scale=False, max_steps=8, logging_steps=4)
+    meter = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "_communication"))._communication
+    assert isinstance(meter, CommunicationMeter)
+    trainer.train()
+    share = logged(trainer, "scaling/comm_fraction")[-1]
+    found = triage(Measured(efficiency=0.5, comm_fraction=share, hides=meter.hides, tokens_per_gpu=16))
+    return {"comm_fraction": share, "hides": meter.hides, "cause": found.cause}
+
+
+def under_fsdp2():
+    model = Pull()
+    fully_shard(model)
+    probe, sampled = ReduceScatterProbe(model), SampledSteps(first=3, every=1000)
+    scale, rows, batch, parts = NoiseScale({}), Rows(2 * 2 * 4 * 60), 4, 2
+    at = distributed.rank()
+    for _ in range(60):
+        sampled.step_begin()
+        probe.open()
+        for part in range(parts):
+            model.set_requires_gradient_sync(part == parts - 1)
+            items = [rows[(at + 2 * i) % len(rows)]["inputs_embeds"] for i in range(batch)]
+            at += 2 * batch
+            (model(torch.stack(items), None)["loss"] / parts).backward()
+        probe.close()
+        sampled.step_end()
+        total, exchanges = probe.read(parts)
+        big = sum(row[0] for row in distributed.gather_rows([float(model.w.grad.to_local().square().sum())]))
+        small = [row[0] for row in distributed.gather_rows([exchanges * total])]
+        scale.add(
+            Sample(
+                small_square=sum(small) / 2, big_square=big, small_batch=batch * parts / exchanges,
+                big_batch=2 * batch * parts,
+            )
+        )  # fmt: skip
+        model.w.grad = None
+    return {"noise_scale": scale.value(), "comm_fraction": sampled.last.seconds / sampled.last.step_s}
+
+
+def main():
+    found = {"known_noise_scale": KNOWN, "ddp": under_ddp(), "wide": wide_ddp(), "fsdp2": under_fsdp2()}
+    if dist.get_rank() == 0:
+        Path("found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    run(main)
