@@ -103,7 +103,7 @@ def test_a_relaunch_under_another_strategy_ends_as_the_uninterrupted_run(runs, t
     run_recipe(folder, target, ranks, "--per_device_train_batch_size", "6")
     said = output(folder)
     assert f"checkpoint-4 was written under {source} by 2, and is converted for {target} on {ranks}" in said
-    for key, tolerance in (("loss", TOLERANCE), ("grad_norm", 1e-4), ("learning_rate", 0.0)):
+    for key, tolerance in (("loss", TOLERANCE), ("grad_norm", 5e-4), ("learning_rate", 0.0)):
         assert logged(folder, key) == pytest.approx(logged(runs["ddp"], key), abs=tolerance), key
     assert not (folder / "out" / CONVERSIONS).exists()
     assert [path.name for path in list_checkpoints(folder / "out")] == ["checkpoint-4", "checkpoint-6"]
