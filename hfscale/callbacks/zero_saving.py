@@ -20,8 +20,8 @@ _SHARE_OF_FREE_MEMORY = 0.8
 class DeferredWrites:
     """Stands in for a DeepSpeed checkpoint engine between `begin` and `end`; everything but `save` is the original's.
 
-    Files of optimizer states are written later, from copies in host memory; those of model states too, from the clones
-    that DeepSpeed makes itself. What does not fit into the host's free memory is written at once.
+    What it is given is written later, from copies in host memory: DeepSpeed itself clones the tensors of model states
+    only, and nothing else of them. What does not fit into the host's free memory is written at once.
     """
 
     def __init__(self, trainer: Trainer, snapshot: HostSnapshot) -> None:
@@ -49,10 +49,8 @@ class DeferredWrites:
     def end(self) -> None:
         """Give the place back, and copy what the next step will change."""
         self._deepspeed.checkpoint_engine = self._original
-        live = [number for number, (_, path) in enumerate(self._given) if "optim_states" in Path(path).name]
-        copied = self._snapshot.take([self._given[number][0] for number in live])
-        for number, copy in zip(live, copied, strict=True):
-            self._given[number] = (copy, self._given[number][1])
+        copied = self._snapshot.take([state_dict for state_dict, _ in self._given])
+        self._given = [(copy, path) for copy, (_, path) in zip(copied, self._given, strict=True)]
 
     def write(self, folder: Path) -> None:
         """Write what was kept, by the original, to where it was to go."""
