@@ -8,8 +8,8 @@ arXiv 1812.06162, appendix A.1):
     B_noise = tr(S) / |G|^2         in sequences, numerator and denominator averaged over steps each by itself
 
 G_b is the step's own gradient, whose norm Trainer logs as it was before clipping. G_s is the gradient of one
-micro-batch on one rank, which two routes see before ranks are averaged: hooks on the parameters (one process, DDP,
-ZeRO-1 and 2) and FSDP2's reduce-scatter. Only steps that are logged are looked at, so nothing waits for the GPU that
+micro-batch on one rank, which two routes see before ranks are averaged: hooks on the parameters (one process, DDP)
+and FSDP2's reduce-scatter. Only steps that are logged are looked at, so nothing waits for the GPU that
 would not anyway.
 
 It is a proxy that moves during a training, and it only ever leads to advice. At B = B_noise a training takes twice the
