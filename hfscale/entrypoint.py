@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 import transformers
 
+from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.logs import is_main_process
 from hfscale.preemption import Preempted, watch_signals
@@ -91,10 +92,10 @@ def _exit_with_line(error: HfScaleError) -> None:
 
 
 def check_output_dir(output_dir: str) -> None:
-    """Make the output directory and write a file in it, before any time is spent on training.
+    """Make the output directory, write a file in it and keep other runs out, before any time is spent on training.
 
     Raises:
-        UsageError: it is a file, or lies in one.
+        UsageError: it is a file, or lies in one; or another run is using it.
         StorageError: it cannot be made or written.
     """
     folder = Path(output_dir)
@@ -111,6 +112,8 @@ def check_output_dir(output_dir: str) -> None:
         raise StorageError(
             f"--output_dir {output_dir} cannot be written: {error.strerror}: make it writable or name another"
         ) from None
+    if is_main_process():
+        lock_output_dir(output_dir)
 
 
 def storage_error(error: BaseException) -> StorageError | None:

@@ -127,10 +127,10 @@ def test_every_documented_key_stands_in_the_readme():
 
 
 @every_callback
-def test_says_clearly_that_it_belongs_in_a_trainer(name):
+def test_says_clearly_that_it_belongs_in_a_trainer(name, tmp_path):
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    arguments = TrainingArguments(output_dir="unused", use_cpu=True)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(HfScaleError, match="Trainer"):
         getattr(hfscale, name)().on_train_begin(arguments, TrainerState(), TrainerControl())
 
