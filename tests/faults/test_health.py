@@ -8,6 +8,7 @@ from workers.health_hang import run as hang
 from workers.health_preflight import run as preflight
 from workers.health_stragglers import run as straggle
 
+from hfscale.health.collectives import KINDS
 from hfscale.health.hang import Limits
 
 pytestmark = pytest.mark.faults
@@ -76,6 +77,13 @@ def test_preflight_right_rank_within_the_deadline(world):
     print(f"pre-flight of {world}: right rank {right} of {named}, slowest verdict {slowest:.1f} s of {DEADLINE_S}")
     assert right / named >= 0.99
     assert slowest <= DEADLINE_S
+
+
+def test_links_are_measured_inside_a_node_and_between():
+    ended = preflight(4, "nodes", -1, 20.0)
+    assert [result["errors"] for result in ended.results.values()] == [[]] * 4
+    places = {(row["kind"], row["where"]) for row in ended.results[0]["links"]}
+    assert places == {(kind, where) for kind in KINDS for where in ("node", "network")}
 
 
 @pytest.mark.timeout(600)
