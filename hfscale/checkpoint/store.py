@@ -31,10 +31,10 @@ def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, globa
         files=record_files(checkpoint),
     )
     for name in manifest.files:
-        _flush(checkpoint / name)
-    _flush(checkpoint)
+        flush(checkpoint / name)
+    flush(checkpoint)
     write_atomically(checkpoint / MANIFEST_NAME, manifest.to_json())
-    _flush(checkpoint.parent)
+    flush(checkpoint.parent)
     return manifest
 
 
@@ -42,10 +42,14 @@ def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
     """Read every file of `checkpoint` and compare it with the manifest, which is returned when all is well.
 
     Raises:
-        CheckpointError: naming the first file that is missing, of another length or of other content.
+        CheckpointError: naming the first file that is missing, of another length or of other content; or the folder is
+            named for another step.
     """
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
+    named = _CHECKPOINT.fullmatch(checkpoint.name)
+    if named is not None and int(named[1]) != manifest.step:
+        raise CheckpointError(f"{checkpoint} is corrupt: its manifest is that of step {manifest.step}")
     for name, expected in manifest.files.items():
         path = checkpoint / name
         if path.is_symlink() or not path.is_file():
@@ -141,11 +145,11 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _flush(path.parent)
+    flush(path.parent)
 
 
-def _flush(path: Path) -> None:
-    """fsync a file or a folder."""
+def flush(path: Path) -> None:
+    """fsync a file or a folder: what it holds reaches the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

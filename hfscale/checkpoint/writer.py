@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hfscale import distributed
 from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, checkpoint_files
-from hfscale.checkpoint.store import write_atomically
+from hfscale.checkpoint.store import flush, write_atomically
 from hfscale.errors import StorageError
 from hfscale.logs import get_logger
 
@@ -231,7 +231,7 @@ def _record_own_files(job: CheckpointJob) -> dict[str, FileRecord]:
     records = {}
     for name in names:
         records[name] = FileRecord.of(job.folder / name)
-        _flush(job.folder / name)
+        flush(job.folder / name)
     return records
 
 
@@ -251,23 +251,14 @@ def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
         files=dict(sorted(records.items())),
     )
     for folder, _, _ in os.walk(job.folder):
-        _flush(Path(folder))
+        flush(Path(folder))
     write_atomically(job.folder / MANIFEST_NAME, manifest.to_json())
     replaced = job.folder.with_name(f"{job.folder.name}{_REPLACED}")
     if job.target.exists():  # the same step saved again, at the end of an epoch say
         job.target.rename(replaced)
     job.folder.rename(job.target)
-    _flush(job.run_dir)
-    _flush(job.folder.parent)
+    flush(job.run_dir)
+    flush(job.folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     if job.committed is not None:
         job.committed(manifest)
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -117,6 +117,12 @@ def test_a_damaged_manifest_commits_nothing(victim, trials):
         victim.restore()
 
 
+def test_the_checkpoint_of_another_step_is_found_by_its_name(victim, tmp_path):
+    shutil.copytree(victim.before, tmp_path / "checkpoint-2")
+    with pytest.raises(CheckpointError, match="checkpoint-2 is corrupt: its manifest is that of step 1"):
+        verify(tmp_path / "checkpoint-2")
+
+
 @pytest.mark.parametrize("trials", [CLEAN_QUICK, pytest.param(CLEAN_LONG, marks=pytest.mark.faults)])
 def test_a_whole_one_is_never_suspected(victim, trials):
     for _ in range(trials):
