@@ -27,7 +27,7 @@ from hfscale import distributed
 from hfscale.arguments import ParallelArguments
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.checkpoint.store import write_atomically
-from hfscale.errors import CheckpointError
+from hfscale.errors import CheckpointError, UsageError
 from hfscale.parallel import export, gradients, state
 from hfscale.parallel.batches import stack_batches
 from hfscale.parallel.checks import check_config
@@ -155,6 +155,12 @@ class ParallelTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         micro_batches = self.stage_plan.micro_batches_for(len(batches))
+        if micro_batches > len(batches) and num_items_in_batch is None:
+            raise UsageError(
+                f"the last step of an epoch has {len(batches)} micro-batches, {self.stage_plan.schedule} needs "
+                f"{micro_batches}, and {type(self.laid_out.model).__name__} has no loss over counted tokens to "
+                "fill them up: give --max_steps, so that the run ends before"
+            )
         if self.laid_out.balance is not None:
             self.laid_out.balance.micro_batches = len(batches)
         loss = self._run(stack_batches(batches, micro_batches), micro_batches, num_items_in_batch)

@@ -9,6 +9,7 @@ from hfscale import ParallelArguments
 from hfscale.arguments import SCHEDULES
 from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
 from hfscale.parallel.anatomy import Anatomy
+from hfscale.parallel.batches import stack_batches
 from hfscale.parallel.checks import check_config, decide_layout
 from hfscale.parallel.partition import cut_by_cost, layer_costs
 from hfscale.parallel.schedule import SCHEDULES as RUN
@@ -204,3 +205,16 @@ def test_pipelines_are_sent_to_their_recipe(tmp_path):
         plan_stages(ParallelArguments(cp_size=2), args)
     with pytest.raises(LayoutError, match=r"1 micro-batches per step .* set --gradient_accumulation_steps 2"):
         plan_stages(ParallelArguments(pp_size=2), args, world_size=4)
+
+
+def test_batches_of_a_step_are_stacked_and_filled_up_without_labels():
+    long = {"input_ids": torch.full((2, 4), 7), "labels": torch.full((2, 4), 7), "attention_mask": torch.ones(2, 4)}
+    short = {name: value[:1, :3] for name, value in long.items()}
+    stacked = stack_batches([long, short], 3)
+    assert {value.shape for value in stacked.values()} == {(6, 4)}
+    assert stacked["labels"][2].tolist() == [7, 7, 7, -100]
+    assert (stacked["labels"][3:] == -100).all()
+    assert stacked["attention_mask"][2].tolist() == [1, 1, 1, 0]
+    assert (stacked["attention_mask"].sum(dim=1) > 0).all()
+    with pytest.raises(UsageError, match="input pixel_values is not a tensor"):
+        stack_batches([long | {"pixel_values": torch.zeros(2)}], 1)

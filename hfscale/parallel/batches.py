@@ -25,14 +25,18 @@ def stack_batches(batches: list[dict[str, Any]], micro_batches: int) -> dict[str
     for name, value in batches[0].items():
         if not isinstance(value, torch.Tensor) or value.ndim < 2:
             raise UsageError(f"input {name} is not a tensor of (batch, sequence): a pipeline cannot cut it")
-        fill = _PADDING.get(name, 0)
-        parts = [
-            nn.functional.pad(b[name], (0, length - b[name].shape[1], 0, rows - b[name].shape[0]), value=fill)
-            for b in batches
-        ]
+        parts = [_padded(name, batch[name], rows, length) for batch in batches]
         stacked[name] = torch.cat(parts)
     return stacked
 
 
 def _ignored(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(batch[name], _IGNORED) for name in _PADDING if name in batch}
+
+
+def _padded(name: str, value: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """A batch's input, (rows, length). Rows that are added attend to themselves: one that attends to nothing has
+    logits that are no numbers, and so are the gradients, whether or not the labels are ignored."""
+    fill = _PADDING.get(name, 0)
+    value = nn.functional.pad(value, (0, length - value.shape[1]), value=fill)
+    return nn.functional.pad(value, (0, 0, 0, rows - value.shape[0]), value=1 if name == "attention_mask" else fill)
