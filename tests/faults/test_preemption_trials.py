@@ -123,7 +123,7 @@ def test_signals_at_any_moment(strategy, trials, environment, tmp_path, record_p
         preempted += was_preempted
         if was_preempted:
             seconds.append(outcome["seconds_to_end"])
-        if number % GOES_ON == 0:
+        if was_preempted and number % GOES_ON == 0:  # a completed one is not relaunched: recipes say that it is done
             key = json.dumps(spec["arguments"])
             plain = {"arguments": spec["arguments"], "env": env, "timeout_s": 120}
             if key not in wholes:
