@@ -63,7 +63,8 @@ def run(main: Callable[[], None]) -> None:
         dist.destroy_process_group()
     if preempted is None:
         watch.restore()
-    else:  # the handlers stay: the launcher signals the other ranks as soon as the first one has ended
+    else:
+        watch.ignore()  # the launcher signals the other ranks as soon as the first one has ended
         if is_main_process():
             print(f"hfscale: {preempted.words}", file=sys.stderr, flush=True)
         sys.exit(preempted.code)

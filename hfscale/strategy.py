@@ -50,7 +50,8 @@ def running_strategy(trainer: "Trainer") -> str:
     """What was set up: by accelerate `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3`, by transformers `parallel`
     (tensor parallelism with sharding) or by `ParallelTrainer`; as in a checkpoint's manifest."""
     state = trainer.accelerator.state
-    if trainer.is_distributed_loading_by_transformers:  # also how `ParallelTrainer` keeps accelerate off
+    by_transformers = getattr(trainer.model, "is_distributed_loading_by_transformers", False)
+    if by_transformers or _lays_out_itself(trainer):
         return "parallel"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from hfscale.checkpoint.lock import LOCK_NAME
 from hfscale.entrypoint import check_output_dir, missing_dependency, storage_error
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
 
@@ -147,11 +148,11 @@ def test_a_package_to_install_is_told_from_an_import_that_fails(error: Exception
 # The output directory.
 
 
-def test_an_output_directory_is_made_and_left_empty(tmp_path: Path) -> None:
+def test_an_output_directory_is_made_and_holds_nothing_but_the_lock(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     check_output_dir(str(folder))
     check_output_dir(str(folder))
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == [LOCK_NAME]
 
 
 def test_a_file_is_no_output_directory(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class TestWhatCannotBeLaunched:
     def test_says_which_choice_can(self, model, tmp_path):
         first = planned(model, **PIPELINE)
         both = replace(first, choices=(*first.choices, *planned(model, **FAMILIES["fsdp2"]).choices))
-        with pytest.raises(UsageError, match=r"pp=2.*it is planned with.*--choice 2 can \(fsdp2") as error:
+        with pytest.raises(UsageError, match=r"pp=2.*pipelines are planned with.*--choice 2 can \(fsdp2") as error:
             emit(both, tmp_path / "out")
         assert len(str(error.value).splitlines()) == 1
         assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.trainer_access import calling_trainer
+from hfscale.callbacks.trainer_saving import finish_saves
 from hfscale.checkpoint.store import latest_checkpoint, set_aside
 from hfscale.errors import HealthError, StrategyMismatchError, UsageError
 from hfscale.health import disk, env, preflight, verdict
@@ -256,6 +257,7 @@ class CommHealthCallback(TrainerCallback):
         Raises:
             HealthError: always.
         """
+        finish_saves(calling_trainer())  # one that is still being written would come to stand after those set aside
         distributed.barrier()
         output_dir = self._args.output_dir
         if self._args.should_save and Path(output_dir).is_dir():

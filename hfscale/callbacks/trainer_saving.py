@@ -212,6 +212,13 @@ class TrainerSaving:
         )
 
 
+def finish_saves(trainer: Trainer) -> None:
+    """Wait for a save that is being written beside the training, if there is one. Every rank must call it."""
+    saving = getattr(trainer._save_checkpoint, "__self__", None)
+    if isinstance(saving, TrainerSaving):
+        saving.writer.wait()
+
+
 def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     """Why checkpoints of this Trainer cannot be written beside the training, in words; None where they can."""
     args = trainer.args

@@ -75,6 +75,12 @@ class SignalWatch:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._previous = {}
 
+    def ignore(self) -> None:
+        """Heed no signal any more, to the very end: at its end Python undoes handlers, but leaves what is ignored."""
+        if self.is_installed:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
     @contextmanager
     def restored_by_an_error(self) -> Iterator[None]:
         """Put the previous handlers back when an error leaves the block: what waits for the launcher to end it must

@@ -34,9 +34,9 @@ class Ended:
     err: str
     deeds: list[Deed]
 
-    def committed_step(self) -> int:
-        """The newest step whose manifest stood in its place before the last deed began."""
-        steps = [step for deed in self.deeds[:-1] if (step := _commits(deed)) is not None]
+    def committed_step(self, struck_at: int) -> int:
+        """The newest step whose checkpoint stood in its place before that deed, at which all went wrong."""
+        steps = [step for deed in self.deeds if deed.number < struck_at and (step := _commits(deed)) is not None]
         return max(steps, default=0)
 
     def unflushed(self) -> list[Path]:
@@ -51,11 +51,10 @@ class Ended:
 
 
 def _commits(deed: Deed) -> int | None:
-    """A manifest is renamed into a checkpoint, or a whole checkpoint is renamed to its name."""
+    """A whole checkpoint gets its name."""
     if deed.name != "rename":
         return None
-    folder = deed.path.parent if deed.path.name == "hfscale_manifest.json" else deed.path
-    prefix, _, step = folder.name.partition("-")
+    prefix, _, step = deed.path.name.partition("-")
     return int(step) if prefix == "checkpoint" and step.isdigit() else None
 
 

@@ -62,7 +62,7 @@ def assert_survives_the_machine(crashes, at, *, relaunch):
     cwd = crashes.copy("struck")
     ended = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at)
     assert -9 in ended.codes, f"deed {at} was never done"
-    committed = ended.committed_step()
+    committed = ended.committed_step(at)
     assert_usable(cwd, committed)
     crashes.lose_unflushed(cwd, ended)
     assert_usable(cwd, committed)
@@ -74,7 +74,7 @@ def assert_survives_the_disk(crashes, at, number, *, relaunch):
     cwd = crashes.copy("struck")
     ended = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at, errno=number)
     assert any(ended.codes), f"deed {at} failed and nobody noticed"
-    assert_usable(cwd, ended.committed_step() if ended.deeds[-1].name != "rename" else 0)
+    assert_usable(cwd, ended.committed_step(at))
     if relaunch:
         assert_ends_as_whole(crashes, cwd)
 
