@@ -21,7 +21,7 @@ train: $(VENV)/installed
 	  --num_processes $(PROCESSES) recipes/ddp/train.py --output_dir $(OUTPUT_DIR) --report_to wandb $(ARGS)
 
 test: $(VENV)/installed-dev
-	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not (gpu or faults or timing)" $(ARGS)
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not (gpu or faults or timing)" $(ARGS)
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "timing and not gpu" $(ARGS)
 
 check: $(VENV)/installed-dev
