@@ -84,7 +84,7 @@ def test_a_machine_lost_at_some_deeds(crashes):
     if crashes.ranks > 1:
         pytest.skip("all of them are struck in the next test")
     deeds = len(crashes.whole.deeds)
-    for number, at in enumerate(range(3, deeds, max(deeds // 24, 1))):
+    for number, at in enumerate(range(3, deeds, max(deeds // 12, 1))):
         assert_survives_the_machine(crashes, at, relaunch=number % 6 == 0)
 
 
