@@ -55,4 +55,6 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Adding what the tests need …"
 	$(PIP) setuptools wheel
 	$(PIP) -e ".[dev]"
+	@rm -rf $(VENV)/torch_extensions
+	$(BIN)/python tests/build_extensions.py
 	@touch $@

@@ -16,11 +16,8 @@ from torch.utils.data import IterableDataset
 
 from hfscale import distributed
 from hfscale.callbacks.trainer_access import global_batch_size, resumed_from
-from hfscale.checkpoint.dcp_metadata import read_dcp_metadata
 from hfscale.checkpoint.formats import STRATEGIES, layout_of
-from hfscale.checkpoint.formats.fsdp2 import MODEL_FOLDER, OPTIMIZER_FOLDER
 from hfscale.checkpoint.formats.universal import LATEST as UNIVERSAL
-from hfscale.checkpoint.formats.zero import check_archives
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hfscale.checkpoint.reshape import can_read, convert
 from hfscale.checkpoint.store import verify
@@ -47,12 +44,9 @@ def readable_checkpoint(args: "TrainingArguments", checkpoint: str | None) -> st
 
     Raises:
         LayoutError: the pair of strategies cannot be converted.
-        CheckpointError: a file would run code when torch or DeepSpeed loads it.
     """
     if checkpoint is None:
         return None
-    if distributed.rank() == 0:
-        _refuse_code(Path(checkpoint), requested_strategy(args))
     if not (Path(checkpoint) / MANIFEST_NAME).is_file():
         return checkpoint
     manifest, asked, ranks = read_manifest(checkpoint), requested_strategy(args), args.world_size
@@ -74,16 +68,6 @@ def readable_checkpoint(args: "TrainingArguments", checkpoint: str | None) -> st
     if asked.startswith("zero") and (Path(checkpoint) / UNIVERSAL).is_file():
         _load_universal(args)
     return checkpoint
-
-
-def _refuse_code(checkpoint: Path, asked: str) -> None:
-    """torch and DeepSpeed unpickle these files; Trainer's own are loaded with `weights_only`, and conversions too."""
-    if asked == "fsdp2":
-        for folder in (checkpoint / MODEL_FOLDER, checkpoint / OPTIMIZER_FOLDER):
-            if folder.is_dir():
-                read_dcp_metadata(folder)
-    elif asked.startswith("zero") and (checkpoint / "latest").is_file():
-        check_archives(checkpoint)
 
 
 def _place_of_conversion(output_dir: Path, source: Path, strategy: str, ranks: int) -> Path:

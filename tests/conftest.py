@@ -13,6 +13,8 @@ from forking import fork_server
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
 os.environ["HFSCALE_CLOUD"] = "none"  # no test asks a metadata address, on whatever machine it runs
+EXTENSIONS = Path(sys.prefix, "torch_extensions")  # DeepSpeed's operators, of build_extensions.py
+os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
 
 REPOSITORY = Path(__file__).parent.parent
 RECIPE = REPOSITORY / "recipes" / "ddp" / "train.py"
@@ -90,6 +92,13 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
         return accelerate_launch(tmp_path, config, processes, *argv, **(env or {}))
 
     return run
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A suite that was ended midway may have left torch's lock behind, for which every later load would wait."""
+    if not hasattr(config, "workerinput"):
+        for lock in EXTENSIONS.glob("*/lock"):
+            lock.unlink()
 
 
 LONG_FILES = (

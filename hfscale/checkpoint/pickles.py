@@ -22,7 +22,10 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
 _NEVER_LOADED = ("training_args.bin",)  # Trainer writes it and reads it back nowhere
 _ALLOWED = {
     "collections": ("OrderedDict", "defaultdict"),
-    "builtins": ("set", "frozenset", "slice", "complex", "bytearray", "list", "dict", "tuple", "int", "float", "bool"),
+    **dict.fromkeys(
+        ("builtins", "__builtin__"),
+        ("set", "frozenset", "slice", "complex", "bytearray", "list", "dict", "tuple", "int", "float", "bool"),
+    ),  # the second: as protocol 2 writes it
     "_codecs": ("encode",),  # how older protocols write bytes
     "numpy": ("dtype", "ndarray"),
     "numpy.dtypes": ("UInt32DType", "Int64DType", "Float64DType", "BoolDType"),

@@ -102,16 +102,6 @@ def read_zero(checkpoint: Path) -> CheckpointView:
     return CheckpointView(weights=weights, groups=groups, state=state, aliases=aliases)
 
 
-def check_archives(checkpoint: Path) -> None:
-    """Make sure that DeepSpeed, which unpickles its files, will meet nothing in them but tensors and its own classes.
-
-    Raises:
-        CheckpointError: a file would load anything else.
-    """
-    for path in sorted(tag_folder(checkpoint).glob("*.pt")):
-        load_archive(path, _ALLOWED)
-
-
 def _rank_files(folder: Path) -> list[Path]:
     found = {int(match[1]): path for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name))}
     if not found or sorted(found) != list(range(len(found))):
