@@ -73,7 +73,7 @@ class ParallelTrainer(Trainer):
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
         check_arguments(args, **kwargs)
-        check_config(model.config, self.layout, self.stage_plan)
+        check_config(model.config, self.layout, self.stage_plan, sequence_parallel=parallel.sequence_parallel)
         self.mesh = make_mesh(self.layout, args.device.type)
         causal = model.get_base_model() if _is_adapted(model) else model
         self.whole_sizes = tuple(
@@ -88,16 +88,21 @@ class ParallelTrainer(Trainer):
             self._loss_of_last_stage,
             compute_dtype=torch.bfloat16 if args.bf16 else None,
             fill=partial(_fill, seed=args.seed, weights_from=weights_from),
+            sequence_parallel=parallel.sequence_parallel,
+            cut_logits=kwargs.get("compute_loss_func") is None,
         )
         super().__init__(model, args, *positional, **kwargs)
+        if self.laid_out.vocabulary is not None and self.label_smoother is not None:
+            self.label_smoother = self.laid_out.vocabulary.smoother(self.label_smoother.epsilon)
         # The Trainer's own way to leave a model alone: no wrapper, no placement.
         self.is_distributed_loading_by_transformers = True
         self.accelerator.prepare_data_loader = self._prepare_data_loader
         hidden = causal.config.get_text_config().hidden_size
         dtype = torch.bfloat16 if args.bf16 else causal.dtype
         self.pipeline = Pipeline(
-            self.laid_out.stages, self.stage_plan, self.mesh.pp_group, args.device, hidden_size=hidden, dtype=dtype
-        )
+            self.laid_out.stages, self.stage_plan, self.mesh.pp_group, args.device, hidden_size=hidden, dtype=dtype,
+            sequence_parts=self.laid_out.sequence_parts,
+        )  # fmt: skip
         self.parallel_model = ParallelModel(self.laid_out, self.pipeline)
         self._waiting: list[dict[str, torch.Tensor]] = []
         self._items: torch.Tensor | int | None = None

@@ -33,6 +33,25 @@ UNCUTTABLE = {
 """Families with a tensor-parallel plan whose stages would not compute what the whole does, with the reason."""
 
 
+SEQUENCES_PROVEN = frozenset(PROVEN)
+"""Families that compute the same with sequence parallelism: tests/test_parallel_sequence.py."""
+
+
+def check_sequences(model_type: str, tp: int) -> None:
+    """Make sure that sequence parallelism can be carried out.
+
+    Raises:
+        UsageError: there are no ranks to share a sequence, or the family was not proven to compute the same so.
+    """
+    if tp == 1:
+        raise UsageError("--sequence_parallel shares sequences among the ranks of --tp_size, which is 1: leave it out")
+    if model_type not in SEQUENCES_PROVEN:
+        raise UsageError(
+            f"--sequence_parallel was not shown to compute the same with {model_type}: leave it out (it is for "
+            f"{', '.join(sorted(SEQUENCES_PROVEN)[:12])} ...: hfscale/parallel/families.py)"
+        )
+
+
 def check_family(model_type: str) -> None:
     """Say before a model is cut into stages what is known of its family.
 
