@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from conftest import REPOSITORY
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import LENGTH, VOCAB, RandomTokens, logged, tiny_arguments, tiny_model, tiny_trainer
 from transformers import LlamaForSequenceClassification, TrainerCallback
 from wandb_file import artifact_types, config, history, run_files, run_id, step_metrics, summary
@@ -270,6 +271,20 @@ class TestWandb:
 
     def test_an_id_of_the_users_own_is_left_alone(self, train):
         assert run_id(train(WANDB_RUN_ID="mine1234")) == "mine1234"
+
+
+def test_every_key_reaches_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = tiny_trainer(
+        tmp_path / "out", ScalingMetricsCallback(), max_steps=4, logging_steps=2, report_to=["tensorboard"]
+    )
+    trainer.train()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    ours = [key for key in trainer.state.log_history[0] if key.startswith("scaling/")]
+    assert ours
+    for key in ours:
+        seen = [(event.step, event.value) for event in events.Scalars(f"train/{key}")]
+        assert seen == [(step, pytest.approx(value)) for step, value in zip((2, 4), logged(trainer, key), strict=True)]
 
 
 @pytest.mark.world(2)
