@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel_world import VOCAB
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
@@ -105,7 +106,7 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
 
 
 class Shapes(TorchDispatchMode):
-    """Notes the shape of every tensor of three dimensions or more that any operation makes."""
+    """Notes the shape of every matrix that any operation makes on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,8 +115,9 @@ class Shapes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
-                self.seen.add(tuple(tensor.shape))
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, torch.Tensor) and local.ndim > 1:
+                self.seen.add(tuple(local.shape))
         return made
 
 

@@ -21,24 +21,17 @@ CUT = CUBE | {"sequence_parallel": True}
 
 
 def test_the_same_training_with_sequences_cut():
-    smoothed = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.1}
-    jobs = [
-        {"parallel": CUT, "data": {"ragged": True}, "args": smoothed, "model": TIED},
-        {
-            "parallel": {"tp_size": 2, "sequence_parallel": True}, "data": {"packed": True}, "model": TIED,
-            "args": {"activation_checkpointing": True}, "empty": True,
-        },
-        {"parallel": CUT | {"pipeline_schedule": "ZBV"}, "family": "qwen3"},
-    ]  # fmt: skip
-    check(4, jobs)
+    smoothed, recomputed = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.1}, {"activation_checkpointing": True}
+    check(4, [{"parallel": CUT, "data": {"ragged": True}, "args": smoothed | recomputed, "model": TIED}])
 
 
 @pytest.mark.faults
 def test_the_same_training_with_sequences_cut_in_every_way():
     recomputed = {"activation_checkpointing": True}
-    names = ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV")
+    names = ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
     check(4, [{"parallel": CUT | {"pipeline_schedule": name}, "data": {"packed": True}} for name in names])
-    check(4, [{"parallel": CUT, "lora": LORA}, {"parallel": CUT, "args": recomputed, "data": {"ragged": True}}])
+    alone = {"parallel": {"tp_size": 2, "sequence_parallel": True}, "data": {"packed": True}, "args": recomputed}
+    check(4, [{"parallel": CUT, "lora": LORA}, {"parallel": CUT, "family": "qwen3"}, alone | {"model": TIED}])
     check(8, [{"parallel": CUT, "model": TIED, "empty": True}, {"parallel": CUT | {"dp_replicate_size": 2}}])
 
 
@@ -66,7 +59,8 @@ def cut_losses(job):
                 found = loss(mine, labels, 8 * world, num_items_in_batch=items)
             (found * 3).backward()
             gradient = (mine.grad / 3 - whole.grad.chunk(world, dim=-1)[rank]).abs().max()
-            far[f"{epsilon} {items}"] = max(abs(found.item() - expected.item()), gradient.item())
+            loss_far = abs(found.item() - expected.item()) / max(1.0, expected.item())
+            far[f"{epsilon} {items}"] = max(loss_far, gradient.item())
     try:
         loss(mine, labels, 8 * world + 1)
     except UnsupportedModelError as error:

@@ -32,7 +32,15 @@ def start(folder, *flags):
     ).save_pretrained(folder / "model")  # fmt: skip
     (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
     config = REPOSITORY / "accelerate_configs" / "tp_pp.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(config),
+        "--num_processes",
+        "4",
+    ]
     command += [str(REPOSITORY / "recipes" / "tp_pp" / "train.py"), "--tp_size", "2", "--pp_size", "2"]
     command += ["--config_name", str(folder / "model"), "--tokenizer_name", str(folder / "tokenizer")]
     command += ["--train_file", str(folder / "text.txt"), "--block_size", "32", "--output_dir", str(folder / "run")]
