@@ -23,7 +23,7 @@ ENDS_WITHIN_S = 60.0
 
 
 def start(folder, *flags):
-    """The recipe on four processes, with a log in `folder`; its own process group, so that nothing outlives the test."""
+    """The recipe on four processes, with a log in `folder`, in a process group of its own."""
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     LlamaConfig(
