@@ -55,8 +55,8 @@ def check_arguments(
     scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     compression = getattr(args, "gradient_compression", "none")
     refused = {
-        "DeepSpeed: ParallelTrainer cuts and shards the model itself; launch with accelerate_configs/tp_pp.yaml ("
-        "ZeRO, and AutoTP's tensor_parallel in its config, go with recipes/sharded)": family == "zero",
+        "DeepSpeed: ParallelTrainer shards the model itself; launch with accelerate_configs/tp_pp.yaml (ZeRO goes "
+        "with recipes/sharded)": family == "zero",
         "FSDP: ParallelTrainer shards the model itself; launch with accelerate_configs/tp_pp.yaml": family == "fsdp",
         "--fp16 scales losses per rank, which stages cannot share: use --bf16": args.fp16,
         "compute_metrics needs logits, which stay on the last stage: evaluate by eval_loss": compute_metrics,
