@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "accelerate.commands.launch", "deepspeed", "peft", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "accelerate.commands.launch", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "peft",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch.distributed.run", "transformers.trainer", "transformers.integrations.deepspeed",
     "transformers.models.llama.modeling_llama", "hfscale.callbacks.scaling", "hfscale.data", "hfscale.models",
     "hfscale.parallelism",
