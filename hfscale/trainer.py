@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from hfscale import distributed
 from hfscale.arguments import ParallelArguments
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.checkpoint.store import write_atomically
@@ -31,6 +30,7 @@ from hfscale.errors import CheckpointError, UsageError
 from hfscale.parallel import export, gradients, state
 from hfscale.parallel.batches import stack_batches
 from hfscale.parallel.checks import check_config
+from hfscale.parallel.clock import StageTimes
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import LaidOut, ParallelModel, lay_out
 from hfscale.parallel.schedule import Pipeline
@@ -138,8 +138,8 @@ class ParallelTrainer(Trainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         _, data_loader = super()._prepare_for_training(*args, **kwargs)
         self.model_wrapped = self.parallel_model
-        LogKeys.of(self).add(self._bubble_keys)
-        self.pipeline.clock.read()
+        if self.layout.pp > 1:
+            LogKeys.of(self).add(StageTimes(self.pipeline.clock, Path(self.args.output_dir)).keys)
         return self.parallel_model, data_loader
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
@@ -239,12 +239,6 @@ class ParallelTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
         """6 N D of the whole model, shared among the ranks that work on a sample: Trainer adds up all ranks."""
         return 6 * inputs["input_ids"].numel() * self.whole_sizes[0] // self.layout.ranks_per_replica
-
-    def _bubble_keys(self, _: Any) -> dict[str, float]:
-        if self.layout.pp == 1:
-            return {}
-        busy, all_ = zip(*distributed.gather_rows(self.pipeline.clock.read()), strict=True)
-        return {"scaling/bubble_fraction": 1 - sum(busy) / sum(all_)} if sum(all_) > 0 else {}
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -20,18 +20,15 @@ from hfscale.parallel.vocabulary import VocabularyLoss, leave_logits_cut
 CUT = CUBE | {"sequence_parallel": True}
 
 
-def test_the_same_training_with_sequences_cut():
-    smoothed, recomputed = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.1}, {"activation_checkpointing": True}
-    check(4, [{"parallel": CUT, "data": {"ragged": True}, "args": smoothed | recomputed, "model": TIED}])
-
-
 @pytest.mark.faults
-def test_the_same_training_with_sequences_cut_in_every_way():
+def test_the_same_training_with_sequences_cut_in_every_way():  # one way is in the ordinary suite, in test_parallel.py
     recomputed = {"activation_checkpointing": True}
     names = ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
     check(4, [{"parallel": CUT | {"pipeline_schedule": name}, "data": {"packed": True}} for name in names])
     alone = {"parallel": {"tp_size": 2, "sequence_parallel": True}, "data": {"packed": True}, "args": recomputed}
-    check(4, [{"parallel": CUT, "lora": LORA}, {"parallel": CUT, "family": "qwen3"}, alone | {"model": TIED}])
+    smoothed = recomputed | {"label_smoothing_factor": 0.1, "max_grad_norm": 0.1}
+    padded = {"parallel": CUT, "data": {"ragged": True}, "args": smoothed, "model": TIED}
+    check(4, [{"parallel": CUT, "lora": LORA}, {"parallel": CUT, "family": "qwen3"}, alone | {"model": TIED}, padded])
     check(8, [{"parallel": CUT, "model": TIED, "empty": True}, {"parallel": CUT | {"dp_replicate_size": 2}}])
 
 
