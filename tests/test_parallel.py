@@ -105,7 +105,8 @@ def test_a_checkpoint_goes_on_in_any_layout_and_exports(family, tmp_path):
     assert json.loads((folder / "hfscale_status.json").read_text())["status"] == "completed"
     lines = [json.loads(line) for line in (folder / "hfscale_ranks.jsonl").read_text().splitlines()]
     times = [line["stage_s"] for line in lines if "stage_s" in line]
-    assert times and all(len(row) == 4 and min(row) > 0 for row in times)
+    assert times
+    assert all(len(row) == 4 and min(row) > 0 for row in times)
     assert latest_checkpoint(folder) == str(folder / "checkpoint-4")
     assert verify(folder / "checkpoint-2").strategy == "parallel"
     rest = {key: expected[key][-len(elsewhere[key]) :] for key in ("loss", "grad_norm", "eval_loss")}
