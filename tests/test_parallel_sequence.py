@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.parallel.anatomy import Anatomy
-from hfscale.parallel.families import SEQUENCES_PROVEN, check_sequences
+from hfscale.parallel.families import MATRICES_UNCUTTABLE, PROVEN, SEQUENCES_PROVEN, check_matrices, check_sequences
 from hfscale.parallel.sequence import plan_sequences
 from hfscale.parallel.tensor import tensor_parallel_plan
 from hfscale.parallel.vocabulary import VocabularyLoss, leave_logits_cut
@@ -129,7 +129,11 @@ def test_what_is_lean_what_is_whole_and_what_is_on_its_own_tokens():
     assert {name.rpartition(".")[2] for name in experts.whole} == {"mlp"}
 
 
-def test_what_cannot_share_sequences_is_refused():
+def test_what_cannot_be_cut_is_refused():
+    with pytest.raises(UsageError, match=r"tp_size 2: the matrices of doge cannot be cut: .*; set --tp_size 1"):
+        check_matrices("doge", 2)
+    check_matrices("doge", 1)
+    assert MATRICES_UNCUTTABLE.keys() <= PROVEN
     with pytest.raises(UsageError, match="--tp_size, which is 1: leave it out"):
         check_sequences("llama", 1)
     with pytest.raises(UsageError, match="--sequence_parallel was not shown to compute the same with mamba: leave it"):

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.parallel.families import check_family, check_sequences
+from hfscale.parallel.families import check_family, check_matrices, check_sequences
 from hfscale.parallel.stages import StagePlan
 
 
@@ -72,6 +72,7 @@ def check_config(
             f"pp_size {plan.pp} with {plan.per_rank} stages per rank makes {plan.stages} stages, and the model has "
             f"{text.num_hidden_layers} layers: set --pp_size {max(1, possible)}"
         )
+    check_matrices(config.model_type, layout.tp)
     if sequence_parallel:
         check_sequences(config.model_type, layout.tp)
     if layout.tp == 1:
