@@ -139,6 +139,8 @@ def describe_strategy(trainer: "Trainer") -> str:
     if _lays_out_itself(trainer):
         sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
         parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
+        if trainer.laid_out.sequence_parts > 1:
+            parts.append(f"sequences cut over {trainer.laid_out.sequence_parts} ranks")
     first = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
     if first is not None:
         mesh = first.device_mesh

@@ -74,7 +74,9 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
 
     mesh = make_mesh(layout, "cpu")
     model = build_model(config, seed=5, dtype=torch.float32)
-    laid_out = lay_out(model, mesh, plan, loss_of, sequence_parallel=job.get("sequence", False))
+    laid_out = lay_out(
+        model, mesh, plan, loss_of, sequence_parallel=job.get("sequence", False), cut_logits=job.get("cut", True)
+    )
     pipeline = Pipeline(
         laid_out.stages, plan, mesh.pp_group, torch.device("cpu"), hidden_size=config.get_text_config().hidden_size,
         dtype=torch.float32, sequence_parts=laid_out.sequence_parts,

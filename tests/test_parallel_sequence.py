@@ -99,6 +99,16 @@ def test_every_family_with_sequences_cut(family):
 
 
 @pytest.mark.faults
+def test_logits_that_a_loss_of_the_users_own_needs_are_whole():
+    jobs = {
+        f"sequences cut: {cut}": {"family": "llama", "tp": 2, "sequence": cut, "cut": False} for cut in (True, False)
+    }
+    found = in_world(2, compare, list(jobs.values()))
+    assert wrong(jobs, found) == {}
+    assert all([2, LENGTH, VOCAB] in result["shapes"] for result in found)
+
+
+@pytest.mark.faults
 def test_the_balance_of_experts_with_sequences_cut():
     job = {"family": "mixtral", "tp": 2, "pp": 2, "sequence": True, "config": BALANCED}
     assert wrong(["mixtral"], in_world(4, compare, [job])) == {}
