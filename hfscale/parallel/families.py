@@ -37,7 +37,7 @@ MATRICES_UNCUTTABLE = {
     "apertus": "its activation has parameters, of whose gradient each rank would have a part",
     "doge": "transformers' plan cuts dt_proj and leaves whole what meets its output",
     "dots3_note_text": "transformers' plan reads one size of its config that differs between its layers",
-    "inkling_text": "transformers' plan fails an assertion in its forward pass",
+    "inkling_text": "an assertion of DTensor fails in its forward pass",
     "llama4_text": "it adds in place to an output that transformers' plan makes a view",
 }
 """Families whose tensor-parallel plan in transformers 5.23 does not compute what the whole model does, or nothing."""
