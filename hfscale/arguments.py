@@ -97,6 +97,7 @@ class ParallelArguments:
     cp_size: int | None = _flag("Ranks that share one sequence: ring attention under FSDP2, Ulysses under DeepSpeed.")
     tp_size: int | None = _flag("Ranks that share each matrix.")
     pp_size: int | None = _flag("Ranks that share the layers (recipes/tp_pp).")
+    sequence_parallel: bool = _flag("Those of --tp_size share norms and residuals (recipes/tp_pp).", default=False)
     pipeline_schedule: str = _flag(
         "Order of the stages' work: " + ", ".join(SCHEDULES) + ".", default="1F1B", choices=SCHEDULES
     )
@@ -106,7 +107,7 @@ class ParallelArguments:
     )
 
     def __post_init__(self) -> None:
-        require_positive(self, *(name for name in vars(self) if name != "pipeline_schedule"))
+        require_positive(self, *(n for n in vars(self) if n not in ("pipeline_schedule", "sequence_parallel")))
 
 
 @dataclass(kw_only=True)

@@ -75,6 +75,13 @@ def _check_four_bits(family: str, config: dict[str, Any], layout: ParallelLayout
 def _check_deepspeed(config: dict[str, Any], args: "TrainingArguments") -> None:
     zero = config.get("zero_optimization", {})
     optimizer = str(config.get("optimizer", {}).get("type", ""))
+    tp = config.get("tensor_parallel", {}).get("autotp_size", 1)
+    if tp > 1:
+        raise UsageError(
+            f"tensor_parallel.autotp_size {tp} in the DeepSpeed config: AutoTP trains, but transformers counts its "
+            "ranks as data parallel and cannot write its model; launch recipes/tp_pp/train.py with "
+            f"accelerate_configs/tp_pp.yaml and --tp_size {tp}"
+        )
     if optimizer.lower() in _ONE_BIT:
         if args.use_cpu:
             raise UsageError(f"{optimizer} compresses over NCCL, and this machine has no GPU: use zero1.yaml")

@@ -68,6 +68,7 @@ def dry_run(
     args: TrainingArguments,
     *,
     block_size: int,
+    sequence_parallel: bool = False,
 ) -> list[RankMemory]:
     """Lay a model out over a world that is not there; returns what its pipeline ranks hold.
 
@@ -77,6 +78,7 @@ def dry_run(
         plan (`StagePlan`): its stages.
         args (`TrainingArguments`): batch, accumulation, precision and recomputation are taken from it.
         block_size (`int`): tokens per sequence.
+        sequence_parallel (`bool`): whether tensor parallel ranks share each sequence between blocks.
 
     Raises:
         UsageError: this process is part of a real world.
@@ -84,24 +86,29 @@ def dry_run(
     """
     if dist.is_initialized():
         raise UsageError("--dry_run pretends a world of its own: start it with python, not with accelerate launch")
-    check_config(make_model().config, layout, plan)
+    check_config(make_model().config, layout, plan, sequence_parallel=sequence_parallel)
     kinds: dict[tuple[object, ...], LaidOut] = {}
     cuts: list[StageCut] = []
     ranks = []
     for pp_rank in range(layout.pp):
         kind = tuple((len(cuts[i].layers), cuts[i].is_first, cuts[i].is_last) for i in plan.stages_of(pp_rank) if cuts)
         if not kind or kind not in kinds:
-            laid_out = _build(make_model(), layout, plan, args, pp_rank)
+            laid_out = _build(make_model(), layout, plan, args, pp_rank, sequence_parallel)
             cuts = laid_out.cuts
             kind = tuple((len(s.cut.layers), s.cut.is_first, s.cut.is_last) for s in laid_out.stages)
             kinds[kind] = laid_out
         own = [cuts[index] for index in plan.stages_of(pp_rank)]
-        ranks.append(_memory(kinds[kind], own, layout, plan, args, pp_rank, block_size))
+        ranks.append(_memory(kinds[kind], own, layout, plan, args, pp_rank, block_size, sequence_parallel))
     return ranks
 
 
 def _build(
-    model: PreTrainedModel, layout: ParallelLayout, plan: StagePlan, args: TrainingArguments, pp_rank: int
+    model: PreTrainedModel,
+    layout: ParallelLayout,
+    plan: StagePlan,
+    args: TrainingArguments,
+    pp_rank: int,
+    sequence_parallel: bool,
 ) -> LaidOut:
     rank = pp_rank * layout.world_size // layout.pp
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
@@ -112,6 +119,7 @@ def _build(
             plan,
             lambda view, inputs: view(**inputs).loss,
             compute_dtype=torch.bfloat16 if args.bf16 else None,
+            sequence_parallel=sequence_parallel,
         )
     finally:
         dist.destroy_process_group()
@@ -125,6 +133,7 @@ def _memory(
     args: TrainingArguments,
     pp_rank: int,
     block_size: int,
+    sequence_parallel: bool,
 ) -> RankMemory:
     cuts = list(cuts)
     parameters = list(laid_out.model.parameters())
@@ -145,14 +154,19 @@ def _memory(
         micro_batch=args.per_device_train_batch_size,
         global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size,
         recompute="full" if args.activation_checkpointing or args.gradient_checkpointing else "none",
-        sequence_parallel=False,
+        sequence_parallel=sequence_parallel,
     )
     view, constants = view_of(job.shape), stack("hf")
     kept, working = kept_and_working(view, job, constants)
+    if sequence_parallel:
+        # The inputs of attention and MLP, 2 bytes a value, are gathered once and kept whole; the formula, Megatron's,
+        # gathers them again for the backward pass.
+        whole = 2 * 2.0 * job.tokens * view.hidden * (1 - 1 / layout.tp)
+        kept, working = (kept + whole, working) if job.recompute == "none" else (kept, working + whole)
     held = sum(plan.in_flight(pp_rank, job.micro_batches) / len(cuts) * len(cut.layers) for cut in cuts)
-    loss = (
-        loss_bytes(view, job, constants) * layout.tp if any(cut.is_last for cut in cuts) else 0.0
-    )  # logits are whole
+    loss = loss_bytes(view, job, constants) if any(cut.is_last for cut in cuts) else 0.0
+    if laid_out.vocabulary is None:
+        loss *= layout.tp  # logits are whole
     return RankMemory(
         pp_rank=pp_rank,
         layers=" ".join(f"{cut.layers.start}-{cut.layers.stop - 1}" for cut in cuts),

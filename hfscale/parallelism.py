@@ -43,8 +43,9 @@ def set_up_parallelism(
         LayoutError: the sizes do not make up the number of processes.
         UsageError: sizes that the strategy cannot carry out.
     """
-    if (parallel.pp_size or 1) > 1 or parallel.dry_run:
+    if (parallel.pp_size or 1) > 1 or parallel.dry_run or parallel.sequence_parallel:
         flag = f"--dry_run {parallel.dry_run}" if parallel.dry_run else f"--pp_size {parallel.pp_size}"
+        flag = "--sequence_parallel" if parallel.sequence_parallel else flag
         raise UsageError(f"{flag} is for pipelines: launch recipes/tp_pp/train.py with accelerate_configs/tp_pp.yaml")
     family = requested_family(args, environ)
     if family in ("ddp", "single") and (parallel.tp_size or 1) > 1:

@@ -9,6 +9,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.parallel.checks import decide_layout
 from hfscale.parallel.stages import StagePlan
+from hfscale.strategy import requested_family
 
 
 def plan_stages(
@@ -50,10 +51,13 @@ def check_arguments(
     Raises:
         UsageError: something is; the message names it and the mend.
     """
+    family = requested_family(args)
     scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     compression = getattr(args, "gradient_compression", "none")
     refused = {
-        "--fsdp and --deepspeed: ParallelTrainer shards the model itself; leave them out": args.deepspeed or args.fsdp,
+        "DeepSpeed: ParallelTrainer shards the model itself; launch with accelerate_configs/tp_pp.yaml (ZeRO goes "
+        "with recipes/sharded)": family == "zero",
+        "FSDP: ParallelTrainer shards the model itself; launch with accelerate_configs/tp_pp.yaml": family == "fsdp",
         "--fp16 scales losses per rank, which stages cannot share: use --bf16": args.fp16,
         "compute_metrics needs logits, which stay on the last stage: evaluate by eval_loss": compute_metrics,
         "model_init makes models that are not cut: give model, on the meta device where it is large": model_init,

@@ -4,6 +4,7 @@ transformers and accelerate turn several requests into something else without a 
 a CPU, two processes into one, or into two unrelated trainings that write one directory.
 """
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hfscale.errors import StrategyMismatchError
+from hfscale.errors import MissingDependencyError, StrategyMismatchError
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -64,8 +65,12 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
     """Compare the number of processes with what the launcher started. Needs no model.
 
     Raises:
-        StrategyMismatchError: the launcher started another number of processes than this run has.
+        StrategyMismatchError: the launcher started another number of processes than this run has, or it asks for
+            Megatron-LM, which transformers' Trainer does not drive.
+        MissingDependencyError: it asks for Megatron-LM, and there is none.
     """
+    if _is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        _refuse_megatron()
     launched = int(environ.get("WORLD_SIZE", "1"))
     if launched != args.world_size:
         raise StrategyMismatchError(
@@ -79,6 +84,19 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
             "the accelerate config asks for several CPU processes but its launcher started one: "
             "use distributed_type MULTI_GPU with use_cpu false, which starts them on a CPU machine too"
         )
+
+
+def _refuse_megatron() -> None:
+    """accelerate would raise without saying where Megatron-LM comes from, or hand the Trainer a model that it cannot
+    step."""
+    ours = "launch with accelerate_configs/tp_pp.yaml for tensor and pipeline parallelism by torch"
+    if importlib.util.find_spec("megatron") is None:
+        raise MissingDependencyError(
+            f"the accelerate config asks for Megatron-LM, which is not installed: pip install megatron-core, or {ours}"
+        )
+    raise StrategyMismatchError(
+        f"the accelerate config asks for Megatron-LM, which a Trainer cannot drive (accelerate's own loop can): {ours}"
+    )
 
 
 def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) -> str:
@@ -121,6 +139,8 @@ def describe_strategy(trainer: "Trainer") -> str:
     if _lays_out_itself(trainer):
         sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
         parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
+        if trainer.laid_out.sequence_parts > 1:
+            parts.append(f"sequences cut over {trainer.laid_out.sequence_parts} ranks")
     first = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
     if first is not None:
         mesh = first.device_mesh

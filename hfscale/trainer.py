@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from hfscale import distributed
 from hfscale.arguments import ParallelArguments
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.checkpoint.store import write_atomically
@@ -31,6 +30,7 @@ from hfscale.errors import CheckpointError, UsageError
 from hfscale.parallel import export, gradients, state
 from hfscale.parallel.batches import stack_batches
 from hfscale.parallel.checks import check_config
+from hfscale.parallel.clock import StageTimes
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import LaidOut, ParallelModel, lay_out
 from hfscale.parallel.schedule import Pipeline
@@ -73,7 +73,7 @@ class ParallelTrainer(Trainer):
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
         check_arguments(args, **kwargs)
-        check_config(model.config, self.layout, self.stage_plan)
+        check_config(model.config, self.layout, self.stage_plan, sequence_parallel=parallel.sequence_parallel)
         self.mesh = make_mesh(self.layout, args.device.type)
         causal = model.get_base_model() if _is_adapted(model) else model
         self.whole_sizes = tuple(
@@ -88,16 +88,21 @@ class ParallelTrainer(Trainer):
             self._loss_of_last_stage,
             compute_dtype=torch.bfloat16 if args.bf16 else None,
             fill=partial(_fill, seed=args.seed, weights_from=weights_from),
+            sequence_parallel=parallel.sequence_parallel,
+            cut_logits=kwargs.get("compute_loss_func") is None,
         )
         super().__init__(model, args, *positional, **kwargs)
+        if self.laid_out.vocabulary is not None and self.label_smoother is not None:
+            self.label_smoother = self.laid_out.vocabulary.smoother(self.label_smoother.epsilon)
         # The Trainer's own way to leave a model alone: no wrapper, no placement.
         self.is_distributed_loading_by_transformers = True
         self.accelerator.prepare_data_loader = self._prepare_data_loader
         hidden = causal.config.get_text_config().hidden_size
         dtype = torch.bfloat16 if args.bf16 else causal.dtype
         self.pipeline = Pipeline(
-            self.laid_out.stages, self.stage_plan, self.mesh.pp_group, args.device, hidden_size=hidden, dtype=dtype
-        )
+            self.laid_out.stages, self.stage_plan, self.mesh.pp_group, args.device, hidden_size=hidden, dtype=dtype,
+            sequence_parts=self.laid_out.sequence_parts,
+        )  # fmt: skip
         self.parallel_model = ParallelModel(self.laid_out, self.pipeline)
         self._waiting: list[dict[str, torch.Tensor]] = []
         self._items: torch.Tensor | int | None = None
@@ -133,8 +138,8 @@ class ParallelTrainer(Trainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         _, data_loader = super()._prepare_for_training(*args, **kwargs)
         self.model_wrapped = self.parallel_model
-        LogKeys.of(self).add(self._bubble_keys)
-        self.pipeline.clock.read()
+        if self.layout.pp > 1:
+            LogKeys.of(self).add(StageTimes(self.pipeline.clock, Path(self.args.output_dir)).keys)
         return self.parallel_model, data_loader
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
@@ -234,12 +239,6 @@ class ParallelTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
         """6 N D of the whole model, shared among the ranks that work on a sample: Trainer adds up all ranks."""
         return 6 * inputs["input_ids"].numel() * self.whole_sizes[0] // self.layout.ranks_per_replica
-
-    def _bubble_keys(self, _: Any) -> dict[str, float]:
-        if self.layout.pp == 1:
-            return {}
-        busy, all_ = zip(*distributed.gather_rows(self.pipeline.clock.read()), strict=True)
-        return {"scaling/bubble_fraction": 1 - sum(busy) / sum(all_)} if sum(all_) > 0 else {}
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel_world import VOCAB
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -57,9 +60,8 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
     config = small_config(job["family"], **job.get("config", {}))
     layout = decide_layout(world, tp=job.get("tp", 1), pp=job.get("pp", 1))
     plan = StagePlan(schedule=job.get("schedule", "1F1B"), pp=layout.pp)
-    rows = torch.randint(
-        3, VOCAB, (MICRO_BATCHES * layout.dp_shard * 2, LENGTH), generator=torch.Generator().manual_seed(1)
-    )
+    size = (MICRO_BATCHES * layout.dp_shard * 2, job.get("length", LENGTH))
+    rows = torch.randint(3, VOCAB, size, generator=torch.Generator().manual_seed(1))
     items = rows[:, 1:].numel()
 
     whole = build_model(config, seed=5, dtype=torch.float32).train()
@@ -72,16 +74,19 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
 
     mesh = make_mesh(layout, "cpu")
     model = build_model(config, seed=5, dtype=torch.float32)
-    laid_out = lay_out(model, mesh, plan, loss_of)
+    laid_out = lay_out(
+        model, mesh, plan, loss_of, sequence_parallel=job.get("sequence", False), cut_logits=job.get("cut", True)
+    )
     pipeline = Pipeline(
         laid_out.stages, plan, mesh.pp_group, torch.device("cpu"), hidden_size=config.get_text_config().hidden_size,
-        dtype=torch.float32,
+        dtype=torch.float32, sequence_parts=laid_out.sequence_parts,
     )  # fmt: skip
     parallel = ParallelModel(laid_out, pipeline).train()
     mine = rows.chunk(layout.dp_shard)[mesh.data_rank]
     if laid_out.balance is not None:
         laid_out.balance.micro_batches = MICRO_BATCHES
-    loss = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
+    with Shapes() as shapes:
+        loss = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
     dist.all_reduce(loss)
     loss /= layout.tp * layout.dp_shard
     gradients.align_gradients(model.parameters())
@@ -98,7 +103,24 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
         "loss": abs(loss.item() - reference.item()),
         "norm": abs(found.item() - norm.item()) / norm.item(),
         "evaluation": abs(evaluated.item() - reference.item()),
+        "shapes": sorted(shapes.seen),
     }
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the shape of every matrix that any operation makes on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, torch.Tensor) and local.ndim > 1:
+                self.seen.add(tuple(local.shape))
+        return made
 
 
 def _whole_loss(model: Any, rows: torch.Tensor, items: int, *, parts: int) -> torch.Tensor:

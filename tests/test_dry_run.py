@@ -20,7 +20,10 @@ def pretend(job):
     args = TrainingArguments(
         "none", use_cpu=True, report_to="none", bf16=True, gradient_accumulation_steps=8, per_device_train_batch_size=1
     )
-    ranks = dry_run(lambda: empty_causal_lm(**SIZES), layout, plan, args, block_size=32)
+    recompute = job.get("recompute", False)
+    args.gradient_checkpointing = recompute
+    cut = job.get("sequence_parallel", False)
+    ranks = dry_run(lambda: empty_causal_lm(**SIZES), layout, plan, args, block_size=32, sequence_parallel=cut)
     print_dry_run(ranks, layout, plan, args)
     return [vars(rank) | {"total": rank.total} for rank in ranks]
 
@@ -40,6 +43,20 @@ def test_the_parts_are_the_whole(schedule, pp):
     assert [rank["loss"] > 0 for rank in ranks] == [schedule == "ZBV", *[False] * (pp - 2), schedule == "1F1B"]
     if schedule == "1F1B":  # as many micro-batches are held as stages follow
         assert ranks[0]["activations"] > ranks[-1]["activations"]
+
+
+def test_sequence_parallelism_shows_smaller_activations_and_each_rank_its_part_of_the_logits():
+    job = {"ranks": 64, "tp": 4, "pp": 2, "schedule": "1F1B"}
+    jobs = [job | {"recompute": full, "sequence_parallel": cut} for full in (False, True) for cut in (False, True)]
+    whole, cut, recomputed, both = in_world(1, pretend, jobs)
+    # Of a token 16 h of norms, residuals and inputs, of which the 4 h of gathered inputs stay whole: 3/4 of 12 h less.
+    kept = 2 * 5 * 32  # micro-batches held, layers, tokens
+    hidden = empty_causal_lm(**SIZES).config.hidden_size
+    saved = (whole[0]["activations"] - cut[0]["activations"]) * 2**30
+    assert saved == pytest.approx(kept * 0.75 * 12 * hidden, rel=1e-6)
+    assert both[0]["activations"] < recomputed[0]["activations"] / 1.5
+    assert {rank["states"] for rank in whole} == {rank["states"] for rank in cut}
+    assert whole[1]["loss"] == cut[1]["loss"] == pytest.approx(14 * 32 * 128 / 4 / 2**30)
 
 
 def test_a_real_world_is_not_pretended_over(monkeypatch):

@@ -7,7 +7,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Train
 
 from hfscale import ParallelArguments
 from hfscale.arguments import SCHEDULES
-from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
+from hfscale.errors import (
+    LayoutError,
+    MissingDependencyError,
+    StrategyMismatchError,
+    UnsupportedModelError,
+    UsageError,
+)
 from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.batches import stack_batches
 from hfscale.parallel.checks import check_config, decide_layout
@@ -16,6 +22,7 @@ from hfscale.parallel.schedule import SCHEDULES as RUN
 from hfscale.parallel.stages import SHAPES, StagePlan
 from hfscale.parallelism import set_up_parallelism
 from hfscale.stage_flags import check_arguments, plan_stages
+from hfscale.strategy import check_launch
 
 TINY = {
     "vocab_size": 96,
@@ -197,10 +204,36 @@ def test_what_needs_logits_or_another_optimizer_is_refused(tmp_path):
             check_arguments(args, **keywords)
 
 
+@pytest.mark.parametrize(
+    ("engine", "line"), [("DEEPSPEED", "ZeRO goes with recipes/sharded"), ("FSDP", "FSDP: Parallel")]
+)
+def test_another_engine_of_the_launchers_config_is_refused(engine, line, monkeypatch, tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(UsageError, match=r"launch with accelerate_configs/tp_pp\.yaml") as raised:
+        check_arguments(args)
+    assert line in str(raised.value)
+
+
+def test_megatron_is_told_where_it_comes_from_or_that_a_trainer_does_not_drive_it(monkeypatch, tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    asked = {"ACCELERATE_USE_MEGATRON_LM": "true"}
+    with pytest.raises(MissingDependencyError, match="not installed: pip install megatron-core, or launch with"):
+        check_launch(args, asked)
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(StrategyMismatchError, match="which a Trainer cannot drive"):
+        check_launch(args, asked)
+    check_launch(args, {})
+
+
 def test_pipelines_are_sent_to_their_recipe(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(UsageError, match=r"--pp_size 2 is for pipelines: launch recipes/tp_pp/train\.py"):
         set_up_parallelism(ParallelArguments(pp_size=2), args, {})
+    with pytest.raises(UsageError, match="--sequence_parallel is for pipelines"):
+        set_up_parallelism(ParallelArguments(tp_size=2, sequence_parallel=True), args, {})
     with pytest.raises(UsageError, match="--cp_size 2: pipelines have no ring attention"):
         plan_stages(ParallelArguments(cp_size=2), args)
     with pytest.raises(LayoutError, match=r"1 micro-batches per step .* set --gradient_accumulation_steps 2"):

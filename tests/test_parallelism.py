@@ -198,6 +198,7 @@ class TestPairs:
         ("config", "message"),
         [
             ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam compresses over NCCL, and this machine has no GPU"),
+            ({"tensor_parallel": {"autotp_size": 2}}, r"autotp_size 2 .* recipes/tp_pp/train\.py .* --tp_size 2$"),
             (
                 offload("nvme", "/no/such/disk"),
                 "offload_param to nvme_path /no/such/disk: make that folder on a local",

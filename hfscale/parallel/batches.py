@@ -30,6 +30,13 @@ def stack_batches(batches: list[dict[str, Any]], micro_batches: int) -> dict[str
     return stacked
 
 
+def pad_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
+    """Every input lengthened on the right to a `multiple` of tokens, with labels that are ignored: a causal model's
+    other tokens do not see them."""
+    rows, length = inputs["input_ids"].shape
+    return {name: _padded(name, value, rows, -(-length // multiple) * multiple) for name, value in inputs.items()}
+
+
 def _ignored(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(batch[name], _IGNORED) for name in _PADDING if name in batch}
 

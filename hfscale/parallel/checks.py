@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.parallel.families import check_family
+from hfscale.parallel.families import check_family, check_matrices, check_sequences
 from hfscale.parallel.stages import StagePlan
 
 
@@ -48,12 +48,15 @@ def _nearest_sizes(world_size: int, tp: int, pp: int, dp_replicate: int) -> str:
     return f"set --tp_size {min(parts, key=lambda n: abs(n - tp))}"
 
 
-def check_config(config: PreTrainedConfig, layout: ParallelLayout, plan: StagePlan) -> None:
+def check_config(
+    config: PreTrainedConfig, layout: ParallelLayout, plan: StagePlan, *, sequence_parallel: bool = False
+) -> None:
     """Make sure that a model's shape divides over the axes.
 
     Raises:
         LayoutError: heads, vocabulary or layers do not; the message names the nearest sizes that do.
-        UsageError: quantised weights, which cannot be cut, or a model without tensor-parallel plan.
+        UsageError: quantised weights, which cannot be cut, a model without tensor-parallel plan, or one whose
+            sequences cannot be.
     """
     if plan.stages > 1:
         check_family(config.model_type)
@@ -69,6 +72,9 @@ def check_config(config: PreTrainedConfig, layout: ParallelLayout, plan: StagePl
             f"pp_size {plan.pp} with {plan.per_rank} stages per rank makes {plan.stages} stages, and the model has "
             f"{text.num_hidden_layers} layers: set --pp_size {max(1, possible)}"
         )
+    check_matrices(config.model_type, layout.tp)
+    if sequence_parallel:
+        check_sequences(config.model_type, layout.tp)
     if layout.tp == 1:
         return
     if not text.base_model_tp_plan:

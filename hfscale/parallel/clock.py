@@ -1,10 +1,15 @@
 """How long a rank's stages compute, and how long it is in its schedules: the rest is waiting."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
+from transformers import TrainerState
+
+from hfscale import distributed
+from hfscale.metrics.records import JSONL_NAME, RankLines
 
 _KEPT_SCHEDULES = 64
 
@@ -33,9 +38,11 @@ class BusyClock:
         if kind == "all" and len(self._spans["all"]) > _KEPT_SCHEDULES:
             self._spans = {"busy": [], "all": []}  # nobody has asked for long: what counts is the recent past
 
-    def read(self) -> tuple[float, float]:
-        """Seconds computed and seconds in schedules since the last call; waits for the GPU's last event."""
-        totals = []
+    def read(self) -> tuple[float, float, int]:
+        """Seconds computed, seconds in schedules and how many these were since the last call; waits for the GPU's last
+        event."""
+        totals: list[float] = []
+        schedules = len(self._spans["all"])
         for kind in ("busy", "all"):
             spans, self._spans[kind] = self._spans[kind], []
             if self._cuda and spans:
@@ -43,7 +50,36 @@ class BusyClock:
                 totals.append(sum(start.elapsed_time(end) for start, end in spans) / 1000)
             else:
                 totals.append(sum(end - start for start, end in spans))
-        return totals[0], totals[1]
+        return totals[0], totals[1], schedules
+
+
+class StageTimes:
+    """What a log says of the stages' time: the share that was waited, and to a run that is recorded (its folder has
+    `scaling.jsonl`) each rank's own, for `hfscale report`: a slow stage holds all others up.
+
+    | name | unit | meaning |
+    |---|---|---|
+    | `scaling/bubble_fraction` | ratio | share of the schedule's time in which a rank waits, mean of all |
+    | `stage_s` in `hfscale_ranks.jsonl` | s | own time of a rank's stages per schedule, one number per rank |
+
+    Args:
+        clock (`BusyClock`): of this rank's stages; what it has counted until now is left out.
+        output_dir (`Path`): the run's.
+    """
+
+    def __init__(self, clock: BusyClock, output_dir: Path) -> None:
+        self._clock, self._folder, self._lines = clock, output_dir, RankLines(output_dir)
+        clock.read()
+
+    def keys(self, state: TrainerState) -> dict[str, float]:
+        """Of the time since the last call. Call it on every rank."""
+        busy, all_, schedules = zip(*distributed.gather_rows(self._clock.read()), strict=True)
+        if not sum(all_):
+            return {}
+        if state.is_world_process_zero and (self._folder / JSONL_NAME).exists():
+            own = [seconds / number for seconds, number in zip(busy, schedules, strict=True)]
+            self._lines.add(state.global_step, {"stage_s": own})
+        return {"scaling/bubble_fraction": 1 - sum(busy) / sum(all_)}
 
 
 class ClockedStage(PipelineStage):

@@ -33,6 +33,47 @@ UNCUTTABLE = {
 """Families with a tensor-parallel plan whose stages would not compute what the whole does, with the reason."""
 
 
+MATRICES_UNCUTTABLE = {
+    "apertus": "its activation has parameters, of whose gradient each rank would have a part",
+    "doge": "transformers' plan cuts dt_proj and leaves whole what meets its output",
+    "dots3_note_text": "transformers' plan reads one size of its config that differs between its layers",
+    "inkling_text": "an assertion of DTensor fails in its forward pass",
+    "llama4_text": "it adds in place to an output that transformers' plan makes a view",
+}
+"""Families whose tensor-parallel plan in transformers 5.23 does not compute what the whole model does, or nothing."""
+
+SEQUENCES_PROVEN = PROVEN - MATRICES_UNCUTTABLE.keys()
+"""Families that compute the same with sequence parallelism: tests/test_parallel_sequence.py."""
+
+
+def check_matrices(model_type: str, tp: int) -> None:
+    """Make sure that a family's matrices can be cut over `tp` ranks.
+
+    Raises:
+        UsageError: its plan is known to go wrong.
+    """
+    if tp > 1 and model_type in MATRICES_UNCUTTABLE:
+        raise UsageError(
+            f"tp_size {tp}: the matrices of {model_type} cannot be cut: {MATRICES_UNCUTTABLE[model_type]}; set "
+            "--tp_size 1"
+        )
+
+
+def check_sequences(model_type: str, tp: int) -> None:
+    """Make sure that sequence parallelism can be carried out.
+
+    Raises:
+        UsageError: there are no ranks to share a sequence, or the family was not proven to compute the same so.
+    """
+    if tp == 1:
+        raise UsageError("--sequence_parallel shares sequences among the ranks of --tp_size, which is 1: leave it out")
+    if model_type not in SEQUENCES_PROVEN:
+        raise UsageError(
+            f"--sequence_parallel was not shown to compute the same with {model_type}: leave it out (it is for "
+            f"{', '.join(sorted(SEQUENCES_PROVEN)[:12])} ...: hfscale/parallel/families.py)"
+        )
+
+
 def check_family(model_type: str) -> None:
     """Say before a model is cut into stages what is known of its family.
 

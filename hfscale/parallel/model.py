@@ -10,14 +10,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from hfscale.errors import UsageError
 from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.balance import RouterBalance
+from hfscale.parallel.batches import pad_to_multiple
 from hfscale.parallel.gradients import TiedWeight
 from hfscale.parallel.mesh import ParallelMesh
 from hfscale.parallel.partition import Foreign, Stage, StageCut, cut_by_cost, layer_costs, prune, stage_view
 from hfscale.parallel.schedule import Pipeline
+from hfscale.parallel.sequence import apply_sequences, enter, plan_sequences
 from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.tensor import Packed, apply_plan, packed_parameters, tensor_parallel_plan
+from hfscale.parallel.vocabulary import VocabularyLoss, leave_logits_cut
 
 Loss = Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor]
 
@@ -44,6 +48,10 @@ class LaidOut:
     """The load-balancing loss of a mixture of experts, where its config asks for one."""
     tied: TiedWeight | None
     """The weight that first and last stage share, where they are two."""
+    sequence_parts: int
+    """Into how many parts a sequence is cut between the blocks of a layer."""
+    vocabulary: VocabularyLoss | None
+    """The loss of logits that are cut over the tensor parallel ranks; None where each holds them whole."""
 
 
 def lay_out(
@@ -54,6 +62,8 @@ def lay_out(
     *,
     compute_dtype: torch.dtype | None = None,
     fill: Callable[[PreTrainedModel, Mapping[str, str]], None] | None = None,
+    sequence_parallel: bool = False,
+    cut_logits: bool = True,
 ) -> LaidOut:
     """Cut `model`, in place, to what this rank holds of it.
 
@@ -70,6 +80,8 @@ def lay_out(
         fill (`callable`, *optional*): for a model on the meta device: `fill(model, aliases)` gives values to this
             rank's memory, once there is some; `aliases` are names whose weights checkpoints keep under others.
             Absent: such a model stays without memory.
+        sequence_parallel (`bool`): whether tensor parallel ranks keep a part of the sequence each between blocks.
+        cut_logits (`bool`): whether each of them keeps its part of the logits, where the model's loss allows it.
 
     Raises:
         UnsupportedModelError: a model that cannot be cut so.
@@ -79,14 +91,25 @@ def lay_out(
     packed = packed_parameters(model)
     balance = RouterBalance(model) if getattr(model.config.get_text_config(), "output_router_logits", False) else None
     anatomy = Anatomy.of(model)
+    tp_mesh = mesh.device_mesh["tp"]
+    is_cut = cut_logits and leave_logits_cut(model, tensor_plan, anatomy.head)
+    vocabulary = VocabularyLoss(group=mesh.tp_group) if is_cut else None
+    sequences = plan_sequences(model, anatomy, tensor_plan) if sequence_parallel and tensor_plan else None
     cuts = cut_by_cost(*layer_costs(model, anatomy), plan.stages)
     own = [cuts[index] for index in plan.stages_of(mesh.pp_rank)]
     prune(model, anatomy, own)
-    partial = apply_plan(model, tensor_plan, mesh.device_mesh["tp"]) if tensor_plan else set()
+    partial = apply_plan(model, sequences.rest_of(tensor_plan) if sequences else tensor_plan, tp_mesh)
+    partial |= apply_sequences(model, anatomy, sequences, tp_mesh) if sequences is not None else set()
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(torch.device(mesh.device_mesh.device_type))
     _tie(model, anatomy, plan)
-    stages = [Stage(stage_view(model, anatomy, cut), anatomy, cut, loss, balance) for cut in own]
+    stages = []
+    for cut in own:
+        view = stage_view(model, anatomy, cut)
+        if vocabulary is not None:
+            view.loss_function = vocabulary
+        entrance = enter(view, anatomy, cut, tp_mesh) if sequences is not None else None
+        stages.append(Stage(view, anatomy, cut, loss, balance, entrance and entrance.stand_in_for))
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
         whole = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
         _shard(model, anatomy, stages, mesh, compute_dtype, whole)
@@ -119,6 +142,8 @@ def lay_out(
         packed=packed,
         balance=balance,
         tied=tied,
+        sequence_parts=mesh.layout.tp if sequences is not None else 1,
+        vocabulary=vocabulary,
     )
 
 
@@ -179,10 +204,23 @@ class ParallelModel(nn.Module):
     def __init__(self, laid_out: LaidOut, pipeline: Pipeline) -> None:
         super().__init__()
         self.stages = nn.ModuleList(laid_out.stages)
-        self._pipeline = pipeline
+        self._pipeline, self._parts = pipeline, laid_out.sequence_parts
+        self._counts_tokens = laid_out.balance is not None
 
     def forward(self, *, micro_batches: int, **inputs: torch.Tensor) -> torch.Tensor:
-        """In training mode forward and backward, else forward only: see `Pipeline.train` and `Pipeline.evaluate`."""
+        """In training mode forward and backward, else forward only: see `Pipeline.train` and `Pipeline.evaluate`.
+
+        Raises:
+            UsageError: sequences that have to be lengthened, of a model whose loss counts their tokens.
+        """
+        length = inputs["input_ids"].shape[1]
+        if length % self._parts:
+            if self._counts_tokens and "attention_mask" not in inputs:
+                raise UsageError(
+                    f"--sequence_parallel and output_router_logits: sequences of {length} tokens are not a multiple "
+                    f"of tp_size {self._parts}; set --block_size {-(-length // self._parts) * self._parts}"
+                )
+            inputs = pad_to_multiple(inputs, self._parts)
         if self.training:
             return self._pipeline.train(micro_batches, inputs)
         return self._pipeline.evaluate(micro_batches, inputs)

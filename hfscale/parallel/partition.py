@@ -5,7 +5,7 @@ keeps the name it has in the checkpoint, and transformers' own forward makes mas
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -196,6 +196,8 @@ class Stage(nn.Module):
         cut (`StageCut`): which stage it is.
         loss (`callable`): `loss(view, inputs)` of the last stage, a scalar; `inputs` are the model's keywords.
         balance (`RouterBalance`, *optional*): the loss of its routers, where the model has one.
+        stand_in_for (`callable`, *optional*): with sequence parallelism, takes the hidden states that come from
+            another stage, (micro-batch, sequence / tp, hidden), and returns what the decoder is given.
     """
 
     def __init__(
@@ -205,10 +207,12 @@ class Stage(nn.Module):
         cut: StageCut,
         loss: Any,
         balance: RouterBalance | None = None,
+        stand_in_for: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.view = view
         self.cut = cut
+        self._stand_in_for = stand_in_for
         self._loss = loss
         self._inner = anatomy.decoder.split(".")[0]
         self._balance = balance
@@ -219,6 +223,8 @@ class Stage(nn.Module):
     def forward(self, first: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Tokens (micro-batch, sequence) or hidden states (micro-batch, sequence, hidden) -> hidden states or a
         scalar loss; `labels` among the keywords are used by the last stage only."""
+        if self._stand_in_for is not None and not self.cut.is_first:
+            first = self._stand_in_for(first)
         inputs["input_ids" if self.cut.is_first else "inputs_embeds"] = first
         if self._balance is None:
             return self._compute(inputs)

@@ -44,6 +44,7 @@ class Pipeline:
         device (`torch.device`): where the stages are.
         hidden_size (`int`): width of what passes from stage to stage.
         dtype (`torch.dtype`): its type.
+        sequence_parts (`int`): into how many parts sequence parallelism cuts what passes; 1 without.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Pipeline:
         *,
         hidden_size: int,
         dtype: torch.dtype,
+        sequence_parts: int = 1,
     ) -> None:
         self.stages, self.plan, self.group, self.device = list(stages), plan, group, device
-        self.hidden_size, self.dtype = hidden_size, dtype
+        self.hidden_size, self.dtype, self.sequence_parts = hidden_size, dtype, sequence_parts
         self.clock = BusyClock(device)
         self._schedules: OrderedDict[tuple[int, int, int], Any] = OrderedDict()
 
@@ -110,7 +112,7 @@ class Pipeline:
                 elif (index - 1, number) in local:
                     first = local.pop((index - 1, number))
                 else:
-                    first = torch.empty(*tokens.shape, self.hidden_size, dtype=self.dtype, device=self.device)
+                    first = torch.empty(self._passed(*tokens.shape), dtype=self.dtype, device=self.device)
                     dist.recv(first, group_src=self.plan.rank_of(index - 1), group=self.group)
                 output = stage(first, **part)
                 if stage.cut.is_last:
@@ -159,9 +161,13 @@ class Pipeline:
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
+    def _passed(self, rows: int, length: int) -> tuple[int, int, int]:
+        """The shape of what one stage sends to the next."""
+        return rows, length // self.sequence_parts, self.hidden_size
+
     def _torch_stage(self, stage: Stage, rows: int, length: int) -> PipelineStage:
         """Shapes are given, so that torch need not run the model to find them out."""
-        hidden = torch.empty(rows, length, self.hidden_size, dtype=self.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(self._passed(rows, length), dtype=self.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         made = ClockedStage(

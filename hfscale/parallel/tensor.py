@@ -80,6 +80,8 @@ def apply_plan(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> set[
     Returns:
         Names of the parameters that every rank holds whole and has a part of the gradient of.
     """
+    if not plan:
+        return set()
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     present = {name for name, module in modules.items() if not isinstance(module, Foreign)} | set(parameters)
     plan = {name: style for name, style in plan.items() if name in present}

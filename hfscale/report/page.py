@@ -201,6 +201,10 @@ def _ranks(run: Run) -> str:
         "data_wait_fraction": ("Waiting for data, by rank", "{:.0%}"),
         "comm_fraction": ("Exchanging or waiting for others, by rank: a slow rank is the pale one", "{:.0%}"),
         "compute_s": ("Own compute time, by rank", "{:.3g} s"),
+        "stage_s": (
+            "Own time of a rank's pipeline stages per step, by rank: the slowest stage sets the pace",
+            "{:.3g} s",
+        ),
         "memory_peak_gib": ("Peak memory, by rank", "{:.3g} GiB"),
     }
     maps = "".join(

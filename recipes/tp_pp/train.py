@@ -55,7 +55,10 @@ def main():
         return add_lora(model, model_args, training_args) if model_args.use_peft else model
 
     if parallel_args.dry_run:
-        ranks = dry_run(empty_model, layout, stages, training_args, block_size=data_args.block_size)
+        ranks = dry_run(
+            empty_model, layout, stages, training_args, block_size=data_args.block_size,
+            sequence_parallel=parallel_args.sequence_parallel,
+        )  # fmt: skip
         print_dry_run(ranks, layout, stages, training_args)
         return
 

@@ -1,0 +1,100 @@
+"""A rank of a tensor x pipeline parallel run dies: the others end within the time limit, and a line says which it was.
+
+The long suite, `make test-faults`. The launcher is torch's agent, as users have it: nothing here waits for a rank that
+it could have reaped itself.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from transformers import LlamaConfig
+
+from hfscale import corpus
+
+pytestmark = pytest.mark.faults
+ENDS_WITHIN_S = 60.0
+
+
+def start(folder, *flags):
+    """The recipe on four processes, with a log in `folder`, in a process group of its own."""
+    tokenizer = corpus.default_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    ).save_pretrained(folder / "model")  # fmt: skip
+    (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
+    config = REPOSITORY / "accelerate_configs" / "tp_pp.yaml"
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(config),
+        "--num_processes",
+        "4",
+    ]
+    command += [str(REPOSITORY / "recipes" / "tp_pp" / "train.py"), "--tp_size", "2", "--pp_size", "2"]
+    command += ["--config_name", str(folder / "model"), "--tokenizer_name", str(folder / "tokenizer")]
+    command += ["--train_file", str(folder / "text.txt"), "--block_size", "32", "--output_dir", str(folder / "run")]
+    command += ["--gradient_accumulation_steps", "4", "--max_steps", "100000", "--logging_steps", "5", *flags]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(command, cwd=folder, env=clean, stdout=log, stderr=log, start_new_session=True)
+
+
+def ranks_of(launcher):
+    """Process numbers of its workers by rank, from their environment."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError):
+                continue
+            if parent == launcher.pid and (rank := [e for e in environ if e.startswith(b"RANK=")]):
+                found[int(rank[0][5:])] = int(entry.name)
+    return found
+
+
+def wait_for(condition, seconds):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come in time"
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("guilty", [0, 3])
+def test_a_killed_rank_is_named_and_the_others_end(guilty, tmp_path):
+    launcher = start(tmp_path)
+    log, records = tmp_path / "log", tmp_path / "run" / "scaling.jsonl"
+    workers = {}
+    try:
+        wait_for(lambda: launcher.poll() is not None or (records.exists() and len(records.read_text()) > 0), 200)
+        assert launcher.poll() is None, log.read_text()[-3000:]
+        workers = ranks_of(launcher)
+        assert sorted(workers) == [0, 1, 2, 3]
+        os.kill(workers[guilty], signal.SIGKILL)
+        killed = time.monotonic()
+        assert launcher.wait(ENDS_WITHIN_S) != 0
+        print(f"rank {guilty}: all ended after {time.monotonic() - killed:.1f} s")
+        alive = [rank for rank, pid in workers.items() if Path(f"/proc/{pid}").exists()]
+        assert alive == []
+    finally:
+        for pid in workers.values():
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait(30)
+    named = re.findall(r"^hfscale: .*rank (\d+).*does not answer: its process is dead", log.read_text(), re.MULTILINE)
+    assert named == [str(guilty)], log.read_text()[-6000:]
