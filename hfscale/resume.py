@@ -16,6 +16,7 @@ from hfscale.checkpoint.writer import finish_renames
 from hfscale.continuation import discard_conversions
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.logs import get_logger
+from hfscale.strategy import requested_family
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -78,10 +79,11 @@ def keep_global_batch(
         return
     manifest = read_manifest(checkpoint)
     world_size, wanted = args.world_size, manifest.global_batch_size
-    trained_by = (read_origin(Path(checkpoint)) or {"world_size": manifest.world_size})["world_size"]
-    if world_size == trained_by and manifest.strategy != "parallel":
-        return  # the same ranks may be laid out otherwise under the latter
-    ranks = data_parallel_size or world_size
+    origin = read_origin(Path(checkpoint)) or {"strategy": manifest.strategy, "world_size": manifest.world_size}
+    trained_by, ranks = origin["world_size"], data_parallel_size or world_size
+    lays_out = origin["strategy"] == "parallel" or (ranks < world_size and requested_family(args) in ("single", "ddp"))
+    if world_size == trained_by and not lays_out:
+        return  # under ParallelTrainer as many ranks may share samples otherwise
     per_rank, left_over = divmod(wanted, ranks)
     if left_over or per_rank == 0:
         fitting = [n * world_size // ranks for n in range(1, wanted + 1) if wanted % n == 0]

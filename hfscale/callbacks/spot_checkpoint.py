@@ -13,14 +13,14 @@ from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.callbacks.remote_copies import RemoteCopies
-from hfscale.callbacks.trainer_access import calling_trainer
+from hfscale.callbacks.trainer_access import calling_trainer, resumed_from
 from hfscale.callbacks.trainer_saving import TrainerSaving
 from hfscale.checkpoint.lock import lock_output_dir, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
 from hfscale.checkpoint.writer import clear_unfinished
-from hfscale.continuation import check_resumed, discard_conversions, finish_universal_load
+from hfscale.continuation import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.errors import StorageError, UsageError
 from hfscale.logs import get_logger
 from hfscale.metrics.pace import StepPace
@@ -132,6 +132,7 @@ class SpotCheckpointCallback(TrainerCallback):
         trainer = calling_trainer()
         self._wait()  # for what a training that was broken off has left in flight
         finish_universal_load(trainer)
+        finish_merged_load(trainer, resumed_from())
         check_resumed(trainer)
         self._take_over_rotation(args)
         self._output_dir = Path(args.output_dir)
@@ -212,6 +213,8 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._wait()
+        if args.load_best_model_at_end:
+            finish_merged_load(calling_trainer(), state.best_model_checkpoint)
         self.preemption.end()
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"

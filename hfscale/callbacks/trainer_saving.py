@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hfscale import distributed
-from hfscale.callbacks.fsdp_saving import FsdpSnapshot, is_sharded_fsdp2
+from hfscale.callbacks.fsdp_saving import ShardSnapshot, fsdp_state, is_sharded_fsdp2
 from hfscale.callbacks.self_contained import complete_checkpoint
 from hfscale.callbacks.trainer_access import global_batch_size
 from hfscale.callbacks.trainer_files import (
@@ -74,7 +74,11 @@ class TrainerSaving:
         self._original = trainer._save_checkpoint
         trainer._save_checkpoint = self._save
         self._snapshot, self._has_fitted = HostSnapshot(), False
-        self._fsdp = FsdpSnapshot(trainer) if self._strategy == "fsdp2" else None
+        self._shards: ShardSnapshot | None = None
+        if self._strategy == "fsdp2":
+            self._shards = ShardSnapshot(trainer, lambda: fsdp_state(trainer))
+        elif _hands_over(trainer):
+            self._shards = ShardSnapshot(trainer, trainer.sharded_state)
         self._deferred: DeferredWrites | None = None
         self.synchronous_because = None if asynchronous else "asynchronous is False"
         if asynchronous:
@@ -84,7 +88,7 @@ class TrainerSaving:
             elif self._strategy.startswith("zero"):
                 self._deferred = DeferredWrites(trainer, self._snapshot)
         by_trainer = self.synchronous_because is not None or self._deferred is not None
-        self._processing_files = {} if by_trainer else processing_files(trainer)
+        self._processing_files = {} if by_trainer or _hands_over(trainer) else processing_files(trainer)
 
     def restore(self) -> None:
         """Give the Trainer its own method back."""
@@ -124,8 +128,9 @@ class TrainerSaving:
         trainer, full = self._trainer, not self._trainer.args.save_only_model
         rng = rng_state(trainer) if full else None
         state = frozen_state(trainer) if trainer.args.should_save else None
+        files = trainer.checkpoint_files() if _hands_over(trainer) and trainer.args.should_save else {}
         live = self._live_state()
-        write_together = self._fsdp.take() if self._fsdp is not None else None
+        write_together = self._shards.take() if self._shards is not None else None
         copied = self._snapshot.take(live)
 
         def write(folder: Path) -> None:
@@ -134,6 +139,9 @@ class TrainerSaving:
             for name in (OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME):
                 if name in copied:
                     torch.save(copied[name], folder / name)
+            for name, content in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
             if rng is not None:
                 torch.save(rng, folder / rng_name(trainer))
             if state is not None:
@@ -145,13 +153,13 @@ class TrainerSaving:
     def _live_state(self) -> dict[str, Any]:
         """What this rank has to copy, by the name of its file; not yet copied."""
         trainer = self._trainer
-        if not trainer.args.should_save:
+        if not trainer.args.should_save or _hands_over(trainer):
             return {}
         live: dict[str, Any] = {}
-        if self._fsdp is None:
+        if self._shards is None:
             live["model"] = model_state(trainer)
         if not trainer.args.save_only_model:
-            if self._fsdp is None:
+            if self._shards is None:
                 live[OPTIMIZER_NAME] = trainer.optimizer.state_dict()
             live[SCHEDULER_NAME] = trainer.lr_scheduler.state_dict()
             scaler = getattr(trainer.accelerator, "scaler", None)
@@ -164,8 +172,8 @@ class TrainerSaving:
         if self._has_fitted:
             return True
         live = self._live_state()
-        wanted = tensor_bytes(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._fsdp is not None else 1
+        wanted = tensor_bytes(live) + (self._shards.bytes() if self._shards is not None else 0)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._shards is not None else 1
         free = psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY
         self._has_fitted = distributed.all_max([float(wanted * here > free)])[0] == 0
         return self._has_fitted
@@ -224,7 +232,9 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     args = trainer.args
     if strategy.startswith("zero") and not can_defer(trainer):
         return "DeepSpeed's own engine writes"
-    if strategy == "parallel" or (strategy.startswith("fsdp") and not is_sharded_fsdp2(trainer)):
+    hands_over = _hands_over(trainer)
+    gathers = strategy.startswith("fsdp") and not is_sharded_fsdp2(trainer)
+    if gathers or (strategy == "parallel" and not hands_over):
         return "the weights are gathered from all ranks to be written"
     if strategy == "fsdp2" and args.save_only_model:
         return "save_only_model under FSDP leaves no state to write"
@@ -232,7 +242,7 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return f"not tried on {args.device.type}"
     if args.push_to_hub:
         return "push_to_hub uploads the folder at once"
-    own = [name for name in _WRITING_METHODS if getattr(type(trainer), name) is not getattr(Trainer, name)]
+    own = [name for name in _WRITING_METHODS if not _is_known(type(trainer), name)]
     if own:
         return f"{type(trainer).__name__} has its own {own[0]}"
     if isinstance(trainer.model, PeftModel):
@@ -241,6 +251,18 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
             return f"adapters of type {min(others)} are made when they are written"
     readers = [name for name in map(_reader_of_saves, trainer.callback_handler.callbacks) if name]
     return f"{readers[0]}.on_save may read the checkpoint" if readers else None
+
+
+def _is_known(kind: type, method: str) -> bool:
+    """Whether it is Trainer's own, or of the class that hands over what it would have written."""
+    home = next(base for base in kind.__mro__ if method in vars(base))
+    return home is Trainer or "sharded_state" in vars(home)
+
+
+def _hands_over(trainer: Trainer) -> bool:
+    """Whether it is a `ParallelTrainer`, which says itself what a checkpoint is made of: `parallel/` and this folder
+    know nothing of each other."""
+    return hasattr(trainer, "sharded_state")
 
 
 def _reader_of_saves(callback: TrainerCallback) -> str | None:
