@@ -81,6 +81,7 @@ class Arguments:
         self.world_size = world_size
         self.per_device_train_batch_size = per_device
         self.gradient_accumulation_steps = accumulation
+        self.deepspeed = self.fsdp = None
 
 
 @pytest.fixture
@@ -112,6 +113,16 @@ def test_the_same_world_may_change_its_batch(of_eight_processes):
     arguments = Arguments(8, 2, 5)
     keep_global_batch(arguments, of_eight_processes)
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("wrote", "data_ranks", "becomes"), [("ddp", 2, (6, 4)), ("parallel", None, (6, 1)), ("parallel", 4, (6, 2))]
+)
+def test_as_many_ranks_that_share_samples_keep_it_too(tmp_path, wrote, data_ranks, becomes):
+    commit(tmp_path, step=1, strategy=wrote, world_size=8, global_batch_size=48)
+    arguments = Arguments(8, 6, 3)
+    keep_global_batch(arguments, str(tmp_path), data_parallel_size=data_ranks)
+    assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == becomes
 
 
 class Counted(RandomTokens):

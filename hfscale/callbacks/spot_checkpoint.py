@@ -137,6 +137,8 @@ class SpotCheckpointCallback(TrainerCallback):
         self._take_over_rotation(args)
         self._output_dir = Path(args.output_dir)
         self._saving = TrainerSaving(trainer, asynchronous=self.asynchronous, committed=self._committed)
+        writer = self._saving.writer
+        self.preemption.around_save_s = lambda: writer.remaining_s + (self.remote.expected_s if self.remote else 0.0)
         self._watch = None
         self._agreement = distributed.StepAgreement(every_s=_AGREEMENT_EVERY_S)
         self._saved_step, self._saved_at, self._idle_since = state.global_step, time.monotonic(), time.monotonic()

@@ -1,0 +1,119 @@
+"""A `ParallelTrainer`'s checkpoints: written beside the training with the files of a save that it waits for, and seen,
+exported and converted by `hfscale checkpoints`."""
+
+import json
+
+import pytest
+import torch
+from parallel_world import in_world, train
+from test_checkpoint_writer import At, Save, held
+from transformers import AutoModelForCausalLM
+
+from hfscale import SpotCheckpointCallback
+from hfscale.checkpoint.formats import read_view
+from hfscale.checkpoint.formats.parallel import PARALLEL_NAME, read_facts
+from hfscale.checkpoint.store import list_checkpoints, verify
+from hfscale.cli import main
+from hfscale.errors import CheckpointError
+
+QUIET = {"logging_strategy": "no", "eval_strategy": "no", "max_steps": 6, "save_strategy": "steps", "save_steps": 100}
+EXPERTS = {"family": "mixtral", "model": {"num_local_experts": 4, "num_hidden_layers": 2}}
+LORA = {"r": 4, "target_modules": ["q_proj", "o_proj"]}
+
+
+def save_both_ways(job):
+    """Step 2 is saved while training waits, then beside it: not a byte is written before step 5. Why it waited."""
+    modes = []
+    for mode in ("waiting", "beside"):
+        with held(pytest.MonkeyPatch()) as (go, _):
+            if mode == "waiting":
+                go.set()
+            spot = SpotCheckpointCallback(asynchronous=mode == "beside")
+            callbacks = [spot, Save(2), At(5, go.set)]
+            train(job | {"output_dir": f"{job['folder']}/{mode}/run", "callbacks": callbacks})
+            modes.append(spot._saving.synchronous_because)
+    return modes
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of a mixture of experts over 2 x 2 ranks, which differ in how they save; the second's export."""
+    folder = tmp_path_factory.mktemp("runs")
+    jobs = [EXPERTS | {"parallel": {"tp_size": 2, "pp_size": 2}, "folder": str(folder), "export": str(folder / "end")}]
+    jobs += [{"parallel": {"tp_size": 2}, "lora": LORA, "folder": str(folder / "lora")}]
+    modes = in_world(4, save_both_ways, [job | {"args": QUIET} for job in jobs])
+    assert modes == [["asynchronous is False", None]] * 2
+    return folder
+
+
+def test_what_is_written_beside_the_training_is_what_it_would_have_waited_for(runs):
+    for folder, tensors in ((runs, 3 * 25), (runs / "lora", 4 * 16)):
+        waiting, beside = (folder / mode / "run" for mode in ("waiting", "beside"))
+        names = [path.name for path in list_checkpoints(waiting)]
+        assert names == [path.name for path in list_checkpoints(beside)] == ["checkpoint-2", "checkpoint-6"]
+        for name in names:
+            stock, ours = verify(waiting / name), verify(beside / name)
+            assert ours.strategy == "parallel"
+            assert set(ours.files) == set(stock.files)
+            assert {f"rng_state_{rank}.pth" for rank in range(4)} < set(ours.files)
+            for file, record in ours.files.items():
+                if file.endswith(".metadata"):  # torch writes a random id into it
+                    assert record.bytes == stock.files[file].bytes
+                elif file != "trainer_state.json":  # which names its folder
+                    assert record == stock.files[file], file
+        before, after = (read_view(beside / name, "parallel") for name in names)
+        assert sum(len(keys) for keys in before.state.values()) == tensors
+        assert all(
+            (before.state[name]["step"].read(), after.state[name]["step"].read()) == (2, 6) for name in before.state
+        )
+        changed = [
+            name for name in before.weights if not torch.equal(before.weights[name].read(), after.weights[name].read())
+        ]
+        assert changed == list(before.weights), "the snapshot followed the training"
+
+
+def answer(capsys, *argv, code=0):
+    assert main(["checkpoints", *map(str, argv)]) == code
+    return capsys.readouterr()
+
+
+def test_the_commands_know_it(runs, tmp_path, capsys):
+    run = runs / "beside" / "run"
+    rows = json.loads(answer(capsys, "list", run, "--json").out)
+    assert [(row["state"], row["strategy"], row["world_size"]) for row in rows] == [("good", "parallel", 4)] * 2
+    answer(capsys, "verify", run)
+    assert "safetensors" in answer(capsys, "export", run, tmp_path / "model").out
+    found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(info.values())
+    expected = AutoModelForCausalLM.from_pretrained(runs / "end").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+    answer(capsys, "export", runs / "lora" / "beside" / "run", tmp_path / "adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {p.name for p in (tmp_path / "adapter").iterdir()}
+    summary = answer(capsys, "convert", run, tmp_path / "made", "--to", "single", "--world-size", "1", "--json").out
+    assert json.loads(summary.splitlines()[-1])["step"] == 6
+    answer(capsys, "convert", tmp_path / "made", tmp_path / "back", "--to", "parallel", "--world-size", "8")
+    (row,) = json.loads(answer(capsys, "verify", tmp_path / "back", "--json").out)
+    assert (row["state"], row["strategy"], row["world_size"]) == ("good", "parallel", 8)
+    assert len({(tmp_path / "back" / f"rng_state_{rank}.pth").read_bytes() for rank in range(8)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "ParallelTrainer did not finish it"),
+        ("[]", "cannot be read: TypeError"),
+        ('{"format": 2}', "has format 2, this version of hfscale reads 1"),
+        ('{"format": 1, "layout": null, "packed": {}, "groups": [{}]}', "has options of 1 groups .* not of 2"),
+        ('{"format": 1, "layout": null, "packed": {}, "groups": [{}, {}]}', r"the parts \[0, 1\] of '.*' do not make"),
+    ],
+)
+def test_a_broken_description_is_told(runs, tmp_path, text, message):
+    import shutil
+
+    checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+    assert read_facts(checkpoint).layout == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 2}
+    (checkpoint / PARALLEL_NAME).unlink()
+    if text is not None:
+        (checkpoint / PARALLEL_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_view(checkpoint, "parallel")
