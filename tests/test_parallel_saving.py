@@ -2,14 +2,17 @@
 exported and converted by `hfscale checkpoints`."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from parallel_world import in_world, train
+from safetensors.torch import load_file
 from test_checkpoint_writer import At, Save, held
 from transformers import AutoModelForCausalLM
 
 from hfscale import SpotCheckpointCallback
+from hfscale.checkpoint.dcp_metadata import read_dcp_metadata
 from hfscale.checkpoint.formats import read_view
 from hfscale.checkpoint.formats.parallel import PARALLEL_NAME, read_facts
 from hfscale.checkpoint.store import list_checkpoints, verify
@@ -39,37 +42,47 @@ def save_both_ways(job):
 def runs(tmp_path_factory):
     """Two runs of a mixture of experts over 2 x 2 ranks, which differ in how they save; the second's export."""
     folder = tmp_path_factory.mktemp("runs")
-    jobs = [EXPERTS | {"parallel": {"tp_size": 2, "pp_size": 2}, "folder": str(folder), "export": str(folder / "end")}]
-    jobs += [{"parallel": {"tp_size": 2}, "lora": LORA, "folder": str(folder / "lora")}]
-    modes = in_world(4, save_both_ways, [job | {"args": QUIET} for job in jobs])
-    assert modes == [["asynchronous is False", None]] * 2
+    job = EXPERTS | {"parallel": {"tp_size": 2, "pp_size": 2}, "folder": str(folder), "export": str(folder / "end")}
+    assert in_world(4, save_both_ways, [job | {"args": QUIET}]) == [["asynchronous is False", None]]
     return folder
 
 
-def test_what_is_written_beside_the_training_is_what_it_would_have_waited_for(runs):
-    for folder, tensors in ((runs, 3 * 25), (runs / "lora", 4 * 16)):
-        waiting, beside = (folder / mode / "run" for mode in ("waiting", "beside"))
-        names = [path.name for path in list_checkpoints(waiting)]
-        assert names == [path.name for path in list_checkpoints(beside)] == ["checkpoint-2", "checkpoint-6"]
-        for name in names:
-            stock, ours = verify(waiting / name), verify(beside / name)
-            assert ours.strategy == "parallel"
-            assert set(ours.files) == set(stock.files)
-            assert {f"rng_state_{rank}.pth" for rank in range(4)} < set(ours.files)
-            for file, record in ours.files.items():
-                if file.endswith(".metadata"):  # torch writes a random id into it
-                    assert record.bytes == stock.files[file].bytes
-                elif file != "trainer_state.json":  # which names its folder
-                    assert record == stock.files[file], file
-        before, after = (read_view(beside / name, "parallel") for name in names)
-        assert sum(len(keys) for keys in before.state.values()) == tensors
-        assert all(
-            (before.state[name]["step"].read(), after.state[name]["step"].read()) == (2, 6) for name in before.state
-        )
-        changed = [
-            name for name in before.weights if not torch.equal(before.weights[name].read(), after.weights[name].read())
-        ]
-        assert changed == list(before.weights), "the snapshot followed the training"
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """The same of adapters, over matrices and data."""
+    folder = tmp_path_factory.mktemp("adapted")
+    job = {"parallel": {"tp_size": 2}, "lora": LORA, "folder": str(folder), "args": QUIET}
+    assert in_world(4, save_both_ways, [job]) == [["asynchronous is False", None]]
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("which", "parameters"), [("runs", 21), pytest.param("adapted", 16, marks=pytest.mark.faults)]
+)
+def test_what_is_written_beside_the_training_is_what_it_would_have_waited_for(request, which, parameters):
+    folder = request.getfixturevalue(which)
+    waiting, beside = (folder / mode / "run" for mode in ("waiting", "beside"))
+    names = [path.name for path in list_checkpoints(waiting)]
+    assert names == [path.name for path in list_checkpoints(beside)] == ["checkpoint-2", "checkpoint-6"]
+    for name in names:
+        stock, ours = verify(waiting / name), verify(beside / name)
+        assert ours.strategy == "parallel"
+        assert set(ours.files) == set(stock.files)
+        assert {f"rng_state_{rank}.pth" for rank in range(4)} < set(ours.files)
+        for file, record in ours.files.items():
+            if file.endswith(".metadata"):  # torch writes a random id into it
+                assert read_dcp_metadata(beside / name / "dcp") == read_dcp_metadata(waiting / name / "dcp")
+            elif file != "trainer_state.json":  # which names its folder
+                assert record == stock.files[file], file
+    before, after = (read_view(beside / name, "parallel") for name in names)
+    assert sum(len(keys) for keys in before.state.values()) == 3 * parameters
+    assert all(
+        (before.state[name]["step"].read(), after.state[name]["step"].read()) == (2, 6) for name in before.state
+    )
+    changed = [
+        name for name in before.weights if not torch.equal(before.weights[name].read(), after.weights[name].read())
+    ]
+    assert changed == list(before.weights), "the snapshot followed the training"
 
 
 def answer(capsys, *argv, code=0):
@@ -87,14 +100,21 @@ def test_the_commands_know_it(runs, tmp_path, capsys):
     assert not any(info.values())
     expected = AutoModelForCausalLM.from_pretrained(runs / "end").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
-    answer(capsys, "export", runs / "lora" / "beside" / "run", tmp_path / "adapter")
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {p.name for p in (tmp_path / "adapter").iterdir()}
     summary = answer(capsys, "convert", run, tmp_path / "made", "--to", "single", "--world-size", "1", "--json").out
     assert json.loads(summary.splitlines()[-1])["step"] == 6
     answer(capsys, "convert", tmp_path / "made", tmp_path / "back", "--to", "parallel", "--world-size", "8")
     (row,) = json.loads(answer(capsys, "verify", tmp_path / "back", "--json").out)
     assert (row["state"], row["strategy"], row["world_size"]) == ("good", "parallel", 8)
     assert len({(tmp_path / "back" / f"rng_state_{rank}.pth").read_bytes() for rank in range(8)}) == 1
+
+
+@pytest.mark.faults
+def test_an_adapter_is_exported(adapted, tmp_path, capsys):
+    answer(capsys, "export", adapted / "beside" / "run", tmp_path / "adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors"} == {p.name for p in (tmp_path / "adapter").iterdir()}
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(tensors) == 16
+    assert all(name.startswith("base_model.model.model.layers.") and ".default" not in name for name in tensors)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +128,6 @@ def test_the_commands_know_it(runs, tmp_path, capsys):
     ],
 )
 def test_a_broken_description_is_told(runs, tmp_path, text, message):
-    import shutil
-
     checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
     assert read_facts(checkpoint).layout == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 2}
     (checkpoint / PARALLEL_NAME).unlink()

@@ -1,7 +1,6 @@
-"""The sharded part of a checkpoint: copied to the host, then written by torch's distributed checkpointing.
+"""The FSDP2 part of a checkpoint: copied to the host, then written by torch's distributed checkpointing.
 
-Under FSDP2 the layout is the one accelerate reads, `pytorch_model_fsdp_0/` and `optimizer_0/` with one file per rank
-in each; `ParallelTrainer` says itself what it keeps where.
+The layout is the one accelerate reads: `pytorch_model_fsdp_0/` and `optimizer_0/`, one file per rank in each.
 """
 
 from collections.abc import Callable
@@ -26,20 +25,16 @@ def is_sharded_fsdp2(trainer: Trainer) -> bool:
     return plugin.fsdp_version == 2 and plugin.state_dict_type.name == "SHARDED_STATE_DICT"
 
 
-class ShardSnapshot:
+class FsdpSnapshot:
     """Copies this rank's shards to host memory, into the same buffers each time.
 
     torch's `DefaultStager` keeps them: it knows DTensors, and with a stager made anew the copy takes four times as
     long. Then its `save` writes, as inside its `async_save`, but on our thread: so model and optimizer follow each
     other on one process group, and the manifest follows both.
-
-    Args:
-        trainer (`Trainer`): prepared.
-        live (`Callable`): gives the state dictionaries of this rank by the folder that each goes to, not yet copied.
     """
 
-    def __init__(self, trainer: Trainer, live: Callable[[], dict[str, dict[str, Any]]]) -> None:
-        self._live = live
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         on_accelerator = trainer.args.device.type != "cpu"
         self._stager = DefaultStager(
             StagingOptions(
@@ -59,21 +54,19 @@ class ShardSnapshot:
         copied = self._stager.stage(self._live())
 
         def write(folder: Path, group: dist.ProcessGroup | None) -> None:
-            for name, tree in copied.items():
-                part = folder / name
+            for key, name in (("model", FSDP_MODEL_NAME), ("optimizer", OPTIMIZER_NAME)):
+                part = folder / f"{name}_0"
                 part.mkdir(exist_ok=True)
-                dcp.save(tree, storage_writer=dcp.FileSystemWriter(part), process_group=group)
+                dcp.save({key: copied[key]}, storage_writer=dcp.FileSystemWriter(part), process_group=group)
 
         return write
 
-
-def fsdp_state(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """As accelerate's `save_fsdp_model` and `save_fsdp_optimizer` collect it, adapters alone for PEFT."""
-    model, options = trainer.model, StateDictOptions()
-    if isinstance(model, PeftModel):
-        weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
-    else:
-        weights = get_model_state_dict(model, options=options)
-    optimizer: torch.optim.Optimizer = trainer.optimizer
-    states = get_optimizer_state_dict(model, optimizer, options=options)
-    return {f"{FSDP_MODEL_NAME}_0": {"model": weights}, f"{OPTIMIZER_NAME}_0": {"optimizer": states}}
+    def _live(self) -> dict[str, Any]:
+        """As accelerate's `save_fsdp_model` and `save_fsdp_optimizer` collect it, adapters alone for PEFT."""
+        model, options = self._trainer.model, StateDictOptions()
+        if isinstance(model, PeftModel):
+            weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+        else:
+            weights = get_model_state_dict(model, options=options)
+        optimizer: torch.optim.Optimizer = self._trainer.optimizer
+        return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}

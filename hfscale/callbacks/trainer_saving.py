@@ -8,17 +8,20 @@ them byte for byte.
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from peft import PeftModel, PeftType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hfscale import distributed
-from hfscale.callbacks.fsdp_saving import ShardSnapshot, fsdp_state, is_sharded_fsdp2
+from hfscale.callbacks.fsdp_saving import FsdpSnapshot, is_sharded_fsdp2
 from hfscale.callbacks.self_contained import complete_checkpoint
 from hfscale.callbacks.trainer_access import global_batch_size
 from hfscale.callbacks.trainer_files import (
@@ -45,6 +48,7 @@ _WRITING_METHODS = (
 # Callbacks of transformers whose `on_save` reads no file of the checkpoint (wandb's only under WANDB_LOG_MODEL).
 _ON_SAVE_READS_NOTHING = ("WandbCallback", "TrackioCallback", "SwanLabCallback")
 _SHARE_OF_FREE_MEMORY = 0.8
+_SHARDS = "shards"  # what a Trainer that lays its model out itself hands over
 
 
 class TrainerSaving:
@@ -74,11 +78,7 @@ class TrainerSaving:
         self._original = trainer._save_checkpoint
         trainer._save_checkpoint = self._save
         self._snapshot, self._has_fitted = HostSnapshot(), False
-        self._shards: ShardSnapshot | None = None
-        if self._strategy == "fsdp2":
-            self._shards = ShardSnapshot(trainer, lambda: fsdp_state(trainer))
-        elif _hands_over(trainer):
-            self._shards = ShardSnapshot(trainer, trainer.sharded_state)
+        self._fsdp = FsdpSnapshot(trainer) if self._strategy == "fsdp2" else None
         self._deferred: DeferredWrites | None = None
         self.synchronous_because = None if asynchronous else "asynchronous is False"
         if asynchronous:
@@ -130,8 +130,10 @@ class TrainerSaving:
         state = frozen_state(trainer) if trainer.args.should_save else None
         files = trainer.checkpoint_files() if _hands_over(trainer) and trainer.args.should_save else {}
         live = self._live_state()
-        write_together = self._shards.take() if self._shards is not None else None
+        write_together = self._fsdp.take() if self._fsdp is not None else None
         copied = self._snapshot.take(live)
+        if _SHARDS in copied:
+            write_together = partial(_write_shards, copied[_SHARDS])
 
         def write(folder: Path) -> None:
             if "model" in copied:
@@ -153,13 +155,15 @@ class TrainerSaving:
     def _live_state(self) -> dict[str, Any]:
         """What this rank has to copy, by the name of its file; not yet copied."""
         trainer = self._trainer
-        if not trainer.args.should_save or _hands_over(trainer):
+        if _hands_over(trainer):
+            return {_SHARDS: trainer.sharded_state()}
+        if not trainer.args.should_save:
             return {}
         live: dict[str, Any] = {}
-        if self._shards is None:
+        if self._fsdp is None:
             live["model"] = model_state(trainer)
         if not trainer.args.save_only_model:
-            if self._shards is None:
+            if self._fsdp is None:
                 live[OPTIMIZER_NAME] = trainer.optimizer.state_dict()
             live[SCHEDULER_NAME] = trainer.lr_scheduler.state_dict()
             scaler = getattr(trainer.accelerator, "scaler", None)
@@ -172,8 +176,8 @@ class TrainerSaving:
         if self._has_fitted:
             return True
         live = self._live_state()
-        wanted = tensor_bytes(live) + (self._shards.bytes() if self._shards is not None else 0)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._shards is not None else 1
+        wanted = tensor_bytes(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._fsdp is not None or _SHARDS in live else 1
         free = psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY
         self._has_fitted = distributed.all_max([float(wanted * here > free)])[0] == 0
         return self._has_fitted
@@ -251,6 +255,12 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
             return f"adapters of type {min(others)} are made when they are written"
     readers = [name for name in map(_reader_of_saves, trainer.callback_handler.callbacks) if name]
     return f"{readers[0]}.on_save may read the checkpoint" if readers else None
+
+
+def _write_shards(copied: dict[str, dict[str, Any]], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """As torch's distributed checkpointing does; every rank must call it."""
+    for name, tensors in copied.items():
+        dcp.save(tensors, checkpoint_id=folder / name, process_group=group)
 
 
 def _is_known(kind: type, method: str) -> bool:

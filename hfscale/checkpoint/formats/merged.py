@@ -115,7 +115,8 @@ def _merged(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> torch.Tensor
         chosen.add_tensor(target, part, pattern, tensor)  # type: ignore[arg-type]
     assert chosen is not None
     realized: Any = next(iter(chosen.convert(target, model=model, config=model.config).values()))
-    return realized[0] if isinstance(realized, list) else realized
+    whole: torch.Tensor = realized[0] if isinstance(realized, list) else realized
+    return whole
 
 
 class _Splitting:
