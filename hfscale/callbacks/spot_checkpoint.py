@@ -43,12 +43,12 @@ class SpotCheckpointCallback(TrainerCallback):
     stands. `hfscale.latest_checkpoint(output_dir)` is then the newest checkpoint that is whole. With
     `save_strategy="no"` nothing is saved.
 
-    Alone, under DDP, FSDP2 and `ParallelTrainer`, training waits only for a copy of its state to host memory; the rest
-    happens beside it, one save at a time. Under DeepSpeed the partitions, which are the most, are written beside it. So `on_save` of
-    other callbacks comes before the checkpoint is there: where one of them may read it, and where weights are gathered
-    from all ranks to be written, training waits for the whole save, and a line says so. The end of the training, the
-    loading of the best checkpoint and the next save wait for the one in flight; if it fails, the run stops soon after,
-    at the same step on all ranks.
+    Alone, under DDP, FSDP2 and `ParallelTrainer`, training waits only for a copy of its state to host memory; the
+    rest happens beside it, one save at a time. Under DeepSpeed the partitions, which are the most, are written beside
+    it. So `on_save` of other callbacks comes before the checkpoint is there: where one of them may read it, and where
+    weights are gathered from all ranks to be written, training waits for the whole save, and a line says so. The end
+    of the training, the loading of the best checkpoint and the next save wait for the one in flight; if it fails, the
+    run stops soon after, at the same step on all ranks.
 
     A notice that the machine goes (SIGTERM, SIGUSR1, Ctrl-C, a cloud's, the stop file; on any rank) makes all ranks
     stop at one step boundary and save that step, if there is time for it. `Trainer.train` then returns as at its end,
