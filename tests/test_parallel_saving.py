@@ -3,15 +3,17 @@ exported and converted by `hfscale checkpoints`."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from parallel_world import in_world, train
 from safetensors.torch import load_file
 from test_checkpoint_writer import At, Save, held
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfscale import SpotCheckpointCallback
+from hfscale.callbacks.trainer_access import calling_trainer
 from hfscale.checkpoint.dcp_metadata import read_dcp_metadata
 from hfscale.checkpoint.formats import read_view
 from hfscale.checkpoint.formats.parallel import PARALLEL_NAME, read_facts
@@ -40,26 +42,36 @@ def save_both_ways(job):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two runs of a mixture of experts over 2 x 2 ranks, which differ in how they save; the second's export."""
-    folder = tmp_path_factory.mktemp("runs")
-    job = EXPERTS | {"parallel": {"tp_size": 2, "pp_size": 2}, "folder": str(folder), "export": str(folder / "end")}
-    assert in_world(4, save_both_ways, [job | {"args": QUIET}]) == [["asynchronous is False", None]]
-    return folder
+    """Two runs of a mixture of experts on two ranks, which differ in how they save; the second's export."""
+    return run_twice(tmp_path_factory.mktemp("runs"), 2, **EXPERTS, parallel={"tp_size": 2})
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    """The same over matrices and stages."""
+    return run_twice(tmp_path_factory.mktemp("staged"), 4, **EXPERTS, parallel={"tp_size": 2, "pp_size": 2})
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
     """The same of adapters, over matrices and data."""
-    folder = tmp_path_factory.mktemp("adapted")
-    job = {"parallel": {"tp_size": 2}, "lora": LORA, "folder": str(folder), "args": QUIET}
-    assert in_world(4, save_both_ways, [job]) == [["asynchronous is False", None]]
+    return run_twice(tmp_path_factory.mktemp("adapted"), 4, parallel={"tp_size": 2}, lora=LORA)
+
+
+def run_twice(folder, ranks, **job):
+    job |= {"folder": str(folder), "export": str(folder / "end"), "args": QUIET}
+    assert in_world(ranks, save_both_ways, [job]) == [["asynchronous is False", None]]
     return folder
 
 
+LONG = pytest.mark.faults
+
+
 @pytest.mark.parametrize(
-    ("which", "parameters"), [("runs", 21), pytest.param("adapted", 16, marks=pytest.mark.faults)]
+    ("which", "ranks", "parameters"),
+    [("runs", 2, 21), pytest.param("staged", 4, 21, marks=LONG), pytest.param("adapted", 4, 16, marks=LONG)],
 )
-def test_what_is_written_beside_the_training_is_what_it_would_have_waited_for(request, which, parameters):
+def test_what_is_written_beside_the_training_is_what_it_would_have_waited_for(request, which, ranks, parameters):
     folder = request.getfixturevalue(which)
     waiting, beside = (folder / mode / "run" for mode in ("waiting", "beside"))
     names = [path.name for path in list_checkpoints(waiting)]
@@ -68,7 +80,7 @@ def test_what_is_written_beside_the_training_is_what_it_would_have_waited_for(re
         stock, ours = verify(waiting / name), verify(beside / name)
         assert ours.strategy == "parallel"
         assert set(ours.files) == set(stock.files)
-        assert {f"rng_state_{rank}.pth" for rank in range(4)} < set(ours.files)
+        assert {f"rng_state_{rank}.pth" for rank in range(ranks)} < set(ours.files)
         for file, record in ours.files.items():
             if file.endswith(".metadata"):  # torch writes a random id into it
                 assert read_dcp_metadata(beside / name / "dcp") == read_dcp_metadata(waiting / name / "dcp")
@@ -93,7 +105,7 @@ def answer(capsys, *argv, code=0):
 def test_the_commands_know_it(runs, tmp_path, capsys):
     run = runs / "beside" / "run"
     rows = json.loads(answer(capsys, "list", run, "--json").out)
-    assert [(row["state"], row["strategy"], row["world_size"]) for row in rows] == [("good", "parallel", 4)] * 2
+    assert [(row["state"], row["strategy"], row["world_size"]) for row in rows] == [("good", "parallel", 2)] * 2
     answer(capsys, "verify", run)
     assert "safetensors" in answer(capsys, "export", run, tmp_path / "model").out
     found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
@@ -106,6 +118,38 @@ def test_the_commands_know_it(runs, tmp_path, capsys):
     (row,) = json.loads(answer(capsys, "verify", tmp_path / "back", "--json").out)
     assert (row["state"], row["strategy"], row["world_size"]) == ("good", "parallel", 8)
     assert len({(tmp_path / "back" / f"rng_state_{rank}.pth").read_bytes() for rank in range(8)}) == 1
+
+
+class DrawsAs(TrainerCallback):
+    """Notes, at the end, whose random numbers this rank would go on with from a checkpoint."""
+
+    def __init__(self, checkpoint):
+        self.checkpoint, self.same = checkpoint, []
+
+    def on_train_end(self, args, state, control, **kwargs):
+        calling_trainer()._load_rng_state(str(self.checkpoint))
+        for rank in (0, 1):
+            saved = torch.load(self.checkpoint / f"rng_state_{rank}.pth", weights_only=False)["cpu"]
+            self.same.append(torch.equal(torch.get_rng_state(), saved))
+
+
+def resume_and_draw(job):
+    draws = DrawsAs(Path(job["resume"]))
+    return [train(job | {"callbacks": [draws]})["loss"], draws.same]
+
+
+@pytest.mark.faults
+def test_in_another_layout_all_draw_as_the_first_rank(runs, tmp_path):
+    """Ranks that hold parts of one matrix must drop out the same of its elements."""
+    checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+    first = torch.load(checkpoint / "rng_state_0.pth", weights_only=False)
+    other = torch.Generator().manual_seed(1).get_state()
+    torch.save(first | {"cpu": other}, checkpoint / "rng_state_1.pth")
+    steps = {"max_steps": 3, "eval_strategy": "no"}
+    job = EXPERTS | {"resume": str(checkpoint), "output_dir": str(tmp_path), "args": steps, "parallel": {}}
+    (elsewhere,) = in_world(1, resume_and_draw, [job])
+    assert elsewhere[1] == [True, False]
+    assert len(elsewhere[0]) == 1
 
 
 @pytest.mark.faults
@@ -129,7 +173,7 @@ def test_an_adapter_is_exported(adapted, tmp_path, capsys):
 )
 def test_a_broken_description_is_told(runs, tmp_path, text, message):
     checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
-    assert read_facts(checkpoint).layout == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 2}
+    assert read_facts(checkpoint).layout == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 1}
     (checkpoint / PARALLEL_NAME).unlink()
     if text is not None:
         (checkpoint / PARALLEL_NAME).write_text(text)
