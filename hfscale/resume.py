@@ -70,8 +70,9 @@ def keep_global_batch(
     """On another number of processes than the checkpoint's, keep its global batch by changing the accumulation.
 
     The steps, the samples of each step and the learning rate are then those of the uninterrupted run. Call it before
-    the Trainer is made. On the same number of processes the arguments stand as they are. A converted checkpoint counts
-    as one of the processes that trained it.
+    the Trainer is made. On the same number of processes the arguments stand as they are, unless `ParallelTrainer` wrote
+    the checkpoint or goes on from it: then as many ranks may share samples otherwise. A converted checkpoint counts as
+    one of the processes that trained it.
 
     Args:
         data_parallel_size (`int`, *optional*): ranks that read different samples; absent: all.
@@ -87,7 +88,7 @@ def keep_global_batch(
     trained_by, ranks = origin["world_size"], data_parallel_size or world_size
     lays_out = origin["strategy"] == "parallel" or (ranks < world_size and requested_family(args) in ("single", "ddp"))
     if world_size == trained_by and not lays_out:
-        return  # under ParallelTrainer as many ranks may share samples otherwise
+        return
     per_rank, left_over = divmod(wanted, ranks)
     if left_over or per_rank == 0:
         fitting = [n * world_size // ranks for n in range(1, wanted + 1) if wanted % n == 0]
