@@ -70,9 +70,9 @@ def keep_global_batch(
     """On another number of processes than the checkpoint's, keep its global batch by changing the accumulation.
 
     The steps, the samples of each step and the learning rate are then those of the uninterrupted run. Call it before
-    the Trainer is made. On the same number of processes the arguments stand as they are, unless `ParallelTrainer` wrote
-    the checkpoint or goes on from it: then as many ranks may share samples otherwise. A converted checkpoint counts as
-    one of the processes that trained it.
+    the Trainer is made. On the same number of processes the arguments stand as they are, unless `ParallelTrainer`
+    wrote the checkpoint or goes on from it: then as many ranks may share samples otherwise. A converted checkpoint
+    counts as one of the processes that trained it.
 
     Args:
         data_parallel_size (`int`, *optional*): ranks that read different samples; absent: all.
@@ -103,14 +103,11 @@ def keep_global_batch(
     if (per_device, per_rank // per_device) == (args.per_device_train_batch_size, args.gradient_accumulation_steps):
         return
     args.per_device_train_batch_size, args.gradient_accumulation_steps = per_device, per_rank // per_device
+    instead = f"instead of {trained_by}" if world_size != trained_by else "that share samples otherwise"
     logger.info(
-        "%d processes instead of %d: the global batch stays %d sequences, by %d per device x %d accumulation steps",
-        world_size,
-        trained_by,
-        wanted,
-        per_device,
-        args.gradient_accumulation_steps,
-    )
+        "%d processes %s: the global batch stays %d sequences, by %d per device x %d accumulation steps",
+        world_size, instead, wanted, per_device, args.gradient_accumulation_steps,
+    )  # fmt: skip
 
 
 def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
