@@ -16,7 +16,7 @@ import transformers
 from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.logs import is_main_process
-from hfscale.preemption import Preempted, watch_signals
+from hfscale.preemption import Preempted, end_workers, watch_signals
 
 if TYPE_CHECKING:
     from hfscale.callbacks.scaling import ScalingCallback
@@ -57,6 +57,7 @@ def run(main: Callable[[], None]) -> None:
         if known is None:
             raise
         _exit_with_line(known)
+    end_workers()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()  # without it a rank that ends early can abort the others' last collective (SIGABRT)
         gc.collect()  # without it a sharded model holds on to process groups, and one exit in eight aborts

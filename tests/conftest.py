@@ -1,6 +1,7 @@
 """Shared by all tests: CPU, no hub, tiny models built on the spot, and real launches on loopback."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from forking import fork_server
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
 os.environ["HFSCALE_CLOUD"] = "none"  # no test asks a metadata address, on whatever machine it runs
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background deaf to it
 EXTENSIONS = Path(sys.prefix, "torch_extensions")  # DeepSpeed's operators, of build_extensions.py
 os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
 

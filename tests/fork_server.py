@@ -10,6 +10,7 @@ environment as always; only torch's elastic agent is replaced, by forks of the s
     {"id": 1, "pid": 123, "code": 0}       # negative: ended by that signal
 """
 
+import gc
 import importlib
 import json
 import os
@@ -24,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "accelerate.commands.launch", "deepspeed", "peft", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "accelerate.commands.launch", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "peft",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch.distributed.run", "transformers.trainer", "transformers.integrations.deepspeed",
     "transformers.models.llama.modeling_llama", "hfscale.callbacks.scaling", "hfscale.data", "hfscale.models",
     "hfscale.parallelism",
@@ -186,6 +188,8 @@ if __name__ == "__main__":
     os.dup2(2, 1)
     for module in MODULES:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # no fork looks through, and so copies, what is imported, whenever it collects and when it ends
     leave: Callable[[], None] | None = None
     try:
         serve()

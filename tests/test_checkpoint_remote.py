@@ -288,12 +288,16 @@ class TestATraining:
         trainer.train()
         assert latest_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-6")
 
-    def test_does_not_begin_afresh_where_the_store_cannot_be_read(self, tmp_path):
+    def test_does_not_begin_afresh_where_the_store_cannot_be_read(self, tmp_path, monkeypatch):
         (tmp_path / "remote").write_text("no folder")
         spot = SpotCheckpointCallback(remote=f"file://{tmp_path}/remote/run")
         spot.remote.store = quick(spot.remote.store.url)
         make(tmp_path / "kept", 3)
         tiny_trainer(tmp_path / "kept", spot)  # a warning: there is a local one
-        spot.remote.store._fs.ls = lambda *args, **kwargs: (_ for _ in ()).throw(PermissionError("no access"))
+
+        def refuse(*args, **kwargs):
+            raise PermissionError("no access")
+
+        monkeypatch.setattr(spot.remote.store._fs, "ls", refuse)  # an object that all of this process share
         with pytest.raises(StorageError, match="could not be read"):
             tiny_trainer(tmp_path / "fresh", spot)

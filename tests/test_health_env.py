@@ -7,7 +7,7 @@ import pytest
 
 from hfscale.errors import StorageError, UsageError
 from hfscale.health import disk
-from hfscale.health.env import STALE, Node, lint
+from hfscale.health.env import STALE, Node, build_locks, lint
 
 NODE = Node(
     host="node-a", interfaces={"lo": True, "eth0": True, "eth1": False, "ib0": True}, ib_devices=("mlx5_0", "mlx5_1"),
@@ -26,6 +26,22 @@ def test_a_node_in_order_has_nothing_to_tell():
     assert told({}) == []
     assert told(right) == []
     assert told({"NCCL_SOCKET_IFNAME": "^lo,docker"}) == []
+
+
+def test_a_lock_that_a_killed_build_has_left(tmp_path):
+    given, default = tmp_path / "given", tmp_path / "cache" / "torch_extensions" / "py311_cpu"
+    for folder in (given / "fused_adam", default / "cpu_adam", default / "just_now"):
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+        if folder.name != "just_now":
+            os.utime(folder / "lock", (0, 0))
+    assert build_locks({"TORCH_EXTENSIONS_DIR": str(given)}) == [given / "fused_adam" / "lock"]
+    assert build_locks({"XDG_CACHE_HOME": str(tmp_path / "cache")}) == [default / "cpu_adam" / "lock"]
+    assert build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}) == []
+    ((level, message),) = told({}, replace(NODE, build_locks=("/x/lock",)))
+    assert level == "warning"
+    assert message.startswith("/x/lock is left from a build")
+    assert message.endswith("delete it")
 
 
 @pytest.mark.parametrize(

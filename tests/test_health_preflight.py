@@ -139,10 +139,10 @@ def errors(ended):
 
 
 @pytest.mark.world(3)
-def test_healthy_ranks_are_not_accused_and_take_little_time():
+def test_healthy_ranks_are_not_accused():
     ended = run(3, "none", 0, 20.0)
     assert errors(ended) == []
-    assert all(result["seconds"] < 10 and not result["stuck"] for result in ended.results.values())
+    assert not any(result["stuck"] for result in ended.results.values())
     assert {row["kind"] for row in ended.results[0]["links"]} == set(collectives.KINDS)
 
 

@@ -29,6 +29,7 @@ from hfscale.preemption import (
     Preempted,
     SignalWatch,
     assumed_notice_s,
+    end_workers,
     shield_workers,
 )
 
@@ -199,6 +200,17 @@ class TestShieldedWorkers:
                         subprocess.run(["kill", f"-{name}", str(worker)], check=True)
         assert len(rows) == 12
         assert len(set(rows)) == 2
+
+    def test_end_when_told_though_their_loader_is_in_a_cycle(self):
+        loader = DataLoader(SlowRows(), batch_size=1, num_workers=2, persistent_workers=True)
+        loader.cycle = [loader]
+        shield_workers(loader)
+        next(iter(loader))
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+        end_workers()
+        assert multiprocessing.active_children() == []
+        assert [worker.exitcode for worker in workers] == [0, 0]
 
     def test_die_of_them_without_the_shield(self):
         """The control."""

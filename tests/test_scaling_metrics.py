@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from conftest import REPOSITORY
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import LENGTH, VOCAB, RandomTokens, logged, tiny_arguments, tiny_model, tiny_trainer
 from transformers import LlamaForSequenceClassification, TrainerCallback
 from wandb_file import artifact_types, config, history, run_files, run_id, step_metrics, summary
@@ -272,6 +273,20 @@ class TestWandb:
         assert run_id(train(WANDB_RUN_ID="mine1234")) == "mine1234"
 
 
+def test_every_key_reaches_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = tiny_trainer(
+        tmp_path / "out", ScalingMetricsCallback(), max_steps=4, logging_steps=2, report_to=["tensorboard"]
+    )
+    trainer.train()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    ours = [key for key in trainer.state.log_history[0] if key.startswith("scaling/")]
+    assert ours
+    for key in ours:
+        seen = [(event.step, event.value) for event in events.Scalars(f"train/{key}")]
+        assert seen == [(step, pytest.approx(value)) for step, value in zip((2, 4), logged(trainer, key), strict=True)]
+
+
 @pytest.mark.world(2)
 def test_two_processes_count_together(launch, tmp_path):
     done = launch(2, REPOSITORY / "tests" / "workers" / "metrics.py")
@@ -282,12 +297,18 @@ def test_two_processes_count_together(launch, tmp_path):
         assert record["scaling/tokens_per_s"] == pytest.approx(2 * record["scaling/tokens_per_s_per_gpu"])
     # Only rank 1 reads slowly; the worst rank is reported, not the mean.
     assert records[-1]["scaling/data_wait_fraction"] > 0.5
-    ranks = read_records(tmp_path / "out" / "hfscale_ranks.jsonl")
+    lines = read_records(tmp_path / "out" / "hfscale_ranks.jsonl")
+    ranks = [line for line in lines if "data_wait_fraction" in line]
     assert [record["step"] for record in ranks] == [2, 4, 6]
-    # Rank 0 waits too: Trainer counts the step's tokens over all ranks before the step begins.
+    # Rank 0 waits for rank 1 too, since Trainer counts a step's tokens over all ranks, but not for its own data.
     shares = ranks[-1]["data_wait_fraction"]
-    assert max(shares) == pytest.approx(records[-1]["scaling/data_wait_fraction"], abs=1e-4)
-    assert min(shares) > 0.1
+    assert shares[1] == pytest.approx(records[-1]["scaling/data_wait_fraction"], abs=1e-4)
+    assert shares[0] < 0.1
+    assert "rank 1" in done.err
+    assert "waits for data" in done.err
+    own = [line["compute_s"] for line in lines if "compute_s" in line]
+    assert len(own) == 3
+    assert all(0 < s < 60 for row in own for s in row)
 
 
 def test_phase_clock_charges_every_second_once():

@@ -2,21 +2,22 @@
 
 import math
 import os
+import socket
 import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
-from hfscale.callbacks.trainer_access import calling_trainer
+from hfscale.callbacks.rank_check import check_ranks, connect_board, tell
+from hfscale.callbacks.trainer_access import BatchBell, calling_trainer
 from hfscale.callbacks.trainer_saving import finish_saves
 from hfscale.checkpoint.store import latest_checkpoint, set_aside
 from hfscale.errors import HealthError, StrategyMismatchError, UsageError
-from hfscale.health import disk, env, preflight, verdict
+from hfscale.health import env, verdict
 from hfscale.health.board import Board
 from hfscale.health.findings import Finding
 from hfscale.health.gpu import GpuWatch, sensor_of
@@ -24,14 +25,11 @@ from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
-from hfscale.logs import get_logger, is_main_process
+from hfscale.logs import get_logger
+from hfscale.metrics.records import RankLines
 from hfscale.strategy import check_launch, check_strategy, describe_strategy
 
 logger = get_logger(__name__)
-
-PREFLIGHT_DEADLINE_S = 60.0
-_SPEED_PROBE_BYTES = 16 * 2**20
-_boards = 0
 
 
 class CommHealthCallback(TrainerCallback):
@@ -92,6 +90,8 @@ class CommHealthCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         check_launch(args)
+        if args.deepspeed and args.local_process_index == 0:  # now: it is before training begins that it would wait
+            tell([env.build_lock_finding(str(path), socket.gethostname()) for path in env.build_locks(os.environ)])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -110,11 +110,13 @@ class CommHealthCallback(TrainerCallback):
             logger.info("each rank: %s", describe_strategy(trainer))
         self._end()  # of an earlier training that broke off
         self._losses, self._healthy_step, self._args = LossGuard(), state.global_step, args
-        board = self._board(args)
+        board = connect_board(args) if self.preflight or self.hang_after_s else None
         if self.preflight:
-            self._check_ranks(trainer, board)
+            check_ranks(trainer, board)
+        self._rank_lines = RankLines(Path(args.output_dir)) if state.is_world_process_zero else None
         self._watch(trainer, strategy, board)
         LogKeys.of(trainer).add(self._keys)
+        BatchBell.of(trainer).add(self._batch_came)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -158,6 +160,10 @@ class CommHealthCallback(TrainerCallback):
     ) -> None:
         self._end()
 
+    def _batch_came(self) -> None:
+        if self._monitor is not None:
+            self._monitor.batch_came()
+
     def _moved(self) -> None:
         if self._watchdog is not None:
             self._watchdog.moved()
@@ -166,43 +172,6 @@ class CommHealthCallback(TrainerCallback):
         self._moved()
         if self._monitor is not None:
             self._monitor.aside()
-
-    def _board(self, args: TrainingArguments) -> Board | None:
-        """The launcher's store; None for a single process, or where no launcher's variables point to one."""
-        global _boards
-        _boards += 1  # a process may train more than once; all ranks count alike
-        if args.world_size == 1 or not (self.preflight or self.hang_after_s):
-            return None
-        if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
-            logger.info("no launcher's variables are set: ranks are not checked, and hangs are not watched for")
-            return None
-        try:
-            return Board.connect(f"training-{_boards}")
-        except HealthError as error:  # a process group can be made without that store; then this rank does without
-            logger.error("ranks are not checked and hangs are not watched for: %s", error)
-            return None
-
-    def _check_ranks(self, trainer: Trainer, board: Board | None) -> None:
-        """The node, and every rank with every other.
-
-        Raises:
-            HealthError: a rank is missing, or computes or communicates wrongly.
-        """
-        args = trainer.args
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        here = env.lint(os.environ, env.Node.here(gpus)) + _disk(trainer) if args.local_process_index == 0 else []
-        if board is None:
-            _tell(here)
-            return
-        facts = {"node": [finding.to_dict() for finding in here]}
-        plan = preflight.Plan(device=args.device, deadline_s=PREFLIGHT_DEADLINE_S, facts=facts)
-        found = preflight.run(board, plan)
-        # A slow device holds a run up and does no harm: it is told, and the run's own times will show it.
-        bad = [finding for finding in found.findings if finding.level == "error" and finding.check != "speed"]
-        if bad:
-            raise HealthError(f"the ranks are not fit to train: {verdict.one_line(bad)}")
-        nodes = [Finding(**fields) for _, note in sorted(found.ranks.items()) for fields in note["node"]]
-        _tell([*found.findings, *nodes])
 
     def _watch(self, trainer: Trainer, strategy: str, board: Board | None) -> None:
         args = trainer.args
@@ -242,7 +211,9 @@ class CommHealthCallback(TrainerCallback):
         if "loss" in logs:
             bad_loss = self._losses.check(step, logs["loss"], logs.get("grad_norm"))
             found += [bad_loss] if bad_loss is not None else []
-        _tell(found)
+        if self._rank_lines is not None and self._monitor.own_s:
+            self._rank_lines.add(step, {"compute_s": self._monitor.own_s})
+        tell(found)
         # What the loss and the replicas say is the same on every rank, so all stop or none.
         bad = [f for f in found if f.level == "error" and f.check in ("loss", "replicas")]
         if bad and self.on_bad_training == "stop":
@@ -276,27 +247,3 @@ class CommHealthCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None
-
-
-def _disk(trainer: Trainer) -> list[Finding]:
-    """Room and time for checkpoints, as large as this model's weights and AdamW states."""
-    args = trainer.args
-    if args.save_strategy == "no":
-        return []
-    sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in trainer.model.parameters()]
-    weights = sum(numel * p.element_size() for numel, p in sizes)
-    states = disk.BYTES_PER_TRAINED_PARAMETER * sum(numel for numel, p in sizes if p.requires_grad)
-    speed = disk.write_speed(Path(args.output_dir), _SPEED_PROBE_BYTES)
-    return disk.judge(
-        Path(args.output_dir), checkpoint_bytes=weights + states, bytes_per_s=speed, notice_s=disk.DEFAULT_NOTICE_S
-    )
-
-
-def _tell(findings: list[Finding]) -> None:
-    """Each in one line, from the main process; from another what only it knows."""
-    for finding in findings:
-        is_mine = finding.ranks == (distributed.rank(),) and finding.check == "gpu"
-        if is_main_process():
-            logger.log({"note": 20, "warning": 30, "error": 40}[finding.level], "%s", finding)
-        elif is_mine:
-            logger.error("%s", finding)

@@ -18,7 +18,16 @@ from hfscale import distributed
 from hfscale.callbacks.trainer_access import is_training_in
 from hfscale.errors import UsageError
 from hfscale.logs import get_logger
-from hfscale.preemption import BOARD, SOURCES, Notice, NoticeBoard, assumed_notice_s, shield_workers, watch_signals
+from hfscale.preemption import (
+    BOARD,
+    SOURCES,
+    Notice,
+    NoticeBoard,
+    assumed_notice_s,
+    end_workers,
+    shield_workers,
+    watch_signals,
+)
 from hfscale.preemption.agreement import EVERY_S, OverlappedAgreement
 from hfscale.preemption.clouds import check_cloud, watch_cloud
 from hfscale.preemption.notice import AWS, STOP_FILE
@@ -121,7 +130,8 @@ class PreemptionStop:
             if poller is not None:
                 self._undo.append(poller.stop)
         shield_workers(train_dataloader)
-        self._wrap(trainer, "get_eval_dataloader", _shielding)
+        if not isinstance(trainer.get_eval_dataloader, _Shielding):  # for good: a run evaluates after its training too
+            trainer.get_eval_dataloader = _Shielding(trainer.get_eval_dataloader)
         self._wrap(trainer, "evaluate", self._guarding)
 
     def at_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
@@ -171,6 +181,7 @@ class PreemptionStop:
 
     def end(self) -> None:
         """The training is over, its checkpoints are committed."""
+        end_workers()
         self._agreement.finish()
         if self.stop is not None and distributed.rank() == 0 and self._stop_path is not None:
             try:
@@ -285,14 +296,16 @@ class PreemptionStop:
             self._undo.pop()()
 
 
-def _shielding(get_dataloader: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(get_dataloader)
-    def shielding(*args: Any, **kwargs: Any) -> Any:
-        loader = get_dataloader(*args, **kwargs)
+class _Shielding:
+    """Stands for a Trainer's `get_eval_dataloader`."""
+
+    def __init__(self, get_dataloader: Callable[..., Any]) -> None:
+        self._get_dataloader = get_dataloader
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loader = self._get_dataloader(*args, **kwargs)
         shield_workers(loader)
         return loader
-
-    return shielding
 
 
 def _announce(stop: Stop) -> None:

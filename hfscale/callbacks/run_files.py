@@ -40,20 +40,21 @@ class RunFiles:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._logs = 0
+        self._ranks: records.RankLines | None = None
         self._workload_is_written = False
 
     def begin(self, trainer: Trainer, state: TrainerState, facts: Mapping[str, Any]) -> Ledger:
         """Prepare the files, open the ledger and note the launch."""
         ledger = Ledger(saved_state(state, "goodput"))
         launched, world_size = launched_at(), trainer.args.world_size
-        self._workload_is_written, self._logs = False, 0
+        self._workload_is_written = False
         if not state.is_world_process_zero:
-            self._folder = None
+            self._folder = self._ranks = None
             ledger.begin(launched_at=launched, world_size=world_size)
             return ledger
         self._folder = folder = Path(trainer.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        self._ranks = records.RankLines(folder)
         last_alive = records.last_sign_of_life(folder)
         records.begin_records(folder, state.global_step)
         events = records.read_events(folder)
@@ -93,14 +94,9 @@ class RunFiles:
         self._write("workload", state, **facts, **price)
 
     def ranks(self, state: TrainerState, numbers: Mapping[str, Sequence[float]]) -> None:
-        """A line of `hfscale_ranks.jsonl`; zeros everywhere mean that nothing was measured."""
-        world_size = max(map(len, numbers.values()))
-        self._logs += 1
-        if self._folder is None or world_size == 1 or self._logs % max(1, world_size // records.RANKS_PER_LINE_BUDGET):
-            return
-        known = {key: [round(x, 5) for x in row] for key, row in numbers.items() if any(row)}
-        line = {"step": state.global_step, "time": time.time(), **known}
-        records.append_record(self._folder / records.RANKS_NAME, line)
+        """A line of `hfscale_ranks.jsonl`."""
+        if self._ranks is not None:
+            self._ranks.add(state.global_step, numbers)
 
     def logged(self, state: TrainerState, logs: Mapping[str, float], *, durable: bool) -> None:
         """A line of `scaling.jsonl`; one that a checkpoint follows must not be missing after it."""

@@ -18,7 +18,7 @@ from hfscale.callbacks.meters import (
 )
 from hfscale.callbacks.noise_meter import NoiseScaleMeter
 from hfscale.callbacks.run_files import RunFiles
-from hfscale.callbacks.trainer_access import calling_trainer, saved_state, stand_first
+from hfscale.callbacks.trainer_access import BatchBell, calling_trainer, saved_state, stand_first
 from hfscale.callbacks.triage_watch import TriageWatch
 from hfscale.callbacks.wandb_run import WandbRun
 from hfscale.errors import UsageError
@@ -128,6 +128,7 @@ class ScalingMetricsCallback(TrainerCallback):
         self._counter.attach(trainer.model_wrapped)
         self._counted, self._logged_step = self._counter.tokens, state.global_step
         LogKeys.of(trainer).add(self._keys)
+        BatchBell.of(trainer).add(self._batch_came)
         self._clock.restart()
 
     def on_epoch_begin(
@@ -138,7 +139,7 @@ class ScalingMetricsCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._clock.end("data_wait")
+        self._clock.end("compute")  # ranks that had their batches have waited for those that had not
         for meter in self._meters:
             meter.step_begin(state)
 
@@ -189,6 +190,9 @@ class ScalingMetricsCallback(TrainerCallback):
         self._files.ended(state, split=dict(saved_state(state, "goodput").get("seconds", {})), advice=advice)
         if self._wandb_run is not None:
             self._wandb_run.publish(args, state)
+
+    def _batch_came(self) -> None:
+        self._clock.end("data_wait")
 
     def _uncollected(self) -> int:
         return self._counter.tokens - self._counted

@@ -7,10 +7,12 @@ The gaps are closed here and nowhere else:
 - `resumed_from` finds there too from which checkpoint it goes on;
 - `saved_state` keeps values in `trainer_state.json`, so they travel with each checkpoint;
 - `stand_first` puts a callback before the reporting integrations, which would otherwise run before any user callback;
+- `BatchBell` tells when a batch has come, before the ranks count their tokens together;
 - `is_training_in` tells a signal handler whether it has interrupted a training.
 """
 
 import inspect
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -81,3 +83,37 @@ def stand_first(trainer: Trainer, callback: TrainerCallback) -> None:
 def global_batch_size(trainer: Trainer) -> int:
     """Sequences per optimizer step: per-device batch x accumulation x data-parallel size."""
     return trainer.get_total_train_batch_size(trainer.args)
+
+
+class BatchBell:
+    """Stands for a Trainer's `get_batch_samples` and rings when a batch has come.
+
+    Trainer gathers the number of tokens of a step over all ranks before `on_step_begin`: until then a rank that has
+    its batches waits for those that have not, and by that event all have waited alike. Get the one of a Trainer with
+    `BatchBell.of(trainer)`.
+    """
+
+    def __init__(self, fetch: Callable[..., Any]) -> None:
+        self._fetch = fetch
+        self._listeners: list[Callable[[], object]] = []
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> "BatchBell":
+        """The Trainer's bell, put in place at the first call."""
+        if not isinstance(trainer.get_batch_samples, cls):
+            trainer.get_batch_samples = cls(trainer.get_batch_samples)
+        return trainer.get_batch_samples
+
+    def add(self, listener: Callable[[], object]) -> None:
+        """Have `listener()` called after each batch, on this rank."""
+        if listener not in self._listeners:
+            self._listeners.append(listener)
+
+    def __call__(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        return self._fetch(self._ring_after_each(epoch_iterator), *args, **kwargs)
+
+    def _ring_after_each(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            for listener in self._listeners:
+                listener()
+            yield batch

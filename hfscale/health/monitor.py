@@ -80,10 +80,16 @@ class Monitor:
         self._summed_at: int | None = None
         self._judge, self._waits = StragglerJudge(hosts), DataWaitJudge(hosts)
         self._clock = PhaseClock()
+        self.own_s: Sequence[float] = ()
+        """Seconds of each rank's own work in a step, as the last exchange told; empty where nothing was timed."""
+
+    def batch_came(self) -> None:
+        """This rank has waited for a batch until now."""
+        self._clock.end("data")
 
     def step_began(self) -> None:
-        """The batches are there."""
-        self._clock.end("data")
+        """Every rank has its batches."""
+        self._clock.end("step")
 
     def step_ended(self) -> None:
         """The step is done."""
@@ -109,6 +115,7 @@ class Monitor:
         rows = distributed.gather_rows(row)
         waits, windows, norms, sums, heats, powers, throttled, *steps = zip(*rows, strict=True)
         judgement = self._judge.add([[step[rank] for step in steps] for rank in range(len(rows))])
+        self.own_s = judgement.own_s
         found = [*judgement.findings, *self._waits.add(waits, windows)]
         if self._replicas:
             found += compare_replicas(sums, norms, self._hosts, step)

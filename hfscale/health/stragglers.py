@@ -31,6 +31,8 @@ class Judgement:
 
     skew: float | None
     """Slowest over median rank, the median step's; None where nothing was timed."""
+    own_s: Sequence[float]
+    """Seconds of its own work in the median step of the new ones, by rank; empty where nothing was timed."""
     findings: tuple[Finding, ...]
     """Stragglers, each told once until it has recovered."""
 
@@ -56,7 +58,8 @@ class StragglerJudge:
         new = [list(step) for step in zip(*rows, strict=True) if all(value > 0 for value in step)]
         self._steps.extend(new)
         skew = statistics.median(max(step) / statistics.median_low(step) for step in new) if new else None
-        return Judgement(skew=skew if len(self._hosts) > 1 else None, findings=tuple(self._judge()))
+        own = [statistics.median(times) for times in zip(*new, strict=True)]
+        return Judgement(skew=skew if len(self._hosts) > 1 else None, own_s=own, findings=tuple(self._judge()))
 
     def _judge(self) -> list[Finding]:
         if len(self._steps) < LEAST or len(self._hosts) < 2:

@@ -8,7 +8,7 @@ class PhaseClock:
     """Adds the time since the previous event to the phase that ends now.
 
     Trainer fetches the batches of a step before `on_step_begin`, and logs, evaluates and saves after `on_step_end`
-    (transformers 5.23), so its events cut a step into phases without a gap: `on_step_begin` ends the wait for data,
+    (transformers 5.23), so its events cut a step into phases without a gap: a batch's arrival ends the wait for data,
     `on_step_end` the computation, `on_evaluate` an evaluation, `on_save` a save.
 
     Args:

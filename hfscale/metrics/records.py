@@ -12,7 +12,8 @@ Times are Unix seconds. One process writes; a reader skips a line that a killed 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,25 @@ def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = Fals
         if durable:
             file.flush()
             os.fsync(file.fileno())
+
+
+class RankLines:
+    """Writes `hfscale_ranks.jsonl`; every callback that measures ranks has its own, with its own lines.
+
+    Args:
+        output_dir (`Path`): the run's, which must exist when `add` is called.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self._path, self._logs = output_dir / RANKS_NAME, 0
+
+    def add(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
+        """A number per rank of each measure, one line per log; zeros everywhere mean that nothing was measured."""
+        ranks = max(map(len, numbers.values()))
+        self._logs += 1
+        known = {key: [round(x, 5) for x in row] for key, row in numbers.items() if any(row)}
+        if ranks > 1 and known and self._logs % max(1, ranks // RANKS_PER_LINE_BUDGET) == 0:
+            append_record(self._path, {"step": step, "time": time.time(), **known})
 
 
 def last_sign_of_life(output_dir: Path) -> float | None:

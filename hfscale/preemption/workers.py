@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import context
@@ -18,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _IGNORED = (signal.SIGUSR1, signal.SIGINT)
+_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def shield_workers(loader: Any) -> None:
@@ -31,6 +33,18 @@ def shield_workers(loader: Any) -> None:
         return
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
     loader.multiprocessing_context = _SHIELDED[method]
+    _loaders.add(loader)
+
+
+def end_workers() -> None:
+    """End the workers that such loaders keep between epochs (`persistent_workers`); a loader that reads on starts new.
+
+    Left to itself torch ends them when their loader is collected. Trainer's are part of a reference cycle, whose
+    collection takes the workers' queues away first: they never hear that they are to end, and torch waits five
+    seconds for each (2.13, `_MultiProcessingDataLoaderIter._shutdown_workers`), which no notice may have to spare.
+    """
+    for loader in list(_loaders):
+        loader._iterator = None  # torch has no public way
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def trained(board, rank, ratio, guilty, steps, drift, strategy):
     for step in range(1, steps + 1):
         if guilty == "data" and rank == 1:
             time.sleep(0.01)
+        monitor.batch_came()
         monitor.step_began()
         is_slow = rank == (step % board.world_size if guilty == "rotating" else guilty)
         work.seconds = WORK_S * (ratio if is_slow else 1.0)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from test_scaling_metrics import SlowTokens
 from tiny import tiny_trainer
 
-from hfscale import ScalingMetricsCallback
+from hfscale import CommHealthCallback, ScalingMetricsCallback
 
-trainer = tiny_trainer("out", ScalingMetricsCallback(), max_steps=6, logging_steps=2)
+trainer = tiny_trainer("out", ScalingMetricsCallback(), CommHealthCallback(), max_steps=6, logging_steps=2)
 trainer.train_dataset = SlowTokens(64, 0.03 if dist.get_rank() == 1 else 0.0)
 trainer.train()
 dist.barrier()
