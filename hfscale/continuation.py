@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel
 
 from hfscale import distributed
 from hfscale.callbacks.trainer_access import global_batch_size, resumed_from
 from hfscale.checkpoint.formats import STRATEGIES, layout_of
+from hfscale.checkpoint.formats.merged import load_merged
+from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.universal import LATEST as UNIVERSAL
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hfscale.checkpoint.reshape import can_read, convert
@@ -35,12 +38,18 @@ CONVERSIONS = ".hfscale-resume"
 _AFRESH = "or begin afresh with --resume_from_checkpoint false"
 
 
-def readable_checkpoint(args: "TrainingArguments", checkpoint: str | None) -> str | None:
+def readable_checkpoint(
+    args: "TrainingArguments", checkpoint: str | None, *, strategy: str | None = None
+) -> str | None:
     """`checkpoint` itself where this launch can read it as it is, else its conversion. Call it on every rank.
 
     Rank 0 converts, and each node whose file system does not show rank 0's work its first process; the others wait.
     A conversion that is there from an earlier launch is used again. Where DeepSpeed is to read one, its config is told
     so (`load_universal`). A checkpoint without a manifest is taken as it is.
+
+    Args:
+        strategy (`str`, *optional*): who is to read it; absent: what the launcher asks for. `ParallelTrainer` names
+            itself.
 
     Raises:
         LayoutError: the pair of strategies cannot be converted.
@@ -49,10 +58,11 @@ def readable_checkpoint(args: "TrainingArguments", checkpoint: str | None) -> st
         return None
     if not (Path(checkpoint) / MANIFEST_NAME).is_file():
         return checkpoint
-    manifest, asked, ranks = read_manifest(checkpoint), requested_strategy(args), args.world_size
+    manifest, asked, ranks = read_manifest(checkpoint), strategy or requested_strategy(args), args.world_size
     source = Path(checkpoint)
     if not can_read(manifest, strategy=asked, world_size=ranks):
-        if asked not in STRATEGIES or manifest.strategy not in STRATEGIES:
+        by_transformers = asked == "parallel" and strategy is None  # its tensor parallelism, which has no checkpoints
+        if asked not in STRATEGIES or manifest.strategy not in STRATEGIES or by_transformers:
             raise LayoutError(
                 f"{checkpoint} was written under {manifest.strategy.upper()} and cannot be continued under "
                 f"{asked.upper()}: launch with the config it was begun with, {_AFRESH}"
@@ -131,6 +141,24 @@ def finish_universal_load(trainer: "Trainer") -> None:
         engine._config.load_universal_checkpoint = False  # no public way: tests/test_reshape.py fails if it moves
     except AttributeError:
         raise HfScaleError("DeepSpeed no longer keeps load_universal_checkpoint in its config") from None
+
+
+def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
+    """Read from `checkpoint` the weights that Trainer has left out of its load, with a warning and no error.
+
+    transformers 5 writes the experts of a layer apart, under the names they were published with, and holds them merged
+    in memory; Trainer (5.23) loads by the name, so that after a resume, or with the best model, one process and DDP go
+    on with the experts that the model was made with. Under the other strategies the names are those in memory.
+    """
+    model = trainer.model
+    if checkpoint is None or not isinstance(model, PreTrainedModel):
+        return
+    if layout_of(running_strategy(trainer)) != "whole":
+        return
+    stored = read_weights(Path(checkpoint), "model")
+    names = load_merged(model, stored) if stored is not None else []
+    if names:
+        logger.info("read what Trainer leaves out, for it is stored in parts: %s and so on, %d", names[0], len(names))
 
 
 def check_resumed(trainer: "Trainer") -> None:

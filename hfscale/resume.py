@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hfscale import distributed
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -16,11 +16,16 @@ from hfscale.checkpoint.writer import finish_renames
 from hfscale.continuation import discard_conversions
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.logs import get_logger
+from hfscale.strategy import requested_family
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 logger = get_logger(__name__)
+
+RESULTS_NAME = "all_results.json"
+"""What `trainer.save_metrics("all", …)` writes."""
+TRAINER_STATE_NAME = "trainer_state.json"
 
 
 def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | None:
@@ -65,8 +70,9 @@ def keep_global_batch(
     """On another number of processes than the checkpoint's, keep its global batch by changing the accumulation.
 
     The steps, the samples of each step and the learning rate are then those of the uninterrupted run. Call it before
-    the Trainer is made. On the same number of processes the arguments stand as they are. A converted checkpoint counts
-    as one of the processes that trained it.
+    the Trainer is made. On the same number of processes the arguments stand as they are, unless `ParallelTrainer`
+    wrote the checkpoint or goes on from it: then as many ranks may share samples otherwise. A converted checkpoint
+    counts as one of the processes that trained it.
 
     Args:
         data_parallel_size (`int`, *optional*): ranks that read different samples; absent: all.
@@ -78,10 +84,11 @@ def keep_global_batch(
         return
     manifest = read_manifest(checkpoint)
     world_size, wanted = args.world_size, manifest.global_batch_size
-    trained_by = (read_origin(Path(checkpoint)) or {"world_size": manifest.world_size})["world_size"]
-    if world_size == trained_by and manifest.strategy != "parallel":
-        return  # the same ranks may be laid out otherwise under the latter
-    ranks = data_parallel_size or world_size
+    origin = read_origin(Path(checkpoint)) or {"strategy": manifest.strategy, "world_size": manifest.world_size}
+    trained_by, ranks = origin["world_size"], data_parallel_size or world_size
+    lays_out = origin["strategy"] == "parallel" or (ranks < world_size and requested_family(args) in ("single", "ddp"))
+    if world_size == trained_by and not lays_out:
+        return
     per_rank, left_over = divmod(wanted, ranks)
     if left_over or per_rank == 0:
         fitting = [n * world_size // ranks for n in range(1, wanted + 1) if wanted % n == 0]
@@ -96,24 +103,30 @@ def keep_global_batch(
     if (per_device, per_rank // per_device) == (args.per_device_train_batch_size, args.gradient_accumulation_steps):
         return
     args.per_device_train_batch_size, args.gradient_accumulation_steps = per_device, per_rank // per_device
+    instead = f"instead of {trained_by}" if world_size != trained_by else "that share samples otherwise"
     logger.info(
-        "%d processes instead of %d: the global batch stays %d sequences, by %d per device x %d accumulation steps",
-        world_size,
-        trained_by,
-        wanted,
-        per_device,
-        args.gradient_accumulation_steps,
-    )
+        "%d processes %s: the global batch stays %d sequences, by %d per device x %d accumulation steps",
+        world_size, instead, wanted, per_device, args.gradient_accumulation_steps,
+    )  # fmt: skip
 
 
 def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
-    """Whether `checkpoint` already holds all the steps asked for; Trainer would take one more step."""
+    """Whether `checkpoint` already holds all the steps asked for, and the results of the run are there too.
+
+    Without results (a recipe's last act is to write all_results.json) the run was lost while it evaluated its model
+    or wrote it out. Then it is not finished, and `trainer.train` loads the checkpoint and returns: left to itself,
+    Trainer would take one more step. Call it on every rank.
+    """
     if checkpoint is None:
         return False
-    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     *_, max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
     done = state["global_step"]
     if done < math.ceil(max_steps):
+        return False
+    if not _has_results(Path(trainer.args.output_dir), Path(checkpoint)):
+        logger.info("%s holds all %d steps, and the run has no results yet: they are made now", checkpoint, done)
+        _take_no_step(trainer)
         return False
     logger.info(
         "nothing to do: %s holds all %d steps; raise --max_steps or --num_train_epochs to go on, or start afresh with "
@@ -126,8 +139,38 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
     return True
 
 
+def _has_results(output_dir: Path, checkpoint: Path) -> bool:
+    """Whether the main process sees results that are younger than the checkpoint: a shorter run may have left some."""
+    results, missing = output_dir / RESULTS_NAME, False
+    if distributed.rank() == 0:
+        missing = not results.is_file() or results.stat().st_mtime < (checkpoint / TRAINER_STATE_NAME).stat().st_mtime
+    return not distributed.all_max([float(missing)])[0]
+
+
+def _take_no_step(trainer: "Trainer") -> None:
+    """Have the next `trainer.train` do all but train, and say nothing of a loss that it has not seen."""
+    train, log, initial_values = trainer.train, trainer.log, trainer.set_initial_training_values
+
+    def without_epochs(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (0, *initial_values(*args, **kwargs)[1:])
+
+    def without_training(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "train_loss" not in logs:
+            log(logs, *args, **kwargs)
+
+    def train_nothing(*args: Any, **kwargs: Any) -> Any:
+        trainer.set_initial_training_values, trainer.log = without_epochs, without_training  # type: ignore[method-assign]
+        try:
+            return train(*args, **kwargs)._replace(metrics={})
+        finally:
+            for name in ("train", "log", "set_initial_training_values"):
+                vars(trainer).pop(name, None)
+
+    trainer.train = train_nothing  # type: ignore[method-assign]
+
+
 def _check_given(checkpoint: Path) -> None:
-    if not (checkpoint / "trainer_state.json").is_file():
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
         raise UsageError(
             f"--resume_from_checkpoint {checkpoint} is not a checkpoint folder: name one, or give true or false"
         )

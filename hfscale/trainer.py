@@ -8,7 +8,6 @@ resume. What is different underneath:
 - the loss is that of the last stage, sent to all ranks.
 """
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,27 +19,26 @@ from accelerate.data_loader import prepare_data_loader
 from peft import PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfscale.arguments import ParallelArguments
 from hfscale.callbacks.log_keys import LogKeys
-from hfscale.checkpoint.store import write_atomically
-from hfscale.errors import CheckpointError, UsageError
-from hfscale.parallel import export, gradients, state
+from hfscale.checkpoint.formats.parameter_names import trained_names
+from hfscale.errors import UsageError
+from hfscale.parallel import gradients, state
 from hfscale.parallel.batches import stack_batches
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.clock import StageTimes
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import LaidOut, ParallelModel, lay_out
 from hfscale.parallel.schedule import Pipeline
+from hfscale.parallel_checkpoints import SavesLaidOut
 from hfscale.stage_flags import check_arguments, plan_stages
 from hfscale.weights import draw_weights, read_weights
 
-_SCHEDULER_FILE = "scheduler.json"
 
-
-class ParallelTrainer(Trainer):
+class ParallelTrainer(SavesLaidOut):
     """A Trainer whose model is cut over `tp_size` x `pp_size` ranks, and repeated or sharded over the others.
 
     | metric key | unit | meaning |
@@ -81,6 +79,7 @@ class ParallelTrainer(Trainer):
             for only_trained in (False, True)
         )
         """Parameters of the whole model: all, and those that are trained."""
+        self.parameter_names = trained_names(model)
         self.laid_out: LaidOut = lay_out(
             causal,
             self.mesh,
@@ -239,52 +238,6 @@ class ParallelTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
         """6 N D of the whole model, shared among the ranks that work on a sample: Trainer adds up all ranks."""
         return 6 * inputs["input_ids"].numel() * self.whole_sizes[0] // self.layout.ranks_per_replica
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Within training the model's part of a checkpoint (the rest follows); else a `from_pretrained` folder."""
-        folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        if _internal_call:
-            state.save(folder, self.laid_out, None if self.args.save_only_model else self.optimizer.optimizer)
-        else:
-            export.write_weights(folder, self.laid_out, self.mesh)
-        if not self.args.should_save:
-            return
-        if _is_adapted(self.model):
-            self.model.peft_config[self.model.active_adapter].save_pretrained(str(folder))
-        else:
-            self.laid_out.model.config.save_pretrained(folder)
-            if self.laid_out.model.can_generate():
-                self.laid_out.model.generation_config.save_pretrained(folder)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The optimizer's state is saved with the model; of the scheduler its position alone: its lists have an
-        entry per parameter group, and how many groups there are depends on the layout."""
-        if self.args.should_save:
-            scheduler = self.lr_scheduler
-            position = {"last_epoch": scheduler.last_epoch, "base_lrs": sorted(set(scheduler.base_lrs))}
-            write_atomically(Path(output_dir) / _SCHEDULER_FILE, json.dumps(position) + "\n")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not (Path(resume_from_checkpoint) / state.FOLDER).is_dir():
-            raise CheckpointError(
-                f"{resume_from_checkpoint} was not written by ParallelTrainer: begin from the weights of a model "
-                "folder with --model_name_or_path, or afresh with --resume_from_checkpoint false"
-            )
-        state.load_model(Path(resume_from_checkpoint), self.laid_out)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        state.load_optimizer(Path(checkpoint), self.laid_out, self.optimizer.optimizer)
-        state.restore_position(self.lr_scheduler, json.loads((Path(checkpoint) / _SCHEDULER_FILE).read_text("utf-8")))
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It is where it belongs since `lay_out`."""

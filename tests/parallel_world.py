@@ -165,7 +165,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     data = job.get("data", {})
     common = {
         "model": model, "args": args, "train_dataset": Tokens(**data), "eval_dataset": Tokens(**(data | {"size": 24})),
-        "callbacks": [*([ScalingCallback()] if job.get("scaling") else []), log],
+        "callbacks": [*([ScalingCallback()] if job.get("scaling") else []), *job.get("callbacks", ()), log],
     }  # fmt: skip
     if parallel is None:
         trainer = Trainer(**common)

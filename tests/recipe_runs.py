@@ -8,12 +8,13 @@ from pathlib import Path
 
 from conftest import RECIPE, REPOSITORY
 from forked import run_ranks
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from hfscale import corpus
 
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
-STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+TP_PP = REPOSITORY / "recipes" / "tp_pp" / "train.py"
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "parallel")
 GLOBAL_BATCH = 12  # for one to four ranks
 SAMPLES = 36  # three steps an epoch
 FLAGS = [
@@ -40,25 +41,44 @@ def warm_up() -> None:
     from transformers import Trainer  # noqa: F401
 
     import hfscale.continuation  # noqa: F401
-    from hfscale import ScalingCallback  # noqa: F401
+    from hfscale import ParallelTrainer, ScalingCallback  # noqa: F401
 
 
 def make_workplace(folder: Path) -> Path:
-    """A folder with a model config, a tokenizer, a text and the DeepSpeed configs."""
+    """A folder with a tokenizer, a text, the DeepSpeed configs and three model configs: `model` of one layer, `deep`
+    of two, whose embeddings are not tied, and `experts`, a mixture."""
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
-    LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
-    ).save_pretrained(folder / "model")  # fmt: skip
+    sizes = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(folder / "model")
+    LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=False).save_pretrained(folder / "deep")
+    MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=4).save_pretrained(folder / "experts")
     (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
     shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
     return folder
 
 
-def run_recipe(folder: Path, strategy: str, ranks: int, *flags: str, hsdp: bool = False) -> None:
-    """Train in `folder`, its working directory, and fail with the ranks' output where one fails."""
-    script = RECIPE if strategy in ("single", "ddp") else SHARDED
+def run_recipe(
+    folder: Path, strategy: str, ranks: int, *flags: str, hsdp: bool = False, tp: int | None = None, pp: int = 1
+) -> None:
+    """Train in `folder`, its working directory, and fail with the ranks' output where one fails.
+
+    `parallel` is over `tp` (absent: 2 where that goes) x `pp` x data parallel ranks.
+    """
+    script = RECIPE if strategy in ("single", "ddp") else TP_PP if strategy == "parallel" else SHARDED
+    data_ranks = ranks
+    if strategy == "parallel":
+        tp = tp or 2 - ranks % 2
+        data_ranks = ranks // (tp * pp)
+        micro_batches = 3 if pp > 1 else 1
+        batch = GLOBAL_BATCH // data_ranks // micro_batches
+        flags = (
+            "--tp_size", str(tp), "--pp_size", str(pp), "--gradient_accumulation_steps", str(micro_batches),
+            "--per_device_train_batch_size", str(batch), *flags,
+        )  # fmt: skip
     env = dict(_FSDP) if strategy == "fsdp2" else {}
     if hsdp:
         env |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(ranks // 2)}

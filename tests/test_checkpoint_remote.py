@@ -229,6 +229,7 @@ class TestTheUploader:
         assert sender.wait(10)
         assert store.committed_steps() == [1, 3]
         assert sender.last_uploaded == "checkpoint-3"
+        assert 0 < sender.expected_s == sender.last_upload_s < 10
         assert list((tmp_path / "links").iterdir()) == []
 
     def test_a_store_that_refuses_is_told_once(self, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from test_checkpoint_writer import held
 from tiny import RandomTokens, logged, tiny_trainer
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
@@ -387,6 +388,34 @@ class TestDeadline:
         reason = self.preempted(tmp_path, write_s=write_s)
         assert (tmp_path / "checkpoint-3").is_dir() == saves
         assert ("no other was begun" in reason) != saves
+
+    @pytest.mark.parametrize(("around_s", "saves"), [(9.0, True), (13.0, False)])
+    def test_counts_what_stands_before_and_after_the_save(self, tmp_path, around_s, saves):
+        """The end of the one in flight, and the copy to a remote."""
+        spot = SpotCheckpointCallback()
+
+        def act():
+            spot.preemption.last_write_s, spot.preemption.around_save_s = 8.0, lambda: around_s
+
+        tiny_trainer(tmp_path, At("on_step_begin", 1, act), At("on_step_begin", 3, kill()), spot, **SAVING).train()
+        assert (tmp_path / "checkpoint-3").is_dir() == saves
+        told = "the last save took 8.0 s, with what stands before and after it 21.0 s: no other was begun"
+        assert (told in spot.preempted) != saves
+
+    def test_counts_the_save_in_flight(self, tmp_path, monkeypatch):
+        spot = SpotCheckpointCallback()
+        with held(monkeypatch) as (go, _):
+
+            def act():
+                assert spot._saving.writer.in_flight
+                spot._saving.writer._last_s = 60.0
+                spot.preemption.last_write_s = 1.0
+                os.kill(os.getpid(), signal.SIGTERM)
+
+            release = At("on_step_end", 3, go.set)
+            tiny_trainer(tmp_path, At("on_step_begin", 3, act), spot, release, **(SAVING | {"save_steps": 2})).train()
+        assert re.search(r"took 1\.0 s, with what stands before and after it (60|61)\.\d s", spot.preempted)
+        assert (tmp_path / "checkpoint-2").is_dir()
 
     def test_can_be_given(self, tmp_path):
         reason = self.preempted(tmp_path, write_s=4.0, notice_s=5.0)

@@ -27,7 +27,8 @@ FLOORS = (
     ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
      "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",
      "hfscale.corpus", "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.continuation",
-     "hfscale.summary", "hfscale.export", "hfscale.entrypoint", "hfscale.dry_run", "hfscale.stage_flags"),
+     "hfscale.summary", "hfscale.export", "hfscale.entrypoint", "hfscale.dry_run", "hfscale.stage_flags",
+     "hfscale.parallel_checkpoints"),
     ("hfscale.cli", "hfscale.__main__"),
 )  # fmt: skip
 

@@ -95,7 +95,8 @@ def test_every_pair_keeps_every_bit_of_weights_and_optimizer(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "ranks"), [("ddp", "zero3", 3), ("zero2", "fsdp2", 2), ("zero3", "single", 1)]
+    ("source", "target", "ranks"),
+    [("ddp", "zero3", 3), ("zero2", "parallel", 4), ("zero3", "single", 1)],
 )
 def test_a_relaunch_under_another_strategy_ends_as_the_uninterrupted_run(runs, tmp_path, source, target, ranks):
     folder = shutil.copytree(runs[source], tmp_path, dirs_exist_ok=True)
@@ -252,11 +253,20 @@ def test_other_optimizers_go_where_they_can(tmp_path):
         convert(adafactor, tmp_path / "no", manifest=read_manifest(adafactor), strategy="zero2", world_size=2)
 
 
-def test_what_cannot_be_continued_is_told(tmp_path):
+def test_what_cannot_be_continued_is_told(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"0")
+    args = tiny_arguments(tmp_path)
+    commit(tmp_path, step=2, strategy="fsdp1", world_size=4, global_batch_size=8)
+    with pytest.raises(LayoutError, match="written under FSDP1 and cannot be continued under SINGLE: launch with"):
+        readable_checkpoint(args, str(tmp_path))
+    commit(tmp_path, step=2, strategy="single", world_size=1, global_batch_size=8)
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")  # transformers' own, which keeps no optimizer state
+    with pytest.raises(LayoutError, match="written under SINGLE and cannot be continued under PARALLEL: launch with"):
+        readable_checkpoint(args, str(tmp_path))
     commit(tmp_path, step=2, strategy="parallel", world_size=4, global_batch_size=8)
-    with pytest.raises(LayoutError, match="written under PARALLEL and cannot be continued under SINGLE: launch with"):
-        readable_checkpoint(tiny_arguments(tmp_path), str(tmp_path))
+    monkeypatch.delenv("PARALLELISM_CONFIG_TP_SIZE")
+    with pytest.raises(LayoutError, match="launch with the config it was begun with"):
+        readable_checkpoint(args, str(tmp_path))
 
 
 def test_a_checkpoint_of_plain_trainer_describes_itself(runs, tmp_path):

@@ -1,11 +1,15 @@
 """Where a relaunched command goes on, and with which batch."""
 
+import json
 import math
+import os
 from collections import Counter
 
 import pytest
+import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
+from safetensors.torch import load_file
 from tiny import RandomTokens, tiny_arguments, tiny_trainer
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import set_seed
@@ -13,7 +17,7 @@ from transformers import set_seed
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.store import commit
 from hfscale.errors import CheckpointError, LayoutError, UsageError
-from hfscale.resume import is_finished, keep_global_batch, resume_point
+from hfscale.resume import RESULTS_NAME, is_finished, keep_global_batch, resume_point
 
 
 @pytest.fixture
@@ -66,12 +70,38 @@ def test_finished_is_when_all_steps_are_in_the_checkpoint(run):
         return is_finished(tiny_trainer(run, **arguments), checkpoint)
 
     last = str(run / "checkpoint-4")
+    (run / RESULTS_NAME).write_text("{}")
     assert finished(last, max_steps=4)
     assert not finished(last, max_steps=5)
     assert not finished(str(run / "checkpoint-2"), max_steps=4)
     assert not finished(None, max_steps=4)
     assert finished(last, max_steps=-1, num_train_epochs=0.25)  # 16 steps an epoch
     assert not finished(last, max_steps=-1, num_train_epochs=1)
+
+
+def test_a_run_without_results_makes_them_and_takes_no_step(run):
+    last = str(run / "checkpoint-4")
+    for stale in (False, True):  # of a shorter run before
+        if stale:
+            (run / RESULTS_NAME).write_text("{}")
+            os.utime(run / RESULTS_NAME, (1, 1))
+        trainer = tiny_trainer(run, SpotCheckpointCallback(), save_strategy="steps", save_steps=2)
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.zero_()
+        assert not is_finished(trainer, last)
+        metrics = trainer.train(resume_from_checkpoint=last).metrics
+        assert (metrics, trainer.state.global_step) == ({}, 4)
+        assert not [record for record in trainer.state.log_history if "train_loss" in record][1:]
+        stored = load_file(run / "checkpoint-4" / "model.safetensors")
+        assert all(torch.equal(trainer.model.state_dict()[name], tensor) for name, tensor in stored.items())
+        metrics |= trainer.evaluate()
+        trainer.save_metrics("all", metrics, combined=False)
+        assert is_finished(trainer, last)
+    assert json.loads((run / "hfscale_status.json").read_text())["status"] == "completed"
+    assert trainer.train(resume_from_checkpoint=last).metrics["train_loss"] >= 0, (
+        "nothing of the trainer is left changed"
+    )
 
 
 class Arguments:
@@ -81,6 +111,7 @@ class Arguments:
         self.world_size = world_size
         self.per_device_train_batch_size = per_device
         self.gradient_accumulation_steps = accumulation
+        self.deepspeed = self.fsdp = None
 
 
 @pytest.fixture
@@ -112,6 +143,16 @@ def test_the_same_world_may_change_its_batch(of_eight_processes):
     arguments = Arguments(8, 2, 5)
     keep_global_batch(arguments, of_eight_processes)
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("wrote", "data_ranks", "becomes"), [("ddp", 2, (6, 4)), ("parallel", None, (6, 1)), ("parallel", 4, (6, 2))]
+)
+def test_as_many_ranks_that_share_samples_keep_it_too(tmp_path, wrote, data_ranks, becomes):
+    commit(tmp_path, step=1, strategy=wrote, world_size=8, global_batch_size=48)
+    arguments = Arguments(8, 6, 3)
+    keep_global_batch(arguments, str(tmp_path), data_parallel_size=data_ranks)
+    assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == becomes
 
 
 class Counted(RandomTokens):

@@ -36,8 +36,9 @@ logger = get_logger(__name__)
 
 STOP_FILE_NAME = "hfscale_stop"
 SAFETY = 1.5
-"""A save is begun if 1.5 times what the last one took is left: a disk that all machines write to at once is slower
-than usual, and the process still has to end."""
+"""A save is begun if 1.5 times what the last one took is left, and as much of what stands around it: the rest of one
+in flight, the copy to a remote. A disk that all machines write to at once is slower than usual, and the process still
+has to end."""
 _GO_ON, _SAVE, _STOP = 0.0, 1.0, 2.0  # the ranks agree on the greatest
 
 
@@ -101,6 +102,9 @@ class PreemptionStop:
         """What was agreed on; None while the run goes on."""
         self.last_write_s: float | None = None
         """Seconds from the start of the last save to its commit; None before the first."""
+        self.around_save_s: Callable[[], float] = float
+        """Seconds on this rank that a save of now would wait for an earlier one, and its copy to a remote would take
+        after it."""
         self._agreement = OverlappedAgreement(self.exchange_every_s)
         self._evaluation: OverlappedAgreement | None = None
         self._saved_step: int | None = None
@@ -222,16 +226,19 @@ class PreemptionStop:
         left = [notice.seconds_left(self._assumed_s(notice.source)) for notice in notices]
         least = min((seconds for seconds in left if seconds is not None), default=math.inf)
         source = max((SOURCES.index(notice.source) for notice in notices), default=-1)
-        mine = [float(source), -least, -1.0 if self.last_write_s is None else self.last_write_s]
-        agreed_source, minus_left, write_s = distributed.all_max(mine)
+        write_s = -1.0 if self.last_write_s is None else self.last_write_s
+        mine = [float(source), -least, write_s, self.around_save_s()]
+        agreed_source, minus_left, write_s, around_s = distributed.all_max(mine)
         if agreed_source < 0:
             return None
         seconds_left = None if math.isinf(minus_left) else -minus_left
         why_not = None
         if args.save_strategy == "no":
             why_not = "save_strategy is 'no', nothing was saved"
-        elif write_s >= 0 and write_s * SAFETY > -minus_left and self._saved_step != state.global_step:
-            why_not = f"{max(-minus_left, 0.0):.1f} s left, the last save took {write_s:.1f} s: no other was begun"
+        elif write_s >= 0 and (write_s + around_s) * SAFETY > -minus_left and self._saved_step != state.global_step:
+            beside = f", with what stands before and after it {write_s + around_s:.1f} s" if around_s else ""
+            left = max(-minus_left, 0.0)
+            why_not = f"{left:.1f} s left, the last save took {write_s:.1f} s{beside}: no other was begun"
         return Stop(
             source=SOURCES[int(agreed_source)],
             step=state.global_step,

@@ -60,6 +60,11 @@ class RemoteCopies:
         if self._uploader is not None:
             self._uploader.offer(checkpoint, best.name if best is not None else None)
 
+    @property
+    def expected_s(self) -> float:
+        """Seconds that the copy of a checkpoint of now is expected to take on this rank."""
+        return self._uploader.expected_s if self._uploader is not None else 0.0
+
     def wait(self, last: str | None) -> None:
         """Until the checkpoint `last` is in the store, or was refused twice; all ranks wait."""
         uploader, tried_again = self._uploader, False

@@ -13,14 +13,14 @@ from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.callbacks.remote_copies import RemoteCopies
-from hfscale.callbacks.trainer_access import calling_trainer
+from hfscale.callbacks.trainer_access import calling_trainer, resumed_from
 from hfscale.callbacks.trainer_saving import TrainerSaving
 from hfscale.checkpoint.lock import lock_output_dir, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
 from hfscale.checkpoint.writer import clear_unfinished
-from hfscale.continuation import check_resumed, discard_conversions, finish_universal_load
+from hfscale.continuation import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.errors import StorageError, UsageError
 from hfscale.logs import get_logger
 from hfscale.metrics.pace import StepPace
@@ -43,12 +43,12 @@ class SpotCheckpointCallback(TrainerCallback):
     stands. `hfscale.latest_checkpoint(output_dir)` is then the newest checkpoint that is whole. With
     `save_strategy="no"` nothing is saved.
 
-    Alone and under DDP and FSDP2, training waits only for a copy of its state to host memory; the rest happens beside
-    it, one save at a time. Under DeepSpeed the partitions, which are the most, are written beside it. So `on_save` of
-    other callbacks comes before the checkpoint is there: where one of them may read it, and where weights are gathered
-    from all ranks to be written, training waits for the whole save, and a line says so. The end of the training, the
-    loading of the best checkpoint and the next save wait for the one in flight; if it fails, the run stops soon after,
-    at the same step on all ranks.
+    Alone, under DDP, FSDP2 and `ParallelTrainer`, training waits only for a copy of its state to host memory; the
+    rest happens beside it, one save at a time. Under DeepSpeed the partitions, which are the most, are written beside
+    it. So `on_save` of other callbacks comes before the checkpoint is there: where one of them may read it, and where
+    weights are gathered from all ranks to be written, training waits for the whole save, and a line says so. The end
+    of the training, the loading of the best checkpoint and the next save wait for the one in flight; if it fails, the
+    run stops soon after, at the same step on all ranks.
 
     A notice that the machine goes (SIGTERM, SIGUSR1, Ctrl-C, a cloud's, the stop file; on any rank) makes all ranks
     stop at one step boundary and save that step, if there is time for it. `Trainer.train` then returns as at its end,
@@ -132,10 +132,13 @@ class SpotCheckpointCallback(TrainerCallback):
         trainer = calling_trainer()
         self._wait()  # for what a training that was broken off has left in flight
         finish_universal_load(trainer)
+        finish_merged_load(trainer, resumed_from())
         check_resumed(trainer)
         self._take_over_rotation(args)
         self._output_dir = Path(args.output_dir)
         self._saving = TrainerSaving(trainer, asynchronous=self.asynchronous, committed=self._committed)
+        writer = self._saving.writer
+        self.preemption.around_save_s = lambda: writer.remaining_s + (self.remote.expected_s if self.remote else 0.0)
         self._watch = None
         self._agreement = distributed.StepAgreement(every_s=_AGREEMENT_EVERY_S)
         self._saved_step, self._saved_at, self._idle_since = state.global_step, time.monotonic(), time.monotonic()
@@ -212,6 +215,8 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._wait()
+        if args.load_best_model_at_end:
+            finish_merged_load(calling_trainer(), state.best_model_checkpoint)
         self.preemption.end()
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"

@@ -8,11 +8,14 @@ them byte for byte.
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from peft import PeftModel, PeftType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -45,6 +48,7 @@ _WRITING_METHODS = (
 # Callbacks of transformers whose `on_save` reads no file of the checkpoint (wandb's only under WANDB_LOG_MODEL).
 _ON_SAVE_READS_NOTHING = ("WandbCallback", "TrackioCallback", "SwanLabCallback")
 _SHARE_OF_FREE_MEMORY = 0.8
+_SHARDS = "shards"  # what a Trainer that lays its model out itself hands over
 
 
 class TrainerSaving:
@@ -84,7 +88,7 @@ class TrainerSaving:
             elif self._strategy.startswith("zero"):
                 self._deferred = DeferredWrites(trainer, self._snapshot)
         by_trainer = self.synchronous_because is not None or self._deferred is not None
-        self._processing_files = {} if by_trainer else processing_files(trainer)
+        self._processing_files = {} if by_trainer or _hands_over(trainer) else processing_files(trainer)
 
     def restore(self) -> None:
         """Give the Trainer its own method back."""
@@ -124,9 +128,12 @@ class TrainerSaving:
         trainer, full = self._trainer, not self._trainer.args.save_only_model
         rng = rng_state(trainer) if full else None
         state = frozen_state(trainer) if trainer.args.should_save else None
+        files = trainer.checkpoint_files() if _hands_over(trainer) and trainer.args.should_save else {}
         live = self._live_state()
         write_together = self._fsdp.take() if self._fsdp is not None else None
         copied = self._snapshot.take(live)
+        if _SHARDS in copied:
+            write_together = partial(_write_shards, copied[_SHARDS])
 
         def write(folder: Path) -> None:
             if "model" in copied:
@@ -134,6 +141,9 @@ class TrainerSaving:
             for name in (OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME):
                 if name in copied:
                     torch.save(copied[name], folder / name)
+            for name, content in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
             if rng is not None:
                 torch.save(rng, folder / rng_name(trainer))
             if state is not None:
@@ -145,6 +155,8 @@ class TrainerSaving:
     def _live_state(self) -> dict[str, Any]:
         """What this rank has to copy, by the name of its file; not yet copied."""
         trainer = self._trainer
+        if _hands_over(trainer):
+            return {_SHARDS: trainer.sharded_state()}
         if not trainer.args.should_save:
             return {}
         live: dict[str, Any] = {}
@@ -165,7 +177,7 @@ class TrainerSaving:
             return True
         live = self._live_state()
         wanted = tensor_bytes(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._fsdp is not None else 1
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._fsdp is not None or _SHARDS in live else 1
         free = psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY
         self._has_fitted = distributed.all_max([float(wanted * here > free)])[0] == 0
         return self._has_fitted
@@ -224,7 +236,9 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     args = trainer.args
     if strategy.startswith("zero") and not can_defer(trainer):
         return "DeepSpeed's own engine writes"
-    if strategy == "parallel" or (strategy.startswith("fsdp") and not is_sharded_fsdp2(trainer)):
+    hands_over = _hands_over(trainer)
+    gathers = strategy.startswith("fsdp") and not is_sharded_fsdp2(trainer)
+    if gathers or (strategy == "parallel" and not hands_over):
         return "the weights are gathered from all ranks to be written"
     if strategy == "fsdp2" and args.save_only_model:
         return "save_only_model under FSDP leaves no state to write"
@@ -232,7 +246,7 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return f"not tried on {args.device.type}"
     if args.push_to_hub:
         return "push_to_hub uploads the folder at once"
-    own = [name for name in _WRITING_METHODS if getattr(type(trainer), name) is not getattr(Trainer, name)]
+    own = [name for name in _WRITING_METHODS if not _is_known(type(trainer), name)]
     if own:
         return f"{type(trainer).__name__} has its own {own[0]}"
     if isinstance(trainer.model, PeftModel):
@@ -241,6 +255,24 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
             return f"adapters of type {min(others)} are made when they are written"
     readers = [name for name in map(_reader_of_saves, trainer.callback_handler.callbacks) if name]
     return f"{readers[0]}.on_save may read the checkpoint" if readers else None
+
+
+def _write_shards(copied: dict[str, dict[str, Any]], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """As torch's distributed checkpointing does; every rank must call it."""
+    for name, tensors in copied.items():
+        dcp.save(tensors, checkpoint_id=folder / name, process_group=group)
+
+
+def _is_known(kind: type, method: str) -> bool:
+    """Whether it is Trainer's own, or of the class that hands over what it would have written."""
+    home = next(base for base in kind.__mro__ if method in vars(base))
+    return home is Trainer or "sharded_state" in vars(home)
+
+
+def _hands_over(trainer: Trainer) -> bool:
+    """Whether it is a `ParallelTrainer`, which says itself what a checkpoint is made of: `parallel/` and this folder
+    know nothing of each other."""
+    return hasattr(trainer, "sharded_state")
 
 
 def _reader_of_saves(callback: TrainerCallback) -> str | None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from hfscale.checkpoint.formats import layout_of, read_view
-from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, read_parameter_names
+from hfscale.checkpoint.formats.merged import split
+from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, model_of_config, read_parameter_names
 from hfscale.checkpoint.formats.safetensors_files import read_weights, write_weights
 from hfscale.checkpoint.formats.view import TensorRef
 from hfscale.errors import CheckpointError
@@ -56,6 +57,8 @@ def export(
     try:
         _copy_model_files(home, target)
         wanted = _dtype(target / config_name, dtype)
+        if not is_adapter:
+            weights = _as_published(weights, target)
         stem = "adapter_model" if is_adapter else "model"
         write_weights(target, stem, weights, max_shard_bytes=None if is_adapter else max_shard_bytes, dtype=wanted)
     except BaseException:
@@ -75,6 +78,15 @@ def _weights(checkpoint: Path, strategy: str) -> tuple[dict[str, TensorRef], dic
     if (checkpoint / PARAMETERS_NAME).is_file():
         aliases |= read_parameter_names(checkpoint).aliases
     return dict(view.weights), {alias: name for alias, name in aliases.items() if name in view.weights}
+
+
+def _as_published(weights: dict[str, TensorRef], folder: Path) -> dict[str, TensorRef]:
+    """Under the names that `save_pretrained` gives them, which other programs know too."""
+    try:
+        model = model_of_config(folder)
+    except CheckpointError:
+        return weights  # transformers cannot build it, and so has no other names for it either
+    return split(weights, model)
 
 
 def _home_of(name: str, folders: list[Path]) -> Path | None:

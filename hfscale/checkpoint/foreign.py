@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hfscale.checkpoint.formats.archives import load_archive
 from hfscale.checkpoint.formats.fsdp2 import MODEL_FOLDER
+from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME
 from hfscale.checkpoint.formats.zero import tag_folder
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.errors import CheckpointError, UsageError
@@ -30,6 +31,8 @@ def describe(checkpoint: Path, *, global_batch_size: int | None) -> Manifest:
     world_size = sum(bool(_RNG_OF_A_RANK.fullmatch(path.name)) for path in checkpoint.iterdir()) or 1
     if (checkpoint / MODEL_FOLDER).is_dir():
         strategy = "fsdp2"
+    elif (checkpoint / FOLDER).is_dir() and (checkpoint / PARALLEL_NAME).is_file():
+        strategy = "parallel"
     elif (checkpoint / "latest").is_file():
         folder = tag_folder(checkpoint)
         path = folder / "mp_rank_00_model_states.pt"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hfscale.checkpoint import store
 from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read_view, writer
+from hfscale.checkpoint.formats.parallel import PARALLEL_NAME
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.formats.universal import is_universal
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, check_states, saved_name
@@ -30,11 +31,17 @@ CONVERSION_NAME = "hfscale_conversion.json"
 # Small files that every strategy reads alike. Never training_args.bin: it is a pickle.
 _SIDE_FILE = re.compile(r"scheduler\.pt|[^.].*\.(json|jsonl|txt|jinja|model|md)")
 _RNG_FILE = re.compile(r"rng_state(_\d+)?\.pth")
+_OF_ONE_LAYOUT = (PARALLEL_NAME, PARAMETERS_NAME)
 _NOT_CARRIED = re.compile(rf".*\.safetensors\.index\.json|hfscale_manifest\.json|{CONVERSION_NAME}|training_args\.bin")
 
 
 def can_read(manifest: Manifest, *, strategy: str, world_size: int) -> bool:
-    """Whether a launch of that strategy and size reads the checkpoint as it is, RNG states of every rank included."""
+    """Whether a launch of that strategy and size reads the checkpoint as it is, RNG states of every rank included.
+
+    `ParallelTrainer` reads its own in any layout, and sees to the states itself.
+    """
+    if manifest.strategy == strategy == "parallel":
+        return True
     return layout_of(manifest.strategy) == layout_of(strategy) and manifest.world_size == world_size
 
 
@@ -66,7 +73,7 @@ def convert(
             _write_view(
                 view, source, unfinished, step=manifest.step, strategy=strategy, world_size=world_size, link=link
             )
-        write_rng_states(source, unfinished, world_size=world_size)
+        write_rng_states(source, unfinished, world_size=world_size, alike=strategy == "parallel" != manifest.strategy)
         origin = {"strategy": manifest.strategy, "world_size": manifest.world_size, **_origin(source)}
         (unfinished / CONVERSION_NAME).write_text(json.dumps(origin) + "\n", encoding="utf-8")
         made = store.commit(
@@ -103,7 +110,8 @@ def _write_view(
     view = _with_an_empty_group(view)
     writer(strategy)(view, folder, step=step, world_size=world_size)
     side = [path.name for path in sorted(source.iterdir()) if path.is_file() and not path.is_symlink()]
-    _carry(source, folder, [n for n in side if _SIDE_FILE.fullmatch(n) and not _NOT_CARRIED.fullmatch(n)], link=link)
+    side = [name for name in side if _SIDE_FILE.fullmatch(name) and name not in _OF_ONE_LAYOUT]
+    _carry(source, folder, [name for name in side if not _NOT_CARRIED.fullmatch(name)], link=link)
     if not (folder / "scheduler.pt").is_file():
         raise CheckpointError(
             f"{source} has no scheduler.pt: a learning-rate schedule that DeepSpeed's config sets up is kept in its "
@@ -112,7 +120,6 @@ def _write_view(
     if (source / "scaler.pt").is_file():
         logger.info("the loss scale of fp16 is not converted: it begins at its default and finds its value again")
     names = ParameterNames(groups=[group.names for group in view.groups], aliases=dict(view.aliases))
-    (folder / PARAMETERS_NAME).unlink(missing_ok=True)  # it may be a link to the source's
     (folder / PARAMETERS_NAME).write_text(names.to_json(), encoding="utf-8")
 
 

@@ -42,23 +42,28 @@ _NUMPY: list[Any] = [
 ]
 
 
-def write_rng_states(source: Path, folder: Path, *, world_size: int) -> None:
+def write_rng_states(source: Path, folder: Path, *, world_size: int, alike: bool = False) -> None:
     """Write into `folder` a state for each of `world_size` ranks, from those of the checkpoint `source`.
 
     Nothing is written where the source has none (as one saved with `save_only_model`).
 
+    Args:
+        alike (`bool`): all ranks get the first one's, as all begin a run with one seed: for ranks that compute one
+            matrix together, and have to drop out the same of its elements.
+
     Raises:
         CheckpointError: a state cannot be read without unpickling it.
     """
-    known = [path for rank in range(world_size) if (path := source / _OF_A_RANK.format(rank)).is_file()]
+    ranks = 1 if alike else world_size
+    known = [path for rank in range(ranks) if (path := source / _OF_A_RANK.format(rank)).is_file()]
     if (source / _SINGLE).is_file():
         known = [source / _SINGLE]
     if not known:
         return
     for rank in range(world_size):
         target = folder / (_SINGLE if world_size == 1 else _OF_A_RANK.format(rank))
-        if rank < len(known):
-            shutil.copyfile(known[rank], target)
+        if rank < len(known) or alike:
+            shutil.copyfile(known[0 if alike else rank], target)
         else:
             torch.save(derived_state(known[0], rank), target)
 

@@ -106,6 +106,12 @@ def _copy_tree(value: Any, buffer: Callable[[torch.Tensor], torch.Tensor], memo:
 
 
 def _copy_tensor(tensor: torch.Tensor, buffer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        # By the protocol of tensors that wrap others: `from_local` would send the copy to the mesh's devices.
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+        copies = {n: _copy_tensor(p, buffer) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
+        return DTensor.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain:
         return tensor.detach().to("cpu", copy=True)  # a subclass (quantised states): it knows how to copy itself

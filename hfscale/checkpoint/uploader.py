@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +45,8 @@ class Uploader:
         self._busy = self._has_warned = False
         self.last_uploaded: str | None = None
         """Name of the newest checkpoint that is whole in the store, as far as this process put it there."""
+        self.last_upload_s = 0.0
+        """Seconds that the last copy took; 0 before the first."""
 
     def offer(self, checkpoint: Path, best: str | None = None) -> None:
         """Have `checkpoint` copied. One that still waits for its turn gives way: the newest is worth most.
@@ -61,6 +64,11 @@ class Uploader:
             logger.info("%s is not copied to %s: %s follows it", waiting[0].name, self.store.url, checkpoint.name)
             _unlink(waiting[0], self._links)
 
+    @property
+    def expected_s(self) -> float:
+        """Seconds until a checkpoint that were offered now would be in the store, as far as the last copy tells."""
+        return self.last_upload_s * (2 if self._busy else 1)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being copied, or for `timeout_s` seconds; whether that is so."""
         with self._changed:
@@ -77,9 +85,10 @@ class Uploader:
             self._copy(*task)
 
     def _copy(self, checkpoint: Path, best: str | None) -> None:
+        begun = time.monotonic()
         try:
             self.store.upload(checkpoint)
-            self.last_uploaded = checkpoint.name
+            self.last_uploaded, self.last_upload_s = checkpoint.name, time.monotonic() - begun
             logger.debug("%s is in %s", checkpoint.name, self.store.url)
             if self.limit is not None:
                 self.store.rotate(limit=self.limit, keep=best)

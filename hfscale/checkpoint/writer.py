@@ -78,11 +78,17 @@ class CheckpointWriter:
         self._group = distributed.own_group()
         self._thread: threading.Thread | None = None
         self._failure: StorageError | None = None
+        self._begun = self._last_s = 0.0
 
     @property
     def in_flight(self) -> bool:
         """Whether a checkpoint is being written on this rank."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the save in flight is committed if it takes as long as the last; 0 where there is none."""
+        return max(self._begun + self._last_s - time.monotonic(), 0.0) if self.in_flight else 0.0
 
     @property
     def has_failed(self) -> bool:
@@ -96,6 +102,7 @@ class CheckpointWriter:
             StorageError: that earlier one could not be written.
         """
         self.wait()
+        self._begun = job.begun
         # A daemon: what must not be lost at the end of a process is waited for by whoever knows how long it may take.
         self._thread = threading.Thread(target=self._run, args=(job,), name="hfscale-checkpoint", daemon=True)
         self._thread.start()
@@ -128,6 +135,7 @@ class CheckpointWriter:
     def _run(self, job: CheckpointJob) -> None:
         try:
             _write_and_commit(job, self._group)
+            self._last_s = time.monotonic() - job.begun
         except StorageError as error:
             self._failure = error
         except Exception as error:  # a rank that is gone, say: the exchange with it fails

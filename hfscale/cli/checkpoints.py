@@ -55,7 +55,9 @@ def verify_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) 
 def convert(
     source: Source,
     target: Target,
-    to: Annotated[str, typer.Option("--to", metavar="STRATEGY", help="single, ddp, fsdp2, zero1, zero2 or zero3.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="STRATEGY", help="single, ddp, fsdp2, zero1, zero2, zero3 or parallel.")
+    ],
     world_size: Annotated[
         int | None,
         typer.Option("--world-size", min=1, help="Processes that will go on; absent: as many as wrote SRC."),

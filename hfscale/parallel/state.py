@@ -17,14 +17,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hfscale.checkpoint.formats.parallel import FOLDER, PART
 from hfscale.errors import CheckpointError
 from hfscale.parallel.model import LaidOut
-from hfscale.parallel.shards import local_tensor, reshard
+from hfscale.parallel.shards import local_tensor, reshard, write_local_part
 from hfscale.parallel.tensor import Packed
-
-FOLDER = "dcp"
-"""Where in a checkpoint the tensors lie."""
-_PACKED = "@"  # follows the name of a matrix that is stored as its parts: gate and up of stacked experts
 
 
 def model_tensors(laid_out: LaidOut) -> dict[str, torch.Tensor]:
@@ -44,14 +41,17 @@ def reshard_all(laid_out: LaidOut) -> None:
         reshard(stage)
 
 
-def save(checkpoint: Path, laid_out: LaidOut, optimizer: torch.optim.Optimizer | None) -> None:
-    """Write the model and, where given, its optimizer's state into `checkpoint`. Call it on every rank."""
+def stored_tensors(laid_out: LaidOut, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """What this rank writes into a checkpoint's `dcp`: of the model and, where given, of its optimizer's state.
+
+    Each is one rectangle of a whole and shares its memory, so that what it shows changes with the next step.
+    """
     tensors = {f"model.{name}": tensor for name, tensor in model_tensors(laid_out).items()}
     if optimizer is not None:
         for name, parameter in _stepped(laid_out, optimizer):
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-    dcp.save(dict(_unpacked(laid_out, tensors)), checkpoint_id=checkpoint / FOLDER)
+    return dict(_unpacked(laid_out, tensors))
 
 
 def load_model(checkpoint: Path, laid_out: LaidOut) -> None:
@@ -61,7 +61,7 @@ def load_model(checkpoint: Path, laid_out: LaidOut) -> None:
         CheckpointError: a parameter is missing, or of another shape.
     """
     tensors = {f"model.{name}": tensor for name, tensor in model_tensors(laid_out).items()}
-    _read(checkpoint, dict(_unpacked(laid_out, tensors)))
+    _read(checkpoint, laid_out, tensors)
     if laid_out.tied is not None:
         laid_out.tied.equalize()
 
@@ -73,16 +73,17 @@ def load_optimizer(checkpoint: Path, laid_out: LaidOut, optimizer: torch.optim.O
         CheckpointError: as for `load_model`, or a state that is neither one number nor of its parameter's shape.
     """
     shapes = _shapes(checkpoint)
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     wanted: dict[str, torch.Tensor] = {}
     for name, parameter in _stepped(laid_out, optimizer):
         prefix = f"optimizer.{name}."
-        keys = {key.removeprefix(prefix).split(_PACKED)[0] for key in shapes if key.startswith(prefix)}
+        keys = {key.removeprefix(prefix).split(PART)[0] for key in shapes if key.startswith(prefix)}
         states[parameter] = {}
         for key in sorted(keys):
             whole = shapes.get(prefix + key)
             if whole is not None and len(whole) == 0:
-                state = torch.zeros((), dtype=torch.float32)
+                state = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
             elif whole is None or whole == parameter.shape:
                 state = torch.zeros_like(parameter.data)
             else:
@@ -91,15 +92,26 @@ def load_optimizer(checkpoint: Path, laid_out: LaidOut, optimizer: torch.optim.O
                     "the state of this optimizer cannot be cut"
                 )
             states[parameter][key] = wanted.setdefault(prefix + key, state)
-    _read(checkpoint, dict(_unpacked(laid_out, wanted)))
+    _read(checkpoint, laid_out, wanted)
     for parameter, state in states.items():
         # Both copies of a tied weight on one rank have read the same tensors; each steps its own.
         optimizer.state[parameter] = {key: tensor.clone() for key, tensor in state.items()}
 
 
-def _read(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _read(checkpoint: Path, laid_out: LaidOut, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill `tensors`. A conversion has written packed matrices in one piece: of these each rank reads one after the
+    other whole, into host memory, and keeps its part."""
+    shapes = _shapes(checkpoint)
+    whole = {name for name, tensor in tensors.items() if name in shapes and _packed(laid_out, name, tensor)}
+    apart = {name: tensor for name, tensor in tensors.items() if name not in whole}
     try:
-        dcp.load(tensors, checkpoint_id=checkpoint / FOLDER)
+        dcp.load(dict(_unpacked(laid_out, apart)), checkpoint_id=checkpoint / FOLDER)
+        for name in sorted(whole):
+            read = torch.empty(shapes[name], dtype=tensors[name].dtype)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant here
+                dcp.load({name: read}, checkpoint_id=checkpoint / FOLDER, no_dist=True)
+            write_local_part(tensors[name], read)
     except Exception as error:
         cause = error.__cause__ or error
         raise CheckpointError(f"{checkpoint} does not hold this model: {cause}") from error
@@ -127,11 +139,17 @@ def _canonical(laid_out: LaidOut, name: str) -> str:
 def _unpacked(laid_out: LaidOut, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor as one rectangle of a whole: a packed matrix as its parts, sharing its memory."""
     for name, tensor in tensors.items():
-        packed = next((p for own, p in laid_out.packed.items() if f".{own}." in f".{name}."), None)
-        if packed is None or tensor.ndim == 0:
+        packed = _packed(laid_out, name, tensor)
+        if packed is None:
             yield name, tensor
         else:
-            yield from ((f"{name}{_PACKED}{number}", part) for number, part in enumerate(_parts(tensor, packed)))
+            yield from ((f"{name}{PART}{number}", part) for number, part in enumerate(_parts(tensor, packed)))
+
+
+def _packed(laid_out: LaidOut, name: str, tensor: torch.Tensor) -> Packed | None:
+    if tensor.ndim == 0:
+        return None
+    return next((p for own, p in laid_out.packed.items() if f".{own}." in f".{name}."), None)
 
 
 def _parts(tensor: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
@@ -154,8 +172,8 @@ def _parts(tensor: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
 
 def restore_position(scheduler: Any, saved: dict[str, Any]) -> None:
     """Put a scheduler where it was: its learning rates follow from its position and its base learning rate."""
-    if len(saved["base_lrs"]) == 1:
-        scheduler.base_lrs = saved["base_lrs"] * len(scheduler.base_lrs)
+    if len(set(saved["base_lrs"])) == 1:
+        scheduler.base_lrs = saved["base_lrs"][:1] * len(scheduler.base_lrs)
         for group in scheduler.optimizer.param_groups:
             group["initial_lr"] = saved["base_lrs"][0]
     with warnings.catch_warnings():

@@ -11,6 +11,7 @@ from recipe_runs import STRATEGIES, logged, make_workplace, output, run_recipe, 
 pytestmark = [pytest.mark.faults, pytest.mark.world(4), pytest.mark.timeout(3600)]
 RANKS = (1, 2, 3, 4)
 TOLERANCE = 4e-6  # fp32: what another order of summation does; seen at most 9.6e-7
+STAGED = 2e-5  # with matrices cut over ranks and micro-batches summed one by one
 SOURCES = [(strategy, ranks) for strategy in STRATEGIES for ranks in RANKS if (strategy, ranks) != ("fsdp2", 1)]
 
 
@@ -45,13 +46,14 @@ def interrupted(workplace, tmp_path_factory):
     """`interrupted("zero3", 2)`: the folder of a run that stopped after its checkpoint at step 4; do not change it."""
     made = {}
 
-    def run(strategy, ranks):
-        if (strategy, ranks) not in made:
+    def run(strategy, ranks, *flags, **place):
+        key = (strategy, ranks, *flags, *place.items())
+        if key not in made:
             folder = shutil.copytree(workplace, tmp_path_factory.mktemp(f"{strategy}-{ranks}"), dirs_exist_ok=True)
-            run_recipe(folder, strategy, ranks, "--save_steps", "4")
+            run_recipe(folder, strategy, ranks, "--save_steps", "4", *flags, **place)
             shutil.rmtree(folder / "out" / "checkpoint-6")
-            made[strategy, ranks] = folder
-        return made[strategy, ranks]
+            made[key] = folder
+        return made[key]
 
     return run
 
@@ -71,22 +73,26 @@ def test_the_matrix(interrupted, control, tmp_path, source, shift):
 def goes_on(workplace, tmp_path, first, then, *flags):
     """Losses of steps 5 and 6: of an uninterrupted run, and of one that goes on as `then` after step 4.
 
-    `first` and `then` are strategy, ranks and, for hybrid sharding, True.
+    `first` and `then` are strategy, ranks and, where the ranks stand otherwise than in one row, how: `run_recipe`'s.
     """
+    begun, moved_on = (place[2] if len(place) > 2 else {} for place in (first, then))
     whole, moved = (shutil.copytree(workplace, tmp_path / name) for name in ("whole", "moved"))
     for folder in (whole, moved):
-        run_recipe(folder, *first[:2], "--save_steps", "4", *flags, hsdp=len(first) > 2)
+        run_recipe(folder, *first[:2], "--save_steps", "4", *flags, **begun)
     shutil.rmtree(moved / "out" / "checkpoint-6")
-    run_recipe(moved, *then[:2], *flags, hsdp=len(then) > 2)
+    run_recipe(moved, *then[:2], *flags, **moved_on)
     return tuple([logged(folder, "loss")[step] for step in (5, 6)] for folder in (whole, moved))
+
+
+HYBRID = {"hsdp": True}
 
 
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        (("fsdp2", 4, True), ("zero3", 2)),
-        (("zero1", 2), ("fsdp2", 4, True)),
-        (("fsdp2", 2), ("fsdp2", 4, True)),
+        (("fsdp2", 4, HYBRID), ("zero3", 2)),
+        (("zero1", 2), ("fsdp2", 4, HYBRID)),
+        (("fsdp2", 2), ("fsdp2", 4, HYBRID)),
     ],
 )
 def test_hybrid_sharding(workplace, tmp_path, first, then):
@@ -101,6 +107,9 @@ def test_hybrid_sharding(workplace, tmp_path, first, then):
         (("fsdp2", 2), ("zero3", 3)),
         (("zero3", 2), ("ddp", 3)),
         (("zero1", 2), ("fsdp2", 3)),
+        (("ddp", 2), ("parallel", 4, {"tp": 2})),
+        (("parallel", 4, {"tp": 2}), ("zero3", 2)),
+        (("parallel", 2), ("fsdp2", 2)),
     ],
 )
 def test_adapters(workplace, tmp_path, first, then):
@@ -120,3 +129,34 @@ def test_a_stream_goes_on_where_it_was(workplace, tmp_path):
     whole, moved = goes_on(workplace, tmp_path, ("ddp", 2), ("ddp", 3), "--streaming", "true")
     assert moved == pytest.approx(whole, abs=TOLERANCE)
     assert "the 48 sequences already seen are read again" in output(tmp_path / "moved")
+
+
+SQUARE = {"tp": 2, "pp": 2}
+
+
+@pytest.mark.parametrize("model", ["deep", "experts"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("parallel", 4, SQUARE), ("ddp", 2)),
+        (("parallel", 4, SQUARE), ("fsdp2", 3)),
+        (("parallel", 4, SQUARE), ("zero2", 2)),
+        (("parallel", 4, SQUARE), ("single", 1)),
+        (("parallel", 4, SQUARE), ("parallel", 2, {"tp": 1, "pp": 2})),
+        (("parallel", 4, {"tp": 2, "pp": 1}), ("parallel", 4, SQUARE)),
+        (("ddp", 4), ("parallel", 4, SQUARE)),
+        (("fsdp2", 2), ("parallel", 4, SQUARE)),
+        (("zero2", 2), ("parallel", 4, SQUARE)),
+        (("single", 1), ("parallel", 2, {"tp": 1, "pp": 2})),
+        (("zero3", 2), ("parallel", 4, {"tp": 2, "pp": 1})),
+    ],
+    ids=lambda place: "-".join(map(str, (*place[:2], *(place[2].values() if len(place) > 2 else ())))),
+)
+def test_stages_and_merged_experts(interrupted, tmp_path, first, then, model):
+    """Experts are merged in memory, parts of a distributed checkpoint, and apart in safetensors files."""
+    flags = ("--config_name", model)
+    begun, moved_on = (place[2] if len(place) > 2 else {} for place in (first, then))
+    expected = logged(interrupted("ddp", 4, *flags), "loss")  # its folder says what it logged after step 4 too
+    folder = shutil.copytree(interrupted(*first[:2], *flags, **begun), tmp_path / "moved")
+    run_recipe(folder, *then[:2], *flags, **moved_on)
+    assert logged(folder, "loss") == pytest.approx(expected, abs=STAGED)

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | `single`, `ddp` | Trainer's whole files | whole.py | whole.py |
 | `fsdp2` | two torch distributed checkpoints | fsdp2.py | fsdp2.py |
+| `parallel` | one torch distributed checkpoint under canonical names | parallel.py | parallel.py |
 | `zero1` to `zero3` | DeepSpeed's files of each rank, or universal ones | zero.py, universal.py | universal.py |
 
 To add a layout, write `read_NAME(checkpoint) -> CheckpointView` and `write_NAME(view, folder, step=…, world_size=…)`
@@ -14,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hfscale.checkpoint.formats.fsdp2 import read_fsdp2, write_fsdp2
+from hfscale.checkpoint.formats.parallel import read_parallel, write_parallel
 from hfscale.checkpoint.formats.universal import check_for_stage_3, is_universal, read_universal, write_universal
 from hfscale.checkpoint.formats.view import CheckpointView
 from hfscale.checkpoint.formats.whole import read_whole, write_whole
 from hfscale.checkpoint.formats.zero import read_zero
 from hfscale.errors import CheckpointError
 
-STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
+STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "parallel")
 Writer = Callable[..., None]
 
 
@@ -39,6 +41,8 @@ def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
         return read_whole(checkpoint)
     if strategy == "fsdp2":
         return read_fsdp2(checkpoint)
+    if strategy == "parallel":
+        return read_parallel(checkpoint)
     if strategy in STRATEGIES:
         return read_universal(checkpoint) if is_universal(checkpoint) else read_zero(checkpoint)
     raise CheckpointError(f"{checkpoint} was written under {strategy}: hfscale converts {', '.join(STRATEGIES)}")
@@ -54,6 +58,8 @@ def writer(strategy: str) -> Writer:
         return write_whole
     if strategy == "fsdp2":
         return write_fsdp2
+    if strategy == "parallel":
+        return write_parallel
     if strategy in STRATEGIES:
         return write_universal
     raise CheckpointError(f"nothing can be converted to {strategy}: choose one of {', '.join(STRATEGIES)}")

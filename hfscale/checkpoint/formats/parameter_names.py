@@ -84,12 +84,31 @@ def read_parameter_names(checkpoint: Path) -> ParameterNames:
 
 
 def _of_the_config(checkpoint: Path) -> ParameterNames:
-    """The model is built without memory; its weights are not touched."""
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
             f"{checkpoint} numbers its optimizer states and has neither {PARAMETERS_NAME} nor a config.json to tell "
             "their names: only checkpoints that were saved with SpotCheckpointCallback can be converted"
         )
+    return trained_names(model_of_config(checkpoint))
+
+
+def trained_names(model: nn.Module) -> ParameterNames:
+    """The names of what Trainer's own optimizer steps of a whole `model`, grouped by its rule."""
+    import transformers
+
+    # The rule of Trainer itself; it looks at nothing but the model.
+    decayed = set(transformers.Trainer.get_decay_parameter_names(cast(Any, None), model))
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [[parameter for name, parameter in trained if (name in decayed) == is_decayed] for is_decayed in (1, 0)]
+    return ParameterNames.of(model, [{"params": group} for group in groups])
+
+
+def model_of_config(checkpoint: Path) -> nn.Module:
+    """The model that the config.json of `checkpoint` describes, on the meta device: without memory, no weights read.
+
+    Raises:
+        CheckpointError: there is none, or transformers makes no model of it.
+    """
     import torch
     import transformers
 
@@ -103,10 +122,6 @@ def _of_the_config(checkpoint: Path) -> ParameterNames:
     except Exception as error:  # a config can be wrong in any way
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{checkpoint} has no {PARAMETERS_NAME}, and its config.json gives no model: {reason}"
+            f"the model of {checkpoint} has to be known, and its config.json gives none: {reason}"
         ) from None
-    # The rule of Trainer itself; it looks at nothing but the model.
-    decayed = set(transformers.Trainer.get_decay_parameter_names(cast(Any, None), model))
-    parameters = [name for name, _ in model.named_parameters()]
-    groups = [[name for name in parameters if name in decayed], [name for name in parameters if name not in decayed]]
-    return ParameterNames(groups=groups, aliases=aliases_of(model))
+    return cast(nn.Module, model)

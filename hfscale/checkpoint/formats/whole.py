@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from hfscale.checkpoint.formats.archives import load_archive
-from hfscale.checkpoint.formats.parameter_names import ParameterNames, read_parameter_names
+from hfscale.checkpoint.formats.merged import merge
+from hfscale.checkpoint.formats.parameter_names import ParameterNames, model_of_config, read_parameter_names
 from hfscale.checkpoint.formats.safetensors_files import read_weights, write_weights
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, canonical_name
 from hfscale.errors import CheckpointError
@@ -28,6 +29,8 @@ def read_whole(checkpoint: Path) -> CheckpointView:
     optimizer = load_archive(checkpoint / OPTIMIZER_NAME)
     names = read_parameter_names(checkpoint)
     numbers = _numbers(checkpoint, optimizer, names)
+    if not any(name.startswith("base_model.model.") for name in weights):
+        weights = _as_in_memory(checkpoint, weights, names)
     state = {
         numbers[number]: {key: _ref(value) for key, value in values.items() if value is not None}
         for number, values in optimizer["state"].items()
@@ -40,6 +43,12 @@ def read_whole(checkpoint: Path) -> CheckpointView:
     ]
     aliases = {alias: name for alias, name in names.aliases.items() if name in weights and alias not in weights}
     return CheckpointView(weights=weights, groups=groups, state=state, aliases=aliases)
+
+
+def _as_in_memory(checkpoint: Path, weights: dict[str, TensorRef], names: ParameterNames) -> dict[str, TensorRef]:
+    """The weights under the names that the optimizer's parameters have: `save_pretrained` renames some of them."""
+    steps = {names.aliases.get(name, name) for group in names.groups for name in group}
+    return weights if steps <= weights.keys() else merge(weights, model_of_config(checkpoint))
 
 
 def _numbers(checkpoint: Path, optimizer: Any, names: ParameterNames) -> dict[int, str]:

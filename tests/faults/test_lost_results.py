@@ -1,0 +1,37 @@
+"""A run that is lost after its last step, while it evaluates its model or writes it out, does both when relaunched."""
+
+import json
+import shutil
+
+import pytest
+from recipe_runs import STRATEGIES, logged, make_workplace, output, run_recipe, warm_up
+
+pytestmark = [pytest.mark.faults, pytest.mark.world(2), pytest.mark.timeout(1800)]
+EVALUATED = ("--validation_split_percentage", "10", "--max_eval_samples", "8")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    warm_up()
+    return make_workplace(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_results_are_made_up_for(workplace, tmp_path, strategy):
+    folder = shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    run_recipe(folder, strategy, 2, *EVALUATED)
+    out, losses = folder / "out", logged(folder, "loss")
+    results = json.loads((out / "all_results.json").read_text())
+    weights = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    assert weights
+    for name in ("all_results.json", *weights):
+        (out / name).unlink()
+    run_recipe(folder, strategy, 2, *EVALUATED)
+    assert "holds all 6 steps, and the run has no results yet" in output(folder)
+    again = json.loads((out / "all_results.json").read_text())
+    assert again["eval_loss"] == pytest.approx(results["eval_loss"], abs=1e-6)
+    assert "train_loss" not in again
+    assert {path.name: path.read_bytes() for path in out.glob("*.safetensors")} == weights
+    assert logged(folder, "loss") == losses, "a step was taken"
+    run_recipe(folder, strategy, 2, *EVALUATED)
+    assert "nothing to do" in output(folder)

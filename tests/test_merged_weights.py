@@ -1,0 +1,65 @@
+"""Weights that transformers stores apart and holds merged: there and back for every family, and after a resume."""
+
+import pytest
+import torch
+from parallel_families import small_config
+from parallel_world import Tokens, tiny_causal_lm
+from transformers import Trainer, TrainingArguments
+from transformers.core_model_loading import revert_weight_conversion
+
+from hfscale import SpotCheckpointCallback
+from hfscale.checkpoint.formats.merged import merge, split
+from hfscale.checkpoint.formats.view import TensorRef
+from hfscale.errors import CheckpointError
+from hfscale.parallel.families import PROVEN
+from hfscale.weights import build_model
+
+ORDINARY = ("mixtral", "qwen3_moe", "llama")
+
+
+def refs(tensors):
+    return {name: TensorRef.of(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.faults]) for name in sorted(PROVEN)]
+)
+def test_every_weight_comes_back(family):
+    model = build_model(small_config(family), seed=1, dtype=torch.float32)
+    held = model.state_dict()
+    stored = revert_weight_conversion(model, dict(held))
+    apart, whole = split(refs(held), model), merge(refs(stored), model)
+    assert apart.keys() == stored.keys()
+    assert all(torch.equal(apart[name].read(), tensor) for name, tensor in stored.items())
+    assert whole.keys() == held.keys()
+    assert all(torch.equal(whole[name].read(), tensor) for name, tensor in held.items())
+    if "moe" in family or family == "mixtral":
+        assert len(stored) > len(held)
+        with pytest.raises(CheckpointError, match=r"is made of \d+ tensors, of which \d+ are stored"):
+            merge(refs(dict([item for item in stored.items() if ".experts.1." not in item[0]])), model)
+
+
+def losses(folder, seed, resume=None, **arguments):
+    """Of each step of a run that begins from `seed`, or goes on from a checkpoint."""
+    args = TrainingArguments(
+        str(folder), use_cpu=True, max_steps=4, save_strategy="steps", save_steps=2, logging_steps=1,
+        learning_rate=1e-2, per_device_train_batch_size=2, report_to="none", disable_tqdm=True, seed=7, **arguments,
+    )  # fmt: skip
+    model = tiny_causal_lm("mixtral", seed=seed, num_local_experts=4, num_hidden_layers=1)
+    trainer = Trainer(
+        model, args, train_dataset=Tokens(), eval_dataset=Tokens(8), callbacks=[SpotCheckpointCallback()]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record], trainer
+
+
+def test_experts_go_on_where_they_were(tmp_path):
+    """Trainer itself leaves them as the new model has them (transformers 5.23)."""
+    whole, _ = losses(tmp_path / "whole", 1)
+    resumed, _ = losses(tmp_path / "other", 2, str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed[-2:] == whole[-2:]
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    _, trainer = losses(tmp_path / "best", 1, None, **evaluated, metric_for_best_model="loss", greater_is_better=True)
+    best = trainer.state.best_metric
+    assert trainer.state.best_global_step == 2
+    assert trainer.evaluate()["eval_loss"] == best

@@ -1,0 +1,181 @@
+"""A `ParallelTrainer`'s checkpoints: written beside the training with the files of a save that it waits for, and seen,
+exported and converted by `hfscale checkpoints`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from parallel_world import in_world, train
+from safetensors.torch import load_file
+from test_checkpoint_writer import At, Save, held
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from hfscale import SpotCheckpointCallback
+from hfscale.callbacks.trainer_access import calling_trainer
+from hfscale.checkpoint.dcp_metadata import read_dcp_metadata
+from hfscale.checkpoint.formats import read_view
+from hfscale.checkpoint.formats.parallel import PARALLEL_NAME, read_facts
+from hfscale.checkpoint.store import list_checkpoints, verify
+from hfscale.cli import main
+from hfscale.errors import CheckpointError
+
+QUIET = {"logging_strategy": "no", "eval_strategy": "no", "max_steps": 6, "save_strategy": "steps", "save_steps": 100}
+EXPERTS = {"family": "mixtral", "model": {"num_local_experts": 4, "num_hidden_layers": 2}}
+LORA = {"r": 4, "target_modules": ["q_proj", "o_proj"]}
+
+
+def save_both_ways(job):
+    """Step 2 is saved while training waits, then beside it: not a byte is written before step 5. Why it waited."""
+    modes = []
+    for mode in ("waiting", "beside"):
+        with held(pytest.MonkeyPatch()) as (go, _):
+            if mode == "waiting":
+                go.set()
+            spot = SpotCheckpointCallback(asynchronous=mode == "beside")
+            callbacks = [spot, Save(2), At(5, go.set)]
+            train(job | {"output_dir": f"{job['folder']}/{mode}/run", "callbacks": callbacks})
+            modes.append(spot._saving.synchronous_because)
+    return modes
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of a mixture of experts on two ranks, which differ in how they save; the second's export."""
+    return run_twice(tmp_path_factory.mktemp("runs"), 2, **EXPERTS, parallel={"tp_size": 2})
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    """The same over matrices and stages."""
+    return run_twice(tmp_path_factory.mktemp("staged"), 4, **EXPERTS, parallel={"tp_size": 2, "pp_size": 2})
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """The same of adapters, over matrices and data."""
+    return run_twice(tmp_path_factory.mktemp("adapted"), 4, parallel={"tp_size": 2}, lora=LORA)
+
+
+def run_twice(folder, ranks, **job):
+    job |= {"folder": str(folder), "export": str(folder / "end"), "args": QUIET}
+    assert in_world(ranks, save_both_ways, [job]) == [["asynchronous is False", None]]
+    return folder
+
+
+LONG = pytest.mark.faults
+
+
+@pytest.mark.parametrize(
+    ("which", "ranks", "parameters"),
+    [("runs", 2, 21), pytest.param("staged", 4, 21, marks=LONG), pytest.param("adapted", 4, 16, marks=LONG)],
+)
+def test_what_is_written_beside_the_training_is_what_it_would_have_waited_for(request, which, ranks, parameters):
+    folder = request.getfixturevalue(which)
+    waiting, beside = (folder / mode / "run" for mode in ("waiting", "beside"))
+    names = [path.name for path in list_checkpoints(waiting)]
+    assert names == [path.name for path in list_checkpoints(beside)] == ["checkpoint-2", "checkpoint-6"]
+    for name in names:
+        stock, ours = verify(waiting / name), verify(beside / name)
+        assert ours.strategy == "parallel"
+        assert set(ours.files) == set(stock.files)
+        assert {f"rng_state_{rank}.pth" for rank in range(ranks)} < set(ours.files)
+        for file, record in ours.files.items():
+            if file.endswith(".metadata"):  # torch writes a random id into it
+                assert read_dcp_metadata(beside / name / "dcp") == read_dcp_metadata(waiting / name / "dcp")
+            elif file != "trainer_state.json":  # which names its folder
+                assert record == stock.files[file], file
+    before, after = (read_view(beside / name, "parallel") for name in names)
+    assert sum(len(keys) for keys in before.state.values()) == 3 * parameters
+    assert all(
+        (before.state[name]["step"].read(), after.state[name]["step"].read()) == (2, 6) for name in before.state
+    )
+    changed = [
+        name for name in before.weights if not torch.equal(before.weights[name].read(), after.weights[name].read())
+    ]
+    assert changed == list(before.weights), "the snapshot followed the training"
+
+
+def answer(capsys, *argv, code=0):
+    assert main(["checkpoints", *map(str, argv)]) == code
+    return capsys.readouterr()
+
+
+def test_the_commands_know_it(runs, tmp_path, capsys):
+    run = runs / "beside" / "run"
+    rows = json.loads(answer(capsys, "list", run, "--json").out)
+    assert [(row["state"], row["strategy"], row["world_size"]) for row in rows] == [("good", "parallel", 2)] * 2
+    answer(capsys, "verify", run)
+    assert "safetensors" in answer(capsys, "export", run, tmp_path / "model").out
+    found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(info.values())
+    expected = AutoModelForCausalLM.from_pretrained(runs / "end").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+    summary = answer(capsys, "convert", run, tmp_path / "made", "--to", "single", "--world-size", "1", "--json").out
+    assert json.loads(summary.splitlines()[-1])["step"] == 6
+    answer(capsys, "convert", tmp_path / "made", tmp_path / "back", "--to", "parallel", "--world-size", "8")
+    (row,) = json.loads(answer(capsys, "verify", tmp_path / "back", "--json").out)
+    assert (row["state"], row["strategy"], row["world_size"]) == ("good", "parallel", 8)
+    assert len({(tmp_path / "back" / f"rng_state_{rank}.pth").read_bytes() for rank in range(8)}) == 1
+
+
+class DrawsAs(TrainerCallback):
+    """Notes, at the end, whose random numbers this rank would go on with from a checkpoint."""
+
+    def __init__(self, checkpoint):
+        self.checkpoint, self.same = checkpoint, []
+
+    def on_train_end(self, args, state, control, **kwargs):
+        calling_trainer()._load_rng_state(str(self.checkpoint))
+        for rank in (0, 1):
+            saved = torch.load(self.checkpoint / f"rng_state_{rank}.pth", weights_only=False)["cpu"]
+            self.same.append(torch.equal(torch.get_rng_state(), saved))
+
+
+def resume_and_draw(job):
+    draws = DrawsAs(Path(job["resume"]))
+    return [train(job | {"callbacks": [draws]})["loss"], draws.same]
+
+
+@pytest.mark.faults
+def test_in_another_layout_all_draw_as_the_first_rank(runs, tmp_path):
+    """Ranks that hold parts of one matrix must drop out the same of its elements."""
+    checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+    first = torch.load(checkpoint / "rng_state_0.pth", weights_only=False)
+    other = torch.Generator().manual_seed(1).get_state()
+    torch.save(first | {"cpu": other}, checkpoint / "rng_state_1.pth")
+    steps = {"max_steps": 3, "eval_strategy": "no"}
+    job = EXPERTS | {"resume": str(checkpoint), "output_dir": str(tmp_path), "args": steps, "parallel": {}}
+    (elsewhere,) = in_world(1, resume_and_draw, [job])
+    assert elsewhere[1] == [True, False]
+    assert len(elsewhere[0]) == 1
+
+
+@pytest.mark.faults
+def test_an_adapter_is_exported(adapted, tmp_path, capsys):
+    answer(capsys, "export", adapted / "beside" / "run", tmp_path / "adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors"} == {p.name for p in (tmp_path / "adapter").iterdir()}
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(tensors) == 16
+    assert all(name.startswith("base_model.model.model.layers.") and ".default" not in name for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "ParallelTrainer did not finish it"),
+        ("[]", "cannot be read: TypeError"),
+        ('{"format": 2}', "has format 2, this version of hfscale reads 1"),
+        ('{"format": 1, "layout": null, "packed": {}, "groups": [{}]}', "has options of 1 groups .* not of 2"),
+        ('{"format": 1, "layout": null, "packed": {}, "groups": [{}, {}]}', r"the parts \[0, 1\] of '.*' do not make"),
+    ],
+)
+def test_a_broken_description_is_told(runs, tmp_path, text, message):
+    checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+    assert read_facts(checkpoint).layout == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 1}
+    (checkpoint / PARALLEL_NAME).unlink()
+    if text is not None:
+        (checkpoint / PARALLEL_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_view(checkpoint, "parallel")
