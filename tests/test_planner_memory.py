@@ -179,8 +179,8 @@ class TestPeak:
         assert memory(global_batch=8).gradients > 0  # shards leave no room that activations could use
 
     def test_a_loss_on_split_logits(self):
-        """torch's loss_parallel keeps 18 bytes of a logit, hfscale's own 12, of a rank's part of them."""
-        for name, kept in (("titan", 18), ("hf", 12), ("megatron", 10)):
+        """torch's loss_parallel keeps 18 bytes of a logit, hfscale's own 14, of a rank's part of them."""
+        for name, kept in (("titan", 18), ("hf", 14), ("megatron", 10)):
             run = job(tp=4, zero=0, dp_replicate=1, stack=name)
             assert loss_bytes(view_of(run.shape), run, stack(name)) == pytest.approx(kept * 128256 * 4096 / 4)
 

@@ -81,7 +81,8 @@ def gpu_of(row: Mapping[str, str]) -> tuple[str, str | None]:
 def is_allocated(row: Mapping[str, str]) -> bool:
     """Whether the table's peaks are those of tensors alone (`max_memory_allocated`, `active`), by its column
     `measure`."""
-    return re.search(r"allocated|active", text_of(row, "measure").lower()) is not None
+    told = text_of(row, "measure").lower()
+    return "allocated" in told or "active" in told
 
 
 def assumed(row: Mapping[str, str]) -> list[str]:
