@@ -5,7 +5,8 @@
 
 A few constants per stack are fitted, each a mechanism (`PARAMETERS`), by damped Gauss-Newton on the logarithm of
 tokens/s/GPU, with Huber weights and a weak pull to where they stand; every source weighs the same, however many rows
-it has. `data/throughput.csv` holds the runs; the column `doubt` names why a row is left out of the fit.
+it has. `data/throughput.csv` holds the runs; the column `doubt` names why a row is left out of the fit. What is
+fitted to peaks of memory is in planner_memory.py.
 """
 
 import argparse
@@ -22,10 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import planner_memory
 from hfscale.errors import HfScaleError
 from hfscale.planner import stacks
 from hfscale.planner.job import Job
-from hfscale.planner.memory import GIB, memory_of
+from hfscale.planner.memory import GIB
 from hfscale.planner.model_view import view_of
 from hfscale.planner.rows import job_of
 from hfscale.planner.stacks import Shared, Stack
@@ -54,6 +56,8 @@ PULL = 0.5
 """Standard deviation of the pull to where a constant stands, in logarithm or logit."""
 HUBER = 0.05
 """Residual beyond which a row counts by its absolute and not its square."""
+PEAKS = [("shared", name) for name in planner_memory.FITTED]
+"""What planner_memory.py fits to peaks of memory."""
 Constants = Mapping[str, Stack | Shared]
 
 
@@ -68,6 +72,7 @@ class Run:
     memory_gib: float | None
     is_doubted: bool
     is_memory_doubted: bool
+    is_allocated: bool
 
 
 def load(path: Path = HERE / "data" / "throughput.csv", *, hidden: Iterable[str] = ()) -> tuple[list[Run], list[str]]:
@@ -85,7 +90,8 @@ def load(path: Path = HERE / "data" / "throughput.csv", *, hidden: Iterable[str]
             source = re.sub(r" §.*|@[^:]*", "", row["source"])
             tokens = number_of(row["tokens_per_s_per_gpu"])
             gib = memory * 1e9 / GIB if memory else None
-            runs.append(Run(number, source, job, tokens, gib, bool(row["doubt"]), bool(row["memory_doubt"])))
+            doubts = bool(row["doubt"]), bool(row["memory_doubt"])
+            runs.append(Run(number, source, job, tokens, gib, *doubts, row["memory_measure"] == "allocated"))
     return runs, failed
 
 
@@ -229,30 +235,11 @@ def leave_one_out(runs: list[Run], constants: Constants) -> np.ndarray:
     return errors
 
 
-def memory_figures(runs: list[Run], constants: Constants) -> dict[str, object]:
-    """Errors of peak memory, in GB as the table has it, by source."""
-    by_source = defaultdict(list)
-    for run in runs:
-        if run.memory_gib and not run.is_memory_doubted:
-            total = memory_of(view_of(run.job.shape), run.job, constants[run.job.stack]).total
-            by_source[run.source].append(total / run.memory_gib - 1)
-    everything = [value for values in by_source.values() for value in values]
-    return {
-        "note": "constants were set by hand on these rows: not cross-validated",
-        "rows": len(everything),
-        "median_error": round(statistics.median(map(abs, everything)), 4),
-        "sources": {
-            name: {"rows": len(v), "median_error": round(statistics.median(map(abs, v)), 4), "bias":
-            round(statistics.median(v), 4)} for name, v in by_source.items()
-        },
-    }  # fmt: skip
-
-
 def write_toml(constants: Constants) -> None:
     """Put the fitted constants into stacks.toml, leaving every other line as it is."""
     section, lines = "", []
-    fitted = {member: set() for group in PARAMETERS for member in group.split("+")}
-    for group, name in names():
+    fitted: dict[str, set[str]] = defaultdict(set)
+    for group, name in (*names(), *PEAKS):
         for member in group.split("+"):
             fitted[member].add(name)
     for line in TOML.read_text(encoding="utf-8").splitlines():
@@ -275,11 +262,15 @@ def main() -> None:
     result: dict[str, object] = {"fitted": figures(usable, residuals(usable, fitted))}
     plain = [run for run in load(hidden=("method", "virtual_stages", "interconnect"))[0] if run.tokens_per_s_per_gpu]
     result["all_rows_published_columns_only"] = figures(plain, residuals(plain, fitted))
-    result["memory"] = memory_figures(runs, fitted)
+    peaks = planner_memory.stated(runs)
+    fitted = planner_memory.fit_peaks(peaks, fitted)
+    result["memory"] = planner_memory.figures([(run, planner_memory.error(run, fitted)) for run in peaks])
+    result["memory_leave_one_source_out"] = planner_memory.figures(planner_memory.leave_one_out(peaks, fitted))
     if not arguments.quick:
         result["leave_one_source_out"] = figures(usable, leave_one_out(usable, fitted))
     result["constants"] = {
-        f"{group}.{name}": float(f"{getattr(fitted[group.partition('+')[0]], name):.4g}") for group, name in names()
+        f"{group}.{name}": float(f"{getattr(fitted[group.partition('+')[0]], name):.4g}")
+        for group, name in (*names(), *PEAKS)
     }
     result["rows_not_read"] = failed
     if arguments.write:

@@ -155,18 +155,12 @@ def _memory(
         global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size,
         recompute="full" if args.activation_checkpointing or args.gradient_checkpointing else "none",
         sequence_parallel=sequence_parallel,
+        loss_parallel=laid_out.vocabulary is not None,
     )
     view, constants = view_of(job.shape), stack("hf")
     kept, working = kept_and_working(view, job, constants)
-    if sequence_parallel:
-        # The inputs of attention and MLP, 2 bytes a value, are gathered once and kept whole; the formula, Megatron's,
-        # gathers them again for the backward pass.
-        whole = 2 * 2.0 * job.tokens * view.hidden * (1 - 1 / layout.tp)
-        kept, working = (kept + whole, working) if job.recompute == "none" else (kept, working + whole)
-    held = sum(plan.in_flight(pp_rank, job.micro_batches) / len(cuts) * len(cut.layers) for cut in cuts)
+    held = plan.in_flight(pp_rank, job.micro_batches) * sum(len(cut.layers) for cut in cuts)
     loss = loss_bytes(view, job, constants) if any(cut.is_last for cut in cuts) else 0.0
-    if laid_out.vocabulary is None:
-        loss *= layout.tp  # logits are whole
     return RankMemory(
         pp_rank=pp_rank,
         layers=" ".join(f"{cut.layers.start}-{cut.layers.stop - 1}" for cut in cuts),

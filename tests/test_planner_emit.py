@@ -6,20 +6,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import REPOSITORY, accelerate_launch
-from transformers import CONFIG_MAPPING, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from hfscale import corpus, estimate, plan
 from hfscale.arguments import ParallelArguments
 from hfscale.cli import main
+from hfscale.dry_run import dry_run
 from hfscale.errors import UsageError
-from hfscale.facts.models import catalogue
+from hfscale.facts.families import FAMILIES as SHAPES
+from hfscale.parallel.families import MATRICES_UNCUTTABLE
 from hfscale.parsing import parse_arguments
+from hfscale.planner.activations import kept_and_working, layers_in_flight
 from hfscale.planner.answer import Choice, choice_dict
 from hfscale.planner.emit import emit
-from hfscale.planner.search import WITHOUT_TENSOR_PLAN, Question, layouts
+from hfscale.planner.layouts import WITHOUT_TENSOR_PLAN, layouts
+from hfscale.planner.memory import GIB
+from hfscale.planner.model_view import view_of
+from hfscale.planner.question import Question
+from hfscale.planner.stacks import stack as find_stack
+from hfscale.stage_flags import plan_stages
 
 BLOCK = 32
 LINE = "the quick brown fox jumps over the lazy dog\n"
@@ -29,6 +38,7 @@ FAMILIES = {
     "fsdp2_grad_op": {"layout": {"dp_shard": 2}, "zero": 3, "reshard": False},
     "fsdp2_hsdp": {"layout": {"dp_replicate": 2, "dp_shard": 2}, "zero": 3, "recompute": "selective"},
     "fsdp2_tp": {"layout": {"dp_shard": 2, "tp": 2}, "zero": 3},
+    "tp_pp": {"layout": {"dp_shard": 2, "tp": 2, "pp": 2}, "zero": 3, "global_batch": 16},
     "fsdp2_cp": {"layout": {"dp_shard": 2, "cp": 4}, "zero": 3},
     "fp8": {"layout": {"dp_shard": 2}, "zero": 3, "precision": "fp8", "compile": True},
     "zero1": {"layout": {"dp_replicate": 2}, "zero": 1, "optimizer": "adamw_8bit"},
@@ -37,6 +47,8 @@ FAMILIES = {
     "zero3_offload": {"layout": {"dp_shard": 2}, "zero": 3, "offload": "full", "fused_loss": True},
 }
 """A job for every shipped config that the planner's search can come to, by the config's name."""
+SYNCED = ("fsdp2", "fsdp2_grad_op", "fsdp2_hsdp", "fsdp2_tp", "fsdp2_cp", "fp8")
+"""Those whose gradients would be held whole between the micro-batches of a step."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +58,7 @@ def model(tmp_path_factory) -> Path:
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder)
     LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     ).save_pretrained(folder)  # fmt: skip
     return folder
@@ -84,7 +96,8 @@ def test_the_files_are_those_that_hfscale_ships(model, tmp_path, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_flag_is_one_that_the_recipe_takes(model, tmp_path, name):
-    emit(planned(model, **FAMILIES[name]), tmp_path)
+    options = {**FAMILIES[name], "global_batch": 32}
+    emit(planned(model, **options), tmp_path)
     groups = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], also=[ParallelArguments])
     model_args, data_args, _, args, _ = groups
     assert (model_args.config_name, model_args.model_name_or_path) == (str(model), None)
@@ -92,6 +105,8 @@ def test_every_flag_is_one_that_the_recipe_takes(model, tmp_path, name):
     assert args.activation_checkpointing == ("recompute" in FAMILIES[name])
     assert args.recompute == FAMILIES[name].get("recompute", "full")
     assert args.torch_compile == (name == "fp8")
+    accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
+    assert accumulation.get("sync_each_batch", False) == (options.get("zero") == 3 and name in SYNCED)
     assert args.optim == {"zero1": "adamw_bnb_8bit", "zero2": "sgd"}.get(name, "adamw_torch_fused")
 
 
@@ -131,6 +146,34 @@ def test_several_machines_each_run_the_command(model, tmp_path, name):
     assert "# On each of the 2 machines" in script
 
 
+def test_a_pipelines_mesh_and_schedule_are_flags(model, tmp_path):
+    found = planned(
+        model,
+        layout={"dp_replicate": 2, "pp": 2},
+        global_batch=32,
+        schedule="1f1b",
+        virtual_stages=1,
+        recompute="full",
+    )
+    emit(found, tmp_path)
+    groups = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], also=[ParallelArguments])
+    args, parallel = groups[3], groups[4]
+    layout, stages = plan_stages(parallel, args, world_size=4)
+    assert layout == found.choices[0].estimate.job.layout
+    assert (stages.schedule, stages.per_rank, parallel.sequence_parallel) == ("1F1B", 1, False)
+    assert (args.gradient_accumulation_steps, args.activation_checkpointing) == (8, True)
+    assert choice_dict(found.choices[0])["pipeline_schedule"] == "1F1B"
+    assert choice_dict(found.choices[0])["recipe"] == "recipes/tp_pp/train.py"
+
+
+def test_sequences_are_split_where_the_plan_says_so(model, tmp_path):
+    found = planned(model, **FAMILIES["tp_pp"])
+    emit(found, tmp_path)
+    parallel = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], also=[ParallelArguments])[4]
+    assert found.choices[0].estimate.job.sequence_parallel
+    assert parallel.sequence_parallel
+
+
 PIPELINE = {"layout": {"tp": 2, "pp": 2, "dp_replicate": 2}, "zero": 1}
 
 
@@ -138,7 +181,7 @@ class TestWhatCannotBeLaunched:
     def test_says_which_choice_can(self, model, tmp_path):
         first = planned(model, **PIPELINE)
         both = replace(first, choices=(*first.choices, *planned(model, **FAMILIES["fsdp2"]).choices))
-        with pytest.raises(UsageError, match=r"pp=2.*pipelines are planned with.*--choice 2 can \(fsdp2") as error:
+        with pytest.raises(UsageError, match=r"pp=2.*share all states.*--choice 2 can \(fsdp2") as error:
             emit(both, tmp_path / "out")
         assert len(str(error.value).splitlines()) == 1
         assert not (tmp_path / "out").exists()
@@ -167,8 +210,13 @@ class TestWhatCannotBeLaunched:
             emit(planned(model, layout={"dp_shard": 2}, zero=3, **options), tmp_path)
 
     def test_the_table_marks_them(self, capsys):
-        main(["plan", "llama-3.1-405b", "--gpu", "H100", "--gpus", "1024", "--top", "30"])
-        assert "recipes/tp_pp has others" in capsys.readouterr().out
+        main(["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "8", "--optimizer", "muon"])
+        assert "the Trainer has no optimizer muon" in capsys.readouterr().out
+
+    def test_every_choice_of_a_large_model_can(self):
+        found = plan("llama-3.1-405b", gpu="H100", gpus=1024, seq_len=8192, top=100)
+        recipes = {choice_dict(choice)["recipe"] for choice in found.choices}
+        assert recipes == {"recipes/sharded/train.py", "recipes/tp_pp/train.py"}
 
 
 class TestTheSearchOffersWhatTheRecipeTakes:
@@ -194,19 +242,33 @@ class TestTheSearchOffersWhatTheRecipeTakes:
 
     def test_models_without_a_plan(self):
         assert all(layout.tp == 1 or layout.pp > 1 for layout, _ in self.found("gpt2"))
-        types = {entry.get("config", entry)["model_type"] for entry in catalogue().values()}
-        plans = {name: CONFIG_MAPPING[name]().get_text_config().base_model_tp_plan for name in types}
-        assert {name for name, plan in plans.items() if not plan} == set(WITHOUT_TENSOR_PLAN)
+        plans = {name: CONFIG_MAPPING[name]().get_text_config().base_model_tp_plan for name in SHAPES}
+        wrong = set(MATRICES_UNCUTTABLE) & set(SHAPES)
+        assert {name for name, plan in plans.items() if not plan} | wrong == set(WITHOUT_TENSOR_PLAN)
 
 
-@pytest.mark.world(2)
+RUNS = {
+    "pipeline": ({"layout": {"pp": 2}, "global_batch": 4}, "parallel", 2),
+    "fsdp2": ({"layout": {"dp_shard": 2}, "zero": 3}, "fsdp2", 2),
+    "fsdp2_accumulated": ({"layout": {"dp_shard": 2}, "zero": 3, "global_batch": 8}, "fsdp2", 2),
+    "tp": ({"layout": {"tp": 2}}, "parallel", 2),
+    "interleaved": (
+        {"layout": {"dp_shard": 2, "pp": 2}, "zero": 3, "virtual_stages": 2, "global_batch": 8}, "parallel", 4,
+    ),
+    "all_axes": ({"layout": {"dp_shard": 2, "tp": 2, "pp": 2}, "zero": 3, "global_batch": 8}, "parallel", 8),
+    "zero_bubble": (
+        {"layout": {"tp": 2, "pp": 2}, "virtual_stages": 2, "schedule": "zbv", "global_batch": 8}, "parallel", 4,
+    ),
+}  # fmt: skip
+"""Jobs whose emitted files are launched: options, strategy, processes."""
+
+
 @pytest.mark.parametrize(
-    ("options", "strategy"),
-    [({"layout": {"dp_shard": 2}, "zero": 3}, "fsdp2"), ({"layout": {"tp": 2}}, "parallel")],
-    ids=["fsdp2", "tp"],
+    "name", [name if name in ("pipeline", "tp") else pytest.param(name, marks=pytest.mark.faults) for name in RUNS]
 )
-def test_the_command_trains(model, tmp_path, options, strategy):
+def test_the_command_trains(model, tmp_path, name):
     """As launch.sh has it, with the text to train on."""
+    options, strategy, processes = RUNS[name]
     found = planned(model, **options)
     assert choice_dict(found.choices[0])["strategy"] == strategy
     emit(found, tmp_path / "plan")
@@ -215,10 +277,57 @@ def test_the_command_trains(model, tmp_path, options, strategy):
     assert command[:3] == ["accelerate", "launch", "--config_file"]
     recipe, *flags = command[4:]
     done = accelerate_launch(
-        tmp_path, Path(command[3]), 2, REPOSITORY / recipe, *flags, "--train_file", "text.txt", "--max_steps", "2",
-        "--validation_split_percentage", "0", "--disable_tqdm", "true", "--output_dir", "out",
+        tmp_path, Path(command[3]), processes, REPOSITORY / recipe, *flags, "--train_file", "text.txt", "--max_steps",
+        "2", "--validation_split_percentage", "0", "--disable_tqdm", "true", "--output_dir", "out",
     )  # fmt: skip
     assert done.code == 0, done.err[-4000:]
-    assert done.lines("hfscale: strategy") == [f"hfscale: strategy {strategy} on 2 processes (cpu)"]
+    assert done.lines("hfscale: strategy") == [f"hfscale: strategy {strategy} on {processes} processes (cpu)"]
+    are_cut = any("sequences cut over 2 ranks" in line for line in done.lines("hfscale: each rank"))
+    assert are_cut == (name in ("all_axes", "zero_bubble"))
     status = json.loads((tmp_path / "out" / "hfscale_status.json").read_text())
     assert (status["status"], status["step"]) == ("completed", 2)
+    if name != "tp":  # a run with tensor parallelism alone saves none
+        manifest = json.loads((tmp_path / "out" / status["checkpoint"] / "hfscale_manifest.json").read_text())
+        assert manifest["global_batch_size"] == found.choices[0].estimate.job.global_batch
+
+
+@pytest.mark.parametrize("schedule", [("1f1b", 1), ("1f1b", 2), ("zbv", 2)])
+def test_the_dry_run_of_an_emitted_pipeline_holds_what_was_planned(tmp_path, schedule):
+    """Built on ranks that are not there, from the recipe's own flags: weights, gradients and moments counted."""
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=10, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "model")
+    found = planned(
+        tmp_path / "model", layout={"dp_shard": 4, "tp": 2, "pp": 2}, zero=3, global_batch=64, schedule=schedule[0],
+        virtual_stages=schedule[1], recompute="full" if schedule[0] == "1f1b" else "none",
+    )  # fmt: skip
+    emit(found, tmp_path)
+    _, data_args, _, args, parallel = parse_arguments(
+        ["--config", str(tmp_path / "recipe.yaml"), "--bf16", "true"], also=[ParallelArguments]
+    )
+    layout, stages = plan_stages(parallel, args, world_size=16)
+
+    def empty_model():
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    ranks = dry_run(
+        empty_model, layout, stages, args, block_size=data_args.block_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )  # fmt: skip
+    job, memory = found.choices[0].estimate.job, found.choices[0].estimate.memory
+    assert job.rank_layers == tuple(sum(map(span, rank.layers.split())) for rank in ranks)
+    states = memory.parameters + memory.gradients + memory.optimizer
+    assert states == pytest.approx(max(rank.states for rank in ranks), rel=0.03)
+    kept, working = kept_and_working(view_of(job.shape), job, find_stack("hf"))
+    opening = (layers_in_flight(job) * kept + working) / GIB
+    assert opening == pytest.approx(max(rank.activations for rank in ranks))
+    assert memory.activations + memory.loss <= max(rank.activations + rank.loss for rank in ranks) * 1.001
+
+
+def span(layers):
+    """How many layers `3-7` are."""
+    first, last = map(int, layers.split("-"))
+    return last - first + 1

@@ -2,9 +2,13 @@
 
 import pytest
 
+from hfscale.cli.estimate import table_line
 from hfscale.errors import HfScaleError
+from hfscale.planner.estimate import estimate_job
+from hfscale.planner.memory import allocated_gib
 from hfscale.planner.row_shape import row_shape
-from hfscale.planner.rows import infer_stack, interconnect_gb_s, job_of
+from hfscale.planner.row_words import assumed, interconnect_gb_s
+from hfscale.planner.rows import infer_stack, job_of
 
 LLAMA = {
     "model": "Llama-3.1-8B", "params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
@@ -91,6 +95,40 @@ def test_the_stack_follows_from_the_columns(changes, stack):
 )
 def test_spellings(changes, field, value):
     assert getattr(job_of(row(**changes)), field) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "column"),
+    [
+        ({}, "full", None),
+        ({"note": "SFT fine-tune (LoRA MFU = 2/3 of SFT FLOPs)"}, "full", None),
+        ({"note": "HF Trainer, LoRA r8 all linear, packing"}, "lora", "note"),
+        ({"note": 'ablation row "QLoRA (AC, offload)"'}, "qlora", "note"),
+        ({"model": "Llama-3.1-8B-LoRA"}, "lora", "model"),
+        ({"note": "LoRA finetune", "method": "full"}, "full", None),
+        ({"method": "LoRA+bnb.nf4-dq"}, "qlora", None),
+        ({"method": "see elsewhere"}, "full", None),
+    ],
+)
+def test_adapters_are_read_where_a_row_tells_of_them(changes, method, column):
+    assert job_of(row(**changes)).method == method
+    assert assumed(row(**changes)) == ([f"method {method}, from the column {column}"] if column else [])
+
+
+def test_a_power_limit_without_a_number_is_told():
+    told = row(gpu_type="B200-power-limited")
+    assert job_of(told) == job_of(row(gpu_type="B200"))
+    assert table_line(0, told)["assumed"] == ["B200 at its usual power: B200-power-limited names no limit"]
+    assert "assumed" not in table_line(0, row())
+
+
+def test_a_table_of_allocated_peaks_is_answered_with_such():
+    whole = table_line(0, row())["peak_mem_gib"]
+    told = table_line(0, row(measure="max_memory_allocated/1e9"))["peak_mem_gib"]
+    memory = estimate_job(job_of(row())).memory
+    assert told == pytest.approx(allocated_gib(memory), abs=1e-3)
+    assert told < whole - memory.context
+    assert table_line(0, row(measure="nvidia-smi"))["peak_mem_gib"] == whole
 
 
 def test_the_source_is_not_read():

@@ -8,8 +8,9 @@ from hfscale import plan
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.models import find_model
-from hfscale.planner.plan import TELLING
-from hfscale.planner.search import HEADROOM, Question, layouts, search, strategy_of, usual_batch
+from hfscale.planner.layouts import layouts
+from hfscale.planner.question import Question, strategy_of, usual_batch
+from hfscale.planner.search import HEADROOM, TELLING, search
 
 
 def question(model="llama-3.1-8b", gpu="H100-80GB", gpus=8, **options):

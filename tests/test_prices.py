@@ -6,12 +6,14 @@ import math
 import pytest
 from planner_jobs import job
 
+from hfscale import plan
 from hfscale.errors import ConfigFileError, UnknownHardwareError
 from hfscale.facts.hardware import accelerator
-from hfscale.facts.prices import Price, all_prices, prices_of, shipped_prices
+from hfscale.facts.prices import Egress, Price, all_egress, all_prices, prices_of, shipped_prices
 from hfscale.planner.cost import MTBF_GPU_HOURS, checkpoint_bytes, compare, cost, reliability
 
 ROW = '[[price]]\nprovider = "AWS"\ngpu = "H100"\nregion = "us-east-1"\non_demand_usd = 4.0\n'
+EGRESS = '[[egress]]\nprovider = "AWS"\nusd_per_gb = 0\n'
 FROM = 'source = "contract"\ndate = "2026-11-01"\n'
 
 
@@ -44,6 +46,36 @@ class TestPrices:
         (tmp_path / "hfscale" / "prices.toml").write_text(ROW.replace("AWS", "Mine") + FROM)
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
         assert "Mine" in {row.provider for row in all_prices()}
+
+    def test_every_way_out_has_a_source_and_a_provider_with_gpus(self):
+        providers = {row.provider for row in shipped_prices()}
+        for row in all_egress().values():
+            assert row.provider in providers
+            assert row.source
+            assert 0 <= row.usd_per_gb < 0.2
+
+    def test_the_users_way_out_replaces_the_shipped_one(self, tmp_path):
+        path = tmp_path / "prices.toml"
+        path.write_text(EGRESS + FROM)
+        assert (all_egress()["aws"].usd_per_gb, all_egress(path)["aws"].usd_per_gb) == (0.09, 0)
+        assert set(all_egress(path)) == set(all_egress())
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            (EGRESS, "egress 1 has no source"),
+            (EGRESS.replace("0", "-1") + FROM, "usd_per_gb -1 is not USD per GB"),
+            (EGRESS.replace("0", "true") + FROM, "usd_per_gb True is not USD per GB"),
+            (EGRESS + 'gpu = "H100"\n' + FROM, "'gpu' is no key: use date, provider"),
+            ("egress = 3", "egress is no list of tables"),
+        ],
+    )
+    def test_a_wrong_way_out_is_one_line(self, tmp_path, text, message):
+        path = tmp_path / "prices.toml"
+        path.write_text(text)
+        with pytest.raises(ConfigFileError, match=message) as error:
+            all_egress(path)
+        assert len(str(error.value).splitlines()) == 1
 
     def test_age(self):
         row = Price(provider="a", gpu="b", source="c", date=datetime.date(2026, 1, 1))
@@ -111,6 +143,21 @@ class TestCost:
         assert found.hours == pytest.approx(hours)
         assert found.usd == pytest.approx(8 * hours * 2.0 + stored)
         assert found.usd_per_million_tokens == pytest.approx(found.usd / 1000)
+
+    def test_the_last_checkpoint_leaves_once_where_its_price_is_known(self):
+        run, options = job(), {"tokens": 1e9, "tokens_per_s": 1e5, "usd_per_gpu_hour": 2.0, "provider": "x"}
+        rate = Egress(provider="x", usd_per_gb=0.09, source="a", date=datetime.date(2026, 1, 1))
+        stays, leaves = cost(run, **options), cost(run, **options, egress=rate)
+        assert stays.egress_usd is None
+        assert leaves.egress_usd == pytest.approx(12 * run.shape.total_parameters / 1e9 * 0.09)
+        assert leaves.usd - stays.usd == pytest.approx(leaves.egress_usd)
+
+    def test_only_providers_with_a_known_rate_have_a_way_out(self):
+        rows = prices_of(accelerator("H100-80GB"), shipped_prices())
+        for item in compare(job(), rows, tokens=1e9, tokens_per_s=1e5, egress=all_egress()):
+            assert (item.egress_usd is None) == (item.provider.casefold() not in all_egress())
+        found = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, tokens=1e9, top=1).choices[0]
+        assert {item.provider for item in found.costs if item.egress_usd} == {"AWS", "Azure", "GCP", "Nebius"}
 
     def test_a_checkpoint_of_lora_holds_the_adapters_only(self):
         assert checkpoint_bytes(job(method="lora")) < 0.01 * checkpoint_bytes(job())

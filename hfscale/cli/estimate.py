@@ -13,7 +13,9 @@ from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.answer import estimate_dict
 from hfscale.planner.estimate import Estimate, estimate_job
+from hfscale.planner.memory import allocated_gib
 from hfscale.planner.plan import estimate
+from hfscale.planner.row_words import assumed, is_allocated
 from hfscale.planner.rows import REQUIRED, job_of
 
 
@@ -35,6 +37,7 @@ def run(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank.")] = 1,
+    schedule: Annotated[str, typer.Option(help="1f1b, gpipe, zero_bubble, zbv or dualpipev.")] = "1f1b",
     zero: Annotated[int | None, typer.Option(help="ZeRO stage: 0, 1, 2, 3 (FSDP2 is 3).")] = None,
     micro_batch: Annotated[int, typer.Option(help="Sequences per data-parallel rank and micro-batch.")] = 1,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
@@ -69,6 +72,7 @@ def run(
         micro_batch=micro_batch,
         global_batch=global_batch,
         virtual_stages=virtual_stages,
+        schedule=schedule,
         zero=(3 if layout.dp_shard > 1 else 0) if zero is None else zero,
         recompute=activation_checkpointing,
         precision=precision,
@@ -163,6 +167,8 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
         return {**line, "error": " ".join(str(error).split())}
     mfu = result.mfu
     line["tokens_per_s_per_gpu"] = round(result.tokens_per_s_per_gpu, 4)
-    line["peak_mem_gib"] = round(result.memory.total, 4)
+    line["peak_mem_gib"] = round(allocated_gib(result.memory) if is_allocated(row) else result.memory.total, 4)
     line["mfu"] = None if mfu is None else round(mfu, 5)
+    if told := assumed(row):
+        line["assumed"] = told
     return line

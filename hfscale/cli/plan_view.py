@@ -8,7 +8,8 @@ from rich.table import Table
 
 from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.launchable import unlaunchable
-from hfscale.planner.search import strategy_of
+from hfscale.planner.pipeline import flag_of
+from hfscale.planner.question import strategy_of
 
 REJECTED_SHOWN = 5
 COSTS_SHOWN = 6
@@ -75,6 +76,7 @@ def _choices(plan: Plan) -> Table:
     for number, choice in enumerate(plan.choices, 1):
         estimate, job = choice.estimate, choice.estimate.job
         stages = f" x{job.virtual_stages}" if job.virtual_stages > 1 else ""
+        stages += f" {flag_of(job.schedule, job.virtual_stages)}" if job.layout.pp > 1 else ""
         offload = f", {job.offload} offload" if job.offload != "none" else ""
         row = [
             str(number),

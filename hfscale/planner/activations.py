@@ -2,6 +2,7 @@
 
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
+from hfscale.planner.pipeline import held
 from hfscale.planner.stacks import Stack
 
 SCORE_BYTES_KEPT = 5.0
@@ -32,10 +33,20 @@ def layer_bytes(view: ModelView, job: Job, stack: Stack) -> float:
     return job.tokens * (stack.compiled_kept if job.compile else 1.0) * widths
 
 
+def selective_bytes(view: ModelView, job: Job) -> float:
+    """What selective recomputation keeps of a layer and micro-batch: its input, the attention's output, and every
+    second matrix product (queries, values, the MLP's first, and the last of a gated one), 2 bytes each, as
+    torchtitan's policy and hfscale/recompute.py do. A compiled backward pass reads no output of the last one."""
+    tp = job.layout.tp
+    boundary = view.hidden / (tp if job.sequence_parallel else 1)
+    last = view.hidden if view.gated and not job.compile else 0.0
+    return 2.0 * job.tokens * (boundary + (2 * view.query_width + view.kv_width / 2 + view.mlp_width) / tp + last)
+
+
 def kept_and_working(view: ModelView, job: Job, stack: Stack) -> tuple[float, float]:
     """Bytes of a layer and micro-batch that are kept until the backward pass, and those of the layer at work on
     top."""
-    whole = layer_bytes(view, job, stack)
+    whole = layer_bytes(view, job, stack) + _gathered_inputs(view, job, stack)
     tp = job.layout.tp
     scores = 0.0 if job.flash_attention else SCORE_BYTES_KEPT * job.tokens * view.heads / tp * job.seq_len
     boundary = 2.0 * job.tokens * view.hidden / (tp if job.sequence_parallel else 1)
@@ -43,32 +54,45 @@ def kept_and_working(view: ModelView, job: Job, stack: Stack) -> tuple[float, fl
         return whole + scores, 0.0
     if job.recompute == "full":
         return boundary, whole + scores
-    if not job.flash_attention:
-        return whole, scores  # Megatron's selective recomputation drops the scores and nothing else
-    kept = max(boundary, stack.selective_kept * whole)
-    return kept, whole - kept
+    if stack.name == "megatron":
+        return whole, scores  # its selective recomputation drops the scores and nothing else
+    kept = min(whole, selective_bytes(view, job))
+    return kept, whole + scores - kept
+
+
+def _gathered_inputs(view: ModelView, job: Job, stack: Stack) -> float:
+    """What `ParallelTrainer`'s sequence parallelism keeps beyond Megatron's of a layer and micro-batch: the inputs of
+    attention and MLP, gathered once and kept whole, where Megatron gathers them again for the backward pass."""
+    if stack.name != "hf" or not job.sequence_parallel or job.layout.tp == 1:
+        return 0.0
+    return 2 * 2.0 * job.tokens * view.hidden * (1 - 1 / job.layout.tp)
 
 
 def in_flight(job: Job, *, last: bool = False) -> float:
-    """Micro-batches whose activations the first or the last pipeline rank holds at once.
+    """Micro-batches whose activations the first pipeline rank holds at once, or the one with the head.
 
-    1F1B: as many as stages from there on; interleaved: p + (p-1)/v on the first rank, (p (v-1) + 1)/v on the last
-    (Narayanan et al., arXiv 2104.04473, section 2.2); GPipe: all.
+    `pipeline.held`; interleaved, the last rank holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section
+    2.2).
     """
     pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
-    if pp == 1:
-        return 1.0
-    if job.schedule == "gpipe":
-        return float(m)
-    if job.schedule == "zero_bubble":
-        return float(min(pp, m))
-    held = (pp * (v - 1) + 1) / v if last else pp + (pp - 1) / v if v > 1 else pp
-    return min(held, float(m))
+    if last and pp > 1 and job.schedule == "1f1b":
+        return min((pp * (v - 1) + 1) / v, float(m))
+    return held(job.schedule, pp, v, m, 0)
+
+
+def layers_in_flight(job: Job) -> float:
+    """Layers times micro-batches that the pipeline rank with most of them holds."""
+    if job.rank_layers is None:
+        return in_flight(job) * job.layer_split[0]
+    pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
+    return max(held(job.schedule, pp, v, m, rank) * layers for rank, layers in enumerate(job.rank_layers))
 
 
 def loss_bytes(view: ModelView, job: Job, stack: Stack) -> float:
     """Logits, their log-probabilities and gradient at the peak of the cross-entropy."""
-    logits = job.tokens * view.shape.vocab / job.layout.tp
+    logits = job.tokens * view.shape.vocab / (job.layout.tp if job.loss_parallel else 1)
     if job.fused_loss:
         return stack.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * view.hidden
+    if job.loss_parallel and job.layout.tp > 1:
+        return stack.split_loss_kept * logits
     return (stack.compiled_loss_kept if job.compile else stack.loss_kept) * logits

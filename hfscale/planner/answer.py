@@ -7,7 +7,8 @@ from hfscale.planner.advice import Advice
 from hfscale.planner.cost import Cost
 from hfscale.planner.estimate import Estimate
 from hfscale.planner.launchable import recipe_of
-from hfscale.planner.search import Question, Rejected, strategy_of
+from hfscale.planner.pipeline import flag_of
+from hfscale.planner.question import Question, Rejected, strategy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ def choice_dict(choice: Choice) -> dict[str, Any]:
         "grad_accum": job.micro_batches,
         "global_batch": job.global_batch,
         "virtual_stages": job.virtual_stages,
+        "pipeline_schedule": flag_of(job.schedule, job.virtual_stages) if job.layout.pp > 1 else None,
         "expert_parallel": job.expert_parallel,
         "offload": job.offload,
         "activation_checkpointing": job.recompute,

@@ -3,7 +3,7 @@
 from hfscale.planner.cost import MTBF_GPU_HOURS, RESTART_S, SAVE_BYTES_S_PER_NODE, SPOT_INTERRUPTIONS_PER_NODE_HOUR
 from hfscale.planner.job import Job
 from hfscale.planner.network import DEFAULT_NETWORK_GB_S
-from hfscale.planner.search import Question
+from hfscale.planner.question import Question
 from hfscale.planner.stacks import stack
 
 
@@ -35,6 +35,7 @@ def assumptions(question: Question, job: Job | None, tokens: float | None, headr
             f"goodput: one interruption per {MTBF_GPU_HOURS:,.0f} GPU-hours, of spot nodes "
             f"{SPOT_INTERRUPTIONS_PER_NODE_HOUR:g} per node-hour besides, {RESTART_S / 60:.0f} minutes to restart, "
             f"saves at {SAVE_BYTES_S_PER_NODE / 1e9:g} GB/s per node at Young's cadence",
-            "dollars: list prices as of their date, storage of two checkpoints; no tax, discount or egress",
+            "dollars: list prices as of their date, storage of two checkpoints, and the last one's way out to the "
+            "internet where the provider's rate is known (egress_usd of --json); no tax or discount",
         ]
     return found

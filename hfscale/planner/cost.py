@@ -7,10 +7,10 @@ what is left, 1 / (1 + loss); it is a factor of its own beside the throughput, w
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hfscale.facts.prices import Price
+from hfscale.facts.prices import Egress, Price
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import view_of
 from hfscale.planner.states import trained_parameters
@@ -91,11 +91,13 @@ class Cost:
     gpu_hours: float
     """Hours of all GPUs, interruptions counted."""
     usd: float
-    """Dollars, storage of checkpoints counted."""
+    """Dollars, storage of checkpoints counted, and the way out of the last one where its price is known."""
     usd_per_million_tokens: float
     """Dollars per million trained tokens."""
     goodput: float
     """Part of the time that makes progress."""
+    egress_usd: float | None = None
+    """Of these, for the last checkpoint on its way out to the internet; None where the rate is not known."""
     region: str | None = None
     """Where."""
     source: str | None = None
@@ -114,13 +116,15 @@ def cost(
     spot: bool = False,
     interruptions_per_node_hour: float | None = None,
     row: Price | None = None,
+    egress: Egress | None = None,
 ) -> Cost:
     """What training on `tokens` tokens costs at a rate."""
     trust = reliability(job, spot=spot, interruptions_per_node_hour=interruptions_per_node_hour)
     hours = tokens / tokens_per_s / 3600 / trust.goodput
     gpu_hours = hours * job.layout.world_size
     stored = CHECKPOINTS_KEPT * checkpoint_bytes(job) / 1e9 * STORAGE_USD_PER_GB_MONTH * hours / HOURS_PER_MONTH
-    usd = gpu_hours * usd_per_gpu_hour + stored
+    taken_out = None if egress is None else checkpoint_bytes(job) / 1e9 * egress.usd_per_gb
+    usd = gpu_hours * usd_per_gpu_hour + stored + (taken_out or 0.0)
     return Cost(
         provider=provider,
         gpu=job.gpu.name,
@@ -131,6 +135,7 @@ def cost(
         usd=usd,
         usd_per_million_tokens=usd / tokens * 1e6,
         goodput=trust.goodput,
+        egress_usd=taken_out,
         region=row.region if row else None,
         source=row.source if row else None,
         date=row.date.isoformat() if row else None,
@@ -144,8 +149,9 @@ def compare(
     tokens: float,
     tokens_per_s: float,
     interruptions_per_node_hour: float | None = None,
+    egress: Mapping[str, Egress] | None = None,
 ) -> list[Cost]:
-    """The run at every provider, on demand and spot, cheapest first."""
+    """The run at every provider, on demand and spot, cheapest first; `egress` is `all_egress`'s."""
     costs = []
     for row in prices:
         for rate, spot in ((row.on_demand_usd, False), (row.spot_usd, True)):
@@ -160,6 +166,7 @@ def compare(
                         spot=spot,
                         interruptions_per_node_hour=interruptions_per_node_hour,
                         row=row,
+                        egress=(egress or {}).get(row.provider.casefold()),
                     )
                 )
     return sorted(costs, key=lambda item: item.usd)

@@ -12,7 +12,8 @@ from hfscale.facts.models import catalogue
 from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.job import Job
 from hfscale.planner.launchable import OPTIMIZERS, next_launchable, recipe_of, uses_deepspeed, why_not
-from hfscale.planner.search import strategy_of
+from hfscale.planner.pipeline import flag_of
+from hfscale.planner.question import strategy_of
 
 LEARNING_RATE = 1e-5
 """A cautious start for full fine-tuning; the recipe's YAML says to set your own."""
@@ -20,6 +21,8 @@ LORA_LEARNING_RATE = 2e-4
 """The usual one for LoRA (Hu et al., arXiv 2106.09685, appendix D)."""
 PRECISION_FLAGS: dict[str, dict[str, Any]] = {"fp16": {"fp16": True}, "fp32": {"bf16": False}}
 """Flags of a precision that is not the recipe's own choice (bf16), nor the launcher's (fp8)."""
+SYNC_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+"""Without it accelerate reduces gradients with the last micro-batch alone, and until then FSDP2 holds them whole."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 """What a folder with a trained model holds beside its config.json."""
 
@@ -118,6 +121,10 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         lines += _fsdp_lines(job)
     elif layout.world_size == 1:
         lines.append('distributed_type: "NO"')
+    elif layout.pp > 1:
+        lines.append(
+            "distributed_type: MULTI_GPU # ParallelTrainer shards the model, accelerate must not wrap it again"
+        )
     elif strategy == "parallel":
         lines.append("distributed_type: MULTI_GPU # transformers shards the model, accelerate must not wrap it again")
     else:
@@ -154,7 +161,7 @@ def _fsdp_lines(job: Job) -> list[str]:
 def _axis_lines(job: Job) -> list[str]:
     """The mesh, where there is more to it than the strategy's one axis."""
     layout = job.layout
-    if strategy_of(job) not in ("fsdp2", "parallel") or layout.dp_shard == layout.world_size:
+    if strategy_of(job) not in ("fsdp2", "parallel") or layout.dp_shard == layout.world_size or layout.pp > 1:
         return []
     sizes = {
         "dp_replicate_size": layout.dp_replicate,
@@ -204,8 +211,12 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     """The recipe's flags."""
     job = choice.estimate.job
     values: dict[str, Any] = {**_model_flags(plan.model), "block_size": job.seq_len}
+    if job.layout.pp > 1:
+        values |= stage_flags(job)
     values["per_device_train_batch_size"] = job.micro_batch
     values["gradient_accumulation_steps"] = job.micro_batches
+    if job.zero == 3 and job.layout.pp == 1 and job.micro_batches > 1 and not uses_deepspeed(job):
+        values["accelerator_config"] = SYNC_EACH_BATCH
     values |= PRECISION_FLAGS.get(job.precision, {})
     if job.precision == "fp32" and job.gpu.tf32_tflops:
         values["tf32"] = True
@@ -238,6 +249,23 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def stage_flags(job: Job) -> dict[str, Any]:
+    """The flags of `ParallelTrainer`'s mesh and schedule."""
+    layout = job.layout
+    flags: dict[str, Any] = {
+        "tp_size": layout.tp,
+        "pp_size": layout.pp,
+        "dp_replicate_size": layout.dp_replicate,
+        "dp_shard_size": layout.dp_shard,
+        "pipeline_schedule": flag_of(job.schedule, job.virtual_stages),
+    }
+    if job.virtual_stages > 1:
+        flags["virtual_stages"] = job.virtual_stages
+    if job.sequence_parallel:
+        flags["sequence_parallel"] = True
+    return flags
+
+
 def hub_id(model: str) -> str:
     """What Hugging Face calls a built-in model; anything else as it was given."""
     entry = catalogue().get(model.casefold())
@@ -262,6 +290,8 @@ def _name(model: str) -> str:
 def _scalar(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, dict):
+        return json.dumps(value)  # JSON is YAML
     if isinstance(value, str) and not re.fullmatch(r"[A-Za-z/][\w./-]*", value):
         return json.dumps(value)  # a JSON string is a YAML string
     # YAML 1.1 reads 1e-05 as text: a number needs its point.

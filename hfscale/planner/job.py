@@ -8,6 +8,8 @@ from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
+from hfscale.planner.model_view import view_of
+from hfscale.planner.pipeline import V_SHAPED, rank_layers
 
 Recompute = Literal["none", "selective", "full"]
 """Activations dropped in the forward pass and computed again in the backward pass."""
@@ -19,7 +21,7 @@ Optimizer = Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "sgd_momentum", 
 """Optimizers by the size of their states."""
 Offload = Literal["none", "optimizer", "full"]
 """What lives in the CPU's memory: optimizer states (and the update), or parameters and gradients too."""
-Schedule = Literal["1f1b", "gpipe", "zero_bubble"]
+Schedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"]
 """Order of a pipeline's micro-batches; `1f1b` with more than one virtual stage is the interleaved one."""
 
 CHOICES = {
@@ -74,6 +76,8 @@ class Job:
     """Pipeline schedule."""
     sequence_parallel: bool = True
     """Whether tensor parallelism also splits norms and residuals along the sequence."""
+    loss_parallel: bool = True
+    """Whether the loss is computed on logits that stay split over the tensor-parallel ranks."""
     expert_parallel: int = 1
     """Ranks that share the experts of a layer."""
     reshard: bool = True
@@ -106,18 +110,29 @@ class Job:
 
     @cached_property
     def layer_split(self) -> tuple[int, int]:
-        """Layers of the fullest pipeline stage, and of the last one.
+        """Layers of the fullest pipeline rank, and of the one with the head.
 
-        Where the layers do not divide but two more would, the embedding and the head each count as a layer, as in
-        BLOOM and Llama 3 405B; else the first stages hold one layer more.
+        Hugging Face's stack cuts by cost (`rank_layers`). Else, where the layers do not divide but two more would, the
+        embedding and the head each count as a layer, as in BLOOM and Llama 3 405B; else the first stages hold one
+        layer more.
         """
         pp, layers = self.layout.pp, self.shape.layers
+        if self.rank_layers is not None:
+            return max(self.rank_layers), self.rank_layers[0 if self.schedule in V_SHAPED else -1]
         if layers % pp == 0 or pp == 1:
             return layers // pp, layers // pp
         if (layers + 2) % pp == 0:
             each = (layers + 2) // pp
             return (each if pp > 2 else each - 1), each - 1
         return -(-layers // pp), layers // pp
+
+    @cached_property
+    def rank_layers(self) -> tuple[int, ...] | None:
+        """Layers of each pipeline rank where Hugging Face's stack cuts the model; None where it does not."""
+        if self.stack != "hf" or self.layout.pp == 1:
+            return None
+        head = view_of(self.shape).head_layers
+        return rank_layers(self.shape.layers, head, self.layout.pp, self.virtual_stages, self.schedule)
 
     def check(self) -> None:
         """Whether sizes fit together.
@@ -163,6 +178,8 @@ class Job:
             )
         if self.virtual_stages > 1 and pp == 1:
             raise LayoutError(f"virtual_stages={self.virtual_stages} needs a pipeline: set pp above 1")
+        if self.schedule in V_SHAPED and self.virtual_stages != 2 and pp > 1:
+            raise LayoutError(f"schedule {self.schedule} has 2 stages per rank, not {self.virtual_stages}: use 2")
         if self.seq_len % (2 * cp if cp > 1 else 1):
             raise LayoutError(f"cp={cp} cuts sequences into {2 * cp} parts, and {self.seq_len} tokens do not divide")
         if self.expert_parallel > 1 and (shape.moe is None or shape.moe.experts % self.expert_parallel):

@@ -171,4 +171,5 @@ def head_s(view: ModelView, job: Job, stack: Stack, rates: Rates) -> float:
     vocab = view.shape.vocab / job.layout.tp
     backward = 3.0 if job.method == "full" else 2.0
     products = backward * 2 * job.tokens * view.hidden * vocab / rates.bf16_matmul
-    return products + stack.loss_bytes * job.tokens * vocab / rates.memory
+    logits = vocab if job.loss_parallel else view.shape.vocab
+    return products + stack.loss_bytes * job.tokens * logits / rates.memory

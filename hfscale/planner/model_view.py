@@ -115,6 +115,12 @@ class ModelView:
         return self.shape.lm_head_parameters + self.shape.final_norm_parameters
 
     @cached_property
+    def head_layers(self) -> float:
+        """Multiply-accumulates of the head, over those of an average layer for a token."""
+        layer = sum(k.share * sum(m.inputs * m.outputs * m.used for m in k.matrices) for k in self.kinds)
+        return self.shape.vocab * self.shape.embedding_width / layer
+
+    @cached_property
     def total_parameters(self) -> int:
         """All parameters, tied weights once."""
         return self.shape.total_parameters

@@ -12,20 +12,20 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.local_hardware import find_accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
-from hfscale.facts.prices import STALE_DAYS, Price, all_prices, prices_of
+from hfscale.facts.prices import STALE_DAYS, Egress, Price, all_egress, all_prices, prices_of
 from hfscale.planner.advice import advice, simplicity
 from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.assumptions import assumptions
 from hfscale.planner.cost import compare, cost, reliability
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job
-from hfscale.planner.search import HEADROOM, Question, Rejected, search, splits_sequences, strategy_of
+from hfscale.planner.layouts import splits_logits, splits_sequences
+from hfscale.planner.question import Question, Rejected, strategy_of
+from hfscale.planner.search import HEADROOM, TELLING, search
 from hfscale.planner.stacks import stack as find_stack
 
 Objective = Literal["time", "cost", "gpus"]
 """What the ranking puts first."""
-TELLING = 0.03
-"""Difference in time below which the estimate cannot tell two layouts apart, so that the simpler one goes first."""
 MOST_GPUS = 16_384
 """Largest number of GPUs that is searched."""
 
@@ -60,7 +60,9 @@ def estimate(
     if unknown := sorted(set(options) - known):
         raise UsageError(f"{unknown[0]!r} is no option of an estimate: use {', '.join(sorted(known))}")
     axes = layout if isinstance(layout, ParallelLayout) else ParallelLayout(**layout)
-    options.setdefault("sequence_parallel", splits_sequences(options.get("stack", "hf")))
+    stack = options.get("stack", "hf")
+    options.setdefault("sequence_parallel", splits_sequences(stack, axes))
+    options.setdefault("loss_parallel", splits_logits(stack, axes))
     job = Job(
         shape=find_model(model) if isinstance(model, str) else model,
         gpu=find_accelerator(gpu, hardware) if isinstance(gpu, str) else gpu,
@@ -107,7 +109,7 @@ def plan(
         spot_interruptions (`float`, *optional*): Preemptions per node and hour.
         prices (`Path`, *optional*): A price list of your own.
         hardware (`Path`, *optional*): As in `estimate`.
-        options: Other fields of `hfscale.planner.search.Question`.
+        options: Other fields of `hfscale.planner.question.Question`.
 
     Raises:
         `UsageError`: A name, a word or a size is wrong.
@@ -138,9 +140,10 @@ def plan(
     find_stack(question.stack)
     _check_question(question)
     rows, warnings = _offers(question, all_prices(prices))
+    egress = all_egress(prices)
 
     def priced(estimates: Sequence[Estimate]) -> list[Choice]:
-        found = [_priced(item, rows, tokens, usd_per_gpu_hour, spot_interruptions) for item in estimates]
+        found = [_priced(item, rows, egress, tokens, usd_per_gpu_hour, spot_interruptions) for item in estimates]
         return [choice for choice in found if _holds(choice, deadline_hours, budget_usd)]
 
     estimates, rejected = search(question, gpus)
@@ -184,7 +187,12 @@ def _check_question(question: Question) -> None:
 
 
 def _priced(
-    item: Estimate, rows: Sequence[Price], tokens: float | None, usd: float | None, interruptions: float | None
+    item: Estimate,
+    rows: Sequence[Price],
+    egress: Mapping[str, Egress],
+    tokens: float | None,
+    usd: float | None,
+    interruptions: float | None,
 ) -> Choice:
     if tokens is None:
         return Choice(estimate=item)
@@ -193,7 +201,9 @@ def _priced(
     if usd is not None:
         given = cost(job, tokens=tokens, tokens_per_s=rate, usd_per_gpu_hour=usd, provider="your price")
         return Choice(estimate=item, hours=given.hours, costs=(given,))
-    costs = compare(job, rows, tokens=tokens, tokens_per_s=rate, interruptions_per_node_hour=interruptions)
+    costs = compare(
+        job, rows, tokens=tokens, tokens_per_s=rate, interruptions_per_node_hour=interruptions, egress=egress
+    )
     hours = costs[0].hours if costs else tokens / rate / 3600 / reliability(job, spot=False).goodput
     return Choice(estimate=item, hours=hours, costs=tuple(costs))
 

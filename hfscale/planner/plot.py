@@ -6,8 +6,10 @@ from typing import Any
 
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
 from hfscale.planner.answer import Choice, Plan
+from hfscale.planner.pipeline import flag_of
+from hfscale.planner.question import strategy_of
 from hfscale.planner.schedule import one_f_one_b
-from hfscale.planner.search import HEADROOM, strategy_of
+from hfscale.planner.search import HEADROOM
 
 KINDS = (".svg", ".png", ".pdf")
 
@@ -82,7 +84,8 @@ def _gantt(axes: Any, choice: Choice) -> None:
     axes.invert_yaxis()
     axes.set_ylabel("pipeline rank")
     axes.set_xlabel("forward (blue) = 1, backward (orange) = 2")
-    looped = f", without its {job.virtual_stages} virtual stages" if job.virtual_stages > 1 else ""
+    flag = flag_of(job.schedule, job.virtual_stages)
+    looped = "" if flag == "1F1B" else f", drawn as 1F1B though it is {flag}"
     axes.set_title(f"first choice, {micro_batches} of {job.micro_batches} micro-batches{looped}")
 
 

@@ -21,7 +21,8 @@ ASPECT = 107
 
 def text_of(row: Mapping[str, str], key: str) -> str:
     """A cell without the blanks around it; empty where the table has no such column."""
-    return (row.get(key) or "").strip()
+    cell = row.get(key)
+    return cell.strip() if cell else ""
 
 
 def number(row: Mapping[str, str], key: str) -> float | None:

@@ -2,7 +2,8 @@
 
 Columns: model, params_b, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, global_batch_seqs, gpus,
 gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile; beside them stack, virtual_stages, zero,
-interconnect and method, if there. Measured columns and the row's source are not read. What is inferred:
+interconnect, method and measure, if there. Measured columns and the row's source are not read; of a note, whether it
+tells of adapters, where no column does (row_words.py). What is inferred:
 
 - the model's shape, where the widths are blank, from the catalogue's model of that name or the parameter count;
 - whether the MLP is gated and the head tied, from the parameter count, else from ffn = 4 x hidden;
@@ -13,33 +14,24 @@ interconnect and method, if there. Measured columns and the row's source are not
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hfscale.errors import LayoutError, UsageError
+from hfscale.errors import LayoutError
 from hfscale.facts.hardware import Accelerator, accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import with_recompute_that_fits
-from hfscale.planner.job import Job, Method, Precision, Recompute
+from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.planner.row_shape import row_shape, text_of, whole
+from hfscale.planner.row_words import gpu_of, interconnect_gb_s, method_of, precision_of, recompute_of
 from hfscale.planner.stacks import stack as find_stack
 from hfscale.planner.states import state_bytes
 
 REQUIRED = ("model", "seq_len", "gpus", "gpu_type")
 """Columns without which nothing can be said."""
-RECOMPUTE_WORDS: Mapping[str, Recompute] = {
-    "full": "full", "block": "full", "uniform": "full", "yes": "full", "true": "full", "select": "selective",
-    "partial": "selective", "no": "none", "off": "none", "false": "none",
-}  # fmt: skip
-"""How a kind of recomputation begins; Megatron's `block` and `uniform` are ways to do it fully."""
-LOCAL_NODE = 8
-"""GPUs per node."""
-LARGEST_SHARE_GB_S = 200.0
-"""More than any GPU's share of a network: 800 Gbit/s cards give 100."""
 
 
 def job_of(row: Mapping[str, str]) -> Job:
@@ -48,7 +40,7 @@ def job_of(row: Mapping[str, str]) -> Job:
     Raises:
         `HfScaleError`: A value is missing, is no number, or does not fit the others.
     """
-    gpu = accelerator(text_of(row, "gpu_type"))
+    gpu = accelerator(gpu_of(row)[0])
     gpus = whole(row, "gpus") or _product(row)
     if gpus is None:
         raise LayoutError("gpus is blank: give the number of GPUs of the run")
@@ -57,7 +49,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         raise LayoutError("seq_len is blank: give the tokens per sequence")
     shape = row_shape(row)
     layout = _layout(row, gpus)
-    precision, pure, rowwise = _precision(row)
+    precision, pure, rowwise = precision_of(row)
     compiled = text_of(row, "compile").lower() in ("yes", "true", "1")
     stack = text_of(row, "stack") or infer_stack(row, layout)
     find_stack(stack)
@@ -83,10 +75,11 @@ def job_of(row: Mapping[str, str]) -> Job:
         pure=pure,
         rowwise_fp8=rowwise,
         compile=compiled,
-        recompute=_recompute(row) or "none",
-        method=_method(row),
+        recompute=recompute_of(row) or "none",
+        method=method_of(row)[0],
         virtual_stages=stages,
         sequence_parallel=(not old and stack != "hf") or "sp" in text_of(row, "ac").lower().split("+"),
+        loss_parallel=stack != "hf",
         flash_attention=not old,
         expert_parallel=_expert_parallel(shape, layout, stack),
         network_gb_s=interconnect_gb_s(text_of(row, "interconnect")),
@@ -97,7 +90,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         job = _sharded_if_it_must(job)
     if _whole_is_blank(row, "micro_batch"):
         job = _largest_micro_batch(job)
-    return job if _recompute(row) else with_recompute_that_fits(job)
+    return job if recompute_of(row) else with_recompute_that_fits(job)
 
 
 # -- one column at a time ---------------------------------------------------------------------------------------------
@@ -139,59 +132,6 @@ def _pipeline_batch(job: Job) -> Job:
         return job
     parts = max(part for part in range(1, pp + 1) if job.micro_batch % part == 0)
     return replace(job, micro_batch=job.micro_batch // parts)
-
-
-def _precision(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
-    """Format of the matrix products, whether states are in it too, and whether fp8 scales are per row."""
-    text = text_of(row, "precision").lower().replace("bfloat16", "bf16") or "bf16-mixed"
-    pure = "pure" in text or text in ("bf16-true", "bf16")
-    if "fp8" in text or "float8" in text:
-        return "fp8", False, "row" in text
-    if "bf16" in text and "fp16" not in text:
-        return "bf16", pure, False
-    if "fp16" in text or "16-mixed" in text or "float16" in text:
-        return "fp16", False, False
-    if "fp32" in text or "tf32" in text or "float32" in text:
-        return "fp32", False, False
-    raise UsageError(f"precision {text!r} is not known: use bf16, fp16, fp8 or fp32, with -mixed or -pure")
-
-
-def _recompute(row: Mapping[str, str]) -> Recompute | None:
-    text = text_of(row, "ac").lower()
-    if not text:
-        return None
-    for word, kind in RECOMPUTE_WORDS.items():
-        if text.startswith(word):
-            return kind
-    raise UsageError(f"ac {text!r} is not known: use none, selective or full")
-
-
-def _method(row: Mapping[str, str]) -> Method:
-    text = text_of(row, "method").lower()
-    return "qlora" if text.startswith("qlora") or "nf4" in text else "lora" if text.startswith("lora") else "full"
-
-
-def interconnect_gb_s(text: str) -> float | None:
-    """GB/s per GPU and direction, of a text such as `50 GB/s`, `400Gb/s per GPU`, `3.2Tbps`, `8x400Gb`.
-
-    A total per node, that is a number of cards, terabits or more than any GPU's share, is divided by eight. A kind of
-    network without a number (`InfiniBand`) is the reference node's, None.
-
-    Raises:
-        `UsageError`: It holds a number that is no bandwidth.
-    """
-    if not re.search(r"\d", text):
-        return None
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(G|T)(B|b)(?!i?t?E)", text)
-    if not found:
-        try:
-            return float(text)
-        except ValueError:
-            raise UsageError(f"interconnect {text!r} holds no bandwidth: write 50 GB/s or 400 Gb/s") from None
-    cards, value, scale, unit = found.groups()
-    gigabytes = int(cards or 1) * float(value) * (1000 if scale == "T" else 1) / (1 if unit == "B" else 8)
-    is_of_node = cards or scale == "T" or "node" in text.lower() or gigabytes > LARGEST_SHARE_GB_S
-    return gigabytes / LOCAL_NODE if is_of_node and "per gpu" not in text.lower() else gigabytes
 
 
 def _whole_is_blank(row: Mapping[str, str], *keys: str) -> bool:

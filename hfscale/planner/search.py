@@ -1,18 +1,19 @@
-"""Every layout worth trying for a model on so many GPUs, and which of them fit."""
+"""Which layouts for a model on so many GPUs fit, and how fast the best of each is."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from typing import get_args
 
 from hfscale.errors import LayoutError
-from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
-from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import Estimate, estimate_job
-from hfscale.planner.job import Job, Method, Offload, Optimizer, Precision, Recompute
+from hfscale.planner.job import Job, Offload, Recompute, Schedule
+from hfscale.planner.launchable import why_no_stages
+from hfscale.planner.layouts import layouts, offloads, splits_logits, splits_sequences
 from hfscale.planner.memory import GIB, memory_of
 from hfscale.planner.model_view import view_of
+from hfscale.planner.pipeline import SPLIT_BACKWARD, takes
+from hfscale.planner.question import Question, Rejected, strategy_of, usual_batch
 from hfscale.planner.stacks import stack as find_stack
 from hfscale.planner.states import trained_parameters
 
@@ -20,154 +21,13 @@ HEADROOM = 0.94
 """Part of a device's memory that a plan may use; the rest is for what the estimate misses (benchmarks/results)."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batches that are tried, sequences."""
-LEAST_TOKENS_PER_CP_RANK = 4096
-"""Tokens of a sequence below which context parallelism is not tried."""
 HOST_GIB_PER_GPU, HOST_GIB_PER_CARD = 256.0, 64.0
 """Memory of the CPU per GPU of a server (2 TB for eight, DGX H100 datasheet) and of a machine of PCIe cards,
 assumed."""
-WITHOUT_TENSOR_PLAN = ("gpt2", "bloom")
-"""Model types of the catalogue whose transformers config has no `base_model_tp_plan` (5.23)."""
-MOST_STAGES = 64
-"""Pipeline stages up to which is searched; Llama 3 405B was trained with 16."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What a plan is for."""
-
-    shape: ModelShape
-    """The model."""
-    gpu: Accelerator
-    """The device."""
-    gpus: int
-    """How many there are."""
-    gpus_per_node: int = 8
-    """How many NVLink or PCIe joins."""
-    seq_len: int = 4096
-    """Tokens per sequence."""
-    global_batch: int | None = None
-    """Sequences per step; None takes `usual_batch`."""
-    method: Method = "full"
-    """Which parameters train."""
-    lora_rank: int = 16
-    """Rank of the adapters."""
-    stack: str = "hf"
-    """Software whose constants hold."""
-    precision: Precision = "bf16"
-    """Format of the matrix products."""
-    optimizer: Optimizer = "adamw"
-    """The optimizer."""
-    compile: bool = False
-    """Whether torch.compile is on."""
-    fused_loss: bool = False
-    """Whether logits are never held whole."""
-    network_gb_s: float | None = None
-    """Bandwidth between nodes per GPU; None takes the reference node's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejected:
-    """A kind of layout that does not work."""
-
-    layout: ParallelLayout
-    """The layout."""
-    strategy: str
-    """Its strategy."""
-    reason: str
-    """Why, in words."""
-    needed_gib: float | None = None
-    """Least memory it was found to need; None where memory is not the reason."""
-
-
-def strategy_of(job: Job) -> str:
-    """The strategy's name, as checkpoints and configs use it."""
-    layout = job.layout
-    if job.offload != "none":
-        return f"zero{max(1, job.zero)}"
-    if layout.world_size == 1:
-        return "single"
-    if layout.tp > 1 or layout.pp > 1:
-        return "parallel"
-    if job.zero == 3:
-        return "fsdp2"
-    return ("ddp", "zero1", "zero2")[job.zero]
-
-
-def usual_batch(question: Question, gpus: int) -> int:
-    """Sequences per step where none are given: 4M tokens as for Llama 2, 16M from 4,096 GPUs on as for Llama 3 405B
-    (arXiv 2407.21783, section 3.4.1), 128 sequences for LoRA; a multiple of the GPUs where there are enough of
-    them."""
-    wanted = 128 if question.method != "full" else (16 if gpus >= 4096 else 4) * 2**20 // question.seq_len
-    if wanted < gpus:
-        return 1 << max(0, wanted.bit_length() - 1)
-    return round(wanted / gpus) * gpus
-
-
-def offloads(question: Question, gpus: int) -> Iterator[tuple[ParallelLayout, int, Offload]]:
-    """Layouts that keep states in the CPU's memory, the last resort: ZeRO-2 and ZeRO-3 with offload."""
-    if question.stack == "hf":
-        yield ParallelLayout(dp_replicate=gpus), 2 if gpus > 1 else 0, "optimizer"
-        yield ParallelLayout(dp_shard=gpus), 3, "full"
-
-
-def layouts(question: Question, gpus: int) -> Iterator[tuple[ParallelLayout, int, Offload]]:
-    """Layouts with their ZeRO stage and offload, the simplest first."""
-    shape, node = question.shape, question.gpus_per_node
-    for tp in _sizes(min(node, gpus)):
-        heads, kv_heads = shape.attention.heads, shape.attention.kv_heads
-        if heads % tp or (kv_heads % tp and tp % kv_heads) or gpus % tp:
-            continue
-        for pp in _stages(shape.layers, gpus // tp):
-            if (tp > 1 or pp > 1) and question.method != "full":
-                continue  # adapters are trained with data parallelism
-            if tp > 1 and pp == 1 and question.stack == "hf" and not _transformers_cuts(shape, tp):
-                continue
-            for cp in _sizes(question.seq_len // LEAST_TOKENS_PER_CP_RANK):
-                if cp > 1 and question.stack == "hf" and (tp > 1 or pp > 1):
-                    continue  # Accelerate joins context parallelism with FSDP2 alone
-                if (gpus // tp // pp) % cp or question.seq_len % (2 * cp):
-                    continue
-                yield from _data_parallel(question, tp=tp, pp=pp, cp=cp, dp=gpus // tp // pp // cp)
-
-
-def _transformers_cuts(shape: ModelShape, tp: int) -> bool:
-    """Whether transformers' tensor parallelism takes the model: it has no plan for some, and copies no key-value
-    heads."""
-    return shape.model_type not in WITHOUT_TENSOR_PLAN and shape.attention.kv_heads % tp == 0
-
-
-def _sizes(most: int) -> list[int]:
-    return [1 << power for power in range(max(1, most).bit_length())]
-
-
-def _stages(layers: int, ranks: int) -> list[int]:
-    """Pipeline sizes that cut the layers evenly, counting embedding and head as one each where that helps."""
-    possible = range(2, min(layers, ranks, MOST_STAGES) + 1)
-    return [1, *(pp for pp in possible if ranks % pp == 0 and (layers % pp == 0 or (layers + 2) % pp == 0))]
-
-
-def _data_parallel(
-    question: Question, *, tp: int, pp: int, cp: int, dp: int
-) -> Iterator[tuple[ParallelLayout, int, Offload]]:
-    def layout(shard: int) -> ParallelLayout:
-        return ParallelLayout(dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp)
-
-    if dp * cp == 1:
-        yield layout(1), 0, "none"
-        return
-    if tp == pp == cp == 1:
-        yield layout(1), 0, "none"
-        yield layout(1), 1, "none"
-        yield layout(1), 2, "none"
-    elif question.stack == "megatron" or pp > 1:
-        yield layout(1), 1, "none"
-    if pp > 1 and question.stack != "titan":
-        return
-    yield layout(dp), 3, "none"
-    inside = max(1, question.gpus_per_node // (tp * cp))
-    for shard in (inside, 4 * inside, 16 * inside):
-        if 1 < shard < dp and dp % shard == 0:
-            yield layout(shard), 3, "none"
+NO_STAGES = "no pipelines"
+"""How the reason begins that holds for all pipelines, and is told once."""
+TELLING = 0.03
+"""Difference in time below which the estimate cannot tell two plans apart, so that the simpler one goes first."""
 
 
 def search(question: Question, gpus: int) -> tuple[list[Estimate], list[Rejected]]:
@@ -187,31 +47,51 @@ def search(question: Question, gpus: int) -> tuple[list[Estimate], list[Rejected
     rejected: list[Rejected] = []
     for candidates in (layouts(question, gpus), offloads(question, gpus)):
         for layout, zero, offload in candidates:
-            job = _job(question, layout, zero, offload, batch)
-            if batch % job.data_parallel:
-                reason = f"global batch {batch} is not a multiple of its {job.data_parallel} data-parallel ranks"
-                rejected.append(Rejected(layout=layout, strategy=strategy_of(job), reason=reason))
-                continue
-            on_host = host_gib(job)
-            if on_host > _host_memory(question):
-                has = _host_memory(question)
-                reason = f"offload needs {on_host:.0f} GiB of the CPU's memory per GPU, {has:.0f} are assumed"
-                rejected.append(Rejected(layout=layout, strategy=strategy_of(job), reason=reason))
-                continue
-            best, needed = _best(job)
-            if best is None:
-                rejected.append(_too_large(job, needed))
-            else:
-                chosen.append(best)
+            found = _try(question, _job(question, layout, zero, offload, batch))
+            if isinstance(found, Estimate):
+                chosen.append(found)
+            elif not (found.reason.startswith(NO_STAGES) and any(row.reason == found.reason for row in rejected)):
+                rejected.append(found)
         if chosen:
             break
+    if question.shape.moe is not None and question.stack == "hf":
+        rejected.append(_without_expert_parallelism(question, gpus))
     return sorted(chosen, key=lambda estimate: estimate.time.total), rejected
 
 
-def splits_sequences(stack: str) -> bool:
-    """Whether a stack's tensor parallelism splits norms and residuals along the sequence: transformers' plans reduce
-    the whole activation instead."""
-    return stack != "hf"
+def _try(question: Question, job: Job) -> Estimate | Rejected:
+    """The best estimate of a layout, or why there is none."""
+
+    def because(reason: str) -> Rejected:
+        return Rejected(layout=job.layout, strategy=strategy_of(job), reason=reason)
+
+    if job.layout.pp > 1 and job.stack == "hf" and (reason := why_no_stages(job)) is not None:
+        return because(f"{NO_STAGES}: {reason}")
+    if job.global_batch % job.data_parallel:
+        return because(
+            f"global batch {job.global_batch} is not a multiple of its {job.data_parallel} data-parallel ranks"
+        )
+    if (on_host := host_gib(job)) > (has := _host_memory(question)):
+        return because(f"offload needs {on_host:.0f} GiB of the CPU's memory per GPU, {has:.0f} are assumed")
+    best, needed = _best(job)
+    if best is not None:
+        return best
+    if needed is None:
+        return because(
+            f"{job.global_batch // job.data_parallel} sequences per data-parallel rank and step do not keep "
+            f"{job.layout.pp} pipeline stages going: give --global-batch {job.layout.pp * job.data_parallel} or more"
+        )
+    return _too_large(job, needed)
+
+
+def _without_expert_parallelism(question: Question, gpus: int) -> Rejected:
+    """What a mixture of experts is not offered, and why."""
+    return Rejected(
+        layout=ParallelLayout(dp_shard=gpus),
+        strategy="expert parallel",
+        reason="expert parallelism: no recipe spreads experts over data-parallel ranks; tensor parallelism cuts each "
+        "of them, FSDP2 gathers them (--stack megatron says what spreading them would give)",
+    )
 
 
 def host_gib(job: Job) -> float:
@@ -246,36 +126,69 @@ def _job(question: Question, layout: ParallelLayout, zero: int, offload: Offload
         fused_loss=question.fused_loss,
         gpus_per_node=question.gpus_per_node,
         network_gb_s=question.network_gb_s,
-        sequence_parallel=splits_sequences(question.stack),
+        sequence_parallel=splits_sequences(question.stack, layout),
+        loss_parallel=splits_logits(question.stack, layout),
     )
 
 
-def _best(job: Job) -> tuple[Estimate | None, float]:
-    """The fastest recomputation, micro-batch and interleaving of a layout that fits, and the least memory it needs."""
+def _best(job: Job) -> tuple[Estimate | None, float | None]:
+    """The fastest way to run a layout that fits, and the least memory the layout needs; None where no schedule takes
+    its micro-batches. A simpler schedule goes first where the estimate cannot tell."""
     view, constants = view_of(job.shape), find_stack(job.stack)
     limit = job.gpu.memory_gib * HEADROOM
-    per_rank = job.global_batch // job.data_parallel
-    best: Estimate | None = None
-    least = float("inf")
-    for recompute, stages, experts in product(get_args(Recompute), _interleavings(job), _expert_groups(job)):
+    best: dict[Schedule, Estimate] = {}
+    least: float | None = None
+    for variant in _variants(job):
         fitting: list[Job] = []
         for micro in MICRO_BATCHES:
-            if per_rank % micro:
+            if (job.global_batch // job.data_parallel) % micro:
                 break
-            trial = replace(
-                job, recompute=recompute, micro_batch=micro, virtual_stages=stages, expert_parallel=experts
-            )
+            trial = replace(variant, micro_batch=micro)
+            if job.stack == "hf" and not takes(
+                trial.schedule, trial.layout.pp, trial.virtual_stages, trial.micro_batches
+            ):
+                continue
             needed = memory_of(view, trial, constants).total
-            least = min(least, needed)
+            least = needed if least is None else min(least, needed)
             if needed > limit:
                 break
             fitting.append(trial)
         # Without a pipeline larger micro-batches are faster; with one they lengthen the bubble.
         for trial in fitting if job.layout.pp > 1 else fitting[-2:]:
             estimate = estimate_job(trial)
-            if best is None or estimate.time.total < best.time.total:
-                best = estimate
-    return best, least
+            known = best.get(trial.schedule)
+            if known is None or estimate.time.total < known.time.total:
+                best[trial.schedule] = estimate
+    if not best:
+        return None, least
+    fastest = min(estimate.time.total for estimate in best.values())
+    close = (estimate for estimate in best.values() if estimate.time.total <= fastest * (1 + TELLING))
+    return next(close), least
+
+
+def _variants(job: Job) -> Iterator[Job]:
+    """Schedules, recomputation and experts to try, the simplest schedule first."""
+    for schedule, stages in _schedules(job):
+        for recompute in get_args(Recompute):
+            # A pass for the weights that is put off holds what it needs, recomputed or not.
+            if recompute == "none" or schedule not in SPLIT_BACKWARD:
+                for experts in _expert_groups(job):
+                    yield replace(
+                        job,
+                        recompute=recompute,
+                        schedule=schedule,
+                        virtual_stages=stages,
+                        expert_parallel=experts,
+                    )
+
+
+def _schedules(job: Job) -> list[tuple[Schedule, int]]:
+    """Schedules with their stages per rank: those of `ParallelTrainer`, or 1F1B as the other stacks interleave it."""
+    pp, layers = job.layout.pp, job.shape.layers
+    if pp == 1 or job.stack != "hf":
+        return [("1f1b", stages) for stages in _interleavings(job)]
+    looped: list[tuple[Schedule, int]] = [("1f1b", 2), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
+    return [("1f1b", 1), *(found for found in looped if pp * found[1] <= layers)]
 
 
 def _expert_groups(job: Job) -> list[int]:

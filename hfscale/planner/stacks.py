@@ -66,18 +66,16 @@ class Stack:
     """The same where it is not."""
     compiled_kept: float
     """What torch.compile leaves of the kept bytes."""
-    selective_kept: float
-    """What selective recomputation leaves of them."""
     loss_kept: float
     """Bytes per logit at the loss's peak."""
     compiled_loss_kept: float
     """The same where torch.compile fuses the loss."""
+    split_loss_kept: float
+    """The same where the loss is computed on logits that are split over tensor-parallel ranks."""
     gradient_bytes: float
     """Bytes per parameter of the gradients that are reduced."""
-    fragmentation: float
-    """Memory the allocator reserves, over what is in use."""
     context_gib: float
-    """CUDA context, libraries and NCCL's buffers."""
+    """CUDA context and libraries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +102,10 @@ class Shared:
     """Rate of attention in blocks around a ring of context-parallel ranks, against that of whole sequences."""
     imbalance: float
     """Busiest over average rank of a mixture of experts."""
+    fragmentation: float
+    """Memory the allocator reserves, over what is in use."""
+    group_gib: float
+    """NCCL's buffers of a group of ranks."""
 
 
 @cache

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
+from hfscale.planner.pipeline import V_SHAPED
 from hfscale.planner.stacks import Stack
 
 MOMENTS = {
@@ -50,7 +51,10 @@ def local_parameters(view: ModelView, job: Job) -> float:
         whole = first * per_layer + view.embedding_parameters + view.head_parameters
     else:
         head = view.shape.vocab * view.shape.embedding_width if view.shape.tied else view.head_parameters
-        opening = (job.layer_split[1] if first != last else first) * per_layer + view.embedding_parameters
+        if job.schedule in V_SHAPED:
+            head += view.embedding_parameters
+        on_first = job.rank_layers[0] if job.rank_layers else last if first != last else first
+        opening = on_first * per_layer + view.embedding_parameters
         whole = max(opening, last * per_layer + head, first * per_layer)
     return whole / layout.tp
 

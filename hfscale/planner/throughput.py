@@ -12,6 +12,7 @@ from hfscale.planner.job import Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.model_view import ModelView
 from hfscale.planner.network import Group, Network
+from hfscale.planner.pipeline import waits
 from hfscale.planner.stacks import Shared, Stack
 from hfscale.planner.states import trained_parameters
 
@@ -57,10 +58,13 @@ def step_time(view: ModelView, job: Job, stack: Stack, shared: Shared) -> StepTi
     first, last = job.layer_split
     exposed = sent + gathered.per_layer
     compute = max(first * (forward + backward), last * (forward + backward) + head)
-    on_last = last * (forward + backward + exposed) + head + gathered.root
+    logits = _gathered_logits_s(view, job, network)
+    on_last = last * (forward + backward + exposed) + head + logits + gathered.root
     slowest = max(first * (forward + backward + exposed), on_last)
     pipeline = _pipeline_sends(view, job, network)
-    bubble = _bubble(job, slowest + pipeline, (view.layers * (forward + backward + exposed) + head))
+    weights = layer.matmul if job.method == "full" else 0.0
+    bubble = _bubble(job, slowest + pipeline, view.layers * (forward + backward + exposed) + head + logits)
+    bubble *= waits(job.schedule, job.virtual_stages, forward, max(0.0, backward - weights), weights)
 
     m = job.micro_batches
     once = _once_per_step(view, job, stack, network, forward * first, backward * first) + gathered.per_step
@@ -100,6 +104,7 @@ def _layer_traffic(view: ModelView, job: Job, stack: Stack, network: Network, la
         buffer = 2.0 * job.tokens * view.hidden
         # Only the gathers and scatters of sequence parallelism can run piece by piece beside the matrices.
         regather, overlap = (2, stack.overlap_tp) if job.sequence_parallel else (0, 0.0)
+        regather = 0 if stack.name == "hf" else regather  # it keeps what it has gathered
         seconds += (4 * passes + regather) * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
     if cp > 1:
         # Keys and values go round the ring under attention (Liu et al., arXiv 2310.01889); gradients go back.
@@ -114,6 +119,13 @@ def _layer_traffic(view: ModelView, job: Job, stack: Stack, network: Network, la
 def exposed_s(traffic: float, compute: float, overlap: float) -> float:
     """Traffic that stays visible beside `compute`: all that is longer, and a part of the rest for contention."""
     return max(traffic - overlap * compute, (1 - overlap) * traffic)
+
+
+def _gathered_logits_s(view: ModelView, job: Job, network: Network) -> float:
+    """Seconds to gather a micro-batch's logits on every tensor-parallel rank, where the loss wants them whole."""
+    if job.loss_parallel or job.layout.tp == 1:
+        return 0.0
+    return network.gather_s(2.0 * job.tokens * view.shape.vocab, Group(size=job.layout.tp))
 
 
 @dataclass(frozen=True)
@@ -174,12 +186,10 @@ def _pipeline_sends(view: ModelView, job: Job, network: Network) -> float:
 
 
 def _bubble(job: Job, slowest: float, all_layers: float) -> float:
-    """Idle time of the slowest stage: one micro-batch through all the others, a virtual stage at a time."""
+    """Idle time of the slowest rank under 1F1B: one micro-batch through all the others."""
     if job.layout.pp == 1:
         return 0.0
-    others = max(all_layers - slowest, (job.layout.pp - 1) * slowest * 0.5)
-    # A zero-bubble schedule fills the wait with weight gradients, about a third of the work (Qi et al., 2401.10241).
-    return others / job.virtual_stages * (1 / 3 if job.schedule == "zero_bubble" else 1.0)
+    return max(all_layers - slowest, (job.layout.pp - 1) * slowest * 0.5)
 
 
 def _once_per_step(

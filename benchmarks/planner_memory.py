@@ -1,0 +1,97 @@
+"""How well the planner predicts peak memory, of sources that the constants fitted to peaks have not seen.
+
+The bytes themselves are counted: of states, of what autograd saves, of logits, of gathered parameters
+(tests/test_planner_memory.py, tests/test_planner_tracker.py). Two numbers are fitted, for all stacks alike:
+`fragmentation`, what the allocator reserves beyond those bytes, and `group_gib`, NCCL's buffers of a group of ranks.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hfscale.planner.memory import allocated_gib, memory_of
+from hfscale.planner.model_view import view_of
+from hfscale.planner.stacks import Shared, Stack
+
+if TYPE_CHECKING:
+    from benchmarks.planner_fit import Run
+
+FITTED = {"fragmentation": (1.05, 0.02), "group_gib": (0.5, 0.15)}
+"""What is fitted; what each is pulled to, and how weakly: one standard deviation."""
+HUBER = 0.05
+"""Error, in logarithm, beyond which a row counts by its absolute and not its square."""
+Constants = Mapping[str, Stack | Shared]
+
+
+def stated(runs: "Sequence[Run]") -> "list[Run]":
+    """The runs whose peak memory was published and is not doubted."""
+    return [run for run in runs if run.memory_gib and not run.is_memory_doubted]
+
+
+def error(run: "Run", constants: Constants) -> float:
+    """Predicted over published, less one; where the source tells what was allocated, that is compared."""
+    shared, stack = constants["shared"], constants[run.job.stack]
+    memory = memory_of(view_of(run.job.shape), run.job, stack, shared)
+    return (allocated_gib(memory, shared) if run.is_allocated else memory.total) / run.memory_gib - 1
+
+
+def with_values(constants: Constants, fragmentation: float, group_gib: float) -> dict[str, Stack | Shared]:
+    shared = replace(constants["shared"], fragmentation=fragmentation, group_gib=group_gib)
+    return {**constants, "shared": shared}
+
+
+def fit_peaks(runs: "Sequence[Run]", constants: Constants) -> dict[str, Stack | Shared]:
+    """Constants that predict these runs' peaks best; a source weighs as the root of its rows."""
+    counts: dict[str, int] = defaultdict(int)
+    for run in runs:
+        counts[run.source] += 1
+    weight = np.array([counts[run.source] ** -0.5 for run in runs])
+    # Peaks are linear in both numbers, so that each run is worked out three times and no more.
+    once, allocator, groups = (
+        np.array([error(run, with_values(constants, *values)) for run in runs]) for values in ((1, 0), (2, 0), (1, 1))
+    )
+
+    def loss(values: tuple[float, float]) -> float:
+        errors = once + (values[0] - 1) * (allocator - once) + values[1] * (groups - once)
+        size = np.abs(np.log1p(errors))
+        robust = np.minimum(size, HUBER) * (2 * size - np.minimum(size, HUBER)) / HUBER**2
+        pull = sum(((v - at) / spread) ** 2 for v, (at, spread) in zip(values, FITTED.values(), strict=True))
+        return float((weight * robust).sum() + pull)
+
+    grid = product((1 + step / 500 for step in range(61)), (step / 50 for step in range(51)))
+    return with_values(constants, *min(grid, key=loss))
+
+
+def figures(errors: "Sequence[tuple[Run, float]]") -> dict[str, object]:
+    """Errors over rows and by source, the worst source first."""
+    by_source = defaultdict(list)
+    for run, value in errors:
+        by_source[run.source].append(value)
+    sources = {
+        name: {
+            "rows": len(values),
+            "median_error": round(statistics.median(map(abs, values)), 4),
+            "bias": round(statistics.median(values), 4),
+        }
+        for name, values in by_source.items()
+    }
+    return {
+        "rows": len(errors),
+        "median_error": round(statistics.median(abs(value) for _, value in errors), 4),
+        "median_of_sources": round(statistics.median(row["median_error"] for row in sources.values()), 4),
+        "sources": dict(sorted(sources.items(), key=lambda item: -item[1]["median_error"])),
+    }
+
+
+def leave_one_out(runs: "Sequence[Run]", constants: Constants) -> "list[tuple[Run, float]]":
+    """Errors of each source's rows under the constants that the other sources have."""
+    errors = []
+    for source in sorted({run.source for run in runs}):
+        fitted = fit_peaks([run for run in runs if run.source != source], constants)
+        errors += [(run, error(run, fitted)) for run in runs if run.source == source]
+    return errors

@@ -1,0 +1,181 @@
+"""What the planner takes a pipeline for: the same stages, micro-batches in flight and waits as the runtime's, and
+schedules that a simulation confirms."""
+
+import random
+
+import pytest
+from planner_jobs import job
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hfscale import plan
+from hfscale.errors import LayoutError
+from hfscale.facts.families import FAMILIES
+from hfscale.facts.models import find_model
+from hfscale.parallel.anatomy import Anatomy
+from hfscale.parallel.families import SEQUENCES_PROVEN, UNCUTTABLE
+from hfscale.parallel.partition import cut_by_cost, layer_costs
+from hfscale.parallel.stages import SHAPES, StagePlan
+from hfscale.planner.activations import in_flight, kept_and_working, layer_bytes, layers_in_flight
+from hfscale.planner.estimate import estimate_job
+from hfscale.planner.layouts import WITHOUT_TENSOR_PLAN
+from hfscale.planner.memory import memory_of
+from hfscale.planner.model_view import view_of
+from hfscale.planner.pipeline import SCHEDULES, flag_of, held, rank_layers, stage_layers, takes, waits
+from hfscale.planner.stacks import stack
+from hfscale.planner.states import local_parameters
+
+KINDS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
+
+
+def runtime(schedule, pp, virtual_stages):
+    name = flag_of(schedule, virtual_stages)
+    return StagePlan(schedule=name, pp=pp, virtual_stages=virtual_stages)
+
+
+def test_every_schedule_of_the_runtime_has_a_name_here():
+    assert {flag_of(schedule, stages) for schedule, stages in KINDS} == set(SHAPES)
+    assert set(SCHEDULES) == {schedule for schedule, _ in KINDS}
+
+
+@pytest.mark.parametrize(("schedule", "stages"), KINDS)
+def test_the_runtime_holds_waits_and_takes_the_same(schedule, stages):
+    for pp in (2, 3, 8):
+        theirs = runtime(schedule, pp, stages)
+        for micro_batches in (1, 2, 3, 4, 7, 8, 12, 16, 17, 64):
+            assert takes(schedule, pp, stages, micro_batches) == theirs.takes(micro_batches)
+            for rank in range(pp):
+                assert held(schedule, pp, stages, micro_batches, rank) == theirs.in_flight(rank, micro_batches)
+            idle = (pp - 1) * 3.0 * waits(schedule, stages, 1.0, 1.0, 1.0)
+            assert idle / (idle + 3.0 * micro_batches) == pytest.approx(theirs.idle_fraction(micro_batches))
+
+
+def test_stages_are_cut_as_the_runtime_cuts_them():
+    dice = random.Random(0)
+    for _ in range(60):
+        layers, head = dice.randint(2, 40), dice.choice([0.1, 0.5, 1.0, 1.23, 2.7, 9.0])
+        stages = dice.randint(1, min(layers, 9))
+        cuts = cut_by_cost([1.0] * layers, head, stages)
+        assert sorted(stage_layers(layers, head, stages)[:-1]) == sorted(len(cut.layers) for cut in cuts[:-1])
+        assert stage_layers(layers, head, stages)[-1] == len(cuts[-1].layers), (layers, head, stages)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), KINDS)
+def test_ranks_hold_the_layers_of_their_stages(schedule, stages):
+    theirs = runtime(schedule, 3, stages)
+    each = stage_layers(23, 1.5, 3 * stages)
+    expected = tuple(sum(each[stage] for stage in theirs.stages_of(rank)) for rank in range(3))
+    assert rank_layers(23, 1.5, 3, stages, schedule) == expected
+
+
+def test_the_head_weighs_what_the_runtime_weighs_it():
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 1000,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+    layers, head = layer_costs(model, Anatomy.of(model))
+    shape = type(job().shape).from_config({**sizes, "model_type": "llama"})
+    assert view_of(shape).head_layers == pytest.approx(head / layers[0])
+
+
+def test_every_family_can_be_cut_into_stages_and_its_sequences_where_its_matrices_can():
+    assert set(FAMILIES) & set(UNCUTTABLE) == set()
+    assert set(FAMILIES) - set(SEQUENCES_PROVEN) <= set(WITHOUT_TENSOR_PLAN)
+
+
+class TestMemory:
+    def test_405b_on_16_ranks_is_fullest_on_its_second(self):
+        """Seven layers on the first rank and eight on the others: 15 micro-batches of eight are more than 16 of
+        seven (recipes/tp_pp/llama-3.1-405b-full.yaml)."""
+        run = job(shape=find_model("llama-3.1-405b"), tp=8, pp=16, dp_shard=8, global_batch=512)
+        assert run.rank_layers[:2] == (7, 8)
+        assert layers_in_flight(run) == 15 * 8
+        assert in_flight(run) == 16
+
+    def test_both_ends_lie_on_the_first_rank_of_a_v(self):
+        line, v = job(pp=4, zero=0), job(pp=4, zero=0, schedule="zbv", virtual_stages=2)
+        view = view_of(line.shape)
+        whole = v.rank_layers[0] * view.layer_parameters + view.embedding_parameters + view.head_parameters
+        assert local_parameters(view, v) == pytest.approx(whole)
+        assert local_parameters(view, line) < whole
+        v = job(pp=4, zero=0, schedule="zbv", virtual_stages=2, recompute="full")
+        assert memory_of(view, v, stack("hf")).loss > 0
+
+    def test_logits_are_whole_where_the_loss_wants_them_so(self):
+        options = {"tp": 4, "pp": 2, "global_batch": 2, "recompute": "full", "zero": 0}
+        whole, split = (estimate_job(job(loss_parallel=on, **options)) for on in (False, True))
+        assert whole.memory.loss == pytest.approx(4 * split.memory.loss)
+        assert whole.time.total > split.time.total
+
+    def test_sequence_parallelism_keeps_the_inputs_that_hugging_face_gathered(self):
+        """Attention's and the MLP's, whole and not a quarter, of a layer."""
+        options = {"tp": 4, "zero": 0, "dp_replicate": 1, "stack": "hf"}
+        run = job(**options)
+        kept, _ = kept_and_working(view_of(run.shape), run, stack("hf"))
+        assert kept - layer_bytes(view_of(run.shape), run, stack("hf")) == 2 * 2 * 4096 * 4096 * 3 / 4
+        full = job(**options, recompute="full")
+        boundary, working = kept_and_working(view_of(run.shape), full, stack("hf"))
+        assert boundary == 2 * 4096 * 4096 / 4
+        assert working == kept
+        theirs = job(**{**options, "stack": "megatron"})
+        assert kept_and_working(view_of(run.shape), theirs, stack("megatron"))[0] == layer_bytes(
+            view_of(run.shape), theirs, stack("megatron")
+        )
+
+
+class TestTime:
+    def test_schedules_wait_less_and_less(self):
+        times = [
+            estimate_job(job(pp=8, zero=0, global_batch=64, schedule=schedule, virtual_stages=stages)).time.bubble
+            for schedule, stages in (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 2), ("zbv", 2))
+        ]
+        assert times == sorted(times, reverse=True)
+        assert times[-1] < times[0] / 3
+
+    def test_a_v_has_two_stages_per_rank(self):
+        with pytest.raises(LayoutError, match="schedule zbv has 2 stages per rank, not 1"):
+            job(pp=4, schedule="zbv").check()
+
+
+class TestSearch:
+    def pipelines(self, **options):
+        found = plan("llama-3.1-70b", gpu="H200", gpus=64, seq_len=4096, top=1000, **options)
+        return [choice.estimate.job for choice in found.choices if choice.estimate.job.layout.pp > 1], found
+
+    def test_every_pipeline_is_one_that_the_trainer_runs(self):
+        jobs, found = self.pipelines(global_batch=256)
+        assert {run.zero for run in jobs} == {0, 3}
+        for run in jobs:
+            theirs = runtime(run.schedule, run.layout.pp, run.virtual_stages)
+            theirs.check_micro_batches(run.micro_batches)
+            assert run.layout.cp == 1
+            assert run.sequence_parallel == (run.layout.tp > 1)
+            assert run.loss_parallel == (run.layout.tp > 1)
+            assert run.recompute == "none" or run.schedule == "1f1b"
+        assert not any("no pipelines" in row.reason for row in found.rejected)
+
+    def test_a_schedule_with_a_smaller_bubble_is_chosen_where_it_tells(self):
+        few, many = (self.pipelines(global_batch=batch)[0] for batch in (128, 4096))
+        assert {run.schedule for run in few} - {"1f1b"}
+        assert {(run.schedule, run.virtual_stages) for run in many if run.layout.pp == 2} == {("1f1b", 1)}
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [({"compile": True}, "stages are not compiled"), ({"precision": "fp8"}, "bf16 or fp32"),
+         ({"optimizer": "adamw_8bit"}, "not tried on sharded stages")],
+    )  # fmt: skip
+    def test_what_stages_cannot_do_is_told_once(self, options, reason):
+        jobs, found = self.pipelines(**options)
+        assert jobs == []
+        assert len([row for row in found.rejected if reason in row.reason]) == 1
+
+    def test_too_few_micro_batches_are_told(self):
+        _, found = self.pipelines(global_batch=8)
+        assert any("do not keep 16 pipeline stages going: give --global-batch" in r.reason for r in found.rejected)
+
+    def test_experts_over_ranks_are_absent_with_the_reason(self):
+        found = plan("mixtral-8x7b", gpu="H100", gpus=16)
+        assert all(choice.estimate.job.expert_parallel == 1 for choice in found.choices)
+        assert sum("expert parallelism: no recipe" in row.reason for row in found.rejected) == 1
+        other = plan("mixtral-8x7b", gpu="H100", gpus=16, stack="megatron", top=50)
+        assert any(choice.estimate.job.expert_parallel > 1 for choice in other.choices)
