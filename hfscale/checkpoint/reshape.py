@@ -14,8 +14,11 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from hfscale.checkpoint import store
 from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read_view, writer
+from hfscale.checkpoint.formats.archives import load_archive
 from hfscale.checkpoint.formats.parallel import PARALLEL_NAME
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.formats.universal import is_universal
@@ -117,10 +120,23 @@ def _write_view(
             f"{source} has no scheduler.pt: a learning-rate schedule that DeepSpeed's config sets up is kept in its "
             "own files and cannot be converted; let the Trainer make it (--lr_scheduler_type)"
         )
+    stepped = sum(bool(group.names) for group in view.groups)
+    _fit_schedule(folder / "scheduler.pt", stepped if strategy.startswith("zero") else len(view.groups))
     if (source / "scaler.pt").is_file():
         logger.info("the loss scale of fp16 is not converted: it begins at its default and finds its value again")
     names = ParameterNames(groups=[group.names for group in view.groups], aliases=dict(view.aliases))
     (folder / PARAMETERS_NAME).write_text(names.to_json(), encoding="utf-8")
+
+
+def _fit_schedule(path: Path, groups: int) -> None:
+    """A scheduler keeps lists with an entry per group of parameters: as many as the optimizer will have."""
+    state = load_archive(path)
+    known = len(state.get("base_lrs", ()))
+    if known in (0, groups) or len(set(state["base_lrs"])) > 1:
+        return
+    fitted = {k: v[:1] * groups if isinstance(v, list) and len(v) == known else v for k, v in state.items()}
+    path.unlink()  # it may be a link to the source's
+    torch.save(fitted, path)
 
 
 def _with_an_empty_group(view: CheckpointView) -> CheckpointView:
