@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import XIELUActivation
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.distributed.fsdp import is_fsdp_enabled
@@ -72,6 +73,10 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
         # Children first, as transformers does it: a parent may draw some of their weights again, at another scale.
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}", child if isinstance(child, PreTrainedModel) else owner)
+        if isinstance(module, XIELUActivation):  # Apertus' rules have none for what its constructor computes
+            with _whole(module):
+                module.load_state_dict(XIELUActivation(dtype=module.beta.dtype).state_dict())
+            return
         if not parameters and _parameters_of(module):
             return
         with _whole(module), torch.random.fork_rng(devices=[]):

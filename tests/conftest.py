@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
 REPOSITORY = Path(__file__).parent.parent
 RECIPE = REPOSITORY / "recipes" / "ddp" / "train.py"
 LAUNCH_TIMEOUT_S = 240
+LOAD_TIMEOUT_S = 60
+"""No load of an extension that is built takes so long."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """A suite that was ended midway may have left torch's lock behind, for which every later load would wait."""
     if not hasattr(config, "workerinput"):
         for lock in EXTENSIONS.glob("*/lock"):
-            lock.unlink()
+            if time.time() - lock.stat().st_mtime > LOAD_TIMEOUT_S:
+                lock.unlink()
 
 
 LONG_FILES = (

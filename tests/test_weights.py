@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    ApertusConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
 
 from hfscale.weights import build_model, draw_weights
 
@@ -16,6 +24,7 @@ CONFIGS = {
     "mixtral": MixtralConfig(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
     "gemma3": Gemma3TextConfig(**SIZES),
+    "apertus": ApertusConfig(**SIZES),  # its activation has weights
     "gpt2": GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0),
 }
 
