@@ -184,6 +184,25 @@ class TestAnswer:
 
 
 @pytest.mark.timing
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "seq_len", "global_batch", "tokens", "gpu_hours"),
+    [
+        # Model cards of Llama 3 and 3.1 (at least 15e12 tokens); the paper of Pythia, arXiv 2304.01373.
+        ("llama-3-70b", "H100-80GB", 1024, 8192, 1024, 15e12, 6.4e6),
+        ("llama-3.1-405b", "H100-80GB", 16384, 8192, 2048, 15.6e12, 30.84e6),
+        ("pythia-410m", "A100-40GB", 32, 2048, 1024, 299.89e9, 2540),
+        ("pythia-1.4b", "A100-40GB", 64, 2048, 1024, 299.89e9, 7120),
+        ("pythia-2.8b", "A100-40GB", 64, 2048, 1024, 299.89e9, 14240),
+        ("pythia-6.9b", "A100-40GB", 128, 2048, 1024, 299.89e9, 33500),
+    ],
+)  # fmt: skip
+def test_gpu_hours_of_real_runs_which_lost_time_besides(model, gpu, gpus, seq_len, global_batch, tokens, gpu_hours):
+    answer = plan(
+        model, gpu=gpu, gpus=gpus, seq_len=seq_len, global_batch=global_batch, tokens=tokens, stack="megatron"
+    )
+    assert 0.5 <= tokens / answer.choices[0].estimate.tokens_per_s_per_gpu / 3600 / gpu_hours <= 1.1
+
+
 def test_405b_on_16384_gpus_is_planned_in_under_a_second():
     plan("llama-3.1-8b", gpu="H100-80GB", gpus=8)
     begun = time.perf_counter()
