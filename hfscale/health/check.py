@@ -195,12 +195,15 @@ def _tell(report: Report) -> Report:
     for finding in report.findings:
         if finding.level == "error":
             print(f"hfscale: error on rank {report.rank}: {finding}", file=sys.stderr, flush=True)
-    board.post("said", {})
     named = {rank for finding in report.findings if finding.check == "presence" for rank in finding.ranks}
     until = time.monotonic() + _SAID_S
-    while board.count("said") < report.world_size - len(named) and time.monotonic() < until:
-        time.sleep(preflight.POLL_S)
-    return replace(report, speaks=report.rank == min(board.read("said")))
+    try:
+        board.post("said", {})
+        while board.count("said") < report.world_size - len(named) and time.monotonic() < until:
+            time.sleep(preflight.POLL_S)
+        return replace(report, speaks=report.rank == min(board.read("said")))
+    except dist.DistError:  # the rank that keeps the store has seen that all have said it, and left
+        return replace(report, speaks=False)
 
 
 def _device(request: Request, local_rank: int) -> torch.device:
