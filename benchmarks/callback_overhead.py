@@ -22,6 +22,7 @@ from hfscale import ScalingCallback, ScalingMetricsCallback
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.health.local_time import LocalTimer
 from hfscale.metrics.noise_scale import LeafProbe
+from hfscale.metrics.phases import PhaseClock
 from hfscale.metrics.throughput import TokenCounter
 
 PAIRS = 15
@@ -44,30 +45,42 @@ class RandomTokens(Dataset):
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds per step of one turn."""
+    """Seconds per step of one turn; what comes after its last step is no part of `own`'s."""
+
+    def __init__(self, own: "OwnTime | None") -> None:
+        self.own = own
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == UNTIMED_STEPS:
             self.begun = time.perf_counter()
         if state.global_step == STEPS:
             self.step_s = (time.perf_counter() - self.begun) / (STEPS - UNTIMED_STEPS)
+            if self.own is not None:
+                self.own.is_counting = False
 
 
 class OwnTime:
     """Sums the time spent inside hfscale's entry points, while it is active."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from zero."""
+        self.seconds, self.is_counting, self._is_inside = 0.0, True, False
 
     def wrap(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = time.perf_counter()
+            if self._is_inside or not self.is_counting:
+                return inner(*args, **kwargs)
+            self._is_inside, begun = True, time.perf_counter()
             try:
                 return inner(*args, **kwargs)
             finally:
                 self.seconds += time.perf_counter() - begun
+                self._is_inside = False
 
         setattr(owner, name, timed)
 
@@ -78,7 +91,7 @@ def everything() -> ScalingCallback:
     return ScalingCallback(metrics=metrics)
 
 
-def one_turn(callback: ScalingCallback | None, output_dir: str) -> float:
+def one_turn(callback: TrainerCallback | None, output_dir: str, own: OwnTime | None = None) -> float:
     """Seconds per step of `STEPS` steps."""
     set_seed(0)
     model = LlamaForCausalLM(
@@ -92,7 +105,7 @@ def one_turn(callback: ScalingCallback | None, output_dir: str) -> float:
         gradient_accumulation_steps=2, max_steps=STEPS, logging_steps=10, save_strategy="epoch", report_to="none",
         disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
-    watch = Stopwatch()
+    watch = Stopwatch(own)
     callbacks = [watch] if callback is None else [callback, watch]
     trainer = Trainer(model=model, args=arguments, train_dataset=RandomTokens(), callbacks=callbacks)
     with redirect_stdout(StringIO()):
@@ -108,6 +121,7 @@ def measure() -> dict[str, Any]:
     own.wrap(LogKeys, "on_log")
     own.wrap(TokenCounter, "_count")
     own.wrap(LeafProbe, "_see")
+    own.wrap(PhaseClock, "end")  # which a batch's arrival calls
     for hook in ("_begin", "_end"):
         own.wrap(LocalTimer, hook)
     with tempfile.TemporaryDirectory() as root:
@@ -115,9 +129,9 @@ def measure() -> dict[str, Any]:
         for pair in range(PAIRS):
             turns = {}
             for with_callback in (True, False) if pair % 2 else (False, True):
-                own.seconds = 0.0
+                own.restart()
                 callback = everything() if with_callback else None
-                turns[with_callback] = one_turn(callback, f"{root}/{pair}-{with_callback}")
+                turns[with_callback] = one_turn(callback, f"{root}/{pair}-{with_callback}", own)
                 if with_callback:
                     own_s.append(own.seconds / STEPS)
             ratios.append(turns[True] / turns[False])

@@ -58,8 +58,9 @@ def main() -> None:
         for pair in range(PAIRS):
             turns = {}
             for with_callback in (True, False) if pair % 2 else (False, True):
-                own.seconds = 0.0
-                turns[with_callback] = one_turn(Timed() if with_callback else None, f"{root}/{pair}-{with_callback}")
+                own.restart()
+                callback = Timed() if with_callback else None
+                turns[with_callback] = one_turn(callback, f"{root}/{pair}-{with_callback}", own)
                 if with_callback:
                     own_s.append(own.seconds / STEPS)
                     begins.append(Timed.begin_s)
