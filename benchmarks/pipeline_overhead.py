@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 REPOSITORY = Path(__file__).parent.parent
-PAIRS = 3
+PAIRS = 9
 STEPS = 6
 UNTIMED_STEPS = 2
 MICRO_BATCHES = 8
