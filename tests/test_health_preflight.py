@@ -97,7 +97,7 @@ class TestRanksAreCompared:
         assert machine.clock_skew({0: 1.0, 1: 1.5}, hosts) == []
 
     def test_slow_and_wrong_devices(self):
-        results = {rank: {"wrong": 0.0, "seconds": 1.0} for rank in range(4)}
+        results = {rank: {"wrong": 0.0, "seconds": 1.0, "slow_ratio": 1.4} for rank in range(4)}
         assert compute.compare(results, {}) == []
         results[1]["seconds"], results[2]["wrong"] = 1.5, 3.0
         found = compute.compare(results, {1: "h"})

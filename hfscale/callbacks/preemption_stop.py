@@ -23,6 +23,7 @@ from hfscale.preemption import (
     SOURCES,
     Notice,
     NoticeBoard,
+    Shielding,
     assumed_notice_s,
     end_workers,
     shield_workers,
@@ -130,8 +131,8 @@ class PreemptionStop:
             if poller is not None:
                 self._undo.append(poller.stop)
         shield_workers(train_dataloader)
-        if not isinstance(trainer.get_eval_dataloader, _Shielding):  # for good: a run evaluates after its training too
-            trainer.get_eval_dataloader = _Shielding(trainer.get_eval_dataloader)
+        if not isinstance(trainer.get_eval_dataloader, Shielding):  # for good: a run evaluates after its training too
+            trainer.get_eval_dataloader = Shielding(trainer.get_eval_dataloader)
         self._wrap(trainer, "evaluate", self._guarding)
 
     def at_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
@@ -294,18 +295,6 @@ class PreemptionStop:
     def _take_down(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-class _Shielding:
-    """Stands for a Trainer's `get_eval_dataloader`."""
-
-    def __init__(self, get_dataloader: Callable[..., Any]) -> None:
-        self._get_dataloader = get_dataloader
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loader = self._get_dataloader(*args, **kwargs)
-        shield_workers(loader)
-        return loader
 
 
 def _announce(stop: Stop) -> None:

@@ -7,7 +7,7 @@ step boundary.
 from hfscale.preemption.clouds import CLOUDS, detect_cloud, watch_cloud
 from hfscale.preemption.notice import BOARD, EXIT_CODE, SOURCES, Notice, NoticeBoard, Preempted
 from hfscale.preemption.signals import SignalWatch, assumed_notice_s, watch_signals
-from hfscale.preemption.workers import end_workers, shield_workers
+from hfscale.preemption.workers import Shielding, end_workers, shield_workers
 
 __all__ = [
     "BOARD",
@@ -17,6 +17,7 @@ __all__ = [
     "Notice",
     "NoticeBoard",
     "Preempted",
+    "Shielding",
     "SignalWatch",
     "assumed_notice_s",
     "detect_cloud",
