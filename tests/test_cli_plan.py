@@ -187,6 +187,10 @@ class TestEstimate:
 
     def test_ranks_that_no_axis_names_share_or_replicate(self, capsys):
         assert "dp_replicate=1 x dp_shard=8" in run(capsys, *ESTIMATE).out
+
+    def test_ranks_that_share_experts_stand_in_the_layout(self, capsys):
+        plan = ["plan", "deepseek-v3", "--gpu", "H800-80GB", "--gpus", "2048", "--stack", "megatron"]
+        assert " ep 64 " in run(capsys, *plan).out
         assert "dp_replicate=8 x dp_shard=1" in run(capsys, *ESTIMATE, "--zero", "1").out
         assert "dp_replicate=2 x dp_shard=4" in run(capsys, *ESTIMATE, "--dp-replicate", "2").out
 

@@ -53,13 +53,15 @@ def _list(console: Console, title: str, lines: Sequence[str]) -> None:
 
 
 def _layout(choice: Choice) -> str:
-    layout = choice.estimate.job.layout
+    job = choice.estimate.job
+    layout = job.layout
     axes = {
         "replicate": layout.dp_replicate,
         "shard": layout.dp_shard,
         "cp": layout.cp,
         "tp": layout.tp,
         "pp": layout.pp,
+        "ep": job.expert_parallel,  # of the replicas and shards, no axis of its own
     }
     return " ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1"
 
