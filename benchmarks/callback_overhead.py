@@ -1,7 +1,7 @@
 """What the whole ScalingCallback, with all that can be switched on, adds to a Trainer step of about 30 ms.
 
 Two Trainers, with and without the callback, take turns in one process: same model, same data, same seed, two
-micro-batches per step (without which there is no noise scale), a log every ten steps. Each turn is timed from its 6th
+micro-batches per step (without which there is no noise scale), a log every ten steps. Each turn is timed from its 16th
 to its last step; a pair is two turns next to each other, and the order within a pair alternates. The ratio of a pair
 is noisy on a shared machine, so beside it stands what can be measured without noise from elsewhere: the time spent
 inside hfscale's own code, per step.
@@ -27,7 +27,7 @@ from hfscale.metrics.throughput import TokenCounter
 
 PAIRS = 15
 STEPS = 55
-UNTIMED_STEPS = 5
+UNTIMED_STEPS = 15  # the first log among them, which looks up what does not change afterwards
 LENGTH = 128
 
 
@@ -45,7 +45,7 @@ class RandomTokens(Dataset):
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds per step of one turn; what comes after its last step is no part of `own`'s."""
+    """Seconds per step of one turn, and in `own` those of the same steps."""
 
     def __init__(self, own: "OwnTime | None") -> None:
         self.own = own
@@ -53,6 +53,8 @@ class Stopwatch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == UNTIMED_STEPS:
             self.begun = time.perf_counter()
+            if self.own is not None:
+                self.own.restart()
         if state.global_step == STEPS:
             self.step_s = (time.perf_counter() - self.begun) / (STEPS - UNTIMED_STEPS)
             if self.own is not None:
@@ -133,7 +135,7 @@ def measure() -> dict[str, Any]:
                 callback = everything() if with_callback else None
                 turns[with_callback] = one_turn(callback, f"{root}/{pair}-{with_callback}", own)
                 if with_callback:
-                    own_s.append(own.seconds / STEPS)
+                    own_s.append(own.seconds / (STEPS - UNTIMED_STEPS))
             ratios.append(turns[True] / turns[False])
             bare_s.append(turns[False])
     step_s = statistics.median(bare_s)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.callback_overhead import STEPS, OwnTime, one_turn
+from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, one_turn
 from hfscale import CommHealthCallback
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.health.local_time import LocalTimer
@@ -62,7 +62,7 @@ def main() -> None:
                 callback = Timed() if with_callback else None
                 turns[with_callback] = one_turn(callback, f"{root}/{pair}-{with_callback}", own)
                 if with_callback:
-                    own_s.append(own.seconds / STEPS)
+                    own_s.append(own.seconds / (STEPS - UNTIMED_STEPS))
                     begins.append(Timed.begin_s)
             ratios.append(turns[True] / turns[False])
             bare_s.append(turns[False])
