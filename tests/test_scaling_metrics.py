@@ -16,7 +16,7 @@ from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.metrics.efficiency import FlopsModel, training_dtype
 from hfscale.metrics.pace import StepPace
 from hfscale.metrics.phases import PhaseClock
-from hfscale.metrics.records import read_records
+from hfscale.metrics.records import RankLines, read_records
 
 TOKENS_PER_STEP = 4 * LENGTH
 
@@ -309,6 +309,13 @@ def test_two_processes_count_together(launch, tmp_path):
     own = [line["compute_s"] for line in lines if "compute_s" in line]
     assert len(own) == 3
     assert all(0 < s < 60 for row in own for s in row)
+
+
+def test_numbers_per_rank_need_no_other_callback_to_make_the_folder(tmp_path):
+    RankLines(tmp_path / "out").add(2, {"compute_s": [0.5, 0.25], "nothing": [0.0, 0.0]})
+    (line,) = read_records(tmp_path / "out" / "hfscale_ranks.jsonl")
+    assert line["compute_s"] == [0.5, 0.25]
+    assert "nothing" not in line
 
 
 def test_phase_clock_charges_every_second_once():

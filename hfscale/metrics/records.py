@@ -57,7 +57,7 @@ class RankLines:
     """Writes `hfscale_ranks.jsonl`; every callback that measures ranks has its own, with its own lines.
 
     Args:
-        output_dir (`Path`): the run's, which must exist when `add` is called.
+        output_dir (`Path`): the run's; made where nothing has made it yet.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -69,6 +69,7 @@ class RankLines:
         self._logs += 1
         known = {key: [round(x, 5) for x in row] for key, row in numbers.items() if any(row)}
         if ranks > 1 and known and self._logs % max(1, ranks // RANKS_PER_LINE_BUDGET) == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             append_record(self._path, {"step": step, "time": time.time(), **known})
 
 
