@@ -140,4 +140,8 @@ def test_under_fsdp2_one_rank_alone_reads_the_model(folder, launch):
     done = launch(2, worker, folder / "large", config=REPOSITORY / "accelerate_configs" / "fsdp2.yaml")
     assert done.code == 0, done.err[-4000:]
     first, second = (float((folder / f"rank-{rank}").read_text()) for rank in (0, 1))
-    assert second < 0.95 * whole_mib < whole_mib < first, (first, second, whole_mib)  # its half, and some on the way
+    assert first > whole_mib  # the measure sees a reading
+    assert second < 0.8 * first, (
+        first,
+        second,
+    )  # its half and what is on the way; one that reads takes what rank 0 does
