@@ -8,6 +8,7 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hfscale import distributed
 from hfscale.errors import UsageError
 from hfscale.logs import get_logger
 
@@ -48,6 +49,26 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
     _held[path] = descriptor
+
+
+def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -> None:
+    """Make the output directory where there is none, and lock it. Call it on every rank.
+
+    Args:
+        is_holder (`bool`): this rank locks it: the main process, or one on each node where each has a disk of its own.
+
+    Raises:
+        UsageError: another run holds it; on every rank.
+    """
+    error: UsageError | None = None
+    if is_holder:
+        try:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            lock_output_dir(output_dir)
+        except UsageError as refused:
+            error = refused
+    if distributed.all_max([float(error is not None)])[0]:
+        raise error or UsageError(f"{output_dir} is in use by another run")
 
 
 def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:
