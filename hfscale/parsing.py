@@ -11,6 +11,9 @@ from transformers import HfArgumentParser
 from hfscale.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, one_line
 from hfscale.config_file import nearest, read_yaml_mapping, split_off_config, to_argv
 from hfscale.errors import HfScaleError, UsageError
+from hfscale.logs import get_logger
+
+logger = get_logger(__name__)
 
 
 class _Parser(HfArgumentParser):
@@ -79,6 +82,10 @@ def parse_arguments(argv: Sequence[str] | None = None, *, also: Sequence[type] =
     _, data, _, training, *_ = parsed
     if data.streaming and training.max_steps < 0:
         raise UsageError("--streaming reads a text whose length is not known: give --max_steps")
+    if data.streaming and training.dataloader_num_workers:
+        training.dataloader_num_workers, training.dataloader_persistent_workers = 0, False
+        training.dataloader_prefetch_factor = None
+        logger.info("a stream is read ahead by a thread instead of dataloader_num_workers, so that its place is known")
     return tuple(parsed)
 
 

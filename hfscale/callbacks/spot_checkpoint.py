@@ -14,6 +14,7 @@ from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.callbacks.remote_copies import RemoteCopies
+from hfscale.callbacks.stream_place import StreamPlace
 from hfscale.callbacks.trainer_access import calling_trainer, resumed_from
 from hfscale.callbacks.trainer_saving import TrainerSaving
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
@@ -124,6 +125,7 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._take_over_rotation(args)
+        StreamPlace.attach(calling_trainer())
         if args.deepspeed and args.local_process_index == 0:  # it is before training begins that it would wait
             remove_abandoned_locks(os.environ)
         if self.remote is not None:
