@@ -21,7 +21,7 @@ from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
-from hfscale.checkpoint.writer import clear_unfinished
+from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.continuation import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.errors import StorageError, UsageError
 from hfscale.health.build_locks import remove_abandoned_locks
@@ -126,6 +126,7 @@ class SpotCheckpointCallback(TrainerCallback):
     ) -> None:
         self._take_over_rotation(args)
         StreamPlace.attach(calling_trainer())
+        finish_renames(Path(args.output_dir))  # so that plain `resume_from_checkpoint=True` finds them too
         if args.deepspeed and args.local_process_index == 0:  # it is before training begins that it would wait
             remove_abandoned_locks(os.environ)
         if self.remote is not None:

@@ -51,6 +51,21 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     _held[path] = descriptor
 
 
+def is_held_by_another(output_dir: str | os.PathLike[str]) -> bool:
+    """Whether another process holds `output_dir` at this moment."""
+    path = Path(output_dir).resolve() / LOCK_NAME
+    if path in _held or not path.exists():
+        return False
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    finally:
+        os.close(descriptor)  # and with it goes the lock
+    return False
+
+
 def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -> None:
     """Make the output directory where there is none, and lock it. Call it on every rank.
 

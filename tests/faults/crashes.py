@@ -117,7 +117,7 @@ class Crashes:
         """Cut each file that was not flushed back to what it held when the trial began."""
         for path in ended.unflushed():
             if path.is_file():
-                os.truncate(path, ended.sizes.get(path, 0))
+                os.truncate(path, min(path.stat().st_size, ended.sizes.get(path, 0)))
 
     @staticmethod
     def records(cwd: Path) -> list[tuple[int, float, float]]:

@@ -28,6 +28,9 @@ SHARES = {"single": 0.6, "ddp": 0.2, "fsdp2": 0.1, "zero2": 0.05, "zero3": 0.05}
 QUICK = {"single": 150, "ddp": 30, "fsdp2": 20}
 
 
+LEFT = {".hfscale_lock", ".unfinished", "hfscale_status.json", "hfscale_timeline.jsonl", "scaling.jsonl"}
+
+
 class Chains:
     """Launches of one strategy, each killed, and what they must agree with."""
 
@@ -67,6 +70,8 @@ class Chains:
                 self.crashes.lose_unflushed(ended)
                 self._judge(cwd, committed)
         assert read_manifest(latest_checkpoint(cwd / "out")).step == STEPS
+        left = {path.name for path in (cwd / "out").iterdir()} - {f"checkpoint-{step}" for step in (STEPS - 1, STEPS)}
+        assert left - {"hfscale_ranks.jsonl"} == LEFT, "a launch that was killed has left something behind"
         assert [record[0] for record in self.crashes.records(cwd)] == list(range(1, STEPS + 1))
 
     def _death(self) -> dict[str, float]:
