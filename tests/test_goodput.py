@@ -145,8 +145,14 @@ class TestRecords:
         append_record(path, {"event": "launch", "step": 5, "time": 9.0}, durable=True)
         assert [event["step"] for event in read_events(tmp_path)] == [0, 5]
 
-    @pytest.mark.parametrize(("events", "is_kept"), [(["launch"], True), (["launch", "save"], False)])
-    def test_a_launch_without_a_save_is_of_the_same_run(self, tmp_path, events, is_kept):
+    @pytest.mark.parametrize(
+        ("events", "commits", "is_kept"),
+        [(["launch"], False, True), (["launch", "save"], False, True), (["launch", "end"], False, False),
+         (["launch", "save"], True, False)],
+    )  # fmt: skip
+    def test_a_launch_without_a_checkpoint_or_an_end_is_of_the_same_run(self, tmp_path, events, commits, is_kept):
+        if commits:  # "save" is said when a save begins
+            (tmp_path / "checkpoint-3.superseded").mkdir()
         self.write(tmp_path, "hfscale_timeline.jsonl", *({"event": e, "step": 0, "time": 1.0} for e in events))
         begin_records(tmp_path, 0)
         assert bool(read_events(tmp_path)) == is_kept

@@ -16,6 +16,7 @@ UNFINISHED = ".unfinished"
 """Folder in the output directory, on the same file system: what is being written, fetched or deleted. Nobody looks for
 checkpoints there, and the next launch clears it."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+\.tmp")
 
 
 def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, global_batch_size: int) -> Manifest:
@@ -152,6 +153,13 @@ def write_atomically(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     flush(path.parent)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete what `write_atomically` leaves in `folder` when its process is killed."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

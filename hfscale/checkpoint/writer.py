@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hfscale import distributed
 from hfscale.checkpoint.lock import is_held_by_another
 from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, checkpoint_files
-from hfscale.checkpoint.store import UNFINISHED, flush, write_atomically
+from hfscale.checkpoint.store import UNFINISHED, flush, remove_temporaries, write_atomically
 from hfscale.errors import StorageError
 from hfscale.logs import get_logger
 
@@ -171,8 +171,7 @@ def clear_unfinished(run_dir: Path) -> None:
     """Delete what an ended process left behind half-written. Call it where no other process writes to the folder."""
     finish_renames(run_dir)
     shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)
-    for path in run_dir.glob(".hfscale*.tmp"):  # of `write_atomically`
-        path.unlink(missing_ok=True)
+    remove_temporaries(run_dir)
 
 
 def _write_and_commit(job: CheckpointJob, group: dist.ProcessGroup | None) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,21 +23,16 @@ def write_speed(folder: Path, probe_bytes: int = PROBE_BYTES) -> float:
     Raises:
         StorageError: nothing can be written there.
     """
-    probe = folder / f".hfscale-speed-probe-{os.uname().nodename}-{os.getpid()}"
     block = os.urandom(2**20)  # so that no compressing file system makes it look fast
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            begun = time.perf_counter()
-            with probe.open("wb") as file:
-                probe.unlink()  # now: a process that is killed leaves nothing behind
-                for _ in range(probe_bytes // len(block)):
-                    file.write(block)
-                file.flush()
-                os.fsync(file.fileno())
-            return probe_bytes / (time.perf_counter() - begun)
-        finally:
-            probe.unlink(missing_ok=True)
+        begun = time.perf_counter()
+        with tempfile.TemporaryFile(dir=folder) as file:  # without a name: a process that is killed leaves nothing
+            for _ in range(probe_bytes // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return probe_bytes / (time.perf_counter() - begun)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error.strerror}: make room, or name another") from None
 

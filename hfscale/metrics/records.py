@@ -88,8 +88,8 @@ def begin_records(output_dir: Path, step: int) -> None:
     """Prepare the files for a training that goes on from `step`.
 
     Measurements of later steps are dropped, as those steps will be taken again; the timeline keeps all. At step 0 what
-    another run left is put beside, under a name with its time; a timeline without a save or an end is no other run's:
-    that launch died before it had anything to go on from, and this one goes on in its place.
+    another run left is put beside, under a name with its time; but a timeline without an end, where there is no
+    checkpoint, is of a launch that died before it had anything to go on from: this one goes on in its place.
     """
     timeline = output_dir / TIMELINE_NAME
     for name in (JSONL_NAME, RANKS_NAME):
@@ -104,7 +104,8 @@ def begin_records(output_dir: Path, step: int) -> None:
     if timeline.is_file() and not timeline.read_bytes().endswith(b"\n"):
         with timeline.open("a", encoding="utf-8") as file:
             file.write("\n")  # a killed process left half a line: the next is not to be its other half
-    if step == 0 and any(record["event"] in ("save", "end") for record in read_events(output_dir)):
+    has_ended = any(record["event"] == "end" for record in read_events(output_dir))
+    if step == 0 and timeline.is_file() and (has_ended or any(output_dir.glob("checkpoint-*"))):
         _put_beside(timeline)
 
 

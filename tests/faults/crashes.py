@@ -1,6 +1,5 @@
 """Trainings that lose their machine, or their disk, at a chosen deed: `crash_shim.cpp` and the fork server."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 from forking import ForkServer
+
+from hfscale.metrics.records import read_records
 
 WORKER = REPOSITORY / "tests" / "workers" / "saving.py"
 LIMIT_S = 120
@@ -121,9 +122,8 @@ class Crashes:
 
     @staticmethod
     def records(cwd: Path) -> list[tuple[int, float, float]]:
-        """Step, loss and gradient norm of every step logged."""
-        lines = (cwd / "out" / "scaling.jsonl").read_text().splitlines()
-        return [(r["step"], r["loss"], r["grad_norm"]) for r in map(json.loads, lines)]
+        """Step, loss and gradient norm of every step logged; a line that was cut short is none."""
+        return [(r["step"], r["loss"], r["grad_norm"]) for r in read_records(cwd / "out" / "scaling.jsonl")]
 
 
 @pytest.fixture(scope="session")

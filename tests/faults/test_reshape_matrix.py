@@ -124,11 +124,12 @@ def test_masters_of_bf16_are_the_weights(workplace, tmp_path, first, then):
     assert moved == pytest.approx(whole, abs=2e-2)
 
 
-def test_a_stream_goes_on_where_it_was(workplace, tmp_path):
-    """One process reads it for all; what was seen before is read again and left out."""
-    whole, moved = goes_on(workplace, tmp_path, ("ddp", 2), ("ddp", 3), "--streaming", "true")
+@pytest.mark.parametrize(("first", "then"), [(("ddp", 2), ("ddp", 3)), (("zero2", 2), ("fsdp2", 2))])
+def test_a_stream_goes_on_where_it_was(workplace, tmp_path, first, then):
+    """One process reads it for all, and its place is the same for any number of them."""
+    whole, moved = goes_on(workplace, tmp_path, first, then, "--streaming", "true")
     assert moved == pytest.approx(whole, abs=TOLERANCE)
-    assert "the 48 sequences already seen are read again" in output(tmp_path / "moved")
+    assert "the stream goes on after 12 sequences of its pass 2" in output(tmp_path / "moved")
 
 
 SQUARE = {"tp": 2, "pp": 2}

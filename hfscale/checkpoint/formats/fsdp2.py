@@ -72,7 +72,8 @@ def write_fsdp2(view: CheckpointView, folder: Path, *, step: int, world_size: in
     """Write the two distributed checkpoints that Accelerate loads under FSDP2, on any number of ranks."""
     weights = dict(view.weights)
     for alias, name in view.aliases.items():  # FSDP2 asks for both names of a tied weight
-        weights.setdefault(alias, view.weights[saved_name(name)])
+        if saved_name(name) in view.weights:  # adapters leave the weights of their base out
+            weights.setdefault(alias, view.weights[saved_name(name)])
     save_refs(folder / MODEL_FOLDER, {"model": weights})
     groups = [_with_defaults(group) | {"params": list(group.names)} for group in view.groups]
     save_refs(folder / OPTIMIZER_FOLDER, {"optimizer": {"state": view.state, "param_groups": groups}})
