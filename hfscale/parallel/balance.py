@@ -50,6 +50,14 @@ class RouterBalance:
         self.micro_batches = 1
         """Micro-batches of the step that hold tokens to learn from."""
 
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, whole: Callable[[torch.Tensor, int], torch.Tensor] | None
+    ) -> "RouterBalance | None":
+        """Of a model whose config asks for it; None for others."""
+        asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+        return cls(model, whole) if asked else None
+
     def watch(self, stage: nn.Module) -> None:
         """Follow the routers in `stage` from now on."""
         for module in stage.modules():

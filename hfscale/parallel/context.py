@@ -80,6 +80,11 @@ class ContextParallel:
                 f"cp_size {self.ranks}: the attention of {type(model).__name__} cannot be replaced; set --cp_size 1"
             )
 
+    @classmethod
+    def over(cls, model: PreTrainedModel, mesh: DeviceMesh | None, *, sequence_parts: int) -> "ContextParallel | None":
+        """Over the ranks of a mesh; None where there is none."""
+        return cls(model, mesh, sequence_parts=sequence_parts) if mesh is not None else None
+
     # --- inputs -----------------------------------------------------------------------------------------------------
 
     def cut(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

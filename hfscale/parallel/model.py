@@ -98,12 +98,8 @@ def lay_out(
     vocabulary = VocabularyLoss(group=mesh.tp_group) if is_cut else None
     sequences = plan_sequences(model, anatomy, tensor_plan) if sequence_parallel and tensor_plan else None
     sequence_parts = mesh.layout.tp if sequences is not None else 1
-    context = None
-    if mesh.cp_mesh is not None:
-        context = ContextParallel(model, mesh.cp_mesh, sequence_parts=sequence_parts)
-    balance = None
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        balance = RouterBalance(model, context and context.whole)
+    context = ContextParallel.over(model, mesh.cp_mesh, sequence_parts=sequence_parts)
+    balance = RouterBalance.of(model, context and context.whole)
     cuts = cut_by_cost(*layer_costs(model, anatomy), plan.stages)
     own = [cuts[index] for index in plan.stages_of(mesh.pp_rank)]
     prune(model, anatomy, own)
@@ -120,8 +116,7 @@ def lay_out(
         entrance = enter(view, anatomy, cut, tp_mesh) if sequences is not None else None
         stages.append(Stage(view, anatomy, cut, loss, balance, entrance and entrance.stand_in_for, context))
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
-        whole = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
-        _shard(model, anatomy, stages, mesh, compute_dtype, whole)
+        _shard(model, anatomy, stages, mesh, compute_dtype, packed)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta and fill is not None:
         model.to_empty(device=torch.device(mesh.device_mesh.device_type))
@@ -169,13 +164,14 @@ def _shard(
     stages: list[Stage],
     mesh: ParallelMesh,
     compute_dtype: torch.dtype | None,
-    packed_rows: set[int],
+    packed: Mapping[str, Packed],
 ) -> None:
     """FSDP2 or HSDP over the data parallel ranks: per layer, embedding, norm with head, and the rest of each stage.
 
     With several stages the parameters stay whole between forward and backward (gathering them for each micro-batch
     would cost more than the pipeline gives); a single stage gathers twice, as full sharding does.
     """
+    packed_rows = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         # The rows of a packed matrix belong to several: cut its columns, so that each part stays one rectangle.
