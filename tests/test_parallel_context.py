@@ -176,7 +176,11 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
 
 
 def cut_unknown(_):
-    cutting = ContextParallel(tiny_causal_lm(), make_mesh(decide_layout(2, cp=2), "cpu").cp_mesh)
+    model = tiny_causal_lm()
+    config = model.config
+    cutting = ContextParallel(model, make_mesh(decide_layout(2, cp=2), "cpu").cp_mesh)
+    assert config._attn_implementation == "sdpa"  # of other models that are made from it
+    assert model.model.layers[0].self_attn.config._attn_implementation == cutting.kernel
     tokens = torch.ones(2, 4, dtype=torch.long)
     with pytest.raises(UsageError) as raised:
         cutting.cut({"input_ids": tokens, "token_type_ids": tokens})

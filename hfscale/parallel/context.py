@@ -10,6 +10,7 @@ The model is not changed. Its attention and its masks are asked for by name, thr
 the implementation that the model had, with the keys of the whole sequence and the mask's rows of this rank's tokens.
 """
 
+import copy
 import math
 import sys
 from collections.abc import Callable
@@ -72,6 +73,7 @@ class ContextParallel:
         self._biases: dict[tuple[int, int], torch.Tensor] = {}
         self._packed: torch.Tensor | None = None
         self._is_padded = False
+        _own_config(model)
         AttentionInterface.register(self.kernel, self._attend)
         AttentionMaskInterface.register(self.kernel, self._mask)
         model.set_attn_implementation(self.kernel)
@@ -210,6 +212,15 @@ class ContextParallel:
             device=device,
             **options,
         )
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Give `model` a copy of its config: what is set in it is not to reach another model that was made from it."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        if id(getattr(module, "config", None)) in copies:
+            module.config = copies[id(module.config)]
 
 
 def check_kernel(name: str | None, cp: int) -> str:
