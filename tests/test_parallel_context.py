@@ -122,25 +122,38 @@ BREAKS = {
 }
 
 
-def compare_broken(job):
-    with pytest.MonkeyPatch.context() as patch:
-        BREAKS[job["broken"]](patch)
-        return compare(job)
+def compare_whole_and_broken(job):
+    """What `compare` says, by name: of jobs as they are, and of one with each of `BREAKS`; what is refused."""
+    found = {name: compare(one) for name, one in job["whole"].items()}
+    broken = {}
+    for name, breaks in BREAKS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            breaks(patch)
+            broken[name] = compare(job["broken"])
+    return found, broken, cut_unknown()
+
+
+def cut_unknown():
+    model = tiny_causal_lm()
+    config = model.config
+    cutting = ContextParallel(model, make_mesh(decide_layout(2, cp=2), "cpu").cp_mesh)
+    assert config._attn_implementation == "sdpa"  # of other models that are made from it
+    assert model.model.layers[0].self_attn.config._attn_implementation == cutting.kernel
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    with pytest.raises(UsageError) as raised:
+        cutting.cut({"input_ids": tokens, "token_type_ids": tokens})
+    return str(raised.value)
 
 
 def test_what_breaks_it_is_seen():
     job = {"family": "llama", "cp": 2, "config": WIDE}
-    whole = {
-        "as it is": job,
-        "odd": job | {"length": 11},
-        "balance": {"family": "mixtral", "cp": 2, "config": WIDE | BALANCED},
-    }
-    assert wrong(whole, in_world(2, compare, list(whole.values()))) == {}
-    assert in_world(2, cut_unknown, [None])[0].startswith(
-        "cp_size 2: input token_type_ids is none of input_ids, labels,"
-    )
-    found = dict(zip(BREAKS, in_world(2, compare_broken, [job | {"broken": name} for name in BREAKS]), strict=True))
-    for name, far in found.items():
+    balanced = {"family": "mixtral", "cp": 2, "config": WIDE | BALANCED}
+    jobs = {"whole": {"as it is": job, "odd": job | {"length": 11}, "balance": balanced}, "broken": job}
+    ((found, broken, refused),) = in_world(2, compare_whole_and_broken, [jobs])
+    assert wrong(found, found.values()) == {}
+    assert refused.startswith("cp_size 2: input token_type_ids is none of input_ids, labels,")
+    assert broken.keys() == BREAKS.keys()
+    for name, far in broken.items():
         assert max(far["loss"], far["norm"]) > 100 * FIRST, (name, far)
 
 
@@ -173,15 +186,3 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
     check_arguments(args, compute_loss_func=len)
     with pytest.raises(UsageError, match="cp_size 2: compute_loss_func needs whole sequences"):
         check_arguments(args, cp=2, compute_loss_func=len)
-
-
-def cut_unknown(_):
-    model = tiny_causal_lm()
-    config = model.config
-    cutting = ContextParallel(model, make_mesh(decide_layout(2, cp=2), "cpu").cp_mesh)
-    assert config._attn_implementation == "sdpa"  # of other models that are made from it
-    assert model.model.layers[0].self_attn.config._attn_implementation == cutting.kernel
-    tokens = torch.ones(2, 4, dtype=torch.long)
-    with pytest.raises(UsageError) as raised:
-        cutting.cut({"input_ids": tokens, "token_type_ids": tokens})
-    return str(raised.value)
