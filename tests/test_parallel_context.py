@@ -8,6 +8,7 @@ from test_parallel import BALANCED, FIRST, LORA, TIED, check, same, wrong
 from transformers import LlamaConfig, TrainingArguments
 
 from hfscale import ParallelArguments
+from hfscale.arguments import SCHEDULES
 from hfscale.errors import LayoutError, UsageError
 from hfscale.parallel import context
 from hfscale.parallel.checks import check_config, decide_layout
@@ -56,7 +57,7 @@ def test_the_same_training_with_sequences_cut_in_every_way():
     smoothed = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.1}
     check(2, [{"parallel": CONTEXT}, {"parallel": CONTEXT, "args": smoothed} | ragged, {"parallel": CONTEXT} | packed])
     four = [{"cp_size": 4}, CONTEXT | {"tp_size": 2}, CONTEXT | {"dp_replicate_size": 2}]
-    four += [CONTEXT | {"pp_size": 2, "pipeline_schedule": name} for name in ("GPipe", "Interleaved1F1B", "ZBV")]
+    four += [CONTEXT | {"pp_size": 2, "pipeline_schedule": name} for name in SCHEDULES if name != "1F1B"]
     check(4, [{"parallel": parallel} | window | packed for parallel in four])
     check(4, [{"parallel": CONTEXT} | window])  # and two data parallel ranks
     check(4, [{"parallel": CONTEXT, "lora": LORA} | ragged, learned | ragged])
