@@ -94,7 +94,9 @@ class ParallelArguments:
 
     dp_replicate_size: int | None = _flag("Replicas of the sharded model (HSDP).")
     dp_shard_size: int | None = _flag("Ranks that share one replica; default: what the other axes leave.")
-    cp_size: int | None = _flag("Ranks that share one sequence: ring attention under FSDP2, Ulysses under DeepSpeed.")
+    cp_size: int | None = _flag(
+        "Ranks that share one sequence (FSDP2: ring attention; DeepSpeed: Ulysses; tp_pp: keys gathered)."
+    )
     tp_size: int | None = _flag("Ranks that share each matrix.")
     pp_size: int | None = _flag("Ranks that share the layers (recipes/tp_pp).")
     sequence_parallel: bool = _flag("Those of --tp_size share norms and residuals (recipes/tp_pp).", default=False)

@@ -140,10 +140,11 @@ def _memory(
     trained = [p for p in parameters if p.requires_grad]
     states = _bytes(parameters) + sum(_local(p) * (_GRADIENT_BYTES + _ADAM_BYTES) for p in trained)
     gathered = 0.0
-    if layout.dp_shard > 1:
+    shards = layout.dp_shard * layout.cp
+    if shards > 1:
         width = 2 if args.bf16 else 4
-        whole = [_local(p) * layout.dp_shard for p in parameters]
-        summed = sum(_local(p) * layout.dp_shard * _GRADIENT_BYTES for p in trained)
+        whole = [_local(p) * shards for p in parameters]
+        summed = sum(_local(p) * shards * _GRADIENT_BYTES for p in trained)
         # One stage alone gathers layer by layer; in a pipeline all stay whole until the last micro-batch.
         gathered = width * max(whole) if layout.pp == 1 else width * sum(whole) + summed
     job = Job(

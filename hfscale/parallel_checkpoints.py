@@ -136,6 +136,7 @@ class SavesLaidOut(Trainer):
                 f"`hfscale checkpoints convert {resume_from_checkpoint} NEW_FOLDER --to parallel`, begin from the "
                 "weights of a model folder with --model_name_or_path, or afresh with --resume_from_checkpoint false"
             )
+        read_facts(Path(resume_from_checkpoint))  # what cannot be continued is told before its tensors are read
         state.load_model(Path(resume_from_checkpoint), self.laid_out)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -104,7 +104,7 @@ def _check_family(layout: ParallelLayout, parallel: ParallelArguments, family: s
     if layout.cp > 1 and family == "fsdp" and args.use_cpu:
         raise UsageError(
             f"cp_size {layout.cp} under FSDP2 on a CPU: torch has ring attention for GPUs only; launch with "
-            "accelerate_configs/zero3_sp.yaml, or without cp_size"
+            "accelerate_configs/zero3_sp.yaml, run recipes/tp_pp/train.py, or leave cp_size out"
         )
     if family in ("ddp", "single", "zero") and (parallel.dp_replicate_size or parallel.dp_shard_size):
         raise UsageError(

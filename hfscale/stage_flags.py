@@ -24,12 +24,11 @@ def plan_stages(
         LayoutError: sizes that do not make up the world, or micro-batches that do not keep the schedule going.
         UsageError: an axis or a schedule that there is not.
     """
-    if (parallel.cp_size or 1) > 1:
-        raise UsageError(f"--cp_size {parallel.cp_size}: pipelines have no ring attention; use recipes/sharded for it")
     layout = decide_layout(
         world_size or args.world_size,
         tp=parallel.tp_size,
         pp=parallel.pp_size,
+        cp=parallel.cp_size,
         dp_shard=parallel.dp_shard_size,
         dp_replicate=parallel.dp_replicate_size,
     )
@@ -41,12 +40,15 @@ def plan_stages(
 def check_arguments(
     args: TrainingArguments,
     *,
+    cp: int = 1,
     compute_metrics: Any = None,
+    compute_loss_func: Any = None,
     model_init: Any = None,
     optimizers: tuple[Any, Any] = (None, None),
     **_: Any,
 ) -> None:
-    """Make sure that nothing is asked for that stages have no way to do; the keywords are those of a Trainer.
+    """Make sure that nothing is asked for that stages have no way to do; `cp` ranks share a sequence, and the other
+    keywords are those of a Trainer.
 
     Raises:
         UsageError: something is; the message names it and the mend.
@@ -60,6 +62,9 @@ def check_arguments(
         "FSDP: ParallelTrainer shards the model itself; launch with accelerate_configs/tp_pp.yaml": family == "fsdp",
         "--fp16 scales losses per rank, which stages cannot share: use --bf16": args.fp16,
         "compute_metrics needs logits, which stay on the last stage: evaluate by eval_loss": compute_metrics,
+        f"cp_size {cp}: compute_loss_func needs whole sequences, of which a rank has a part; set --cp_size 1": (
+            cp > 1 and compute_loss_func
+        ),
         "model_init makes models that are not cut: give model, on the meta device where it is large": model_init,
         "optimizers: an optimizer of the uncut model steps other parameters; choose one by --optim": optimizers[0],
         "--average_tokens_across_devices false: every token counts alike here; leave it out": not (

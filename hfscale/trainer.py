@@ -30,6 +30,7 @@ from hfscale.parallel import gradients, state
 from hfscale.parallel.batches import stack_batches
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.clock import StageTimes
+from hfscale.parallel.context import ShiftedBefore
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import LaidOut, ParallelModel, lay_out
 from hfscale.parallel.schedule import Pipeline
@@ -70,7 +71,7 @@ class ParallelTrainer(SavesLaidOut):
     ) -> None:
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
-        check_arguments(args, **kwargs)
+        check_arguments(args, cp=self.layout.cp, **kwargs)
         check_config(model.config, self.layout, self.stage_plan, sequence_parallel=parallel.sequence_parallel)
         self.mesh = make_mesh(self.layout, args.device.type)
         causal = model.get_base_model() if _is_adapted(model) else model
@@ -93,6 +94,8 @@ class ParallelTrainer(SavesLaidOut):
         super().__init__(model, args, *positional, **kwargs)
         if self.laid_out.vocabulary is not None and self.label_smoother is not None:
             self.label_smoother = self.laid_out.vocabulary.smoother(self.label_smoother.epsilon)
+        if self.laid_out.context is not None and self.label_smoother is not None:
+            self.label_smoother = ShiftedBefore(self.label_smoother)
         # The Trainer's own way to leave a model alone: no wrapper, no placement.
         self.is_distributed_loading_by_transformers = True
         self.accelerator.prepare_data_loader = self._prepare_data_loader
@@ -209,12 +212,26 @@ class ParallelTrainer(SavesLaidOut):
         self._items = items
         with self.compute_loss_context_manager():
             loss = self.parallel_model(micro_batches=micro_batches, **inputs).detach().clone()
-        # The last stage's ranks hold it, tp of them alike; data parallel ranks have scaled theirs to average.
+        # The last stage's ranks hold it, tp of them alike; those with other tokens have scaled theirs to average.
         dist.all_reduce(loss) if dist.is_initialized() else None
-        return loss / (self.layout.tp * self.layout.data_parallel_size)
+        return loss / (self.layout.tp * self.layout.cp * self.layout.data_parallel_size)
 
     def _loss_of_last_stage(self, view: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-        """One micro-batch's loss as Trainer computes it: label smoothing and `compute_loss_func` included."""
+        """One micro-batch's loss as Trainer computes it: label smoothing and `compute_loss_func` included.
+
+        Gradients are averaged over all ranks with tokens of their own. Trainer makes up for data parallel ones; of
+        those that share a sequence each has the loss of its tokens alone.
+        """
+        if self.laid_out.context is not None:
+            if self._items is None:
+                raise UsageError(
+                    f"cp_size {self.layout.cp}: {type(self.laid_out.model).__name__} has no loss over counted tokens, "
+                    "which the ranks of a sequence could add up: set --cp_size 1"
+                )
+            if self.label_smoother is not None:
+                inputs = inputs | {"labels": inputs["shift_labels"]}
+            loss = self.compute_loss(view, {**inputs, "use_cache": False}, num_items_in_batch=self._items)
+            return loss * self.layout.cp
         loss = self.compute_loss(view, {**inputs, "use_cache": False}, num_items_in_batch=self._items)
         scaled = (self.model_accepts_loss_kwargs and self._items is not None) or self.compute_loss_func is not None
         return loss if scaled else loss / self.current_gradient_accumulation_steps

@@ -1,5 +1,6 @@
 """One optimizer step's loss and gradient of any family, cut over a mesh, against the same model in one piece."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,10 +56,10 @@ def small_config(family: str, **overrides: Any) -> Any:
 
 
 def compare(job: dict[str, Any]) -> dict[str, float]:
-    """`family` on `tp` x `pp` x what is left: how far loss and gradient norm are from the model in one piece."""
+    """`family` on `tp` x `pp` x `cp` x the rest: how far loss and gradient norm are from the model in one piece."""
     world = dist.get_world_size()
     config = small_config(job["family"], **job.get("config", {}))
-    layout = decide_layout(world, tp=job.get("tp", 1), pp=job.get("pp", 1))
+    layout = decide_layout(world, tp=job.get("tp", 1), pp=job.get("pp", 1), cp=job.get("cp", 1))
     plan = StagePlan(schedule=job.get("schedule", "1F1B"), pp=layout.pp)
     size = (MICRO_BATCHES * layout.dp_shard * 2, job.get("length", LENGTH))
     rows = torch.randint(3, VOCAB, size, generator=torch.Generator().manual_seed(1))
@@ -70,7 +71,7 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
     norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
 
     def loss_of(view: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        return view(**inputs, num_items_in_batch=items, use_cache=False).loss * layout.dp_shard
+        return view(**inputs, num_items_in_batch=items, use_cache=False).loss * layout.dp_shard * layout.cp
 
     mesh = make_mesh(layout, "cpu")
     model = build_model(config, seed=5, dtype=torch.float32)
@@ -85,10 +86,10 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
     mine = rows.chunk(layout.dp_shard)[mesh.data_rank]
     if laid_out.balance is not None:
         laid_out.balance.micro_batches = MICRO_BATCHES
-    with Shapes() as shapes:
+    with nullcontext(Shapes()) if layout.cp > 1 else Shapes() as shapes:
         loss = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
     dist.all_reduce(loss)
-    loss /= layout.tp * layout.dp_shard
+    loss /= layout.tp * layout.dp_shard * layout.cp
     gradients.align_gradients(model.parameters())
     gradients.sum_partial_gradients(laid_out.partial, mesh)
     if laid_out.tied is not None:
@@ -98,7 +99,7 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
     parallel.eval()
     evaluated = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
     dist.all_reduce(evaluated)
-    evaluated /= layout.tp * layout.dp_shard
+    evaluated /= layout.tp * layout.dp_shard * layout.cp
     return {
         "loss": abs(loss.item() - reference.item()),
         "norm": abs(found.item() - norm.item()) / norm.item(),

@@ -1,6 +1,7 @@
 """Worlds of forked processes that import nothing anew, and small training jobs to run in them."""
 
 import json
+import math
 import os
 import socket
 import sys
@@ -148,7 +149,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     """One short run: `family`, `model` (overrides), `parallel` (absent: the stock Trainer), `data`, `args`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = job.get("parallel")
-    replica = (parallel or {}).get("tp_size", 1) * (parallel or {}).get("pp_size", 1)
+    replica = math.prod((parallel or {}).get(f"{axis}_size", 1) for axis in ("tp", "pp", "cp"))
     rows = job.get("rows", 8)  # sequences per step, whatever the layout
     batch = job.get("batch", 2)
     accumulation = job.get("accumulation", rows // (batch * world // replica))
@@ -178,5 +179,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     result = {
         key: [record[key] for record in log.records if key in record] for key in ("loss", "grad_norm", "eval_loss")
     }
+    result["tokens"] = [r["scaling/tokens_seen"] for r in log.records if "scaling/tokens_seen" in r]
     result["bubble"] = [r["scaling/bubble_fraction"] for r in log.records if "scaling/bubble_fraction" in r]
     return result

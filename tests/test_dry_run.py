@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from parallel_world import empty_causal_lm, in_world
-from transformers import TrainingArguments
+from parallel_world import empty_causal_lm, in_world, tiny_config
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hfscale.dry_run import dry_run, print_dry_run
 from hfscale.errors import UsageError
@@ -15,7 +15,7 @@ SIZES = {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads
 
 def pretend(job):
     """Rank 0's answer for a world of `ranks`; runs in a process of its own, which has no other group."""
-    layout = decide_layout(job["ranks"], tp=job["tp"], pp=job["pp"])
+    layout = decide_layout(job["ranks"], tp=job["tp"], pp=job["pp"], cp=job.get("cp"))
     plan = StagePlan(pp=layout.pp, schedule=job["schedule"])
     args = TrainingArguments(
         "none", use_cpu=True, report_to="none", bf16=True, gradient_accumulation_steps=8, per_device_train_batch_size=1
@@ -23,7 +23,13 @@ def pretend(job):
     recompute = job.get("recompute", False)
     args.gradient_checkpointing = recompute
     cut = job.get("sequence_parallel", False)
-    ranks = dry_run(lambda: empty_causal_lm(**SIZES), layout, plan, args, block_size=32, sequence_parallel=cut)
+    config = tiny_config(**SIZES)  # one for all models, as a recipe has it
+
+    def empty():
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+
+    ranks = dry_run(empty, layout, plan, args, block_size=32, sequence_parallel=cut)
     print_dry_run(ranks, layout, plan, args)
     return [vars(rank) | {"total": rank.total} for rank in ranks]
 
@@ -57,6 +63,15 @@ def test_sequence_parallelism_shows_smaller_activations_and_each_rank_its_part_o
     assert both[0]["activations"] < recomputed[0]["activations"] / 1.5
     assert {rank["states"] for rank in whole} == {rank["states"] for rank in cut}
     assert whole[1]["loss"] == cut[1]["loss"] == pytest.approx(14 * 32 * 128 / 4 / 2**30)
+
+
+def test_context_parallelism_shows_half_the_activations_and_the_same_shards():
+    job = {"ranks": 64, "tp": 2, "pp": 2, "schedule": "1F1B"}
+    whole, cut = in_world(1, pretend, [job, job | {"cp": 2}])
+    for one, other in zip(whole, cut, strict=True):
+        assert one["activations"] == pytest.approx(2 * other["activations"], rel=0.05)
+        assert (one["states"], one["gathered"]) == (other["states"], other["gathered"])
+    assert whole[1]["loss"] == pytest.approx(2 * cut[1]["loss"])
 
 
 def test_a_real_world_is_not_pretended_over(monkeypatch):

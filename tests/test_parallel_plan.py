@@ -234,8 +234,6 @@ def test_pipelines_are_sent_to_their_recipe(tmp_path):
         set_up_parallelism(ParallelArguments(pp_size=2), args, {})
     with pytest.raises(UsageError, match="--sequence_parallel is for pipelines"):
         set_up_parallelism(ParallelArguments(tp_size=2, sequence_parallel=True), args, {})
-    with pytest.raises(UsageError, match="--cp_size 2: pipelines have no ring attention"):
-        plan_stages(ParallelArguments(cp_size=2), args)
     with pytest.raises(LayoutError, match=r"1 micro-batches per step .* set --gradient_accumulation_steps 2"):
         plan_stages(ParallelArguments(pp_size=2), args, world_size=4)
 

@@ -20,6 +20,7 @@ from hfscale.checkpoint.formats.parallel import PARALLEL_NAME, read_facts
 from hfscale.checkpoint.store import list_checkpoints, verify
 from hfscale.cli import main
 from hfscale.errors import CheckpointError
+from hfscale.parallel_checkpoints import SavesLaidOut
 
 QUIET = {"logging_strategy": "no", "eval_strategy": "no", "max_steps": 6, "save_strategy": "steps", "save_steps": 100}
 EXPERTS = {"family": "mixtral", "model": {"num_local_experts": 4, "num_hidden_layers": 2}}
@@ -150,6 +151,28 @@ def test_in_another_layout_all_draw_as_the_first_rank(runs, tmp_path):
     (elsewhere,) = in_world(1, resume_and_draw, [job])
     assert elsewhere[1] == [True, False]
     assert len(elsewhere[0]) == 1
+
+
+def test_a_checkpoint_of_an_earlier_version_is_told_before_its_tensors_are_read(tmp_path):
+    checkpoint = tmp_path / "checkpoint-2"
+    (checkpoint / "dcp").mkdir(parents=True)
+    (checkpoint / "scheduler.json").write_text('{"last_epoch": 2, "base_lrs": [0.01]}')
+    trainer = SavesLaidOut.__new__(SavesLaidOut)
+    with pytest.raises(
+        CheckpointError, match=r"written by an earlier version of hfscale, as its scheduler\.json says: go"
+    ):
+        trainer._load_from_checkpoint(str(checkpoint))
+
+
+@pytest.mark.faults
+def test_a_checkpoint_of_an_earlier_version_is_not_resumed(runs, tmp_path):
+    checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+    for name in (PARALLEL_NAME, "scheduler.pt"):
+        (checkpoint / name).unlink()
+    (checkpoint / "scheduler.json").write_text('{"last_epoch": 2, "base_lrs": [0.01]}')
+    job = EXPERTS | {"resume": str(checkpoint), "output_dir": str(tmp_path / "out"), "parallel": {}}
+    with pytest.raises(AssertionError, match=r"CheckpointError: .* was written by an earlier version of hfscale"):
+        in_world(1, train, [job])
 
 
 @pytest.mark.faults

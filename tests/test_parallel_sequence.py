@@ -113,7 +113,7 @@ def test_the_balance_of_experts_with_sequences_cut():
     job = {"family": "mixtral", "tp": 2, "pp": 2, "sequence": True, "config": BALANCED}
     assert wrong(["mixtral"], in_world(4, compare, [job])) == {}
     with pytest.raises(
-        AssertionError, match="sequences of 11 tokens are not a multiple of tp_size 2; set --block_size 12"
+        AssertionError, match="sequences of 11 that are cut would be padded to a multiple of 2: set --block_size 12"
     ):
         in_world(4, compare, [job | {"length": 11}])
 

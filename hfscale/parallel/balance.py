@@ -6,6 +6,7 @@ micro-batches and data parallel ranks, times `router_aux_loss_coef`. transformer
 averaged over all layers first, which no stage knows, and adds the loss once per accumulated micro-batch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ class RouterBalance:
 
     Args:
         model (`PreTrainedModel`): whole, with `output_router_logits` in its config.
+        whole (`callable`, *optional*): `whole(part, dim)` gathers sequences of which each rank has a part: f and P are
+            means over all tokens of a micro-batch.
 
     Raises:
         UnsupportedModelError: its routers or the weight of the loss are not to be found.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self, model: PreTrainedModel, whole: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    ) -> None:
         config = model.config.get_text_config()
         # No public way: which module's output the model reports as router logits.
         recorders = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
@@ -41,8 +46,17 @@ class RouterBalance:
         self._top_k = config.num_experts_per_tok
         self._layers = sum(isinstance(m, self._recorder.target_class) for m in model.modules())
         self._logits: list[torch.Tensor] | None = None
+        self._whole = whole
         self.micro_batches = 1
         """Micro-batches of the step that hold tokens to learn from."""
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, whole: Callable[[torch.Tensor, int], torch.Tensor] | None
+    ) -> "RouterBalance | None":
+        """Of a model whose config asks for it; None for others."""
+        asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+        return cls(model, whole) if asked else None
 
     def watch(self, stage: nn.Module) -> None:
         """Follow the routers in `stage` from now on."""
@@ -58,9 +72,12 @@ class RouterBalance:
         """A stage's forward starts."""
         self._logits = []
 
-    def take(self, mask: torch.Tensor | None, labels: torch.Tensor | None) -> torch.Tensor:
-        """The stage's share of the loss for the micro-batch that has just passed, 0 where all labels are ignored."""
+    def take(self, mask: torch.Tensor | None, labels: torch.Tensor | None, rows: int) -> torch.Tensor:
+        """The stage's share of the loss for the micro-batch of so many `rows` that has just passed, 0 where all labels
+        are ignored."""
         logits, self._logits = self._logits or [], None
+        if self._whole is not None:
+            logits = [self._whole(one.reshape(rows, -1, one.shape[-1]), 1).flatten(0, 1) for one in logits]
         losses = [load_balancing_loss_func((one,), self._experts, self._top_k, mask) for one in logits]
         if not losses:
             return torch.zeros(())

@@ -6,7 +6,8 @@ from transformers import PreTrainedConfig
 
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.parallel.families import check_family, check_matrices, check_sequences
+from hfscale.parallel.context import check_kernel
+from hfscale.parallel.families import check_contexts, check_family, check_matrices, check_sequences
 from hfscale.parallel.stages import StagePlan
 
 
@@ -15,6 +16,7 @@ def decide_layout(
     *,
     tp: int | None = None,
     pp: int | None = None,
+    cp: int | None = None,
     dp_shard: int | None = None,
     dp_replicate: int | None = None,
 ) -> ParallelLayout:
@@ -23,29 +25,31 @@ def decide_layout(
     Raises:
         LayoutError: the sizes do not make up the world; the message names the nearest that do.
     """
-    tp, pp, dp_replicate = tp or 1, pp or 1, dp_replicate or 1
+    tp, pp, cp, dp_replicate = tp or 1, pp or 1, cp or 1, dp_replicate or 1
     if dp_shard is None:
-        replica = tp * pp * dp_replicate
+        sizes = {"pp_size": pp, "tp_size": tp, "cp_size": cp, "dp_replicate_size": dp_replicate}
+        replica = math.prod(sizes.values())
         if world_size % replica:
-            mend = _nearest_sizes(world_size, tp, pp, dp_replicate)
+            shared = f"cp_size {cp} x " if cp > 1 else ""
             raise LayoutError(
-                f"tp_size {tp} x pp_size {pp} x dp_replicate_size {dp_replicate} = {replica} does not divide the "
-                f"{world_size} processes: {mend}, or start {max(1, round(world_size / replica)) * replica}"
+                f"tp_size {tp} x pp_size {pp} x {shared}dp_replicate_size {dp_replicate} = {replica} does not divide "
+                f"the {world_size} processes: {_nearest_sizes(world_size, sizes)}, or start "
+                f"{max(1, round(world_size / replica)) * replica}"
             )
         dp_shard = world_size // replica
-    layout = ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, pp=pp)
+    layout = ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp)
     layout.check_world_size(world_size)
     return layout
 
 
-def _nearest_sizes(world_size: int, tp: int, pp: int, dp_replicate: int) -> str:
-    """A flag that makes tp x pp x dp_replicate divide the world: another pp, else another tp."""
-    sizes = range(1, world_size + 1)
-    stages = [n for n in sizes if world_size % (tp * dp_replicate * n) == 0]
-    if stages:
-        return f"set --pp_size {min(stages, key=lambda n: abs(n - pp))}"
-    parts = [n for n in sizes if world_size % (n * pp * dp_replicate) == 0] or [1]
-    return f"set --tp_size {min(parts, key=lambda n: abs(n - tp))}"
+def _nearest_sizes(world_size: int, sizes: dict[str, int]) -> str:
+    """The first flag of which another value makes the product of all divide the world."""
+    for flag, size in sizes.items():
+        others = math.prod(sizes.values()) // size
+        legal = [n for n in range(1, world_size + 1) if world_size % (n * others) == 0]
+        if legal:
+            return f"set --{flag} {min(legal, key=lambda n: abs(n - size))}"
+    return "set --tp_size 1 and --pp_size 1"
 
 
 def check_config(
@@ -73,6 +77,10 @@ def check_config(
             f"{text.num_hidden_layers} layers: set --pp_size {max(1, possible)}"
         )
     check_matrices(config.model_type, layout.tp)
+    if layout.cp > 1:
+        check_contexts(config, layout.cp)
+        if config._attn_implementation is not None:  # of a model, not of a bare config
+            check_kernel(config._attn_implementation, layout.cp)
     if sequence_parallel:
         check_sequences(config.model_type, layout.tp)
     if layout.tp == 1:

@@ -27,7 +27,7 @@ def write_weights(folder: Path, laid_out: LaidOut, mesh: ParallelMesh) -> None:
     One rank of each pipeline rank writes its stages' files; its host memory has to hold the tensors of one file, or
     of one layer where that is more.
     """
-    writes = mesh.data_rank == 0 and mesh.tp_rank == 0
+    writes = mesh.data_rank == mesh.cp_rank == mesh.tp_rank == 0
     if laid_out.is_adapted:
         _write_adapter(folder, laid_out, writes=writes)
         return

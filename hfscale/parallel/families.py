@@ -1,5 +1,7 @@
 """Which families have been compared, cut into stages, with the model in one piece, and which cannot be cut."""
 
+from transformers import PreTrainedConfig
+
 from hfscale.errors import UsageError
 from hfscale.logs import get_logger
 
@@ -46,6 +48,23 @@ SEQUENCES_PROVEN = PROVEN - MATRICES_UNCUTTABLE.keys()
 """Families that compute the same with sequence parallelism: tests/test_parallel_sequence.py."""
 
 
+CONTEXTS_UNCUTTABLE = {
+    "doge": "it makes a mask of its own values",
+    "inkling_text": "its attention has a bias by distance",
+    **dict.fromkeys(
+        ("axk2", "deepseek_v32", "dots3_note_text", "minimax_m3_vl_text"), "it chooses keys by an indexer"
+    ),
+    **dict.fromkeys(
+        ("jamba", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        "it has layers that carry a state along the sequence",
+    ),
+}
+"""Families of which a rank with a part of the sequence would not compute what the whole does, with the reason."""
+
+CONTEXTS_PROVEN = (PROVEN | {"gpt2", "gpt_bigcode"}) - CONTEXTS_UNCUTTABLE.keys()
+"""Families that compute the same with each sequence cut over ranks: tests/test_parallel_context.py."""
+
+
 def check_matrices(model_type: str, tp: int) -> None:
     """Make sure that a family's matrices can be cut over `tp` ranks.
 
@@ -71,6 +90,29 @@ def check_sequences(model_type: str, tp: int) -> None:
         raise UsageError(
             f"--sequence_parallel was not shown to compute the same with {model_type}: leave it out (it is for "
             f"{', '.join(sorted(SEQUENCES_PROVEN)[:12])} ...: hfscale/parallel/families.py)"
+        )
+
+
+def check_contexts(config: PreTrainedConfig, cp: int) -> None:
+    """Make sure that a model computes the same when each rank has a part of every sequence.
+
+    Raises:
+        UsageError: its family was not proven to, or its angles depend on the longest position that a rank sees.
+    """
+    if config.model_type in CONTEXTS_UNCUTTABLE:
+        reason = CONTEXTS_UNCUTTABLE[config.model_type]
+        raise UsageError(f"cp_size {cp}: sequences of {config.model_type} cannot be cut: {reason}; set --cp_size 1")
+    if config.model_type not in CONTEXTS_PROVEN:
+        raise UsageError(
+            f"cp_size {cp} was not shown to compute the same with {config.model_type}: set --cp_size 1 (it is for "
+            f"{', '.join(sorted(CONTEXTS_PROVEN)[:12])} ...: hfscale/parallel/families.py)"
+        )
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    for kind in sorted(kinds & {"dynamic", "longrope"}):
+        raise UsageError(
+            f"cp_size {cp}: rope_type {kind} depends on the longest position, which only one rank of a sequence has; "
+            "set --cp_size 1"
         )
 
 

@@ -122,7 +122,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> tor
 def _copies(gradient: torch.Tensor, mesh: ParallelMesh) -> int:
     """How many ranks of one stage hold the same elements as this one."""
     layout = mesh.layout
-    copies = layout.tp * layout.dp_shard * layout.dp_replicate
+    copies = layout.tp * layout.cp * layout.dp_shard * layout.dp_replicate
     if isinstance(gradient, DTensor):
         for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
             copies //= 1 if isinstance(placement, Replicate) else size

@@ -1,8 +1,9 @@
-"""One world of processes, seen along four axes.
+"""One world of processes, seen along five axes.
 
-Ranks count fastest along `tp`, then `dp_shard`, then `dp_replicate`, slowest along `pp`: so the ranks of a tensor
+Ranks count fastest along `tp`, then `cp`, `dp_shard`, `dp_replicate`, slowest along `pp`: so the ranks of a tensor
 parallel group, which exchange activations in every layer, are neighbours inside a node, and only what passes from one
-stage to the next crosses the slowest links (Narayanan et al. 2021, arXiv 2104.04473, takeaway #1).
+stage to the next crosses the slowest links (Narayanan et al. 2021, arXiv 2104.04473, takeaway #1). `dp_shard` and `cp`
+are one axis, `dp_shard_cp`, where parameters are cut: ranks that share a sequence hold the same ones.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hfscale.facts.layout import ParallelLayout
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""Names of the mesh axes, slowest first."""
+AXES = ("pp", "dp_replicate", "dp_shard_cp", "tp")
+"""Names of the mesh axes along which parameters are cut or repeated, slowest first."""
+_APART = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class ParallelMesh:
     """Sizes of the axes."""
     device_mesh: DeviceMesh
     """All ranks, by `AXES`."""
+    cp_mesh: DeviceMesh | None = None
+    """The ranks that share this one's sequences, in the order of their parts; None where each has its own."""
 
     @property
     def pp_rank(self) -> int:
@@ -36,10 +40,15 @@ class ParallelMesh:
         return self.device_mesh["tp"].get_local_rank()
 
     @property
+    def cp_rank(self) -> int:
+        """Which part of each sequence this rank holds, from 0."""
+        return self.device_mesh["dp_shard_cp"].get_local_rank() % self.layout.cp
+
+    @property
     def data_rank(self) -> int:
-        """Which share of the samples this rank reads, from 0; equal on all ranks of a model replica."""
+        """Which share of the samples this rank reads, from 0; equal on all ranks that work on the same."""
         replica = self.device_mesh["dp_replicate"].get_local_rank()
-        return replica * self.layout.dp_shard + self.device_mesh["dp_shard"].get_local_rank()
+        return replica * self.layout.dp_shard + self.device_mesh["dp_shard_cp"].get_local_rank() // self.layout.cp
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -55,8 +64,8 @@ class ParallelMesh:
     def data_mesh(self) -> DeviceMesh:
         """What `fully_shard` takes: one axis for FSDP2, two for HSDP; DDP is HSDP whose shard axis has one rank."""
         if self.layout.dp_replicate > 1:
-            return self.device_mesh["dp_replicate", "dp_shard"]
-        return self.device_mesh["dp_shard"]
+            return self.device_mesh["dp_replicate", "dp_shard_cp"]
+        return self.device_mesh["dp_shard_cp"]
 
 
 def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
@@ -68,5 +77,11 @@ def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
     if not dist.is_initialized() and layout.world_size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # meshes ask for one
     layout.check_world_size(dist.get_world_size())
-    sizes = tuple(getattr(layout, axis) for axis in AXES)
-    return ParallelMesh(layout=layout, device_mesh=init_device_mesh(device_type, sizes, mesh_dim_names=AXES))
+    sizes = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
+    cp_mesh = None
+    if layout.cp > 1:
+        apart = tuple(getattr(layout, axis) for axis in _APART)
+        cp_mesh = init_device_mesh(device_type, apart, mesh_dim_names=_APART)["cp"]
+    return ParallelMesh(
+        layout=layout, device_mesh=init_device_mesh(device_type, sizes, mesh_dim_names=AXES), cp_mesh=cp_mesh
+    )

@@ -14,6 +14,7 @@ from hfscale.errors import UsageError
 from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.balance import RouterBalance
 from hfscale.parallel.batches import pad_to_multiple
+from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.gradients import TiedWeight
 from hfscale.parallel.mesh import ParallelMesh
 from hfscale.parallel.partition import Foreign, Stage, StageCut, cut_by_cost, layer_costs, prune, stage_view
@@ -52,6 +53,8 @@ class LaidOut:
     """Into how many parts a sequence is cut between the blocks of a layer."""
     vocabulary: VocabularyLoss | None
     """The loss of logits that are cut over the tensor parallel ranks; None where each holds them whole."""
+    context: ContextParallel | None
+    """What cuts sequences over the context parallel ranks; None where each rank has its own."""
 
 
 def lay_out(
@@ -89,12 +92,14 @@ def lay_out(
     """
     tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
     packed = packed_parameters(model)
-    balance = RouterBalance(model) if getattr(model.config.get_text_config(), "output_router_logits", False) else None
     anatomy = Anatomy.of(model)
     tp_mesh = mesh.device_mesh["tp"]
     is_cut = cut_logits and leave_logits_cut(model, tensor_plan, anatomy.head)
     vocabulary = VocabularyLoss(group=mesh.tp_group) if is_cut else None
     sequences = plan_sequences(model, anatomy, tensor_plan) if sequence_parallel and tensor_plan else None
+    sequence_parts = mesh.layout.tp if sequences is not None else 1
+    context = ContextParallel.over(model, mesh.cp_mesh, sequence_parts=sequence_parts)
+    balance = RouterBalance.of(model, context and context.whole)
     cuts = cut_by_cost(*layer_costs(model, anatomy), plan.stages)
     own = [cuts[index] for index in plan.stages_of(mesh.pp_rank)]
     prune(model, anatomy, own)
@@ -109,10 +114,9 @@ def lay_out(
         if vocabulary is not None:
             view.loss_function = vocabulary
         entrance = enter(view, anatomy, cut, tp_mesh) if sequences is not None else None
-        stages.append(Stage(view, anatomy, cut, loss, balance, entrance and entrance.stand_in_for))
+        stages.append(Stage(view, anatomy, cut, loss, balance, entrance and entrance.stand_in_for, context))
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
-        whole = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
-        _shard(model, anatomy, stages, mesh, compute_dtype, whole)
+        _shard(model, anatomy, stages, mesh, compute_dtype, packed)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta and fill is not None:
         model.to_empty(device=torch.device(mesh.device_mesh.device_type))
@@ -142,8 +146,9 @@ def lay_out(
         packed=packed,
         balance=balance,
         tied=tied,
-        sequence_parts=mesh.layout.tp if sequences is not None else 1,
+        sequence_parts=sequence_parts,
         vocabulary=vocabulary,
+        context=context,
     )
 
 
@@ -159,13 +164,14 @@ def _shard(
     stages: list[Stage],
     mesh: ParallelMesh,
     compute_dtype: torch.dtype | None,
-    packed_rows: set[int],
+    packed: Mapping[str, Packed],
 ) -> None:
     """FSDP2 or HSDP over the data parallel ranks: per layer, embedding, norm with head, and the rest of each stage.
 
     With several stages the parameters stay whole between forward and backward (gathering them for each micro-batch
     would cost more than the pipeline gives); a single stage gathers twice, as full sharding does.
     """
+    packed_rows = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         # The rows of a packed matrix belong to several: cut its columns, so that each part stays one rectangle.
@@ -204,7 +210,8 @@ class ParallelModel(nn.Module):
     def __init__(self, laid_out: LaidOut, pipeline: Pipeline) -> None:
         super().__init__()
         self.stages = nn.ModuleList(laid_out.stages)
-        self._pipeline, self._parts = pipeline, laid_out.sequence_parts
+        self._pipeline, self._context = pipeline, laid_out.context
+        self._multiple = laid_out.context.multiple if laid_out.context is not None else laid_out.sequence_parts
         self._counts_tokens = laid_out.balance is not None
 
     def forward(self, *, micro_batches: int, **inputs: torch.Tensor) -> torch.Tensor:
@@ -214,13 +221,16 @@ class ParallelModel(nn.Module):
             UsageError: sequences that have to be lengthened, of a model whose loss counts their tokens.
         """
         length = inputs["input_ids"].shape[1]
-        if length % self._parts:
+        padded = -(-length // self._multiple) * self._multiple
+        if padded != length:
             if self._counts_tokens and "attention_mask" not in inputs:
                 raise UsageError(
-                    f"--sequence_parallel and output_router_logits: sequences of {length} tokens are not a multiple "
-                    f"of tp_size {self._parts}; set --block_size {-(-length // self._parts) * self._parts}"
+                    f"output_router_logits counts all tokens, and sequences of {length} that are cut would be padded "
+                    f"to a multiple of {self._multiple}: set --block_size {padded}"
                 )
-            inputs = pad_to_multiple(inputs, self._parts)
+            inputs = pad_to_multiple(inputs, self._multiple)
+        if self._context is not None:
+            inputs = self._context.cut(inputs)
         if self.training:
             return self._pipeline.train(micro_batches, inputs)
         return self._pipeline.evaluate(micro_batches, inputs)

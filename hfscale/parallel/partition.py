@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hfscale.errors import LayoutError
 from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.balance import RouterBalance, WithLoss
+from hfscale.parallel.context import ContextParallel
 
 _EMBEDDING_FACTORS = ("embedding_multiplier", "embed_scale")
 """Numbers that some decoders multiply embeddings with in their own forward, Granite's among them."""
@@ -198,6 +199,7 @@ class Stage(nn.Module):
         balance (`RouterBalance`, *optional*): the loss of its routers, where the model has one.
         stand_in_for (`callable`, *optional*): with sequence parallelism, takes the hidden states that come from
             another stage, (micro-batch, sequence / tp, hidden), and returns what the decoder is given.
+        context (`ContextParallel`, *optional*): where this rank has a part of each sequence.
     """
 
     def __init__(
@@ -208,11 +210,12 @@ class Stage(nn.Module):
         loss: Any,
         balance: RouterBalance | None = None,
         stand_in_for: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        context: ContextParallel | None = None,
     ) -> None:
         super().__init__()
         self.view = view
         self.cut = cut
-        self._stand_in_for = stand_in_for
+        self._stand_in_for, self._context = stand_in_for, context
         self._loss = loss
         self._inner = anatomy.decoder.split(".")[0]
         self._balance = balance
@@ -225,13 +228,15 @@ class Stage(nn.Module):
         scalar loss; `labels` among the keywords are used by the last stage only."""
         if self._stand_in_for is not None and not self.cut.is_first:
             first = self._stand_in_for(first)
+        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+        if self._context is not None:
+            inputs = self._context.enter(inputs)
         inputs["input_ids" if self.cut.is_first else "inputs_embeds"] = first
         if self._balance is None:
             return self._compute(inputs)
-        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
         self._balance.begin()
         output = self._compute(inputs | {"output_router_logits": False})
-        extra = self._balance.take(mask, labels).to(output.device)
+        extra = self._balance.take(mask, labels, first.shape[0]).to(output.device)
         if self.cut.is_last:
             return output + extra
         self._balance_losses.append(extra.detach())

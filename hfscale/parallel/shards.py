@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # what transformers' packed styles and FSDP2 use
 
-_ORDER = ("tp", "dp_shard")  # FSDP2 cuts what tensor parallelism has cut
+_ORDER = ("tp", "dp_shard_cp")  # FSDP2 cuts what tensor parallelism has cut
 
 
 def local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

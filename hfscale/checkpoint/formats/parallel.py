@@ -28,6 +28,7 @@ PART = "@"
 """Follows the name of a matrix that is stored as its parts, before the number of the part."""
 PARALLEL_NAME = "hfscale_parallel.json"
 _FORMAT = 1
+_EARLIER = "scheduler.json"  # of versions before this file
 _ADAPTED = "base_model.model."
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -75,6 +76,11 @@ def read_facts(checkpoint: Path) -> ParallelFacts:
         packed = {str(name): int(dim) for name, dim in fields["packed"].items()}
         return ParallelFacts(layout=fields["layout"], packed=packed, groups=groups)
     except FileNotFoundError:
+        if (checkpoint / _EARLIER).is_file():
+            raise CheckpointError(
+                f"{checkpoint} was written by an earlier version of hfscale, as its {_EARLIER} says: go on with that "
+                "version, or begin afresh with --resume_from_checkpoint false"
+            ) from None
         raise CheckpointError(f"{checkpoint} has no {PARALLEL_NAME}: ParallelTrainer did not finish it") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {error}") from None

@@ -1,0 +1,71 @@
+"""`recipes/tp_pp/train.py` with sizes and models that do not go together: one line that names the mend, exit code 2,
+and no process group."""
+
+import os
+import re
+import runpy
+import sys
+
+import pytest
+import torch.distributed as dist
+from conftest import REPOSITORY
+from forked import run_ranks
+from transformers import LlamaConfig, OPTConfig
+
+RECIPE = REPOSITORY / "recipes" / "tp_pp" / "train.py"
+TINY = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+QUANTISED = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+LLAMA, OPT = LlamaConfig(**TINY), OPTConfig(vocab_size=96, hidden_size=32, num_attention_heads=4, num_hidden_layers=4)
+EVEN = LlamaConfig(**(TINY | {"vocab_size": 96}))
+CASES = {
+    "world": (EVEN, "--tp_size 2 --pp_size 3", "set --pp_size 2, or start 6"),
+    "replicas": (EVEN, "--dp_shard_size 3", "needs 3 processes, but the world has 8"),
+    "contexts": (EVEN, "--cp_size 3", "cp_size 3 x dp_replicate_size 1 = 3 does not divide the 8"),
+    "heads": (EVEN, "--tp_size 8", "tp_size 8 does not divide the model's 4 attention heads: set --tp_size 2"),
+    "vocabulary": (LLAMA, "--tp_size 2", "the model's 97 tokens of vocabulary: set --tp_size 1"),
+    "layers": (EVEN, "--pp_size 8 --gradient_accumulation_steps 8", "the model has 4 layers: set --pp_size 4"),
+    "micro-batches": (EVEN, "--pp_size 4", "1 micro-batches per step .* set --gradient_accumulation_steps 4"),
+    "no plan": (OPT, "--tp_size 2", "transformers has no tensor-parallel plan for opt; set --tp_size 1"),
+    "no contexts": (OPT, "--cp_size 2", "was not shown to compute the same with opt: set --cp_size 1"),
+    "schedule": (EVEN, "--pp_size 2 --pipeline_schedule ZBV --virtual_stages 1", "ZBV has two stages per rank; leave"),
+    "no schedule": (EVEN, "--pipeline_schedule 2F2B", "--pipeline_schedule.*2F2B.*GPipe.*1F1B"),
+    "quantised": (
+        LlamaConfig(**TINY, **QUANTISED),
+        "--pp_size 2 --gradient_accumulation_steps 2",
+        "quantised weights",
+    ),
+}
+"""Model, flags, and what the line says."""
+
+
+def recipe(flags):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("a process group was made")
+
+    dist.init_process_group = forbidden
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]  # a launcher's: a dry run has none
+    sys.argv = [str(RECIPE), *flags]
+    runpy.run_path(str(RECIPE), run_name="__main__")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """What every run imports, before anything is forked."""
+    from hfscale import ParallelTrainer, ScalingCallback, dry_run  # noqa: F401
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line_names_the_mend_before_any_group(name, tmp_path):
+    config, flags, line = CASES[name]
+    config.save_pretrained(tmp_path / "model")
+    flags = ["--config_name", str(tmp_path / "model"), "--use_cpu", "true", "--dry_run", "8", *flags.split()]
+    codes = run_ranks(1, recipe, flags, log=tmp_path / "log")
+    said = (tmp_path / "log" / "rank-0.log").read_text(encoding="utf-8")
+    errors = [row for row in said.splitlines() if row.startswith("hfscale: error: ")]
+    assert (codes, len(errors)) == ([2], 1), said
+    assert "Traceback" not in said
+    assert re.search(line, errors[0]), errors[0]
