@@ -4,7 +4,7 @@ import pytest
 import torch
 from planner_jobs import TINY, job
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hfscale.facts.models import find_model
 from hfscale.planner.activations import in_flight, layer_bytes, loss_bytes, selective_bytes
@@ -112,6 +112,17 @@ class TestActivations:
         run = job(shape=shape, seq_len=tokens, zero=0, dp_replicate=1)
         assert layer_bytes(view_of(shape), run, stack("hf")) == pytest.approx(real, rel=0.02)
 
+    @pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (8, 4)])
+    def test_a_layer_of_experts_keeps_their_inputs_and_outputs_too(self, experts, top_k):
+        config = {
+            "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "vocab_size": 128, "num_local_experts": experts, "num_experts_per_tok": top_k, "sliding_window": None,
+        }  # fmt: skip
+        real = saved_bytes(config, 3, 256, MixtralConfig) - saved_bytes(config, 2, 256, MixtralConfig)
+        shape = type(TINY).from_config({**config, "model_type": "mixtral", "num_hidden_layers": 2})
+        run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1)
+        assert layer_bytes(view_of(shape), run, stack("hf")) == pytest.approx(real, rel=0.02)
+
     @pytest.mark.parametrize(
         ("changes", "held"),
         [
@@ -147,10 +158,10 @@ class TestActivations:
 RECOMPUTE = ("none", "selective", "full")
 
 
-def saved_bytes(config, layers, tokens):
+def saved_bytes(config, layers, tokens, kind=LlamaConfig):
     """Distinct bytes that autograd saves in a forward pass of the layers, parameters left out."""
     model = AutoModelForCausalLM.from_config(
-        LlamaConfig(num_hidden_layers=layers, **config), dtype=torch.bfloat16, attn_implementation="sdpa"
+        kind(num_hidden_layers=layers, **config), dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}

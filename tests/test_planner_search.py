@@ -185,21 +185,28 @@ class TestAnswer:
 
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("model", "gpu", "gpus", "seq_len", "global_batch", "tokens", "gpu_hours"),
+    ("model", "gpu", "gpus", "seq_len", "global_batch", "tokens", "gpu_hours", "precision"),
     [
-        # Model cards of Llama 3 and 3.1 (at least 15e12 tokens); the paper of Pythia, arXiv 2304.01373.
-        ("llama-3-70b", "H100-80GB", 1024, 8192, 1024, 15e12, 6.4e6),
-        ("llama-3.1-405b", "H100-80GB", 16384, 8192, 2048, 15.6e12, 30.84e6),
-        ("pythia-410m", "A100-40GB", 32, 2048, 1024, 299.89e9, 2540),
-        ("pythia-1.4b", "A100-40GB", 64, 2048, 1024, 299.89e9, 7120),
-        ("pythia-2.8b", "A100-40GB", 64, 2048, 1024, 299.89e9, 14240),
-        ("pythia-6.9b", "A100-40GB", 128, 2048, 1024, 299.89e9, 33500),
+        # Model cards of Llama 3 and 3.1 (at least 15e12 tokens); the papers of Pythia, arXiv 2304.01373, LLaMA, arXiv
+        # 2302.13971, and DeepSeek-V3, arXiv 2412.19437 (pre-training).
+        ("llama-3-70b", "H100-80GB", 1024, 8192, 1024, 15e12, 6.4e6, "bf16"),
+        ("llama-3.1-405b", "H100-80GB", 16384, 8192, 2048, 15.6e12, 30.84e6, "bf16"),
+        ("pythia-410m", "A100-40GB", 32, 2048, 1024, 299.89e9, 2540, "bf16"),
+        ("pythia-1.4b", "A100-40GB", 64, 2048, 1024, 299.89e9, 7120, "bf16"),
+        ("pythia-2.8b", "A100-40GB", 64, 2048, 1024, 299.89e9, 14240, "bf16"),
+        ("pythia-6.9b", "A100-40GB", 128, 2048, 1024, 299.89e9, 33500, "bf16"),
+        ("llama-7b", "A100-80GB", 2048, 2048, 2048, 1e12, 82432, "bf16"),
+        ("llama-65b", "A100-80GB", 2048, 2048, 2048, 1.4e12, 1022362, "bf16"),
+        ("deepseek-v3", "H800", 2048, 4096, 15360, 14.8e12, 2.664e6, "fp8"),
     ],
 )  # fmt: skip
-def test_gpu_hours_of_real_runs_which_lost_time_besides(model, gpu, gpus, seq_len, global_batch, tokens, gpu_hours):
+def test_gpu_hours_of_real_runs_which_lost_time_besides(
+    model, gpu, gpus, seq_len, global_batch, tokens, gpu_hours, precision
+):
     answer = plan(
-        model, gpu=gpu, gpus=gpus, seq_len=seq_len, global_batch=global_batch, tokens=tokens, stack="megatron"
-    )
+        model, gpu=gpu, gpus=gpus, seq_len=seq_len, global_batch=global_batch, tokens=tokens, stack="megatron",
+        precision=precision,
+    )  # fmt: skip
     assert 0.5 <= tokens / answer.choices[0].estimate.tokens_per_s_per_gpu / 3600 / gpu_hours <= 1.1
 
 

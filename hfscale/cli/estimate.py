@@ -49,6 +49,9 @@ def run(
     method: Annotated[str, typer.Option(help="full, lora or qlora.")] = "full",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw_bf16, adamw_8bit, sgd, adafactor, muon.")] = "adamw",
     expert_parallel: Annotated[int, typer.Option(help="Ranks that share the experts of a layer.")] = 1,
+    overlapped_experts: Annotated[
+        bool, typer.Option("--overlapped-experts", help="Their exchange is hidden behind another micro-batch.")
+    ] = False,
     offload: Annotated[str, typer.Option(help="none, optimizer or full.")] = "none",
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe joins.")] = 8,
     network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
@@ -81,6 +84,7 @@ def run(
         method=method,
         optimizer=optimizer,
         expert_parallel=expert_parallel,
+        overlapped_experts=overlapped_experts,
         offload=offload,
         gpus_per_node=gpus_per_node,
         network_gb_s=network_gb_s,

@@ -80,6 +80,8 @@ class Job:
     """Whether the loss is computed on logits that stay split over the tensor-parallel ranks."""
     expert_parallel: int = 1
     """Ranks that share the experts of a layer."""
+    overlapped_experts: bool = False
+    """Whether tokens travel to their experts and back while another micro-batch is computed (`experts.py`)."""
     reshard: bool = True
     """Whether ZeRO-3 frees gathered parameters after the forward pass."""
     flash_attention: bool = True
@@ -185,6 +187,19 @@ class Job:
         if self.expert_parallel > 1 and (shape.moe is None or shape.moe.experts % self.expert_parallel):
             experts = shape.moe.experts if shape.moe else 0
             raise LayoutError(f"expert_parallel={self.expert_parallel} does not divide {experts} experts")
+        if self.overlapped_experts and not can_overlap_experts(self):
+            raise LayoutError(
+                "overlapped_experts needs stack megatron, expert_parallel above 1, two micro-batches, no full "
+                "recomputation, and in a pipeline virtual_stages above 1: correct one of them, or leave it out"
+            )
+
+
+def can_overlap_experts(job: Job) -> bool:
+    """Whether the exchange of experts can run beside another micro-batch: as Megatron-Core asks for it
+    (`--overlap-moe-expert-parallel-comm`)."""
+    is_pipelined_plainly = job.layout.pp > 1 and job.virtual_stages == 1
+    has_a_pair = job.expert_parallel > 1 and job.micro_batches > 1
+    return job.stack == "megatron" and has_a_pair and job.recompute != "full" and not is_pipelined_plainly
 
 
 def _divisor(number: int, near: int) -> int:

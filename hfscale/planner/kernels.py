@@ -44,11 +44,13 @@ class LayerTime:
     """Scores and their sum of values."""
     elementwise: float
     """Norms, activations, residuals, rotary positions."""
+    routing: float = 0.0
+    """Tokens sorted by expert and back."""
 
     @property
     def total(self) -> float:
         """All parts."""
-        return self.matmul + self.attention + self.elementwise
+        return self.matmul + self.attention + self.elementwise + self.routing
 
 
 class Rates:
@@ -107,7 +109,10 @@ def layer_forward(view: ModelView, job: Job, stack: Stack, shared: Shared, rates
         matmul += kind.share * _matrices_s(kind, job, tokens, tp, shared, rates)
         attention += kind.share * _attention_s(view, kind, job, tokens, tp, shared, rates)
     return LayerTime(
-        matmul=matmul, attention=attention, elementwise=_elementwise_s(view, job, stack, tokens, tp, rates)
+        matmul=matmul,
+        attention=attention,
+        elementwise=_elementwise_s(view, job, stack, tokens, tp, rates),
+        routing=_routing_s(view, job, stack, tokens, tp, rates),
     )
 
 
@@ -161,9 +166,14 @@ def _elementwise_s(view: ModelView, job: Job, stack: Stack, tokens: int, tp: int
     outside = NORM_PART / (tp if job.sequence_parallel else 1)
     hidden = stack.passes_h * view.hidden * (outside + (1 - NORM_PART) / tp)
     gate = 1.0 if view.gated else 0.5
-    experts = view.moe_share * MOE_PASSES * view.top_k * view.hidden / (tp if job.sequence_parallel else 1)
-    widths = hidden + stack.passes_f * gate * view.mlp_width / tp + experts
+    widths = hidden + stack.passes_f * gate * view.mlp_width / tp
     return 2 * tokens * widths * left / rates.memory
+
+
+def _routing_s(view: ModelView, job: Job, stack: Stack, tokens: int, tp: int, rates: Rates) -> float:
+    left = stack.compiled_passes if job.compile else 1.0
+    width = view.moe_share * MOE_PASSES * view.top_k * view.hidden / (tp if job.sequence_parallel else 1)
+    return 2 * tokens * width * left / rates.memory
 
 
 def head_s(view: ModelView, job: Job, stack: Stack, rates: Rates) -> float:

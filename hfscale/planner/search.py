@@ -7,7 +7,7 @@ from typing import get_args
 from hfscale.errors import LayoutError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.estimate import Estimate, estimate_job
-from hfscale.planner.job import Job, Offload, Recompute, Schedule
+from hfscale.planner.job import Job, Offload, Recompute, Schedule, can_overlap_experts
 from hfscale.planner.launchable import why_no_stages
 from hfscale.planner.layouts import layouts, offloads, splits_logits, splits_sequences
 from hfscale.planner.memory import GIB, memory_of
@@ -173,13 +173,14 @@ def _variants(job: Job) -> Iterator[Job]:
             # A pass for the weights that is put off holds what it needs, recomputed or not.
             if recompute == "none" or schedule not in SPLIT_BACKWARD:
                 for experts in _expert_groups(job):
-                    yield replace(
+                    variant = replace(
                         job,
                         recompute=recompute,
                         schedule=schedule,
                         virtual_stages=stages,
                         expert_parallel=experts,
                     )
+                    yield replace(variant, overlapped_experts=True) if can_overlap_experts(variant) else variant
 
 
 def _schedules(job: Job) -> list[tuple[Schedule, int]]:
@@ -200,12 +201,11 @@ def _expert_groups(job: Job) -> list[int]:
 
 
 def _interleavings(job: Job) -> list[int]:
-    """Virtual stages that cut a stage's layers evenly, embedding and head counted where the split counts them."""
+    """Virtual stages that cut the layers of the fullest rank evenly."""
     pp, layers = job.layout.pp, job.shape.layers
     if pp == 1:
         return [1]
-    each = next((total // pp for total in (layers, layers + 2) if total % pp == 0), 1)
-    return [v for v in (1, 2, 4) if each % v == 0 and pp * v <= layers]
+    return [v for v in (1, 2, 4) if job.layer_split[0] % v == 0 and pp * v <= layers]
 
 
 def _too_large(job: Job, needed: float) -> Rejected:

@@ -64,6 +64,9 @@ class Stack:
     """Bytes kept per token and layer, in MLP widths, where the MLP is gated."""
     kept_f_plain: float
     """The same where it is not."""
+    kept_e: float
+    """Bytes kept per token and layer of experts, in hidden widths, for each expert that a token passes: its input, and
+    its output where that is weighted by the router."""
     compiled_kept: float
     """What torch.compile leaves of the kept bytes."""
     loss_kept: float
