@@ -1,5 +1,7 @@
 """The memory model: by hand, against torch, and by what must grow when something grows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planner_jobs import TINY, job
@@ -66,6 +68,14 @@ class TestStates:
         assert lora.optimizer == pytest.approx(8 * adapters)
         ends = 2 * 128256 * 4096 + 4096
         assert qlora.parameters == pytest.approx(QLORA_BYTES * (N - ends) + 2 * ends + 4 * adapters, rel=1e-3)
+
+    def test_megatron_adds_bf16_gradients_up_in_fp32(self):
+        """BLOOM's notes: 4 bytes per parameter more than fp16, not shared; Megatron-LM 6 + 12/N bytes in all."""
+        options = {"stack": "megatron", "zero": 1, "dp_replicate": 8}
+        modern, old = (states("megatron", flash_attention=flash, **options) for flash in (True, False))
+        half = states("megatron", flash_attention=False, precision="fp16", **options)
+        assert modern.parameters + modern.gradients + modern.optimizer == pytest.approx((6 + 12 / 8) * N)
+        assert old.gradients - half.gradients == pytest.approx(4 * N)
 
     def test_optimizers_by_the_bytes_of_their_states(self):
         order = ["sgd", "adafactor", "adamw_8bit", "adamw_bf16", "adamw"]
@@ -153,6 +163,12 @@ class TestActivations:
         run = job()
         assert loss_bytes(view_of(run.shape), run, stack("hf")) == pytest.approx(14 * 128256 * 4096)
         assert memory(fused_loss=True).loss < memory().loss / 4
+
+    def test_a_compiled_loss_keeps_logits_and_gradient_in_two_bytes(self):
+        run = job(stack="titan", compile=True)
+        assert loss_bytes(view_of(run.shape), run, stack("titan")) == pytest.approx(4 * 128256 * 4096)
+        apart = replace(run, compiled_loss=False)
+        assert loss_bytes(view_of(run.shape), apart, stack("titan")) == pytest.approx(14 * 128256 * 4096)
 
 
 RECOMPUTE = ("none", "selective", "full")

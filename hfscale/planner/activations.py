@@ -117,4 +117,4 @@ def loss_bytes(view: ModelView, job: Job, stack: Stack) -> float:
         return stack.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * view.hidden
     if job.loss_parallel and job.layout.tp > 1:
         return stack.split_loss_kept * logits
-    return (stack.compiled_loss_kept if job.compile else stack.loss_kept) * logits
+    return (stack.compiled_loss_kept if job.compile and job.compiled_loss else stack.loss_kept) * logits

@@ -88,6 +88,9 @@ class Job:
     """Whether attention scores stay on chip."""
     fused_loss: bool = False
     """Whether logits are never held whole (Liger, chunked cross-entropy)."""
+    compiled_loss: bool = True
+    """Whether torch.compile, where it is on, compiles the loss too: Hugging Face's models compute it in their forward
+    pass, torchtitan compiles it since 2025."""
     rowwise_fp8: bool = False
     """Whether fp8 scales are per row and not per tensor."""
     gpus_per_node: int = 8
@@ -109,6 +112,12 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank, after context parallelism."""
         return self.micro_batch * self.seq_len // self.layout.cp
+
+    @property
+    def is_megatron_deepspeed(self) -> bool:
+        """Whether the software is Megatron-DeepSpeed of 2021 and 2022, as for BLOOM and MT-NLG: optimizer states are
+        shared before flash attention, when Megatron-LM itself did not."""
+        return self.stack == "megatron" and self.zero == 1 and not self.flash_attention
 
     @cached_property
     def layer_split(self) -> tuple[int, int]:

@@ -21,6 +21,9 @@ USUAL_POWER_W = {"H100": 700.0, "H200": 700.0, "A100": 400.0, "B200": 1000.0}
 """Power limit of the part on which the series' best matrix product was measured."""
 ALIGNMENT = 64
 """Widths that fill tensor-core tiles, elements of 2 bytes (NVIDIA, Matrix Multiplication Background User's Guide)."""
+TENSOR_CORE_WIDTH = 8
+"""Widths of 2-byte matrices that run on tensor cores are multiples of 16 bytes (NVIDIA, Matrix Multiplication
+Background User's Guide, table 1); others run at the rate of fp32. Flash attention pads its heads."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of flash attention's backward pass over its forward (Dao, arXiv 2307.08691, section 4)."""
 
@@ -152,7 +155,9 @@ def _attention_s(
         rate = rates.attention * (shared.ring_attention if job.layout.cp > 1 else 1.0)
         return 2 * widths * keys * tokens / rate
     scores = view.heads / tp * tokens * seq_len
-    return 2 * widths * seq_len * tokens / rates.bf16_matmul + SCORE_BYTES * scores / rates.memory
+    is_odd = view.head_dim % TENSOR_CORE_WIDTH != 0 and job.gpu.fp32_tflops is not None
+    rate = job.gpu.fp32_tflops * 1e12 if is_odd and job.gpu.fp32_tflops else rates.bf16_matmul
+    return 2 * widths * seq_len * tokens / rate + SCORE_BYTES * scores / rates.memory
 
 
 SCORE_BYTES = 14.0

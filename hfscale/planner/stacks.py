@@ -50,6 +50,9 @@ class Stack:
     """Part of attention that it runs again."""
     launch_s: float
     """Host time to launch one layer's forward pass; a GPU that is faster waits."""
+    pass_s: float
+    """Time of a recomputed layer's pass that does not grow with its tokens, in Megatron-DeepSpeed of 2022: BLOOM's
+    prototypes lose a tenth at two sequences per micro-batch against four, however they are cut."""
     step_s: float
     """Host and optimizer time per step that no model explains: logging, data, clipping."""
 
@@ -72,7 +75,7 @@ class Stack:
     loss_kept: float
     """Bytes per logit at the loss's peak."""
     compiled_loss_kept: float
-    """The same where torch.compile fuses the loss."""
+    """The same where torch.compile compiles the loss too."""
     split_loss_kept: float
     """The same where the loss is computed on logits that are split over tensor-parallel ranks."""
     gradient_bytes: float

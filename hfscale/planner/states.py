@@ -104,6 +104,13 @@ def _expert_part(view: ModelView, job: Job, local: float) -> float:
     return min(1.0, here / local)
 
 
+def _megatron_gradient(job: Job) -> float:
+    """Bytes per parameter of Megatron's bf16 gradients, which add up in fp32 (its default with `--bf16`): its matrix
+    products add to the sum themselves, while DeepSpeed's BF16_Optimizer, with which BLOOM was trained, keeps the
+    micro-batch's own beside it."""
+    return 6.0 if job.is_megatron_deepspeed else 4.0
+
+
 def _formats(job: Job, stack: Stack) -> tuple[float, float, float]:
     """Bytes per trained parameter of the parameter, its gradient and its master copy."""
     if job.precision == "fp32":
@@ -115,5 +122,5 @@ def _formats(job: Job, stack: Stack) -> tuple[float, float, float]:
         # fp16 gradients get an fp32 copy of the rank's share at the update.
         if job.precision == "fp16":
             return 2.0, 2.0, 8.0
-        return 2.0, stack.gradient_bytes if stack.name == "megatron" else 2.0, 4.0
+        return 2.0, _megatron_gradient(job) if stack.name == "megatron" else 2.0, 4.0
     return 4.0, 4.0, 0.0

@@ -86,7 +86,10 @@ def _layer_compute(view: ModelView, layer: LayerTime, job: Job, stack: Stack) ->
     again = {"none": 0.0, "full": layer.total, "selective": _selective_s(view, layer, stack)}[job.recompute]
     backward = products * layer.matmul + attention * layer.attention + 2 * (layer.elementwise + layer.routing) + again
     launch = stack.launch_s * (0.5 if job.compile else 1.0)
-    return max(layer.total, launch), max(backward, 1.5 * launch + (launch if again else 0.0))
+    forward, backward = max(layer.total, launch), max(backward, 1.5 * launch + (launch if again else 0.0))
+    # A recomputed layer runs forward twice and backward, which counts as two passes.
+    fixed = stack.pass_s if again and job.is_megatron_deepspeed else 0.0
+    return forward + fixed, backward + 3 * fixed
 
 
 def _selective_s(view: ModelView, layer: LayerTime, stack: Stack) -> float:
@@ -200,6 +203,11 @@ def _once_per_step(
     experts = view.expert_parameters * view.layers / view.total_parameters
     trained *= 1 - experts * (1 - 1 / job.expert_parallel)
     gradient = _gradient_bytes(job, stack)
+    if stack.name == "megatron" and not job.flash_attention:
+        # Of that time: gradients were reduced whole after the last micro-batch, also where the optimizer's states were
+        # shared (DeepSpeed's pipelines), and nothing ran beside them (`--overlap-grad-reduce` is of 2023).
+        gathered = network.gather_s(2.0 * trained, group) if job.zero else 0.0
+        return network.reduce_s(gradient * trained, group) + gathered
     if job.zero == 0:
         return exposed_s(network.reduce_s(gradient * trained, group), backward, stack.overlap_dp)
     scattered = exposed_s(network.gather_s(gradient * trained, group), backward, stack.overlap_dp)
