@@ -7,6 +7,7 @@ import pytest
 from hfscale import plan
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import accelerator
+from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.planner.layouts import layouts
 from hfscale.planner.question import Question, strategy_of, usual_batch
@@ -128,6 +129,13 @@ class TestRanking:
             assert not result.choices
             assert any(words in row.reason for row in result.rejected)
 
+    def test_adapters_are_not_cut_and_it_is_said(self):
+        found = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, method="lora", top=50)
+        assert all(choice.estimate.job.layout.tp == choice.estimate.job.layout.pp == 1 for choice in found.choices)
+        assert sum("adapters are planned with data parallelism alone" in row.reason for row in found.rejected) == 1
+        whole = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8)
+        assert not any("adapters" in row.reason for row in whole.rejected)
+
     def test_nothing_fits_and_the_reasons_name_the_memory(self):
         result = plan("llama-3.1-405b", gpu="RTX4090", gpus=8)
         assert not result.choices
@@ -181,6 +189,15 @@ class TestAnswer:
             plan("llama-3.1-8b", **{"gpu": "H100-80GB", "gpus": 8, **options})
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_gpu_hours_of_a_model_that_is_in_no_catalogue():
+    """BloombergGPT (arXiv 2303.17564): 569e9 tokens in 651,264 hours, ZeRO-3 with every layer recomputed."""
+    sizes = {"hidden_size": 7680, "n_layer": 70, "n_head": 40, "vocab_size": 131072}
+    shape = ModelShape.from_config({"model_type": "bloom", **sizes})
+    found = plan(shape, gpu="A100-40GB", gpus=512, seq_len=2048, global_batch=2048).choices[0].estimate
+    assert (found.job.zero, found.job.recompute) == (3, "full")
+    assert 0.5 <= 569e9 / found.tokens_per_s_per_gpu / 3600 / 651_264 <= 1.1
 
 
 @pytest.mark.timing

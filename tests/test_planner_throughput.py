@@ -56,6 +56,8 @@ class TestNetwork:
     def test_a_bandwidth_must_be_one(self):
         with pytest.raises(UsageError, match=r"-1\.0 GB/s is not above 0"):
             network(network_gb_s=-1.0)
+        with pytest.raises(UsageError, match="inf GB/s is not above 0 and finite"):
+            network(network_gb_s=math.inf)
 
 
 def test_traffic_hides_under_computation_up_to_its_overlap():

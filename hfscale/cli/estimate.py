@@ -104,7 +104,13 @@ def fill_layout(
     Raises:
         `LayoutError`: The axes do not multiply to the number of GPUs.
     """
-    named = ParallelLayout(dp_replicate=dp_replicate or 1, dp_shard=dp_shard or 1, cp=cp, tp=tp, pp=pp)
+    named = ParallelLayout(
+        dp_replicate=1 if dp_replicate is None else dp_replicate,
+        dp_shard=1 if dp_shard is None else dp_shard,
+        cp=cp,
+        tp=tp,
+        pp=pp,
+    )
     left, over = divmod(gpus, named.world_size)
     if dp_replicate is None and dp_shard is None and left > 1 and not over:
         shard, replicate = (left, 1) if zero in (None, 3) else (1, left)

@@ -24,6 +24,9 @@ Offload = Literal["none", "optimizer", "full"]
 Schedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"]
 """Order of a pipeline's micro-batches; `1f1b` with more than one virtual stage is the interleaved one."""
 
+MOST, MOST_RANKS = 10**9, 10**6
+"""Largest sizes of a run, and number of its ranks, that are no slip of the keyboard."""
+
 CHOICES = {
     "recompute": get_args(Recompute),
     "precision": get_args(Precision),
@@ -159,6 +162,10 @@ class Job:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LayoutError(f"{name}={value!r} is not a whole number of at least 1: give one")
+            if value > MOST:
+                raise LayoutError(f"{name}={value} is more than any run has: give a number up to {MOST:,}")
+        if self.layout.world_size > MOST_RANKS:
+            raise LayoutError(f"{self.layout} is more than {MOST_RANKS:,} ranks: give fewer")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero!r} is not a ZeRO stage: use 0, 1, 2 or 3")
         if self.precision == "fp8" and self.gpu.fp8_tflops is None:
@@ -195,7 +202,7 @@ class Job:
             raise LayoutError(f"cp={cp} cuts sequences into {2 * cp} parts, and {self.seq_len} tokens do not divide")
         if self.expert_parallel > 1 and (shape.moe is None or shape.moe.experts % self.expert_parallel):
             experts = shape.moe.experts if shape.moe else 0
-            raise LayoutError(f"expert_parallel={self.expert_parallel} does not divide {experts} experts")
+            raise LayoutError(f"expert_parallel={self.expert_parallel} does not divide {experts} experts: use 1")
         if self.overlapped_experts and not can_overlap_experts(self):
             raise LayoutError(
                 "overlapped_experts needs stack megatron, expert_parallel above 1, two micro-batches, no full "

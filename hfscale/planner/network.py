@@ -7,6 +7,7 @@ all ranks that a node has in the group, so a group with one rank per node runs a
 nodes at eight (NCCL's rings, one per card).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from hfscale.errors import UsageError
@@ -56,8 +57,10 @@ class Network:
         Raises:
             `UsageError`: The bandwidth given is not above 0.
         """
-        if network_gb_s is not None and not network_gb_s > 0:
-            raise UsageError(f"network bandwidth {network_gb_s} GB/s is not above 0: give one direction, per GPU")
+        if network_gb_s is not None and not 0 < network_gb_s < math.inf:
+            raise UsageError(
+                f"network bandwidth {network_gb_s} GB/s is not above 0 and finite: give one direction, per GPU"
+            )
         link = gpu.link_gb_s or (gpu.host_gb_s or 16.0) * PEER_TO_PEER_PCIE
         card = network_gb_s or gpu.network_gb_s or DEFAULT_NETWORK_GB_S
         # What was measured (`hfscale plan --calibrate`) is the rate itself, not a datasheet's to take a part of.

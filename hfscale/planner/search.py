@@ -54,6 +54,8 @@ def search(question: Question, gpus: int) -> tuple[list[Estimate], list[Rejected
                 rejected.append(found)
         if chosen:
             break
+    if question.method != "full" and gpus > 1:
+        rejected.append(_without_cut_adapters(gpus))
     if question.shape.moe is not None and question.stack == "hf":
         rejected.append(_without_expert_parallelism(question, gpus))
     return sorted(chosen, key=lambda estimate: estimate.time.total), rejected
@@ -82,6 +84,16 @@ def _try(question: Question, job: Job) -> Estimate | Rejected:
             f"{job.layout.pp} pipeline stages going: give --global-batch {job.layout.pp * job.data_parallel} or more"
         )
     return _too_large(job, needed)
+
+
+def _without_cut_adapters(gpus: int) -> Rejected:
+    """What adapters are not offered, and why."""
+    return Rejected(
+        layout=ParallelLayout(tp=gpus),
+        strategy="parallel",
+        reason="tensor and pipeline parallelism: adapters are planned with data parallelism alone, for peft puts them "
+        "on whole matrices; --method qlora or more GPUs (FSDP2) make room",
+    )
 
 
 def _without_expert_parallelism(question: Question, gpus: int) -> Rejected:
