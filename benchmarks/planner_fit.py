@@ -265,13 +265,15 @@ def main() -> None:
         run for run in load(hidden=("method", "virtual_stages", "interconnect", "loss"))[0] if run.tokens_per_s_per_gpu
     ]
     result["all_rows_published_columns_only"] = figures(plain, residuals(plain, fitted))
-    result["choice"] = planner_choice.figures(usable, fitted)
+    result["choice"] = planner_choice.figures(usable, residuals(usable, fitted))
     peaks = planner_memory.stated(runs)
     fitted = planner_memory.fit_peaks(peaks, fitted)
     result["memory"] = planner_memory.figures([(run, planner_memory.error(run, fitted)) for run in peaks])
     result["memory_leave_one_source_out"] = planner_memory.figures(planner_memory.leave_one_out(peaks, fitted))
     if not arguments.quick:
-        result["leave_one_source_out"] = figures(usable, leave_one_out(usable, fitted))
+        unseen = leave_one_out(usable, fitted)
+        result["leave_one_source_out"] = figures(usable, unseen)
+        result["choice_leave_one_source_out"] = planner_choice.figures(usable, unseen)
     result["constants"] = {
         f"{group}.{name}": float(f"{getattr(fitted[group.partition('+')[0]], name):.4g}")
         for group, name in (*names(), *PEAKS)
