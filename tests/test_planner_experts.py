@@ -107,6 +107,9 @@ class TestUnevenPipelines:
     def test_they_are_proposed_unless_they_waste_much(self):
         found = plan("deepseek-v3", gpu="H800", gpus=2048, global_batch=15360, stack="megatron", top=1000)
         stages = {choice.estimate.job.layout.pp for choice in found.choices}
+        assert found.choices[0].estimate.job.overlapped_experts
+        assert sum("while another micro-batch is computed" in text for text in found.assumptions) == 1
+        assert any(text.startswith("61 layers on") for text in found.assumptions)
         assert {4, 8, 16} <= stages
         for size in stages - {1}:
             assert math.ceil(61 / size) * size <= 1.15 * 61
