@@ -33,8 +33,10 @@ def number(row: Mapping[str, str], key: str) -> float | None:
         `UsageError`: It is no number, or not above 0.
     """
     text = text_of(row, key)
-    if not text:
-        return None
+    return _number_of(key, text) if text else None
+
+
+def _number_of(key: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -53,9 +55,9 @@ def whole(row: Mapping[str, str], key: str) -> int | None:
     text = text_of(row, key)
     if key == "zero" and text in ("0", "0.0"):
         return 0
-    value = number(row, key)
-    if value is None:
+    if not text:
         return None
+    value = _number_of(key, text)
     if value != int(value):
         raise UsageError(f"{key} {text} is not a whole number: correct it, or leave it blank")
     return int(value)
