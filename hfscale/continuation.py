@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 
 from hfscale import distributed
@@ -190,8 +189,3 @@ def check_resumed(trainer: "Trainer") -> None:
             manifest.global_batch_size, size, trainer.args.world_size,
             manifest.step * size, manifest.step * manifest.global_batch_size,
         )  # fmt: skip
-    if isinstance(trainer.train_dataset, IterableDataset) and not trainer.args.ignore_data_skip:
-        logger.info(
-            "a stream has no places to jump to: the %d sequences already seen are read again and left out",
-            manifest.step * size,
-        )

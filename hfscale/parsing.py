@@ -79,12 +79,20 @@ def parse_arguments(argv: Sequence[str] | None = None, *, also: Sequence[type] =
     _, data, _, training, *_ = parsed
     if data.streaming and training.max_steps < 0:
         raise UsageError("--streaming reads a text whose length is not known: give --max_steps")
+    if data.streaming and "dataloader_num_workers" not in _given(tokens):
+        # Where processes are in a stream is not known; `PlacedStream`'s thread, which reads ahead without them, is.
+        training.dataloader_num_workers, training.dataloader_persistent_workers = 0, False
+        training.dataloader_prefetch_factor = None
     return tuple(parsed)
+
+
+def _given(tokens: Sequence[str]) -> set[str]:
+    return {token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")}
 
 
 def _embedded_defaults(tokens: Sequence[str]) -> list[str]:
     """The flags of the embedded default run, where neither a model nor a text is named."""
-    given = {token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")}
+    given = _given(tokens)
     if given.intersection(_NAMES_A_RUN):
         return []
     excluded = {_EXCLUDES[name] for name in given if name in _EXCLUDES}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +83,10 @@ class ForkServer:
     def wait_for_any(self, job: Job, timeout_s: float) -> None:
         """Until one of the processes has ended."""
         self._wait(lambda: job.ended, timeout_s)
+
+    def wait_until(self, job: Job, is_so: Callable[[], bool], timeout_s: float) -> None:
+        """Until `is_so`, or until all processes have ended."""
+        self._wait(lambda: is_so() or len(job.ended) == len(job.pids), timeout_s)
 
     def _kill(self, job: Job) -> None:
         for pid in job.pids:

@@ -34,6 +34,17 @@ _FSDP = {
 }
 
 
+def environment_of(strategy: str) -> dict[str, str]:
+    """What `accelerate launch` tells the ranks of a strategy."""
+    if strategy.startswith("zero"):
+        return {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_configs" / f"{strategy}.json"),
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(strategy == "zero3").lower(),
+        }
+    return dict(_FSDP) if strategy == "fsdp2" else {}
+
+
 def warm_up() -> None:
     """Import, before anything is forked, what every rank would import."""
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
@@ -79,15 +90,9 @@ def run_recipe(
             "--tp_size", str(tp), "--pp_size", str(pp), "--gradient_accumulation_steps", str(micro_batches),
             "--per_device_train_batch_size", str(batch), *flags,
         )  # fmt: skip
-    env = dict(_FSDP) if strategy == "fsdp2" else {}
+    env = environment_of(strategy)
     if hsdp:
         env |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(ranks // 2)}
-    if strategy.startswith("zero"):
-        env |= {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": f"ds_configs/{strategy}.json",
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(strategy == "zero3").lower(),
-        }
     if "--per_device_train_batch_size" not in flags:
         flags = ("--per_device_train_batch_size", str(GLOBAL_BATCH // ranks), *flags)
     codes = run_ranks(ranks, _recipe, script, folder, [*FLAGS, *flags], log=folder / "log", env=env)

@@ -9,6 +9,9 @@ from tiny import tiny_trainer
 
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.lock import LOCK_NAME, lock_output_dir, unlock_output_dir
+from hfscale.checkpoint.manifest import MANIFEST_NAME
+from hfscale.checkpoint.store import UNFINISHED
+from hfscale.checkpoint.writer import finish_renames
 from hfscale.errors import UsageError
 
 
@@ -44,6 +47,16 @@ def test_a_second_run_is_told_who_holds_it_and_nothing_is_lost(holder, tmp_path)
     with pytest.raises(UsageError, match=message):
         tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps").train()
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK_NAME, "checkpoint-9"]
+
+
+def test_what_its_holder_is_about_to_put_in_place_is_left_to_it(holder, tmp_path):
+    unnamed = tmp_path / UNFINISHED / "checkpoint-4"
+    unnamed.mkdir(parents=True)
+    (unnamed / MANIFEST_NAME).touch()
+    assert finish_renames(tmp_path) == []
+    holder.kill()
+    holder.pid = None
+    assert finish_renames(tmp_path) == [tmp_path / "checkpoint-4"]
 
 
 def test_a_killed_run_holds_nothing(holder, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from hfscale import latest_checkpoint
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.store import commit, list_checkpoints, rotate, set_aside, verify, write_atomically
+from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.errors import CheckpointError
 
 
@@ -118,6 +120,17 @@ def test_rotation_keeps_the_newest_the_best_and_what_is_not_committed(tmp_path):
     make(tmp_path, 5, committed=False)
     rotate(tmp_path, limit=2, keep=tmp_path / "checkpoint-1")
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 3, 4, 5)]
+
+
+def test_a_rotation_cut_short_leaves_nothing_in_its_place(tmp_path, monkeypatch):
+    for step in (1, 2):
+        make(tmp_path, step)
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
+        rotate(tmp_path, limit=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
+    clear_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
 def test_rotation_never_deletes_the_last_good_one(tmp_path):

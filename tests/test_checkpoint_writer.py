@@ -22,8 +22,8 @@ from hfscale import SpotCheckpointCallback, corpus, latest_checkpoint
 from hfscale.callbacks import trainer_saving
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
-from hfscale.checkpoint.store import verify
-from hfscale.checkpoint.writer import UNFINISHED, CheckpointWriter, clear_unfinished, finish_renames, owner
+from hfscale.checkpoint.store import UNFINISHED, verify
+from hfscale.checkpoint.writer import CheckpointWriter, clear_unfinished, finish_renames, owner
 from hfscale.errors import StorageError
 
 

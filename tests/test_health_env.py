@@ -1,13 +1,16 @@
 """The lint of a node: each rule with a case that is wrong and one that is right."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from hfscale.errors import StorageError, UsageError
-from hfscale.health import disk
-from hfscale.health.env import STALE, Node, build_locks, lint
+from hfscale.health import build_locks, disk
+from hfscale.health.build_locks import abandoned_locks, remove_abandoned_locks
+from hfscale.health.env import STALE, Node, lint
 
 NODE = Node(
     host="node-a", interfaces={"lo": True, "eth0": True, "eth1": False, "ib0": True}, ib_devices=("mlx5_0", "mlx5_1"),
@@ -28,16 +31,32 @@ def test_a_node_in_order_has_nothing_to_tell():
     assert told({"NCCL_SOCKET_IFNAME": "^lo,docker"}) == []
 
 
-def test_a_lock_that_a_killed_build_has_left(tmp_path):
+def test_a_lock_that_a_killed_build_has_left(tmp_path, monkeypatch):
     given, default = tmp_path / "given", tmp_path / "cache" / "torch_extensions" / "py311_cpu"
-    for folder in (given / "fused_adam", default / "cpu_adam", default / "just_now"):
+    for folder in (given / "fused_adam", given / "held", default / "cpu_adam"):
         folder.mkdir(parents=True)
         (folder / "lock").touch()
-        if folder.name != "just_now":
-            os.utime(folder / "lock", (0, 0))
-    assert build_locks({"TORCH_EXTENSIONS_DIR": str(given)}) == [given / "fused_adam" / "lock"]
-    assert build_locks({"XDG_CACHE_HOME": str(tmp_path / "cache")}) == [default / "cpu_adam" / "lock"]
-    assert build_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}) == []
+    here, cached = {"TORCH_EXTENSIONS_DIR": str(given)}, {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    holds = "import sys; held = open(sys.argv[1]); print(flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", holds, given / "held" / "lock"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    holder.stdout.readline()
+    assert abandoned_locks(here) == [given / "fused_adam" / "lock"]
+    assert abandoned_locks(cached) == [default / "cpu_adam" / "lock"]
+    assert abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}) == []
+    monkeypatch.setattr(build_locks, "_SHARED_FILE_SYSTEMS", ("",))  # where a holder may be on another machine
+    assert abandoned_locks(cached) == []
+    os.utime(default / "cpu_adam" / "lock", (0, 0))
+    assert abandoned_locks(cached) == [default / "cpu_adam" / "lock"]
+    monkeypatch.undo()
+    remove_abandoned_locks(here)
+    assert [path.parent.name for path in given.glob("*/lock")] == ["held"]
+    holder.kill()
+    holder.wait(30)
+    remove_abandoned_locks(here)
+    assert not list(given.glob("*/lock"))
     ((level, message),) = told({}, replace(NODE, build_locks=("/x/lock",)))
     assert level == "warning"
     assert message.startswith("/x/lock is left from a build")

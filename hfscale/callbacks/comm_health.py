@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +16,9 @@ from hfscale.callbacks.trainer_access import BatchBell, calling_trainer
 from hfscale.callbacks.trainer_saving import finish_saves
 from hfscale.checkpoint.store import latest_checkpoint, set_aside
 from hfscale.errors import HealthError, StrategyMismatchError, UsageError
-from hfscale.health import env, verdict
+from hfscale.health import verdict
 from hfscale.health.board import Board
+from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.health.findings import Finding
 from hfscale.health.gpu import GpuWatch, sensor_of
 from hfscale.health.hang import HangWatchdog, Limits
@@ -91,7 +91,7 @@ class CommHealthCallback(TrainerCallback):
     ) -> None:
         check_launch(args)
         if args.deepspeed and args.local_process_index == 0:  # now: it is before training begins that it would wait
-            tell([env.build_lock_finding(str(path), socket.gethostname()) for path in env.build_locks(os.environ)])
+            remove_abandoned_locks(os.environ)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -6,8 +6,8 @@ from transformers import TrainerState
 
 from hfscale import distributed
 from hfscale.checkpoint.remote import RemoteStore
+from hfscale.checkpoint.store import UNFINISHED
 from hfscale.checkpoint.uploader import Uploader, bring_newest
-from hfscale.checkpoint.writer import UNFINISHED
 from hfscale.errors import StorageError
 from hfscale.logs import get_logger
 

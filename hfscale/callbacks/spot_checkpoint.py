@@ -1,6 +1,7 @@
 """Checkpoints on a cadence of steps and minutes, committed by a manifest, with a status file for schedulers."""
 
 import atexit
+import os
 import sys
 import time
 from contextlib import suppress
@@ -13,15 +14,17 @@ from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.callbacks.remote_copies import RemoteCopies
+from hfscale.callbacks.stream_place import StreamPlace
 from hfscale.callbacks.trainer_access import calling_trainer, resumed_from
 from hfscale.callbacks.trainer_saving import TrainerSaving
-from hfscale.checkpoint.lock import lock_output_dir, unlock_output_dir
+from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.status import write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
-from hfscale.checkpoint.writer import clear_unfinished
+from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.continuation import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.errors import StorageError, UsageError
+from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.logs import get_logger
 from hfscale.metrics.pace import StepPace
 
@@ -122,13 +125,17 @@ class SpotCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._take_over_rotation(args)
+        StreamPlace.attach(calling_trainer())
+        finish_renames(Path(args.output_dir))  # so that plain `resume_from_checkpoint=True` finds them too
+        if args.deepspeed and args.local_process_index == 0:  # it is before training begins that it would wait
+            remove_abandoned_locks(os.environ)
         if self.remote is not None:
             self.remote.fetch(Path(args.output_dir))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        _lock(args)
+        lock_for_all_ranks(args.output_dir, is_holder=args.should_save)
         trainer = calling_trainer()
         self._wait()  # for what a training that was broken off has left in flight
         finish_universal_load(trainer)
@@ -303,16 +310,3 @@ class SpotCheckpointCallback(TrainerCallback):
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
             with suppress(OSError):  # a full disk may be why it failed; that has been said, and this is the last act
                 self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))
-
-
-def _lock(args: TrainingArguments) -> None:
-    """Take the output directory on the main process; every rank learns whether that went well."""
-    error: UsageError | None = None
-    if args.should_save:
-        try:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            lock_output_dir(args.output_dir)
-        except UsageError as refused:
-            error = refused
-    if distributed.all_max([float(error is not None)])[0]:
-        raise error or UsageError(f"{args.output_dir} is in use by another run")

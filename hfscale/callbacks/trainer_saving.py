@@ -35,7 +35,8 @@ from hfscale.callbacks.trainer_files import (
 from hfscale.callbacks.zero_saving import DeferredWrites, can_defer
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
-from hfscale.checkpoint.writer import UNFINISHED, CheckpointJob, CheckpointWriter
+from hfscale.checkpoint.store import UNFINISHED
+from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
 from hfscale.logs import get_logger
 from hfscale.strategy import running_strategy
 

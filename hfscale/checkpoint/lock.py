@@ -8,6 +8,7 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hfscale import distributed
 from hfscale.errors import UsageError
 from hfscale.logs import get_logger
 
@@ -48,6 +49,41 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
     _held[path] = descriptor
+
+
+def is_held_by_another(output_dir: str | os.PathLike[str]) -> bool:
+    """Whether another process holds `output_dir` at this moment."""
+    path = Path(output_dir).resolve() / LOCK_NAME
+    if path in _held or not path.exists():
+        return False
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    finally:
+        os.close(descriptor)  # and with it goes the lock
+    return False
+
+
+def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -> None:
+    """Make the output directory where there is none, and lock it. Call it on every rank.
+
+    Args:
+        is_holder (`bool`): this rank locks it: the main process, or one on each node where each has a disk of its own.
+
+    Raises:
+        UsageError: another run holds it; on every rank.
+    """
+    error: UsageError | None = None
+    if is_holder:
+        try:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            lock_output_dir(output_dir)
+        except UsageError as refused:
+            error = refused
+    if distributed.all_max([float(error is not None)])[0]:
+        raise error or UsageError(f"{output_dir} is in use by another run")
 
 
 def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:

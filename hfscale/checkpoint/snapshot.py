@@ -123,22 +123,37 @@ def _copy_tensor(tensor: torch.Tensor, buffer: Callable[[torch.Tensor], torch.Te
 
 def _transfer(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """All copies, as (to, from): those from accelerators in one go with one wait, those in host memory by threads."""
-    devices, slices = set(), []
+    devices, pieces = set(), []
     for target, source in copies:
-        if source.device.type == "cpu":
-            slices += zip(target.split(_SLICE_BYTES), source.split(_SLICE_BYTES), strict=True)
-        else:
+        if source.device.type != "cpu":
             devices.add(source.device)
             target.copy_(source, non_blocking=True)
-    threads = _copy_threads()
-    if threads == 1 or sum(target.numel() for target, _ in slices) < 2 * _SLICE_BYTES:
-        for target, source in slices:
-            target.copy_(source)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda pair: pair[0].copy_(pair[1]), slices))
+        elif target.numel() > _SLICE_BYTES:
+            pieces += zip(target.split(_SLICE_BYTES), source.split(_SLICE_BYTES), strict=True)
+        else:
+            pieces.append((target, source))
+    _copy_in_threads(pieces)
     for device in devices:
         torch.accelerator.synchronize(device)
+
+
+def _copy_in_threads(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    left = iter(pieces)  # a task for each of hundreds of pieces would cost more than the small ones take
+
+    def copy_some() -> None:
+        for target, source in left:
+            target.copy_(source)
+
+    size = sum(target.numel() for target, _ in pieces)
+    helpers = min(_copy_threads() - 1, size // _SLICE_BYTES)
+    if helpers == 0:
+        copy_some()
+        return
+    with ThreadPoolExecutor(helpers) as pool:
+        helping = [pool.submit(copy_some) for _ in range(helpers)]
+        copy_some()
+    for thread in helping:
+        thread.result()
 
 
 def _copy_threads() -> int:

@@ -12,6 +12,9 @@ from hfscale.logs import get_logger
 
 logger = get_logger(__name__)
 
+UNFINISHED = ".unfinished"
+"""Folder in the output directory, on the same file system: what is being written, fetched or deleted. Nobody looks for
+checkpoints there, and the next launch clears it."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -116,15 +119,18 @@ def set_aside(output_dir: str | os.PathLike[str], *, after_step: int) -> list[Pa
 def rotate(output_dir: str | os.PathLike[str], *, limit: int, keep: Path | None = None) -> list[Path]:
     """Delete the oldest committed checkpoints beyond `limit`; returns those deleted.
 
-    Only committed checkpoints count, so an unfinished one never costs a good one its place; and the manifest goes
-    first, so that a deletion cut short leaves an incomplete checkpoint, not a corrupt one. `keep` (the best one, say)
-    stays beside the newest `limit`.
+    Only committed checkpoints count, so an unfinished one never costs a good one its place; and each leaves its place
+    in one piece before it is deleted, so that a deletion cut short leaves no part of it there. `keep` (the best one,
+    say) stays beside the newest `limit`.
     """
     committed = [path for path in list_checkpoints(output_dir) if (path / MANIFEST_NAME).is_file()]
     doomed = list(_beyond(committed, limit, keep))
     for checkpoint in doomed:
-        (checkpoint / MANIFEST_NAME).unlink()
-        shutil.rmtree(checkpoint)
+        condemned = checkpoint.parent / UNFINISHED / f"{checkpoint.name}.deleted"
+        condemned.parent.mkdir(exist_ok=True)
+        shutil.rmtree(condemned, ignore_errors=True)
+        checkpoint.rename(condemned)
+        shutil.rmtree(condemned)
     return doomed
 
 

@@ -13,8 +13,7 @@ from typing import TypeVar
 from hfscale import distributed
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.remote import RemoteStore, redacted
-from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify
-from hfscale.checkpoint.writer import UNFINISHED
+from hfscale.checkpoint.store import UNFINISHED, checkpoint_step, latest_checkpoint, verify
 from hfscale.errors import CheckpointError, HfScaleError, StorageError
 from hfscale.logs import get_logger
 

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from typing import Any
 import torch.distributed as dist
 
 from hfscale import distributed
+from hfscale.checkpoint.lock import is_held_by_another
 from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, checkpoint_files
-from hfscale.checkpoint.store import flush, write_atomically
+from hfscale.checkpoint.store import UNFINISHED, flush, write_atomically
 from hfscale.errors import StorageError
 from hfscale.logs import get_logger
 
 logger = get_logger(__name__)
 
-UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 # Files that carry the number of the rank that writes them: Trainer's RNG states, torch's distributed checkpoints and
 # DeepSpeed's partitions. All others are written by rank 0.
@@ -149,14 +150,20 @@ def unfinished_folder(run_dir: Path, step: int) -> Path:
 
 
 def finish_renames(run_dir: Path) -> list[Path]:
-    """Put in place what a process left complete but unnamed: it was ended between its manifest and its renames."""
+    """Put in place what a process left complete but unnamed: it was ended between its manifest and its renames.
+
+    Any rank may call it at any time. Nothing is done while another process holds the folder: it will do so itself.
+    """
+    if is_held_by_another(run_dir):
+        return []
     put = []
     for folder in sorted((run_dir / UNFINISHED).glob("checkpoint-*")):
         name = folder.name.removesuffix(_REPLACED)
         target = run_dir / name
         if re.fullmatch(r"checkpoint-\d+", name) and (folder / MANIFEST_NAME).is_file() and not target.exists():
-            folder.rename(target)
-            put.append(target)
+            with suppress(FileNotFoundError):  # another rank was quicker
+                folder.rename(target)
+                put.append(target)
     return put
 
 
@@ -164,6 +171,8 @@ def clear_unfinished(run_dir: Path) -> None:
     """Delete what an ended process left behind half-written. Call it where no other process writes to the folder."""
     finish_renames(run_dir)
     shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)
+    for path in run_dir.glob(".hfscale*.tmp"):  # of `write_atomically`
+        path.unlink(missing_ok=True)
 
 
 def _write_and_commit(job: CheckpointJob, group: dist.ProcessGroup | None) -> None:

@@ -29,6 +29,7 @@ def write_speed(folder: Path, probe_bytes: int = PROBE_BYTES) -> float:
         try:
             begun = time.perf_counter()
             with probe.open("wb") as file:
+                probe.unlink()  # now: a process that is killed leaves nothing behind
                 for _ in range(probe_bytes // len(block)):
                     file.write(block)
                 file.flush()

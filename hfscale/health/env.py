@@ -3,11 +3,9 @@
 Everything here reads; nothing is changed. Thresholds without a source are hfscale's own and say so.
 """
 
-import contextlib
 import os
 import resource
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +13,10 @@ from pathlib import Path
 import psutil
 
 from hfscale.errors import UsageError
+from hfscale.health.build_locks import abandoned_locks, lock_finding
 from hfscale.health.findings import Finding, Level
 
 GIB = 2**30
-BUILD_LOCK_AGE_S = 600.0
-"""Age from which torch's lock on an extension's folder is taken to be left over; our own choice: the longest build
-that we have seen, DeepSpeed's CPU Adam on busy cores, takes half of it."""
 STALE = {
     # ProcessGroupNCCL.hpp and FlightRecorder.hpp of torch 2.13 read the new name first, then the old one.
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -83,7 +79,7 @@ class Node:
                 "memlock": _limit(resource.RLIMIT_MEMLOCK),
                 "nproc": _limit(resource.RLIMIT_NPROC),
             },
-            build_locks=tuple(map(str, build_locks(os.environ))),
+            build_locks=tuple(map(str, abandoned_locks(os.environ))),
         )
 
 
@@ -99,34 +95,8 @@ def lint(environ: Mapping[str, str], node: Node) -> list[Finding]:
     for check in (_launch, _interfaces, _transports, _errors_and_debugging, _stale, _devices):
         check(environ, node, nodes, local, say)
     _limits(node, local, say)
-    found += [build_lock_finding(path, node.host) for path in node.build_locks]
+    found += [lock_finding(path, node.host) for path in node.build_locks]
     return found
-
-
-def build_locks(environ: Mapping[str, str]) -> list[Path]:
-    """Locks that a killed process has left: `torch.utils.cpp_extension` (2.13) waits for one without end or word."""
-    cache = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
-    old = time.time() - BUILD_LOCK_AGE_S
-    # Below the folder given, an extension each; below the default one, first a folder for each Python and CUDA.
-    found = []
-    for path in (*root.glob("*/lock"), *root.glob("*/*/lock")):
-        with contextlib.suppress(FileNotFoundError):  # a build has just ended
-            if path.stat().st_mtime < old:
-                found.append(path)
-    return sorted(found)
-
-
-def build_lock_finding(path: str, host: str) -> Finding:
-    """What to say of such a lock."""
-    message = (
-        f"{path} is left from a build that was killed: DeepSpeed, where it needs that extension, waits for it without "
-        "end; delete it"
-    )
-    return Finding(level="warning", check="build lock", message=message, host=host)
-
-
-Say = Callable[[Level, str, str], None]
 
 
 def whole(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -143,6 +113,9 @@ def whole(environ: Mapping[str, str], name: str, default: int) -> int:
 
 def _is_on(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "").strip().lower() in _TRUE
+
+
+Say = Callable[[Level, str, str], None]
 
 
 def _launch(environ: Mapping[str, str], node: Node, nodes: int, local: int, say: Say) -> None:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class Ended:
     codes: list[int]
     err: str
     deeds: list[Deed]
+    sizes: dict[Path, int]
+    """Of the files that were there before."""
 
     def committed_step(self, struck_at: int) -> int:
         """The newest step whose checkpoint stood in its place before that deed, at which all went wrong."""
@@ -72,29 +75,49 @@ class Crashes:
         shutil.copytree(self.folder / "start", target)
         return target
 
-    def train(self, cwd: Path, steps: int, *, ranks: int = 1, at: int = 0, errno: int = 0, rank: int = 0) -> Ended:
-        """Train to `steps`; at the deed number `at` of `rank` all ranks are lost, or with `errno` its disk fails."""
+    def train(
+        self,
+        cwd: Path,
+        steps: int,
+        *,
+        ranks: int = 1,
+        at: int = 0,
+        after_s: float | None = None,
+        errno: int = 0,
+        rank: int = 0,
+        env: dict[str, str] | None = None,
+    ) -> Ended:
+        """Train to `steps`, with `env` beside this process's own environment.
+
+        All ranks are lost at the deed number `at` of `rank`, or so many seconds after its first one; with `errno` they
+        live and the disk of `rank` fails from that deed on.
+        """
         cwd.mkdir(exist_ok=True)
+        sizes = {path: path.stat().st_size for path in cwd.rglob("*") if path.is_file()}
         with tempfile.TemporaryDirectory() as folder:
             out, err, log = (Path(folder) / name for name in ("out", "err", "log"))
             crash = {"CRASH_FOLDER": f"{cwd}/", "CRASH_LOG": str(log), "CRASH_AT": str(at), "CRASH_RANK": str(rank)}
-            env = os.environ | crash | ({"CRASH_ERRNO": str(errno)} if errno else {})
+            settings = os.environ | (env or {}) | crash | ({"CRASH_ERRNO": str(errno)} if errno else {})
             argv = [str(WORKER), str(steps)]
-            job = self.server.start("script", argv, cwd=cwd, env=env, out=out, err=err, ranks=ranks)
-            if at and not errno and ranks > 1:
+            job = self.server.start("script", argv, cwd=cwd, env=settings, out=out, err=err, ranks=ranks)
+            if after_s is not None:
+                self.server.wait_until(job, log.exists, LIMIT_S)
+                time.sleep(after_s)
+                job.signal(signal.SIGKILL)
+            elif at and not errno and ranks > 1:
                 self.server.wait_for_any(job, LIMIT_S)
                 job.signal(signal.SIGKILL)
             codes = self.server.wait(job, LIMIT_S)
             lines = log.read_text().splitlines() if log.exists() else []
             deeds = [Deed(int(n), name, Path(path)) for n, name, path in (line.split(" ", 2) for line in lines)]
-            return Ended(codes, err.read_text(), deeds)
+            return Ended(codes, err.read_text(), deeds, sizes)
 
-    def lose_unflushed(self, cwd: Path, ended: Ended) -> None:
+    @staticmethod
+    def lose_unflushed(ended: Ended) -> None:
         """Cut each file that was not flushed back to what it held when the trial began."""
         for path in ended.unflushed():
-            before = self.folder / "start" / path.relative_to(cwd)
             if path.is_file():
-                os.truncate(path, before.stat().st_size if before.is_file() else 0)
+                os.truncate(path, min(path.stat().st_size, ended.sizes.get(path, 0)))
 
     @staticmethod
     def records(cwd: Path) -> list[tuple[int, float, float]]:

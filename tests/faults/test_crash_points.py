@@ -64,7 +64,7 @@ def assert_survives_the_machine(crashes, at, *, relaunch):
     assert -9 in ended.codes, f"deed {at} was never done"
     committed = ended.committed_step(at)
     assert_usable(cwd, committed)
-    crashes.lose_unflushed(cwd, ended)
+    crashes.lose_unflushed(ended)
     assert_usable(cwd, committed)
     if relaunch:
         assert_ends_as_whole(crashes, cwd)

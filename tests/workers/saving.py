@@ -5,18 +5,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tiny import tiny_trainer
+from tiny import RandomTokens, tiny_arguments, tiny_model
+from transformers import Trainer
 
 from hfscale import ScalingCallback, latest_checkpoint
+from hfscale.arguments import ParallelArguments
 from hfscale.entrypoint import run
+from hfscale.parallelism import set_up_parallelism
 from hfscale.resume import is_finished
 
 
 def main() -> None:
-    trainer = tiny_trainer(
-        "out", ScalingCallback(), save_strategy="steps", save_steps=1, save_total_limit=2, max_steps=int(sys.argv[1]),
-        learning_rate=1e-3, dataloader_num_workers=0,
+    args = tiny_arguments(
+        "out", save_strategy="steps", save_steps=1, save_total_limit=2, max_steps=int(sys.argv[1]), learning_rate=1e-3,
+        dataloader_num_workers=0,
     )  # fmt: skip
+    set_up_parallelism(ParallelArguments(), args)  # without it accelerate runs no FSDP on a CPU
+    trainer = Trainer(model=tiny_model(), args=args, train_dataset=RandomTokens(), callbacks=[ScalingCallback()])
     checkpoint = latest_checkpoint("out")
     if not is_finished(trainer, checkpoint):
         trainer.train(resume_from_checkpoint=checkpoint)

@@ -1,0 +1,219 @@
+"""Where in a stream the training is, so that a resumed run goes on there without reading again what it has seen.
+
+Trainer knows only how many batches it has taken from a stream, and on resume takes as many again and drops them. A
+stream of `datasets` can say where it stands (`IterableDataset.state_dict`), but data loaders read ahead. So
+`PlacedStream` remembers the place after each of the samples handed out last, and `StreamPlace` keeps, in
+`trainer_state.json`, the one after the last sample of the last step. It is the same for any number of ranks: one rank
+reads for all, or each reads all.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import xxhash
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale import distributed
+from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size, resumed_from, saved_state
+from hfscale.logs import get_logger
+
+logger = get_logger(__name__)
+
+_READ_AHEAD = 64  # samples
+_COMPARED = 64  # entries of each column by which a sample is known again
+
+
+class PlacedStream(IterableDataset[Any]):
+    """A stream that can be put back to where it was after any of the last samples that it handed out.
+
+    A thread reads ahead, so that reading and tokenising need no data loader process, whose place nobody would know.
+
+    Args:
+        dataset (`IterableDataset`): with `state_dict` and `load_state_dict`, as those of `datasets`.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._start: dict[str, Any] | None = None
+        self._places: dict[int, tuple[Any, Any]] = {}
+        self._count, self._has_ended, self._first_epoch = 0, False, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """What accelerate calls before each pass; a resumed run counts its passes from 0 again."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._first_epoch + epoch)
+
+    def go_to(self, place: dict[str, Any]) -> None:
+        """Let the next pass begin at a place that `place_after` has given."""
+        self._first_epoch, self._start = place["pass"], place
+
+    def place_after(self, samples: int) -> dict[str, Any] | None:
+        """The place in this pass after so many samples; None where it is not known. Earlier ones are forgotten.
+
+        It is known once the next sample has been read too: by that one a resumed run sees that it is right.
+        """
+        if self._has_ended and samples >= self._count:
+            return {"state": None}
+        for count in [count for count in self._places if count < samples]:
+            del self._places[count]
+        here, after = self._places.get(samples), self._places.get(samples + 1)
+        return {"state": here[0], "next": _digest(after[1])} if here is not None and after is not None else None
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._start = self._start, None
+        self._places, self._has_ended, self._count = {}, False, 0
+        if start is None or start["state"] is None:
+            yield from self._hand_out(None)
+            return
+        self._count = start["samples"]
+        samples = self._hand_out(start["state"])
+        first = next(samples, None)
+        if first is not None and _digest(first) == start["next"]:
+            yield first
+            yield from samples
+            return
+        samples.close()
+        logger.warning(
+            "the stream does not go on where it was, as one with a shuffle buffer cannot: the %d sequences already "
+            "seen are read again and left out", start["samples"],
+        )  # fmt: skip
+        self._places, self._has_ended, self._count = {}, False, 0
+        for sample in self._hand_out(None):
+            if self._count > start["samples"]:
+                yield sample
+
+    def _hand_out(self, state: Any) -> Iterator[Any]:
+        if state and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(state["epoch"])  # else it would not be taken
+        self.dataset.load_state_dict(state or {})
+        for sample, after in _read_ahead(self.dataset):
+            self._count += 1
+            self._places[self._count] = (after, sample)
+            yield sample
+        self._has_ended = True
+
+
+def _read_ahead(dataset: Any) -> Iterator[tuple[Any, Any]]:
+    """Each sample with the place after it, read by a thread."""
+    waiting: queue.Queue[Any] = queue.Queue(_READ_AHEAD)
+    is_left, end = threading.Event(), object()
+
+    def hand_over(item: Any) -> None:
+        while not is_left.is_set():
+            try:
+                waiting.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def read() -> None:
+        try:
+            for sample in dataset:
+                hand_over((sample, dataset.state_dict()))
+                if is_left.is_set():
+                    return
+        except Exception as error:  # raised where the samples are wanted
+            hand_over(error)
+        hand_over(end)
+
+    thread = threading.Thread(target=read, name="hfscale-stream", daemon=True)
+    thread.start()
+    try:
+        while (item := waiting.get()) is not end:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        is_left.set()
+        thread.join()
+
+
+def _digest(sample: Any) -> str:
+    """By which a sample is known again."""
+    columns = sample.items() if isinstance(sample, dict) else enumerate([sample])
+    heads = [(name, value[:_COMPARED] if hasattr(value, "__getitem__") else value) for name, value in columns]
+    return xxhash.xxh3_64_hexdigest(repr(heads).encode())
+
+
+class StreamPlace(TrainerCallback):
+    """Keeps the place of a Trainer's stream in its checkpoints, and resumes there. Made by `attach`."""
+
+    def __init__(self, stream: PlacedStream) -> None:
+        self.stream = stream
+        self._first_pass = self._pass = 0
+        self._samples = self._steps = self._at_step = 0  # taken in this pass, and when that was so
+        self._begun_with = 0
+        self._resumed: str | None = None  # from where, until the first step
+        self._skips = False
+
+    @classmethod
+    def attach(cls, trainer: Trainer) -> None:
+        """Put a `PlacedStream` before a stream that knows its place. Call it when the Trainer is being made."""
+        dataset = trainer.train_dataset
+        if isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__") and hasattr(dataset, "state_dict"):
+            trainer.train_dataset = PlacedStream(dataset)
+            trainer.add_callback(cls(trainer.train_dataset))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._first_pass, self._pass, self._resumed = 0, -1, None
+        if args.dataloader_num_workers:
+            logger.info(
+                "a resumed run reads again what was seen of a stream, for its place is not known where data loader "
+                "processes read it: with dataloader_num_workers 0 it goes on there"
+            )
+        place = saved_state(state, "stream")
+        is_known = bool(place) and not args.dataloader_num_workers
+        resumed = None if args.ignore_data_skip else resumed_from()
+        if resumed is None:
+            return
+        mine = place["samples"] if is_known and distributed.rank() == 0 else -1  # other nodes may know of no place
+        self._begun_with = int(distributed.all_max([float(mine)])[0])
+        if self._begun_with < 0:
+            seen = state.global_step * global_batch_size(calling_trainer())
+            logger.info("the place in the stream is not known: the %d sequences already seen are read again", seen)
+            return
+        self._resumed, self._skips = resumed, args.ignore_data_skip
+        args.ignore_data_skip = True  # for the first pass: Trainer would take batches and drop them
+        if is_known:
+            self.stream.go_to(place)
+            self._first_pass, self._samples, self._steps = place["pass"], place["samples"], place["steps"]
+            self._at_step = state.global_step
+            logger.info("the stream goes on after %d sequences of its pass %d", self._samples, self._first_pass + 1)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._pass += 1
+        if self._resumed is not None and self._begun_with == 0:  # a pass begins with drawing the loader's seed
+            calling_trainer()._load_rng_state(self._resumed)
+        if self._resumed is None:
+            self._samples, self._steps, self._at_step = 0, 0, state.global_step
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._resumed is not None:
+            if self._begun_with > 0:  # where Trainer restores it when it has skipped: behind the first batch
+                calling_trainer()._load_rng_state(self._resumed)
+            args.ignore_data_skip, self._resumed = self._skips, None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer, steps = calling_trainer(), state.global_step - self._at_step
+        samples = self._samples + steps * global_batch_size(trainer)
+        if (
+            state.epoch is not None and self._first_pass + self._steps
+        ):  # Trainer counts from 0 where nothing is skipped
+            state.epoch += self._first_pass + self._steps / state.max_steps
+        kept, place = saved_state(state, "stream"), self.stream.place_after(samples)
+        kept.clear()
+        if place is not None:
+            kept |= {"pass": self._first_pass + self._pass, "samples": samples, "steps": self._steps + steps} | place
+            if place["state"] is None:  # the next pass is to begin
+                kept |= {"pass": kept["pass"] + 1, "samples": 0, "steps": 0}

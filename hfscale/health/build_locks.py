@@ -1,0 +1,91 @@
+"""The lock that torch puts on the folder of an extension while it builds or loads it.
+
+A process that is killed meanwhile leaves the file behind, and `torch.utils.cpp_extension` (2.13) waits for its end
+without a word, in every later launch: a DeepSpeed run that lost its machine at a bad moment would never start again.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from hfscale.health.findings import Finding
+from hfscale.logs import get_logger
+
+logger = get_logger(__name__)
+
+UNSEEN_HOLDER_AGE_S = 600.0
+"""Age from which a lock is taken to be left over where its holder may be a process that cannot be seen from here, on
+another machine or another user's; our own choice: the longest build that we have seen, DeepSpeed's CPU Adam on busy
+cores, takes half of it."""
+_SHARED_FILE_SYSTEMS = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb",
+    "fuse",
+    "glusterfs",
+    "9p",
+    "virtiofs",
+)
+
+
+def abandoned_locks(environ: Mapping[str, str]) -> list[Path]:
+    """Locks that nobody holds any more.
+
+    The holder keeps the file open. On a disk of this machine, of a user's own files, that is seen from outside; for
+    others `UNSEEN_HOLDER_AGE_S` decides. Holders in other containers that share the folder are not seen either.
+    """
+    cache = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
+    # Below the folder given, an extension each; below the default one, first a folder for each Python and CUDA.
+    return sorted(path for path in (*root.glob("*/lock"), *root.glob("*/*/lock")) if _is_abandoned(path))
+
+
+def remove_abandoned_locks(environ: Mapping[str, str]) -> None:
+    """Let the next load go on. Call it on one process of each machine, before an extension is loaded."""
+    for path in abandoned_locks(environ):
+        path.unlink(missing_ok=True)
+        logger.warning("removed %s: the process that held it while an extension was loaded is gone", path)
+
+
+def lock_finding(path: str, host: str) -> Finding:
+    """What to say of such a lock."""
+    message = (
+        f"{path} is left from a build that was killed: DeepSpeed, where it needs that extension, waits for it without "
+        "end; delete it"
+    )
+    return Finding(level="warning", check="build lock", message=message, host=host)
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        status = path.stat()
+    except FileNotFoundError:  # a build has just ended
+        return False
+    if status.st_uid != os.getuid() or _is_shared(path):
+        return time.time() - status.st_mtime > UNSEEN_HOLDER_AGE_S
+    return not _is_open(path)
+
+
+def _is_shared(path: Path) -> bool:
+    """Whether the file system may be written to from another machine."""
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    nearest = next((folder for folder in path.resolve().parents if folder in mounts), None)
+    return nearest is None or mounts[nearest].startswith(_SHARED_FILE_SYSTEMS)
+
+
+def _is_open(path: Path) -> bool:
+    name = str(path.resolve())
+    for process in psutil.process_iter():
+        try:
+            if any(file.path == name for file in process.open_files()):
+                return True
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended, or another user's, and the file is ours
+            continue
+    return False
