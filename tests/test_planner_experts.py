@@ -70,6 +70,13 @@ class TestExchange:
             deepseek(**changes).check()
         deepseek(**changes, overlapped_experts=False).check()
 
+    def test_every_plan_that_overlaps_can(self):
+        found = plan("qwen3-30b-a3b", gpu="H100-80GB", gpus=16, global_batch=32, stack="megatron", top=1000)
+        jobs = [choice.estimate.job for choice in found.choices]
+        assert any(run.overlapped_experts for run in jobs)
+        for run in jobs:
+            run.check()
+
     def test_one_more_chunk_is_in_flight(self):
         assert in_flight(deepseek()) - in_flight(deepseek(overlapped_experts=False)) == pytest.approx(1 / 2)
 

@@ -88,12 +88,13 @@ def job_of(row: Mapping[str, str]) -> Job:
         expert_parallel=_expert_parallel(shape, layout, stack),
         network_gb_s=interconnect_gb_s(text_of(row, "interconnect")),
     )
-    job = _overlapped(_pipeline_batch(job))
+    job = _pipeline_batch(job)
     job.check()
     if _whole_is_blank(row, "zero", "dp_shard"):
         job = _sharded_if_it_must(job)
     if _whole_is_blank(row, "micro_batch"):
         job = _largest_micro_batch(job)
+    job = _overlapped(job)
     return job if recompute_of(row) else with_recompute_that_fits(job)
 
 

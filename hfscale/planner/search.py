@@ -156,6 +156,8 @@ def _best(job: Job) -> tuple[Estimate | None, float | None]:
             if (job.global_batch // job.data_parallel) % micro:
                 break
             trial = replace(variant, micro_batch=micro)
+            if trial.overlapped_experts and not can_overlap_experts(trial):  # a single micro-batch is left
+                trial = replace(trial, overlapped_experts=False)
             if job.stack == "hf" and not takes(
                 trial.schedule, trial.layout.pp, trial.virtual_stages, trial.micro_batches
             ):
