@@ -76,7 +76,8 @@ def test_many_small_experts_are_exchanged_beside_another_micro_batch():
         "pp": "8",
         "global_batch_seqs": "8192",
     }
-    many = job_of(row(model="DeepSeek-V3", params_b="671", virtual_stages="4", **widths, **changes))
+    many = job_of(row(model="DeepSeek-V3", params_b="671", **widths, **changes))
+    assert (many.layer_split[0], many.virtual_stages) == (8, 4)  # eight chunks per rank would be more than layers
     assert (many.stack, many.expert_parallel, many.overlapped_experts) == ("megatron", 64, True)
     assert not job_of(row(model="Grok1-314B(MoE 8e top2)", **{**changes, "tp": "8", "pp": "2"})).overlapped_experts
 

@@ -210,10 +210,12 @@ def _largest_micro_batch(job: Job) -> Job:
 
 
 def _usual_virtual_stages(shape: ModelShape, layout: ParallelLayout, stack: str) -> int:
-    """Megatron interleaves wherever it can: the most chunks that divide a stage's layers, up to eight."""
+    """Megatron interleaves wherever it can: the most chunks that divide the layers of the fullest stage, up to
+    eight."""
     if stack != "megatron" or layout.pp == 1:
         return 1
-    each = next((total // layout.pp for total in (shape.layers, shape.layers + 2) if total % layout.pp == 0), 1)
+    even = (total // layout.pp for total in (shape.layers, shape.layers + 2) if total % layout.pp == 0)
+    each = next(even, -(-shape.layers // layout.pp))
     return max(v for v in range(1, min(each, 8) + 1) if each % v == 0 and v * layout.pp <= shape.layers)
 
 
