@@ -72,9 +72,13 @@ class TestSearch:
         result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, global_batch=3)
         assert any("global batch 3 is not a multiple" in row.reason for row in result.rejected)
 
-    @pytest.mark.parametrize(("gpus", "tokens"), [(8, 4), (4096, 16)])
-    def test_the_usual_batch_is_a_multiple_of_the_gpus(self, gpus, tokens):
-        batch = usual_batch(question(gpus=gpus), gpus)
+    @pytest.mark.parametrize(
+        ("model", "gpus", "tokens"),
+        [("llama-3.1-8b", 8, 4), ("llama-3.1-8b", 4096, 16), ("deepseek-v3", 2048, 64), ("deepseek-v3", 512, 4),
+         ("mixtral-8x7b", 1024, 4)],
+    )  # fmt: skip
+    def test_the_usual_batch_is_a_multiple_of_the_gpus(self, model, gpus, tokens):
+        batch = usual_batch(question(model, gpus=gpus), gpus)
         assert batch % gpus == 0
         assert batch * 4096 == pytest.approx(tokens * 2**20, rel=0.1)
 
@@ -215,6 +219,7 @@ def test_gpu_hours_of_a_model_that_is_in_no_catalogue():
         ("llama-7b", "A100-80GB", 2048, 2048, 2048, 1e12, 82432, "bf16"),
         ("llama-65b", "A100-80GB", 2048, 2048, 2048, 1.4e12, 1022362, "bf16"),
         ("deepseek-v3", "H800", 2048, 4096, 15360, 14.8e12, 2.664e6, "fp8"),
+        ("deepseek-v3", "H800", 2048, 4096, None, 14.8e12, 2.664e6, "fp8"),
     ],
 )  # fmt: skip
 def test_gpu_hours_of_real_runs_which_lost_time_besides(

@@ -210,6 +210,15 @@ class Job:
             )
 
 
+FINE_GRAINED = 64
+"""Experts from which a mixture is of DeepSeek's kind: Mixtral and Grok have 8, DBRX 16."""
+
+
+def is_fine_grained(shape: ModelShape) -> bool:
+    """Whether a model is a mixture of many small experts."""
+    return shape.moe is not None and shape.moe.experts >= FINE_GRAINED
+
+
 def can_overlap_experts(job: Job) -> bool:
     """Whether the exchange of experts can run beside another micro-batch: as Megatron-Core asks for it
     (`--overlap-moe-expert-parallel-comm`)."""

@@ -23,7 +23,7 @@ from hfscale.facts.hardware import Accelerator, accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import with_recompute_that_fits
-from hfscale.planner.job import Job, can_overlap_experts
+from hfscale.planner.job import Job, can_overlap_experts, is_fine_grained
 from hfscale.planner.memory import GIB, memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.planner.row_shape import row_shape, text_of, whole
@@ -31,8 +31,6 @@ from hfscale.planner.row_words import gpu_of, interconnect_gb_s, method_of, prec
 from hfscale.planner.stacks import stack as find_stack
 from hfscale.planner.states import state_bytes
 
-FINE_GRAINED = 64
-"""Experts from which a mixture is of DeepSeek's kind: Mixtral and Grok have 8, DBRX 16."""
 REQUIRED = ("model", "seq_len", "gpus", "gpu_type")
 """Columns without which nothing can be said."""
 
@@ -141,8 +139,8 @@ def _pipeline_batch(job: Job) -> Job:
 
 def _overlapped(job: Job) -> Job:
     """Megatron trains mixtures of many small experts as DeepSeek-V3 was, their exchange hidden where it can be."""
-    is_fine = job.shape.moe is not None and job.shape.moe.experts >= FINE_GRAINED
-    return replace(job, overlapped_experts=True) if is_fine and can_overlap_experts(job) else job
+    is_hidden = is_fine_grained(job.shape) and can_overlap_experts(job)
+    return replace(job, overlapped_experts=True) if is_hidden else job
 
 
 def _whole_is_blank(row: Mapping[str, str], *keys: str) -> bool:
