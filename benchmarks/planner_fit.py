@@ -6,7 +6,8 @@
 A few constants per stack are fitted, each a mechanism (`PARAMETERS`), by damped Gauss-Newton on the logarithm of
 tokens/s/GPU, with Huber weights and a weak pull to where they stand; every source weighs the same, however many rows
 it has. `data/throughput.csv` holds the runs; the column `doubt` names why a row is left out of the fit. What is
-fitted to peaks of memory is in planner_memory.py.
+fitted to peaks of memory is in planner_memory.py; whether the layout ranked first is one of the fastest that were
+measured, planner_choice.py says.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import planner_memory
+from benchmarks import planner_choice, planner_memory
 from hfscale.errors import HfScaleError
 from hfscale.planner import stacks
 from hfscale.planner.job import Job
@@ -45,7 +46,7 @@ PARAMETERS: dict[str, dict[str, float]] = {
     "titan": {"matmul": 0.85, "fp8_rowwise_gain": 1.1, "passes_h": 30.0, "overlap_tp": 0.2, "overlap_dp": 0.7},
     "megatron": {
         "matmul": 0.85, "fp8_gain": 1.8, "attention_hopper": 0.5, "passes_h": 16.0, "overlap_dp": 0.7,
-        "overlap_tp": 0.7,
+        "overlap_tp": 0.7, "pass_s": 1e-3,
     },
 }  # fmt: skip
 """What is fitted, and what it is pulled to; all else in stacks.toml stands as written there. `hf` and `titan` run the
@@ -260,14 +261,19 @@ def main() -> None:
     usable = [run for run in runs if run.tokens_per_s_per_gpu and not run.is_doubted]
     fitted = fit(usable, priors(current()))
     result: dict[str, object] = {"fitted": figures(usable, residuals(usable, fitted))}
-    plain = [run for run in load(hidden=("method", "virtual_stages", "interconnect"))[0] if run.tokens_per_s_per_gpu]
+    plain = [
+        run for run in load(hidden=("method", "virtual_stages", "interconnect", "loss"))[0] if run.tokens_per_s_per_gpu
+    ]
     result["all_rows_published_columns_only"] = figures(plain, residuals(plain, fitted))
+    result["choice"] = planner_choice.figures(usable, residuals(usable, fitted))
     peaks = planner_memory.stated(runs)
     fitted = planner_memory.fit_peaks(peaks, fitted)
     result["memory"] = planner_memory.figures([(run, planner_memory.error(run, fitted)) for run in peaks])
     result["memory_leave_one_source_out"] = planner_memory.figures(planner_memory.leave_one_out(peaks, fitted))
     if not arguments.quick:
-        result["leave_one_source_out"] = figures(usable, leave_one_out(usable, fitted))
+        unseen = leave_one_out(usable, fitted)
+        result["leave_one_source_out"] = figures(usable, unseen)
+        result["choice_leave_one_source_out"] = planner_choice.figures(usable, unseen)
     result["constants"] = {
         f"{group}.{name}": float(f"{getattr(fitted[group.partition('+')[0]], name):.4g}")
         for group, name in (*names(), *PEAKS)

@@ -99,6 +99,24 @@ class TestPlan:
         assert "resnet" in found.err
         assert len(found.err.splitlines()) == 1
 
+    @pytest.mark.parametrize(
+        ("text", "part"),
+        [("", "cannot be read as a model config"), ("[]", "holds no JSON object"), ("{}", "no model_type"),
+         ('{"model_type": "llama"}', "num_hidden_layers is missing"), ("\udcff", "cannot be read as a model config"),
+         ('{"model_type": "llama", "num_hidden_layers": 2000000000}', "a whole number up to 1,000 in config.json"),
+         ('{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 1000000000000}', "up to 1,000,000,000"),
+         ('{"model_type": "llama", "num_hidden_layers": NaN}', "num_hidden_layers is nan"), (None, "Is a directory")],
+    )  # fmt: skip
+    def test_a_config_that_is_none_is_one_line(self, capsys, tmp_path, text, part):
+        path = tmp_path / "config.json"
+        if text is None:
+            path.mkdir()
+        else:
+            path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        found = run(capsys, "plan", str(tmp_path), "--gpu", "H100", "--gpus", "8", code=2)
+        assert part in found.err
+        assert len(found.err.splitlines()) == 1
+
     def test_a_picture_needs_matplotlib_or_is_drawn(self, capsys, tmp_path):
         path = tmp_path / "plan.svg"
         try:
@@ -193,6 +211,22 @@ class TestEstimate:
         assert " ep 64 " in run(capsys, *plan).out
         assert "dp_replicate=8 x dp_shard=1" in run(capsys, *ESTIMATE, "--zero", "1").out
         assert "dp_replicate=2 x dp_shard=4" in run(capsys, *ESTIMATE, "--dp-replicate", "2").out
+
+    @pytest.mark.parametrize(
+        ("argv", "part"),
+        [(["--gpus", "0"], "the world has 0"), (["--gpus", "8", "--dp-shard", "0"], "dp_shard=0 is not"),
+         (["--gpus", "99999999999999999999"], "more than any run has"), (["--gpus", "8", "--tp", "-2"], "tp=-2"),
+         (["--gpus", "8", "--seq-len", "1000000000000"], "seq_len=1000000000000 is more than any run has"),
+         (["--gpus", "8", "--micro-batch", "1000000000000"], "micro_batch=1000000000000 is more than"),
+         (["--gpus", "4194304", "--micro-batch", "1"], "more than 1,000,000 ranks"),
+         (["--gpus", "8", "--network-gb-s", "inf"], "above 0 and finite"),
+         (["--gpus", "8", "--overlapped-experts"], "overlapped_experts needs stack megatron"),
+         (["--gpus", "8", "--expert-parallel", "2"], "does not divide 0 experts: use 1")],
+    )  # fmt: skip
+    def test_sizes_that_no_run_has_are_one_line(self, capsys, argv, part):
+        found = run(capsys, "estimate", "llama-3.1-8b", "--gpu", "H100", *argv, code=2)
+        assert part in found.err
+        assert len(found.err.splitlines()) == 1
 
     def test_what_does_not_fit_says_so(self, capsys):
         assert "does NOT fit" in run(capsys, *ESTIMATE, "--micro-batch", "64").out

@@ -135,8 +135,9 @@ def test_names_are_unambiguous() -> None:
         ("A100", "use one of A100-40GB, A100-80GB, A100-40GB-PCIe, A100-80GB-PCIe,"),
         ("H10", "H100-80GB"),
         ("B200-power-limited", "use one of B200,"),
+        ("H1OO", "use one of H100-PCIe, H100-NVL, H100-80GB, H100-96GB, or"),
+        ("TPUv4", "use one of A100-40GB, A100-80GB,"),
         ("RTX4080", "RTX4090"),
-        ("TPUv4", "MI300X"),
         ("", "A100-40GB"),
     ],
 )

@@ -1,10 +1,12 @@
 """The memory model: by hand, against torch, and by what must grow when something grows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planner_jobs import TINY, job
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hfscale.facts.models import find_model
 from hfscale.planner.activations import in_flight, layer_bytes, loss_bytes, selective_bytes
@@ -67,6 +69,15 @@ class TestStates:
         ends = 2 * 128256 * 4096 + 4096
         assert qlora.parameters == pytest.approx(QLORA_BYTES * (N - ends) + 2 * ends + 4 * adapters, rel=1e-3)
 
+    def test_megatron_deepspeed_adds_bf16_gradients_up_in_fp32(self):
+        """BLOOM's notes: 4 bytes per parameter more than with fp16, and not shared."""
+        options = {"stack": "megatron", "zero": 1, "dp_replicate": 8}
+        half = states("megatron", flash_attention=False, precision="fp16", **options)
+        summed = states("megatron", flash_attention=False, **options)
+        assert summed.gradients - half.gradients == pytest.approx(4 * N)
+        modern = states("megatron", **options)
+        assert modern.parameters + modern.gradients + modern.optimizer == pytest.approx((4 + 12 / 8) * N)
+
     def test_optimizers_by_the_bytes_of_their_states(self):
         order = ["sgd", "adafactor", "adamw_8bit", "adamw_bf16", "adamw"]
         sizes = [states(optimizer=name).optimizer for name in order]
@@ -112,6 +123,17 @@ class TestActivations:
         run = job(shape=shape, seq_len=tokens, zero=0, dp_replicate=1)
         assert layer_bytes(view_of(shape), run, stack("hf")) == pytest.approx(real, rel=0.02)
 
+    @pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (8, 4)])
+    def test_a_layer_of_experts_keeps_their_inputs_and_outputs_too(self, experts, top_k):
+        config = {
+            "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "vocab_size": 128, "num_local_experts": experts, "num_experts_per_tok": top_k, "sliding_window": None,
+        }  # fmt: skip
+        real = saved_bytes(config, 3, 256, MixtralConfig) - saved_bytes(config, 2, 256, MixtralConfig)
+        shape = type(TINY).from_config({**config, "model_type": "mixtral", "num_hidden_layers": 2})
+        run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1)
+        assert layer_bytes(view_of(shape), run, stack("hf")) == pytest.approx(real, rel=0.02)
+
     @pytest.mark.parametrize(
         ("changes", "held"),
         [
@@ -143,14 +165,20 @@ class TestActivations:
         assert loss_bytes(view_of(run.shape), run, stack("hf")) == pytest.approx(14 * 128256 * 4096)
         assert memory(fused_loss=True).loss < memory().loss / 4
 
+    def test_a_compiled_loss_keeps_logits_and_gradient_in_two_bytes(self):
+        run = job(stack="titan", compile=True)
+        assert loss_bytes(view_of(run.shape), run, stack("titan")) == pytest.approx(4 * 128256 * 4096)
+        apart = replace(run, compiled_loss=False)
+        assert loss_bytes(view_of(run.shape), apart, stack("titan")) == pytest.approx(14 * 128256 * 4096)
+
 
 RECOMPUTE = ("none", "selective", "full")
 
 
-def saved_bytes(config, layers, tokens):
+def saved_bytes(config, layers, tokens, kind=LlamaConfig):
     """Distinct bytes that autograd saves in a forward pass of the layers, parameters left out."""
     model = AutoModelForCausalLM.from_config(
-        LlamaConfig(num_hidden_layers=layers, **config), dtype=torch.bfloat16, attn_implementation="sdpa"
+        kind(num_hidden_layers=layers, **config), dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}

@@ -51,6 +51,42 @@ def test_experts_are_read_from_the_name():
     assert (shape.moe.experts, shape.moe.top_k) == (8, 2)
 
 
+@pytest.mark.parametrize(
+    ("model", "widths", "experts"),
+    [
+        ("Mixtral 8x7B", {}, (8, 2)),
+        ("DeepSeek-V3 (671B)", {"hidden": "7168", "layers": "61", "heads": "128", "kv_heads": "128"}, (256, 8)),
+        ("mixtral-8x7b", {"layers": "4"}, (8, 2)),
+        ("some 16x12B", {"hidden": "6144", "heads": "48", "params_b": ""}, (16, 2)),
+    ],
+)
+def test_mixtures_are_those_of_the_catalogue_where_their_name_and_width_say_so(model, widths, experts):
+    shape = row_shape(row(model=model, vocab="32000", **widths))
+    assert (shape.moe.experts, shape.moe.top_k) == experts
+    assert shape.layers == len(shape.windows) == len(shape.moe_layers) == int(widths.get("layers", "32"))
+
+
+def test_many_small_experts_are_exchanged_beside_another_micro_batch():
+    widths = {"hidden": "7168", "layers": "61", "heads": "128", "kv_heads": "128", "vocab": "129280"}
+    changes = {
+        "gpus": "1024",
+        "dp_shard": "1",
+        "dp_replicate": "64",
+        "tp": "2",
+        "pp": "8",
+        "global_batch_seqs": "8192",
+    }
+    many = job_of(row(model="DeepSeek-V3", params_b="671", **widths, **changes))
+    assert (many.layer_split[0], many.virtual_stages) == (8, 4)  # eight chunks per rank would be more than layers
+    assert (many.stack, many.expert_parallel, many.overlapped_experts) == ("megatron", 64, True)
+    assert not job_of(row(model="Grok1-314B(MoE 8e top2)", **{**changes, "tp": "8", "pp": "2"})).overlapped_experts
+
+
+def test_a_dense_model_of_another_width_is_no_mixture():
+    assert row_shape(row(model="mixtral-8x7b-like dense", hidden="2048", heads="16", params_b="")).moe is not None
+    assert row_shape(row(model="Llama-3.1-8B")).moe is None
+
+
 def test_missing_widths_follow_from_the_parameter_count():
     shape = row_shape({"model": "a 7B", "params_b": "7", "seq_len": "4096"})
     assert 6e9 < shape.total_parameters < 8e9

@@ -7,6 +7,7 @@ import pytest
 from hfscale import plan
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import accelerator
+from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.planner.layouts import layouts
 from hfscale.planner.question import Question, strategy_of, usual_batch
@@ -71,9 +72,13 @@ class TestSearch:
         result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, global_batch=3)
         assert any("global batch 3 is not a multiple" in row.reason for row in result.rejected)
 
-    @pytest.mark.parametrize(("gpus", "tokens"), [(8, 4), (4096, 16)])
-    def test_the_usual_batch_is_a_multiple_of_the_gpus(self, gpus, tokens):
-        batch = usual_batch(question(gpus=gpus), gpus)
+    @pytest.mark.parametrize(
+        ("model", "gpus", "tokens"),
+        [("llama-3.1-8b", 8, 4), ("llama-3.1-8b", 4096, 16), ("deepseek-v3", 2048, 64), ("deepseek-v3", 512, 4),
+         ("mixtral-8x7b", 1024, 4)],
+    )  # fmt: skip
+    def test_the_usual_batch_is_a_multiple_of_the_gpus(self, model, gpus, tokens):
+        batch = usual_batch(question(model, gpus=gpus), gpus)
         assert batch % gpus == 0
         assert batch * 4096 == pytest.approx(tokens * 2**20, rel=0.1)
 
@@ -127,6 +132,13 @@ class TestRanking:
             result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, tokens=1e9, **limit)
             assert not result.choices
             assert any(words in row.reason for row in result.rejected)
+
+    def test_adapters_are_not_cut_and_it_is_said(self):
+        found = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, method="lora", top=50)
+        assert all(choice.estimate.job.layout.tp == choice.estimate.job.layout.pp == 1 for choice in found.choices)
+        assert sum("adapters are planned with data parallelism alone" in row.reason for row in found.rejected) == 1
+        whole = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8)
+        assert not any("adapters" in row.reason for row in whole.rejected)
 
     def test_nothing_fits_and_the_reasons_name_the_memory(self):
         result = plan("llama-3.1-405b", gpu="RTX4090", gpus=8)
@@ -183,23 +195,40 @@ class TestAnswer:
         assert "\n" not in str(caught.value)
 
 
+def test_gpu_hours_of_a_model_that_is_in_no_catalogue():
+    """BloombergGPT (arXiv 2303.17564): 569e9 tokens in 651,264 hours, ZeRO-3 with every layer recomputed."""
+    sizes = {"hidden_size": 7680, "n_layer": 70, "n_head": 40, "vocab_size": 131072}
+    shape = ModelShape.from_config({"model_type": "bloom", **sizes})
+    found = plan(shape, gpu="A100-40GB", gpus=512, seq_len=2048, global_batch=2048).choices[0].estimate
+    assert (found.job.zero, found.job.recompute) == (3, "full")
+    assert 0.5 <= 569e9 / found.tokens_per_s_per_gpu / 3600 / 651_264 <= 1.1
+
+
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("model", "gpu", "gpus", "seq_len", "global_batch", "tokens", "gpu_hours"),
+    ("model", "gpu", "gpus", "seq_len", "global_batch", "tokens", "gpu_hours", "precision"),
     [
-        # Model cards of Llama 3 and 3.1 (at least 15e12 tokens); the paper of Pythia, arXiv 2304.01373.
-        ("llama-3-70b", "H100-80GB", 1024, 8192, 1024, 15e12, 6.4e6),
-        ("llama-3.1-405b", "H100-80GB", 16384, 8192, 2048, 15.6e12, 30.84e6),
-        ("pythia-410m", "A100-40GB", 32, 2048, 1024, 299.89e9, 2540),
-        ("pythia-1.4b", "A100-40GB", 64, 2048, 1024, 299.89e9, 7120),
-        ("pythia-2.8b", "A100-40GB", 64, 2048, 1024, 299.89e9, 14240),
-        ("pythia-6.9b", "A100-40GB", 128, 2048, 1024, 299.89e9, 33500),
+        # Model cards of Llama 3 and 3.1 (at least 15e12 tokens); the papers of Pythia, arXiv 2304.01373, LLaMA, arXiv
+        # 2302.13971, and DeepSeek-V3, arXiv 2412.19437 (pre-training).
+        ("llama-3-70b", "H100-80GB", 1024, 8192, 1024, 15e12, 6.4e6, "bf16"),
+        ("llama-3.1-405b", "H100-80GB", 16384, 8192, 2048, 15.6e12, 30.84e6, "bf16"),
+        ("pythia-410m", "A100-40GB", 32, 2048, 1024, 299.89e9, 2540, "bf16"),
+        ("pythia-1.4b", "A100-40GB", 64, 2048, 1024, 299.89e9, 7120, "bf16"),
+        ("pythia-2.8b", "A100-40GB", 64, 2048, 1024, 299.89e9, 14240, "bf16"),
+        ("pythia-6.9b", "A100-40GB", 128, 2048, 1024, 299.89e9, 33500, "bf16"),
+        ("llama-7b", "A100-80GB", 2048, 2048, 2048, 1e12, 82432, "bf16"),
+        ("llama-65b", "A100-80GB", 2048, 2048, 2048, 1.4e12, 1022362, "bf16"),
+        ("deepseek-v3", "H800", 2048, 4096, 15360, 14.8e12, 2.664e6, "fp8"),
+        ("deepseek-v3", "H800", 2048, 4096, None, 14.8e12, 2.664e6, "fp8"),
     ],
 )  # fmt: skip
-def test_gpu_hours_of_real_runs_which_lost_time_besides(model, gpu, gpus, seq_len, global_batch, tokens, gpu_hours):
+def test_gpu_hours_of_real_runs_which_lost_time_besides(
+    model, gpu, gpus, seq_len, global_batch, tokens, gpu_hours, precision
+):
     answer = plan(
-        model, gpu=gpu, gpus=gpus, seq_len=seq_len, global_batch=global_batch, tokens=tokens, stack="megatron"
-    )
+        model, gpu=gpu, gpus=gpus, seq_len=seq_len, global_batch=global_batch, tokens=tokens, stack="megatron",
+        precision=precision,
+    )  # fmt: skip
     assert 0.5 <= tokens / answer.choices[0].estimate.tokens_per_s_per_gpu / 3600 / gpu_hours <= 1.1
 
 

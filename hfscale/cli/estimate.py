@@ -49,6 +49,9 @@ def run(
     method: Annotated[str, typer.Option(help="full, lora or qlora.")] = "full",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw_bf16, adamw_8bit, sgd, adafactor, muon.")] = "adamw",
     expert_parallel: Annotated[int, typer.Option(help="Ranks that share the experts of a layer.")] = 1,
+    overlapped_experts: Annotated[
+        bool, typer.Option("--overlapped-experts", help="Their exchange is hidden behind another micro-batch.")
+    ] = False,
     offload: Annotated[str, typer.Option(help="none, optimizer or full.")] = "none",
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe joins.")] = 8,
     network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
@@ -81,6 +84,7 @@ def run(
         method=method,
         optimizer=optimizer,
         expert_parallel=expert_parallel,
+        overlapped_experts=overlapped_experts,
         offload=offload,
         gpus_per_node=gpus_per_node,
         network_gb_s=network_gb_s,
@@ -100,7 +104,13 @@ def fill_layout(
     Raises:
         `LayoutError`: The axes do not multiply to the number of GPUs.
     """
-    named = ParallelLayout(dp_replicate=dp_replicate or 1, dp_shard=dp_shard or 1, cp=cp, tp=tp, pp=pp)
+    named = ParallelLayout(
+        dp_replicate=1 if dp_replicate is None else dp_replicate,
+        dp_shard=1 if dp_shard is None else dp_shard,
+        cp=cp,
+        tp=tp,
+        pp=pp,
+    )
     left, over = divmod(gpus, named.world_size)
     if dp_replicate is None and dp_shard is None and left > 1 and not over:
         shard, replicate = (left, 1) if zero in (None, 3) else (1, left)

@@ -63,7 +63,8 @@ def _layout(choice: Choice) -> str:
         "pp": layout.pp,
         "ep": job.expert_parallel,  # of the replicas and shards, no axis of its own
     }
-    return " ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1"
+    told = " ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1"
+    return f"{told} overlapped" if job.overlapped_experts else told
 
 
 def _choices(plan: Plan) -> Table:

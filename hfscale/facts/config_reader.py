@@ -17,6 +17,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """The name used here -> the names under which the model families write the same thing."""
 
+MOST, MOST_LAYERS = 10**9, 1000
+"""Largest numbers that are no slip of the keyboard; the deepest model that was published has 1,000 layers (DeepNet,
+arXiv 2203.00555)."""
+
 TEXT_MODELS: Mapping[str, str] = {"gemma3": "gemma3_text"}
 """Image-and-text models whose `text_config` is an ordinary language model -> the family it is read as."""
 
@@ -97,6 +101,9 @@ class ModelConfig:
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise self._error(key, f"is {value!r}", "a whole number of at least 0")
+        most = MOST_LAYERS if key == "num_hidden_layers" else MOST
+        if value is not None and value > most:
+            raise self._error(key, f"is {value}", f"a whole number up to {most:,}")
         return value
 
     def count(self, key: str) -> int:

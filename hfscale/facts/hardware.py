@@ -3,6 +3,7 @@
 import difflib
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -100,12 +101,19 @@ def accelerator(name: str) -> Accelerator:
     if plain in by_name:
         return by_name[plain]
     same_start = [known for known in by_name if known.startswith(plain) or plain.startswith(known)] if plain else []
-    close = same_start or difflib.get_close_matches(plain, by_name, n=4) or list(by_name)
+    close = same_start or difflib.get_close_matches(plain, by_name, n=4) or _misspelt(plain, by_name) or by_name
     nearest = dict.fromkeys(by_name[known].name for known in close)
     raise UnknownHardwareError(
         f"GPU {name!r} is not in hfscale's table: use one of {', '.join(nearest)}, or add it to "
         "hfscale/facts/hardware.toml"
     )
+
+
+def _misspelt(plain: str, names: Iterable[str]) -> list[str]:
+    """Names that begin nearly as `plain` does: `h1oo` and `h10080gb`."""
+    openings = {known: known[: len(plain)] for known in names if len(known) >= len(plain) > 2}
+    near = set(difflib.get_close_matches(plain, openings.values(), n=1, cutoff=0.5))
+    return [known for known, opening in openings.items() if opening in near]
 
 
 def match_device_name(name: str) -> Accelerator | None:

@@ -102,6 +102,11 @@ class MoeShape:
     """Inner width of the expert that every token passes, all shared experts together; 0 without one."""
     gated: bool
     """Whether the activation is gated."""
+    groups: int
+    """Groups that the routed experts are dealt to; 1 where the router knows none."""
+    top_groups: int
+    """Groups that a token's experts come from at most (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, has them lie on
+    as many nodes)."""
     router: tuple[Linear, ...]
     """The matrix that scores the experts, and the one that weighs the shared expert where there is one."""
     linears: tuple[Linear, ...]
@@ -244,6 +249,7 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
             f"config of model_type {config.model_type!r}: num_experts_per_tok {top_k} is more than the {experts} "
             "experts there are; set it to at most that"
         )
+    groups = config.optional_count("n_group") or 1
     stacked = _mlp_linears(family.stacked, hidden, width, gated=True, bias=family.bias, copies=experts, used=top_k)
     router = [Linear(path=family.router, inputs=hidden, outputs=experts, bias=family.router_bias)]
     shared_width = count(family.shared_width, config)
@@ -257,6 +263,8 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
         expert_ffn=width,
         shared_ffn=shared_width,
         gated=True,
+        groups=groups,
+        top_groups=min(groups, config.optional_count("topk_group") or groups),
         router=tuple(router),
         linears=stacked + shared,
     )

@@ -1,5 +1,7 @@
 """Bytes per rank that a forward pass leaves for the backward pass, and the peak at the loss."""
 
+from dataclasses import replace
+
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
 from hfscale.planner.pipeline import held
@@ -17,9 +19,10 @@ def layer_bytes(view: ModelView, job: Job, stack: Stack) -> float:
     """Activations of one layer and micro-batch without recomputation, attention scores apart.
 
     Widths times the stack's bytes: hidden (norms and residuals), queries with the attention's output, keys and values,
-    and the MLP (Korthikanti et al., arXiv 2205.05198, section 4.1, for Megatron; for Hugging Face's layers 26 to 28 h
-    + 8 f, measured with torch's MemTracker). Sequence parallelism splits the hidden part too. With frozen weights the
-    input of the MLP's last matrix is not kept.
+    the MLP, and the copies of a token that its experts get (Korthikanti et al., arXiv 2205.05198, section 4.1, for
+    Megatron; for Hugging Face's layers 26 to 28 h + 8 f, and 4 h more for each expert, measured with torch's
+    MemTracker). Sequence parallelism splits the hidden part too. With frozen weights the input of the MLP's last
+    matrix is not kept.
     """
     tp = job.layout.tp
     mlp = stack.kept_f if view.gated else stack.kept_f_plain
@@ -30,6 +33,7 @@ def layer_bytes(view: ModelView, job: Job, stack: Stack) -> float:
         stack.kept_h * view.hidden / split
         + (stack.kept_q * view.query_width + stack.kept_kv * view.kv_width + mlp * view.mlp_width) / tp
     )
+    widths += stack.kept_e * view.moe_share * view.top_k * view.hidden / split
     return job.tokens * (stack.compiled_kept if job.compile else 1.0) * widths
 
 
@@ -41,6 +45,21 @@ def selective_bytes(view: ModelView, job: Job) -> float:
     boundary = view.hidden / (tp if job.sequence_parallel else 1)
     last = view.hidden if view.gated and not job.compile else 0.0
     return 2.0 * job.tokens * (boundary + (2 * view.query_width + view.kv_width / 2 + view.mlp_width) / tp + last)
+
+
+def megatron_dropped(view: ModelView, job: Job, stack: Stack) -> float:
+    """What Megatron's selective recomputation drops of a layer and micro-batch besides the scores: nothing of a dense
+    model; of experts the outputs of norms and activations, and latent attention's queries, keys and values, which are
+    expanded again (`--recompute-modules layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3)."""
+    if view.experts == 1:
+        return 0.0
+    tp = job.layout.tp
+    norms = 2 * 2.0 * view.hidden / (tp if job.sequence_parallel else 1)
+    inner = 2.0 * view.moe_share * view.mlp_width / tp
+    latent = 0.0
+    if view.latent_width:
+        latent = (2.0 * view.query_width + stack.kept_kv * view.kv_width - 2.0 * view.latent_width) / tp
+    return job.tokens * (norms + inner + latent)
 
 
 def kept_and_working(view: ModelView, job: Job, stack: Stack) -> tuple[float, float]:
@@ -55,7 +74,7 @@ def kept_and_working(view: ModelView, job: Job, stack: Stack) -> tuple[float, fl
     if job.recompute == "full":
         return boundary, whole + scores
     if stack.name == "megatron":
-        return whole, scores  # its selective recomputation drops the scores and nothing else
+        return whole - megatron_dropped(view, job, stack), scores
     kept = min(whole, selective_bytes(view, job))
     return kept, whole + scores - kept
 
@@ -75,6 +94,9 @@ def in_flight(job: Job, *, last: bool = False) -> float:
     2.2).
     """
     pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
+    if job.overlapped_experts:
+        # The forward pass of one more chunk runs beside each backward pass.
+        return min(in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
     if last and pp > 1 and job.schedule == "1f1b":
         return min((pp * (v - 1) + 1) / v, float(m))
     return held(job.schedule, pp, v, m, 0)
@@ -95,4 +117,4 @@ def loss_bytes(view: ModelView, job: Job, stack: Stack) -> float:
         return stack.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * view.hidden
     if job.loss_parallel and job.layout.tp > 1:
         return stack.split_loss_kept * logits
-    return (stack.compiled_loss_kept if job.compile else stack.loss_kept) * logits
+    return (stack.compiled_loss_kept if job.compile and job.compiled_loss else stack.loss_kept) * logits

@@ -97,6 +97,7 @@ def choice_dict(choice: Choice) -> dict[str, Any]:
         "virtual_stages": job.virtual_stages,
         "pipeline_schedule": flag_of(job.schedule, job.virtual_stages) if job.layout.pp > 1 else None,
         "expert_parallel": job.expert_parallel,
+        "overlapped_experts": job.overlapped_experts,
         "offload": job.offload,
         "activation_checkpointing": job.recompute,
         "recipe": recipe_of(job),

@@ -30,6 +30,16 @@ def assumptions(question: Question, job: Job | None, tokens: float | None, headr
         tokens_per_step = job.global_batch * job.seq_len
         origin = "given" if question.global_batch else "assumed"
         found.append(f"global batch {job.global_batch} sequences, {tokens_per_step:,} tokens per step ({origin})")
+    if job is not None and job.overlapped_experts:
+        found.append(
+            "tokens go to their experts and back while another micro-batch is computed, once to each node "
+            "(Megatron-Core: --overlap-moe-expert-parallel-comm, --moe-token-dispatcher-type flex)"
+        )
+    if job is not None and job.layout.pp > 1 and job.shape.layers % job.layout.pp:
+        found.append(
+            f"{job.shape.layers} layers on {job.layout.pp} pipeline ranks are not even: {max(job.layer_split)} on the "
+            "fullest, which sets the pace"
+        )
     if tokens is not None:
         found += [
             f"goodput: one interruption per {MTBF_GPU_HOURS:,.0f} GPU-hours, of spot nodes "

@@ -58,4 +58,4 @@ def with_recompute_that_fits(job: Job) -> Job:
         trial = replace(job, recompute=recompute)
         if memory_of(view, trial, constants).total <= job.gpu.memory_gib:
             return trial
-    return replace(job, recompute="full")
+    return replace(job, recompute="full", overlapped_experts=False)

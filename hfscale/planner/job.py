@@ -24,6 +24,9 @@ Offload = Literal["none", "optimizer", "full"]
 Schedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"]
 """Order of a pipeline's micro-batches; `1f1b` with more than one virtual stage is the interleaved one."""
 
+MOST, MOST_RANKS = 10**9, 10**6
+"""Largest sizes of a run, and number of its ranks, that are no slip of the keyboard."""
+
 CHOICES = {
     "recompute": get_args(Recompute),
     "precision": get_args(Precision),
@@ -80,12 +83,17 @@ class Job:
     """Whether the loss is computed on logits that stay split over the tensor-parallel ranks."""
     expert_parallel: int = 1
     """Ranks that share the experts of a layer."""
+    overlapped_experts: bool = False
+    """Whether tokens travel to their experts and back while another micro-batch is computed (`experts.py`)."""
     reshard: bool = True
     """Whether ZeRO-3 frees gathered parameters after the forward pass."""
     flash_attention: bool = True
     """Whether attention scores stay on chip."""
     fused_loss: bool = False
     """Whether logits are never held whole (Liger, chunked cross-entropy)."""
+    compiled_loss: bool = True
+    """Whether torch.compile, where it is on, compiles the loss too: Hugging Face's models compute it in their forward
+    pass, torchtitan compiles it since 2025."""
     rowwise_fp8: bool = False
     """Whether fp8 scales are per row and not per tensor."""
     gpus_per_node: int = 8
@@ -107,6 +115,12 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank, after context parallelism."""
         return self.micro_batch * self.seq_len // self.layout.cp
+
+    @property
+    def is_megatron_deepspeed(self) -> bool:
+        """Whether the software is Megatron-DeepSpeed of 2021 and 2022, as for BLOOM and MT-NLG: optimizer states are
+        shared before flash attention, when Megatron-LM itself did not."""
+        return self.stack == "megatron" and self.zero == 1 and not self.flash_attention
 
     @cached_property
     def layer_split(self) -> tuple[int, int]:
@@ -148,6 +162,10 @@ class Job:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LayoutError(f"{name}={value!r} is not a whole number of at least 1: give one")
+            if value > MOST:
+                raise LayoutError(f"{name}={value} is more than any run has: give a number up to {MOST:,}")
+        if self.layout.world_size > MOST_RANKS:
+            raise LayoutError(f"{self.layout} is more than {MOST_RANKS:,} ranks: give fewer")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero!r} is not a ZeRO stage: use 0, 1, 2 or 3")
         if self.precision == "fp8" and self.gpu.fp8_tflops is None:
@@ -184,7 +202,29 @@ class Job:
             raise LayoutError(f"cp={cp} cuts sequences into {2 * cp} parts, and {self.seq_len} tokens do not divide")
         if self.expert_parallel > 1 and (shape.moe is None or shape.moe.experts % self.expert_parallel):
             experts = shape.moe.experts if shape.moe else 0
-            raise LayoutError(f"expert_parallel={self.expert_parallel} does not divide {experts} experts")
+            raise LayoutError(f"expert_parallel={self.expert_parallel} does not divide {experts} experts: use 1")
+        if self.overlapped_experts and not can_overlap_experts(self):
+            raise LayoutError(
+                "overlapped_experts needs stack megatron, expert_parallel above 1, two micro-batches, no full "
+                "recomputation, and in a pipeline virtual_stages above 1: correct one of them, or leave it out"
+            )
+
+
+FINE_GRAINED = 64
+"""Experts from which a mixture is of DeepSeek's kind: Mixtral and Grok have 8, DBRX 16."""
+
+
+def is_fine_grained(shape: ModelShape) -> bool:
+    """Whether a model is a mixture of many small experts."""
+    return shape.moe is not None and shape.moe.experts >= FINE_GRAINED
+
+
+def can_overlap_experts(job: Job) -> bool:
+    """Whether the exchange of experts can run beside another micro-batch: as Megatron-Core asks for it
+    (`--overlap-moe-expert-parallel-comm`)."""
+    is_pipelined_plainly = job.layout.pp > 1 and job.virtual_stages == 1
+    has_a_pair = job.expert_parallel > 1 and job.micro_batches > 1
+    return job.stack == "megatron" and has_a_pair and job.recompute != "full" and not is_pipelined_plainly
 
 
 def _divisor(number: int, near: int) -> int:

@@ -21,6 +21,9 @@ USUAL_POWER_W = {"H100": 700.0, "H200": 700.0, "A100": 400.0, "B200": 1000.0}
 """Power limit of the part on which the series' best matrix product was measured."""
 ALIGNMENT = 64
 """Widths that fill tensor-core tiles, elements of 2 bytes (NVIDIA, Matrix Multiplication Background User's Guide)."""
+TENSOR_CORE_WIDTH = 8
+"""Widths of 2-byte matrices that run on tensor cores are multiples of 16 bytes (NVIDIA, Matrix Multiplication
+Background User's Guide, table 1); others run at the rate of fp32. Flash attention pads its heads."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of flash attention's backward pass over its forward (Dao, arXiv 2307.08691, section 4)."""
 
@@ -44,11 +47,13 @@ class LayerTime:
     """Scores and their sum of values."""
     elementwise: float
     """Norms, activations, residuals, rotary positions."""
+    routing: float = 0.0
+    """Tokens sorted by expert and back."""
 
     @property
     def total(self) -> float:
         """All parts."""
-        return self.matmul + self.attention + self.elementwise
+        return self.matmul + self.attention + self.elementwise + self.routing
 
 
 class Rates:
@@ -107,7 +112,10 @@ def layer_forward(view: ModelView, job: Job, stack: Stack, shared: Shared, rates
         matmul += kind.share * _matrices_s(kind, job, tokens, tp, shared, rates)
         attention += kind.share * _attention_s(view, kind, job, tokens, tp, shared, rates)
     return LayerTime(
-        matmul=matmul, attention=attention, elementwise=_elementwise_s(view, job, stack, tokens, tp, rates)
+        matmul=matmul,
+        attention=attention,
+        elementwise=_elementwise_s(view, job, stack, tokens, tp, rates),
+        routing=_routing_s(view, job, stack, tokens, tp, rates),
     )
 
 
@@ -147,7 +155,9 @@ def _attention_s(
         rate = rates.attention * (shared.ring_attention if job.layout.cp > 1 else 1.0)
         return 2 * widths * keys * tokens / rate
     scores = view.heads / tp * tokens * seq_len
-    return 2 * widths * seq_len * tokens / rates.bf16_matmul + SCORE_BYTES * scores / rates.memory
+    is_odd = view.head_dim % TENSOR_CORE_WIDTH != 0 and job.gpu.fp32_tflops is not None
+    rate = job.gpu.fp32_tflops * 1e12 if is_odd and job.gpu.fp32_tflops else rates.bf16_matmul
+    return 2 * widths * seq_len * tokens / rate + SCORE_BYTES * scores / rates.memory
 
 
 SCORE_BYTES = 14.0
@@ -161,9 +171,14 @@ def _elementwise_s(view: ModelView, job: Job, stack: Stack, tokens: int, tp: int
     outside = NORM_PART / (tp if job.sequence_parallel else 1)
     hidden = stack.passes_h * view.hidden * (outside + (1 - NORM_PART) / tp)
     gate = 1.0 if view.gated else 0.5
-    experts = view.moe_share * MOE_PASSES * view.top_k * view.hidden / (tp if job.sequence_parallel else 1)
-    widths = hidden + stack.passes_f * gate * view.mlp_width / tp + experts
+    widths = hidden + stack.passes_f * gate * view.mlp_width / tp
     return 2 * tokens * widths * left / rates.memory
+
+
+def _routing_s(view: ModelView, job: Job, stack: Stack, tokens: int, tp: int, rates: Rates) -> float:
+    left = stack.compiled_passes if job.compile else 1.0
+    width = view.moe_share * MOE_PASSES * view.top_k * view.hidden / (tp if job.sequence_parallel else 1)
+    return 2 * tokens * width * left / rates.memory
 
 
 def head_s(view: ModelView, job: Job, stack: Stack, rates: Rates) -> float:

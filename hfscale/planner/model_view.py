@@ -52,6 +52,7 @@ class ModelView:
         moe = shape.moe
         self.experts = moe.experts if moe else 1
         self.top_k = moe.top_k if moe else 1
+        self.expert_groups, self.top_groups = (moe.groups, moe.top_groups) if moe else (1, 1)
         self.expert_ffn = moe.expert_ffn if moe else 0
         self.moe_share = sum(shape.moe_layers) / shape.layers
         self._lora: dict[int, float] = {}
@@ -92,6 +93,23 @@ class ModelView:
         return self._lora[rank]
 
     @cached_property
+    def latent_width(self) -> int:
+        """Width of the latents that queries, keys and values are expanded from; 0 without latent attention."""
+        return sum(linear.inputs for linear in self.shape.attention.linears if linear.path.endswith("_b_proj"))
+
+    @cached_property
+    def expanding_share(self) -> float:
+        """Part of an average layer's matrix products that expands them."""
+        linears = self.shape.attention.linears
+        expanding = sum(linear.matmul_parameters for linear in linears if linear.path.endswith("_b_proj"))
+        return expanding / self._layer_products
+
+    @cached_property
+    def _layer_products(self) -> float:
+        """Multiply-accumulates of an average layer for a token."""
+        return sum(k.share * sum(m.inputs * m.outputs * m.used for m in k.matrices) for k in self.kinds)
+
+    @cached_property
     def layer_parameters(self) -> float:
         """Parameters of an average layer."""
         return self.shape.layers_parameters / self.layers
@@ -117,8 +135,7 @@ class ModelView:
     @cached_property
     def head_layers(self) -> float:
         """Multiply-accumulates of the head, over those of an average layer for a token."""
-        layer = sum(k.share * sum(m.inputs * m.outputs * m.used for m in k.matrices) for k in self.kinds)
-        return self.shape.vocab * self.shape.embedding_width / layer
+        return self.shape.vocab * self.shape.embedding_width / self._layer_products
 
     @cached_property
     def total_parameters(self) -> int:

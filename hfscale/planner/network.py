@@ -7,11 +7,18 @@ all ranks that a node has in the group, so a group with one rank per node runs a
 nodes at eight (NCCL's rings, one per card).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.planner.stacks import Shared
+
+
+def exposed_s(traffic: float, compute: float, overlap: float) -> float:
+    """Traffic that stays visible beside `compute`: all that is longer, and a part of the rest for contention."""
+    return max(traffic - overlap * compute, (1 - overlap) * traffic)
+
 
 DEFAULT_NETWORK_GB_S = 12.5
 """Per GPU where the vendor has no reference node: 100 Gbit/s each, or 800 for eight (AWS p4d is 400 Gbit/s for
@@ -50,8 +57,10 @@ class Network:
         Raises:
             `UsageError`: The bandwidth given is not above 0.
         """
-        if network_gb_s is not None and not network_gb_s > 0:
-            raise UsageError(f"network bandwidth {network_gb_s} GB/s is not above 0: give one direction, per GPU")
+        if network_gb_s is not None and not 0 < network_gb_s < math.inf:
+            raise UsageError(
+                f"network bandwidth {network_gb_s} GB/s is not above 0 and finite: give one direction, per GPU"
+            )
         link = gpu.link_gb_s or (gpu.host_gb_s or 16.0) * PEER_TO_PEER_PCIE
         card = network_gb_s or gpu.network_gb_s or DEFAULT_NETWORK_GB_S
         # What was measured (`hfscale plan --calibrate`) is the rate itself, not a datasheet's to take a part of.
@@ -96,6 +105,28 @@ class Network:
         local = self.per_node(group)
         inside = total_bytes * (local - 1) / group.size / (self.link_bytes_s * self.shared.link_rate)
         outside = total_bytes * (group.size - local) / group.size / (self.card_bytes_s * self.shared.network_rate)
+        return max(inside, outside) + self.latency(group)
+
+    def routed_s(self, copy_bytes: float, group: Group, *, copies: int, nodes: float) -> float:
+        """Seconds to send every token of a rank to the ranks of its `copies` experts, or their outputs back.
+
+        A token crosses the network once for each node that holds some of its experts, and goes on over the node's own
+        links from there, both at once (DeepSeek-V3, arXiv 2412.19437, section 3.2.2; DeepEP).
+
+        Args:
+            copy_bytes (`float`): Of a rank's tokens, each once.
+            group (`Group`): The ranks that share the experts.
+            copies (`int`): Experts that a token passes.
+            nodes (`float`): Nodes that hold a token's experts at most.
+        """
+        if group.size <= 1 or copy_bytes <= 0:
+            return 0.0
+        local = self.per_node(group)
+        everywhere = group.size / local
+        least = min(nodes, everywhere)
+        reached = least * (1 - (1 - 1 / least) ** copies) if least > 1 else 1.0
+        outside = copy_bytes * reached * (1 - 1 / everywhere) / (self.card_bytes_s * self.shared.network_rate)
+        inside = copy_bytes * copies * (1 - 1 / local) / (self.link_bytes_s * self.shared.link_rate)
         return max(inside, outside) + self.latency(group)
 
     def send_s(self, total_bytes: float, stride: int) -> float:

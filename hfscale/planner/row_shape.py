@@ -1,17 +1,18 @@
 """A row of a table of runs -> the model's shape.
 
 Where the widths are blank they are the catalogue's model of that name, or follow from the parameter count; whether
-the MLP is gated and the head tied follows from it
-too, else from ffn = 4 x hidden; a mixture of experts from a name such as `8e top2`.
+the MLP is gated and the head tied follows from it too, else from ffn = 4 x hidden; a mixture of experts from the name:
+one of the catalogue's, or `8e top2`, or `8x7B`.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from hfscale.errors import UsageError
 from hfscale.facts.model_shape import ModelShape
-from hfscale.facts.models import catalogue_shape
+from hfscale.facts.models import catalogue, catalogue_shape
 
 DEFAULT_VOCAB = 50304
 """GPT-2's vocabulary padded to a multiple of 128, where a row names none."""
@@ -32,8 +33,10 @@ def number(row: Mapping[str, str], key: str) -> float | None:
         `UsageError`: It is no number, or not above 0.
     """
     text = text_of(row, key)
-    if not text:
-        return None
+    return _number_of(key, text) if text else None
+
+
+def _number_of(key: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -52,9 +55,9 @@ def whole(row: Mapping[str, str], key: str) -> int | None:
     text = text_of(row, key)
     if key == "zero" and text in ("0", "0.0"):
         return 0
-    value = number(row, key)
-    if value is None:
+    if not text:
         return None
+    value = _number_of(key, text)
     if value != int(value):
         raise UsageError(f"{key} {text} is not a whole number: correct it, or leave it blank")
     return int(value)
@@ -80,13 +83,35 @@ def row_shape(row: Mapping[str, str]) -> ModelShape:
     assert layers is not None
     heads = whole(row, "heads") or _usual_heads(hidden, whole(row, "tp") or 1)
     kv_heads, ffn = whole(row, "kv_heads") or heads, whole(row, "ffn") or 4 * hidden
-    found = _EXPERTS.search(model)
-    experts = (int(found[1]), int(found[2])) if found else (0, 0)
+    if (mixture := _known_mixture(model, layers, hidden)) is not None:
+        return mixture
+    experts = (0, 0)
+    if found := _EXPERTS.search(model):
+        experts = int(found[1]), int(found[2])
+    elif found := _TIMES.search(model):
+        experts = int(found[1]), 2
     return _shape(layers, hidden, heads, kv_heads, ffn, vocab, billions, experts)
 
 
 _EXPERTS = re.compile(r"(\d+)\s*e(?:xperts?)?\W*top\W*(\d+)", flags=re.IGNORECASE)
 """`8e top2` in a model's name: a mixture of 8 experts of which a token passes 2."""
+_TIMES = re.compile(r"\b(\d+)x\d+(?:\.\d+)?b\b", flags=re.IGNORECASE)
+"""`8x7B` in a model's name: a mixture of 8 experts of which, as in Mixtral, a token passes 2."""
+
+
+@lru_cache(maxsize=1024)
+def _known_mixture(model: str, layers: int, hidden: int) -> ModelShape | None:
+    """The catalogue's mixture of experts that a name tells of, of so many of its layers: a row has no columns for
+    experts. None where the name tells of none, or the widths are another model's."""
+    plain = re.sub(r"[\s_]+", "-", model.casefold())
+    for name, entry in catalogue().items():
+        if name in plain and entry["hidden_size"] == hidden and layers <= entry["num_hidden_layers"]:
+            shape = catalogue_shape(name)
+            if shape is not None and shape.moe is not None:
+                return replace(
+                    shape, layers=layers, windows=shape.windows[:layers], moe_layers=shape.moe_layers[:layers]
+                )
+    return None
 
 
 @lru_cache(maxsize=4096)

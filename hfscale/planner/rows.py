@@ -2,14 +2,15 @@
 
 Columns: model, params_b, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, global_batch_seqs, gpus,
 gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile; beside them stack, virtual_stages, zero,
-interconnect, method and measure, if there. Measured columns and the row's source are not read; of a note, whether it
-tells of adapters, where no column does (row_words.py). What is inferred:
+interconnect, method, loss (`compiled`) and measure, if there. Measured columns and the row's source are not read; of a
+note, whether it tells of adapters, where no column does (row_words.py). What is inferred:
 
 - the model's shape, where the widths are blank, from the catalogue's model of that name or the parameter count;
 - whether the MLP is gated and the head tied, from the parameter count, else from ffn = 4 x hidden;
 - the stack, from the layout and the spelling of precision and recomputation (`infer_stack`);
 - a blank recomputation as the least that fits the memory;
 - a blank micro-batch as one sequence in a pipeline, else as the largest that fits;
+- the exchange of many small experts as hidden behind another micro-batch in Megatron (`experts.py`);
 - blank ZeRO as 1 in Megatron, and as 3 where the states of a replica alone do not fit.
 """
 
@@ -22,7 +23,7 @@ from hfscale.facts.hardware import Accelerator, accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import with_recompute_that_fits
-from hfscale.planner.job import Job
+from hfscale.planner.job import Job, can_overlap_experts, is_fine_grained
 from hfscale.planner.memory import GIB, memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.planner.row_shape import row_shape, text_of, whole
@@ -75,6 +76,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         pure=pure,
         rowwise_fp8=rowwise,
         compile=compiled,
+        compiled_loss=stack == "hf" or text_of(row, "loss").lower() == "compiled",
         recompute=recompute_of(row) or "none",
         method=method_of(row)[0],
         virtual_stages=stages,
@@ -90,6 +92,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         job = _sharded_if_it_must(job)
     if _whole_is_blank(row, "micro_batch"):
         job = _largest_micro_batch(job)
+    job = _overlapped(job)
     return job if recompute_of(row) else with_recompute_that_fits(job)
 
 
@@ -132,6 +135,12 @@ def _pipeline_batch(job: Job) -> Job:
         return job
     parts = max(part for part in range(1, pp + 1) if job.micro_batch % part == 0)
     return replace(job, micro_batch=job.micro_batch // parts)
+
+
+def _overlapped(job: Job) -> Job:
+    """Megatron trains mixtures of many small experts as DeepSeek-V3 was, their exchange hidden where it can be."""
+    is_hidden = is_fine_grained(job.shape) and can_overlap_experts(job)
+    return replace(job, overlapped_experts=True) if is_hidden else job
 
 
 def _whole_is_blank(row: Mapping[str, str], *keys: str) -> bool:
@@ -199,10 +208,12 @@ def _largest_micro_batch(job: Job) -> Job:
 
 
 def _usual_virtual_stages(shape: ModelShape, layout: ParallelLayout, stack: str) -> int:
-    """Megatron interleaves wherever it can: the most chunks that divide a stage's layers, up to eight."""
+    """Megatron interleaves wherever it can: the most chunks that divide the layers of the fullest stage, up to
+    eight."""
     if stack != "megatron" or layout.pp == 1:
         return 1
-    each = next((total // layout.pp for total in (shape.layers, shape.layers + 2) if total % layout.pp == 0), 1)
+    even = (total // layout.pp for total in (shape.layers, shape.layers + 2) if total % layout.pp == 0)
+    each = next(even, -(-shape.layers // layout.pp))
     return max(v for v in range(1, min(each, 8) + 1) if each % v == 0 and v * layout.pp <= shape.layers)
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 from hfscale.errors import LayoutError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.estimate import Estimate, estimate_job
-from hfscale.planner.job import Job, Offload, Recompute, Schedule
+from hfscale.planner.job import Job, Offload, Recompute, Schedule, can_overlap_experts
 from hfscale.planner.launchable import why_no_stages
 from hfscale.planner.layouts import layouts, offloads, splits_logits, splits_sequences
 from hfscale.planner.memory import GIB, memory_of
@@ -54,6 +54,8 @@ def search(question: Question, gpus: int) -> tuple[list[Estimate], list[Rejected
                 rejected.append(found)
         if chosen:
             break
+    if question.method != "full" and gpus > 1:
+        rejected.append(_without_cut_adapters(gpus))
     if question.shape.moe is not None and question.stack == "hf":
         rejected.append(_without_expert_parallelism(question, gpus))
     return sorted(chosen, key=lambda estimate: estimate.time.total), rejected
@@ -82,6 +84,16 @@ def _try(question: Question, job: Job) -> Estimate | Rejected:
             f"{job.layout.pp} pipeline stages going: give --global-batch {job.layout.pp * job.data_parallel} or more"
         )
     return _too_large(job, needed)
+
+
+def _without_cut_adapters(gpus: int) -> Rejected:
+    """What adapters are not offered, and why."""
+    return Rejected(
+        layout=ParallelLayout(tp=gpus),
+        strategy="parallel",
+        reason="tensor and pipeline parallelism: adapters are planned with data parallelism alone, for peft puts them "
+        "on whole matrices; --method qlora or more GPUs (FSDP2) make room",
+    )
 
 
 def _without_expert_parallelism(question: Question, gpus: int) -> Rejected:
@@ -144,6 +156,8 @@ def _best(job: Job) -> tuple[Estimate | None, float | None]:
             if (job.global_batch // job.data_parallel) % micro:
                 break
             trial = replace(variant, micro_batch=micro)
+            if trial.overlapped_experts and not can_overlap_experts(trial):  # a single micro-batch is left
+                trial = replace(trial, overlapped_experts=False)
             if job.stack == "hf" and not takes(
                 trial.schedule, trial.layout.pp, trial.virtual_stages, trial.micro_batches
             ):
@@ -173,13 +187,14 @@ def _variants(job: Job) -> Iterator[Job]:
             # A pass for the weights that is put off holds what it needs, recomputed or not.
             if recompute == "none" or schedule not in SPLIT_BACKWARD:
                 for experts in _expert_groups(job):
-                    yield replace(
+                    variant = replace(
                         job,
                         recompute=recompute,
                         schedule=schedule,
                         virtual_stages=stages,
                         expert_parallel=experts,
                     )
+                    yield replace(variant, overlapped_experts=True) if can_overlap_experts(variant) else variant
 
 
 def _schedules(job: Job) -> list[tuple[Schedule, int]]:
@@ -200,12 +215,11 @@ def _expert_groups(job: Job) -> list[int]:
 
 
 def _interleavings(job: Job) -> list[int]:
-    """Virtual stages that cut a stage's layers evenly, embedding and head counted where the split counts them."""
+    """Virtual stages that cut the layers of the fullest rank evenly."""
     pp, layers = job.layout.pp, job.shape.layers
     if pp == 1:
         return [1]
-    each = next((total // pp for total in (layers, layers + 2) if total % pp == 0), 1)
-    return [v for v in (1, 2, 4) if each % v == 0 and pp * v <= layers]
+    return [v for v in (1, 2, 4) if job.layer_split[0] % v == 0 and pp * v <= layers]
 
 
 def _too_large(job: Job, needed: float) -> Rejected:

@@ -50,6 +50,9 @@ class Stack:
     """Part of attention that it runs again."""
     launch_s: float
     """Host time to launch one layer's forward pass; a GPU that is faster waits."""
+    pass_s: float
+    """Time of a recomputed layer's pass that does not grow with its tokens, in Megatron-DeepSpeed of 2022: BLOOM's
+    prototypes lose a tenth at two sequences per micro-batch against four, however they are cut."""
     step_s: float
     """Host and optimizer time per step that no model explains: logging, data, clipping."""
 
@@ -64,12 +67,15 @@ class Stack:
     """Bytes kept per token and layer, in MLP widths, where the MLP is gated."""
     kept_f_plain: float
     """The same where it is not."""
+    kept_e: float
+    """Bytes kept per token and layer of experts, in hidden widths, for each expert that a token passes: its input, and
+    its output where that is weighted by the router."""
     compiled_kept: float
     """What torch.compile leaves of the kept bytes."""
     loss_kept: float
     """Bytes per logit at the loss's peak."""
     compiled_loss_kept: float
-    """The same where torch.compile fuses the loss."""
+    """The same where torch.compile compiles the loss too."""
     split_loss_kept: float
     """The same where the loss is computed on logits that are split over tensor-parallel ranks."""
     gradient_bytes: float

@@ -1,8 +1,8 @@
 """Bytes per rank of what a run keeps between steps: parameters, gradients, optimizer states.
 
 Mixed precision with AdamW costs 16 bytes per parameter before sharding (Rajbhandari et al., ZeRO, arXiv 1910.02054,
-section 3.1): by Hugging Face and FSDP2 fp32 parameters, gradients and two moments; by Megatron bf16 parameters with
-fp32 gradients, master copy and moments, 18 in all.
+section 3.1): by Hugging Face and FSDP2 fp32 parameters, gradients and two moments; by NeMo bf16 parameters and
+gradients with fp32 master copy and moments; by Megatron-DeepSpeed 4 more for gradients that add up in fp32.
 """
 
 from dataclasses import dataclass
@@ -104,6 +104,13 @@ def _expert_part(view: ModelView, job: Job, local: float) -> float:
     return min(1.0, here / local)
 
 
+def _megatron_gradient(job: Job, stack: Stack) -> float:
+    """Bytes per parameter of Megatron's bf16 gradients. NeMo's recipes keep and reduce them as they are; DeepSpeed's
+    BF16_Optimizer, with which BLOOM was trained, adds them up in fp32 and keeps the micro-batch's own beside the
+    sum."""
+    return 6.0 if job.is_megatron_deepspeed else stack.gradient_bytes
+
+
 def _formats(job: Job, stack: Stack) -> tuple[float, float, float]:
     """Bytes per trained parameter of the parameter, its gradient and its master copy."""
     if job.precision == "fp32":
@@ -115,5 +122,5 @@ def _formats(job: Job, stack: Stack) -> tuple[float, float, float]:
         # fp16 gradients get an fp32 copy of the rank's share at the update.
         if job.precision == "fp16":
             return 2.0, 2.0, 8.0
-        return 2.0, stack.gradient_bytes if stack.name == "megatron" else 2.0, 4.0
+        return 2.0, _megatron_gradient(job, stack) if stack.name == "megatron" else 2.0, 4.0
     return 4.0, 4.0, 0.0

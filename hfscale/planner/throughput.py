@@ -8,10 +8,11 @@ step = m t + (sum of the other stages' times) / v + exposed gradient traffic + o
 import math
 from dataclasses import dataclass
 
+from hfscale.planner.experts import exchanged_s
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.model_view import ModelView
-from hfscale.planner.network import Group, Network
+from hfscale.planner.network import Group, Network, exposed_s
 from hfscale.planner.pipeline import waits
 from hfscale.planner.stacks import Shared, Stack
 from hfscale.planner.states import trained_parameters
@@ -50,8 +51,8 @@ def step_time(view: ModelView, job: Job, stack: Stack, shared: Shared) -> StepTi
     network = Network.of(job.gpu, node_size=job.gpus_per_node, network_gb_s=job.network_gb_s, shared=shared)
     rates = Rates(job, stack, shared)
     layer = layer_forward(view, job, stack, shared, rates)
-    forward, backward = _layer_compute(layer, job, stack)
-    sent = _layer_traffic(view, job, stack, network, layer)
+    forward, backward = _layer_compute(view, layer, job, stack)
+    sent = _layer_traffic(view, job, stack, network, layer) + exchanged_s(view, job, network, forward + backward)
     head = head_s(view, job, stack, rates)
     gathered = _sharded_traffic(view, job, stack, network, forward, backward, head)
 
@@ -78,25 +79,29 @@ def step_time(view: ModelView, job: Job, stack: Stack, shared: Shared) -> StepTi
     )
 
 
-def _layer_compute(layer: LayerTime, job: Job, stack: Stack) -> tuple[float, float]:
+def _layer_compute(view: ModelView, layer: LayerTime, job: Job, stack: Stack) -> tuple[float, float]:
     """Forward and backward pass of a layer, recomputation included; never faster than the host can launch it."""
     products = 2.0 if job.method == "full" else 1.0  # frozen weights need no gradient of their own
     attention = BACKWARD_ATTENTION if job.flash_attention else 2.0
-    again = {
-        "none": 0.0,
-        "full": layer.total,
-        "selective": (
-            stack.selective_matmul * layer.matmul + stack.selective_attention * layer.attention + layer.elementwise
-        ),
-    }[job.recompute]
-    backward = products * layer.matmul + attention * layer.attention + 2 * layer.elementwise + again
+    again = {"none": 0.0, "full": layer.total, "selective": _selective_s(view, layer, stack)}[job.recompute]
+    backward = products * layer.matmul + attention * layer.attention + 2 * (layer.elementwise + layer.routing) + again
     launch = stack.launch_s * (0.5 if job.compile else 1.0)
-    return max(layer.total, launch), max(backward, 1.5 * launch + (launch if again else 0.0))
+    forward, backward = max(layer.total, launch), max(backward, 1.5 * launch + (launch if again else 0.0))
+    # A recomputed layer runs forward twice and backward, which counts as two passes.
+    fixed = stack.pass_s if again and job.is_megatron_deepspeed else 0.0
+    return forward + fixed, backward + 3 * fixed
+
+
+def _selective_s(view: ModelView, layer: LayerTime, stack: Stack) -> float:
+    """What selective recomputation computes again of a layer (`activations.kept_and_working` says what it keeps)."""
+    if stack.name == "megatron" and view.experts > 1:
+        return view.expanding_share * layer.matmul + layer.elementwise
+    return stack.selective_matmul * layer.matmul + stack.selective_attention * layer.attention + layer.elementwise
 
 
 def _layer_traffic(view: ModelView, job: Job, stack: Stack, network: Network, layer: LayerTime) -> float:
-    """Exposed tensor-, context- and expert-parallel traffic of one layer and micro-batch, forward and backward."""
-    tp, cp, ep = job.layout.tp, job.layout.cp, job.expert_parallel
+    """Exposed tensor- and context-parallel traffic of one layer and micro-batch, forward and backward."""
+    tp, cp = job.layout.tp, job.layout.cp
     passes = 3 if job.recompute == "full" else 2  # a recomputed forward pass communicates again
     seconds = 0.0
     if tp > 1:
@@ -110,15 +115,7 @@ def _layer_traffic(view: ModelView, job: Job, stack: Stack, network: Network, la
         # Keys and values go round the ring under attention (Liu et al., arXiv 2310.01889); gradients go back.
         ring = network.gather_s(2.0 * job.tokens * cp * view.kv_width / tp, Group(size=cp, stride=tp))
         seconds += max(0.0, ring - layer.attention) + max(0.0, 2 * ring - BACKWARD_ATTENTION * layer.attention)
-    if ep > 1:
-        sent = 2.0 * job.tokens * view.hidden * view.top_k / tp
-        seconds += view.moe_share * 2 * passes * network.exchange_s(sent, Group(size=ep, stride=tp * cp))
     return seconds
-
-
-def exposed_s(traffic: float, compute: float, overlap: float) -> float:
-    """Traffic that stays visible beside `compute`: all that is longer, and a part of the rest for contention."""
-    return max(traffic - overlap * compute, (1 - overlap) * traffic)
 
 
 def _gathered_logits_s(view: ModelView, job: Job, network: Network) -> float:
@@ -206,6 +203,11 @@ def _once_per_step(
     experts = view.expert_parameters * view.layers / view.total_parameters
     trained *= 1 - experts * (1 - 1 / job.expert_parallel)
     gradient = _gradient_bytes(job, stack)
+    if stack.name == "megatron" and not job.flash_attention:
+        # Of that time: gradients were reduced whole after the last micro-batch, also where the optimizer's states were
+        # shared (DeepSpeed's pipelines), and nothing ran beside them (`--overlap-grad-reduce` is of 2023).
+        gathered = network.gather_s(2.0 * trained, group) if job.zero else 0.0
+        return network.reduce_s(gradient * trained, group) + gathered
     if job.zero == 0:
         return exposed_s(network.reduce_s(gradient * trained, group), backward, stack.overlap_dp)
     scattered = exposed_s(network.gather_s(gradient * trained, group), backward, stack.overlap_dp)

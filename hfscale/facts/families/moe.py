@@ -41,6 +41,8 @@ MOE_FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 8,
             "n_shared_experts": 1,
             "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
         },
         latent=True,
         experts=ExpertFamily(
