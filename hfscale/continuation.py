@@ -22,7 +22,7 @@ from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.universal import LATEST as UNIVERSAL
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hfscale.checkpoint.reshape import can_read, convert
-from hfscale.checkpoint.store import verify
+from hfscale.checkpoint.store import VISIBLE_WITHIN_S, is_visible, verify
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError
 from hfscale.logs import get_logger
 from hfscale.strategy import requested_strategy, running_strategy
@@ -70,7 +70,8 @@ def readable_checkpoint(
         if distributed.rank() == 0:
             _convert(source, target, manifest, asked, ranks)
         distributed.barrier()
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not (target / MANIFEST_NAME).is_file():
+        patience_s = 0.0 if args.save_on_each_node else VISIBLE_WITHIN_S
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not is_visible(target / MANIFEST_NAME, patience_s):
             _convert(source, target, manifest, asked, ranks)  # a node with a disk of its own
         distributed.barrier()
         checkpoint = str(target)

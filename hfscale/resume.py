@@ -10,7 +10,7 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.pickles import check_pickles
 from hfscale.checkpoint.remote import RemoteStore
 from hfscale.checkpoint.reshape import read_origin
-from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify
+from hfscale.checkpoint.store import checkpoint_step, is_visible, latest_checkpoint, verify
 from hfscale.checkpoint.uploader import bring_newest
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.continuation import discard_conversions
@@ -37,7 +37,8 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
 
     Raises:
         UsageError: the path is not a checkpoint.
-        CheckpointError: the checkpoint at the path is corrupt, or holds a pickle that is more than tensors and values.
+        CheckpointError: the checkpoint at the path is corrupt, or holds a pickle that is more than tensors and values;
+            or a rank does not see the one that the main process has found.
         StorageError: the remote store cannot be read, and there is no local checkpoint.
     """
     store = RemoteStore(remote) if remote is not None else None
@@ -60,8 +61,21 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     step = int(distributed.all_max([checkpoint_step(Path(found)) if found else -1])[0])
     if step < 0:
         return None
+    checkpoint = Path(args.output_dir) / f"checkpoint-{step}"
+    _check_seen(checkpoint)
     logger.info("continues from checkpoint-%d of %s", step, args.output_dir)
-    return str(Path(args.output_dir) / f"checkpoint-{step}")
+    return str(checkpoint)
+
+
+def _check_seen(checkpoint: Path) -> None:
+    """Whether every rank sees what the main process has verified; some may see it later."""
+    sees = is_visible(checkpoint / MANIFEST_NAME)
+    blind = int(distributed.all_max([float(-1 if sees else distributed.rank())])[0])
+    if blind >= 0:
+        raise CheckpointError(
+            f"rank {blind} does not see {checkpoint}, which rank 0 has verified: put output_dir on storage that every "
+            "machine shares"
+        )
 
 
 def keep_global_batch(

@@ -3,19 +3,24 @@
 import json
 import math
 import os
+import sys
+import threading
 from collections import Counter
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
+from forked import run_ranks
 from safetensors.torch import load_file
 from tiny import RandomTokens, tiny_arguments, tiny_trainer
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import set_seed
 
 from hfscale import SpotCheckpointCallback
-from hfscale.checkpoint.store import commit
+from hfscale.checkpoint.store import commit, is_visible
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.resume import RESULTS_NAME, is_finished, keep_global_batch, resume_point
 
@@ -37,6 +42,32 @@ def test_true_is_the_newest_good_one_or_none(run, tmp_path, asked):
     (run / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
     assert point(run, asked) == str(run / "checkpoint-2")
     assert point(tmp_path / "empty", asked) is None
+
+
+def _resume_late(folder, appears, limit_s):
+    """Rank 1 has another view of the folder, where everything appears late, or never."""
+    if os.environ["RANK"] == "1":
+        folder = folder.with_name("late")
+        if appears:
+            threading.Timer(1.0, folder.symlink_to, [folder.with_name("run")]).start()
+    with patch("hfscale.resume.is_visible", partial(is_visible, within_s=limit_s)):
+        sys.stdout.write(f"found {point(folder, 'true')}\n")
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("appears", [True, False])
+def test_a_rank_that_sees_the_checkpoint_late_waits_for_it(tmp_path, appears):
+    """As on NFS, whose clients know a folder's content for up to a minute."""
+    run = tmp_path / "run"
+    tiny_trainer(run, SpotCheckpointCallback(), save_strategy="steps", save_steps=2).train()
+    codes = run_ranks(2, _resume_late, run, appears, 30.0 if appears else 1.5, log=tmp_path / "log")
+    told = [(tmp_path / "log" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    if appears:
+        assert codes == [0, 0], told
+        assert f"found {tmp_path / 'late' / 'checkpoint-4'}" in told[1]
+    else:
+        assert all(codes), "a rank went on without its checkpoint"
+        assert all("rank 1 does not see" in text for text in told)
 
 
 @pytest.mark.parametrize("asked", ["false", "False"])

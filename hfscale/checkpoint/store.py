@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ logger = get_logger(__name__)
 UNFINISHED = ".unfinished"
 """Folder in the output directory, on the same file system: what is being written, fetched or deleted. Nobody looks for
 checkpoints there, and the next launch clears it."""
+VISIBLE_WITHIN_S = 75.0
+"""How long another machine may not see a new file: NFS keeps what it knows of a folder for up to 60 s (nfs(5),
+acdirmax), and clocks and servers take their time."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+\.tmp")
 
@@ -79,6 +83,18 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
             continue
         return str(checkpoint)
     return None
+
+
+def is_visible(path: Path, within_s: float = VISIBLE_WITHIN_S) -> bool:
+    """Whether a file that another machine has just made is there, asked again and again for so many seconds."""
+    deadline = time.monotonic() + within_s
+    while not path.is_file():
+        if time.monotonic() > deadline:
+            return False
+        if path.parent.is_dir():
+            list(path.parent.iterdir())  # has a network file system look again
+        time.sleep(0.2)
+    return True
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
