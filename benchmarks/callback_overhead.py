@@ -1,10 +1,10 @@
 """What the whole ScalingCallback, with all that can be switched on, adds to a Trainer step of about 30 ms.
 
-Two Trainers, with and without the callback, take turns in one process: same model, same data, same seed, two
-micro-batches per step (without which there is no noise scale), a log every ten steps. Each turn is timed from its 16th
-to its last step; a pair is two turns next to each other, and the order within a pair alternates. The ratio of a pair
-is noisy on a shared machine, so beside it stands what can be measured without noise from elsewhere: the time spent
-inside hfscale's own code, per step.
+Two Trainers, with and without the callback, run in two processes that take turns step by step: same model, same data,
+same seed, two micro-batches per step (without which there is no noise scale), a log every ten steps. What the machine
+does meanwhile thus strikes both alike. Ten steps, one log among them, make one ratio; the first steps are left out.
+Beside the ratios stands what can be measured without noise from elsewhere: the time spent inside hfscale's own code,
+per step.
 """
 
 import statistics
@@ -12,6 +12,8 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from io import StringIO
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -25,9 +27,9 @@ from hfscale.metrics.noise_scale import LeafProbe
 from hfscale.metrics.phases import PhaseClock
 from hfscale.metrics.throughput import TokenCounter
 
-PAIRS = 15
-STEPS = 55
+LOGGED_EVERY = 10
 UNTIMED_STEPS = 15  # the first log among them, which looks up what does not change afterwards
+STEPS = UNTIMED_STEPS + 60 * LOGGED_EVERY
 LENGTH = 128
 
 
@@ -45,20 +47,25 @@ class RandomTokens(Dataset):
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds per step of one turn, and in `own` those of the same steps."""
+    """Seconds of each step; between two steps it is the other process's turn."""
 
-    def __init__(self, own: "OwnTime | None") -> None:
-        self.own = own
+    def __init__(self, other: Connection, own: "OwnTime | None") -> None:
+        self.other, self.own = other, own
+        self.seconds: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == UNTIMED_STEPS:
-            self.begun = time.perf_counter()
-            if self.own is not None:
-                self.own.restart()
-        if state.global_step == STEPS:
-            self.step_s = (time.perf_counter() - self.begun) / (STEPS - UNTIMED_STEPS)
-            if self.own is not None:
-                self.own.is_counting = False
+        if state.global_step > UNTIMED_STEPS:
+            self.seconds.append(time.perf_counter() - self.begun)
+        elif state.global_step == UNTIMED_STEPS and self.own is not None:
+            self.own.restart()
+        goes_first = self.own is not None
+        if state.global_step > UNTIMED_STEPS:
+            self.other.send(None)
+        if UNTIMED_STEPS < state.global_step < STEPS or (state.global_step == UNTIMED_STEPS and not goes_first):
+            self.other.recv()
+        if state.global_step == STEPS and self.own is not None:
+            self.own.is_counting = False
+        self.begun = time.perf_counter()
 
 
 class OwnTime:
@@ -70,6 +77,17 @@ class OwnTime:
     def restart(self) -> None:
         """Count from zero."""
         self.seconds, self.is_counting, self._is_inside = 0.0, True, False
+
+    def wrap_all(self) -> None:
+        """Everything that Trainer, or a hook in the model, calls while it steps."""
+        for event in ("on_step_begin", "on_step_end", "on_substep_end", "on_log", "on_optimizer_step"):
+            self.wrap(ScalingCallback, event)
+        self.wrap(LogKeys, "on_log")
+        self.wrap(TokenCounter, "_count")
+        self.wrap(LeafProbe, "_see")
+        self.wrap(PhaseClock, "end")  # which a batch's arrival calls
+        for hook in ("_begin", "_end"):
+            self.wrap(LocalTimer, hook)
 
     def wrap(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
@@ -93,8 +111,11 @@ def everything() -> ScalingCallback:
     return ScalingCallback(metrics=metrics)
 
 
-def one_turn(callback: TrainerCallback | None, output_dir: str, own: OwnTime | None = None) -> float:
-    """Seconds per step of `STEPS` steps."""
+def train(with_callback: bool, other: Connection, results: Connection) -> None:
+    """One of the two processes."""
+    own = OwnTime() if with_callback else None
+    if own is not None:
+        own.wrap_all()
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -102,47 +123,43 @@ def one_turn(callback: TrainerCallback | None, output_dir: str, own: OwnTime | N
             num_key_value_heads=2, max_position_embeddings=LENGTH,
         )
     )  # fmt: skip
-    arguments = TrainingArguments(
-        output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1,
-        gradient_accumulation_steps=2, max_steps=STEPS, logging_steps=10, save_strategy="epoch", report_to="none",
-        disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
-    watch = Stopwatch(own)
-    callbacks = [watch] if callback is None else [callback, watch]
-    trainer = Trainer(model=model, args=arguments, train_dataset=RandomTokens(), callbacks=callbacks)
-    with redirect_stdout(StringIO()):
-        trainer.train()
-    return watch.step_s
+    watch = Stopwatch(other, own)
+    with tempfile.TemporaryDirectory() as output_dir, redirect_stdout(StringIO()):
+        arguments = TrainingArguments(
+            output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1,
+            gradient_accumulation_steps=2, max_steps=STEPS, logging_steps=LOGGED_EVERY, save_strategy="epoch",
+            report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        callbacks = [everything(), watch] if with_callback else [watch]
+        Trainer(model=model, args=arguments, train_dataset=RandomTokens(), callbacks=callbacks).train()
+    results.send((watch.seconds, own.seconds if own is not None else 0.0))
 
 
 def measure() -> dict[str, Any]:
-    """Alternate `PAIRS` pairs; the summary holds medians."""
-    own, ratios, bare_s, own_s = OwnTime(), [], [], []
-    for event in ("on_step_begin", "on_step_end", "on_substep_end", "on_log", "on_optimizer_step"):
-        own.wrap(ScalingCallback, event)
-    own.wrap(LogKeys, "on_log")
-    own.wrap(TokenCounter, "_count")
-    own.wrap(LeafProbe, "_see")
-    own.wrap(PhaseClock, "end")  # which a batch's arrival calls
-    for hook in ("_begin", "_end"):
-        own.wrap(LocalTimer, hook)
-    with tempfile.TemporaryDirectory() as root:
-        one_turn(None, f"{root}/warm-up")  # the allocator and the caches of both
-        for pair in range(PAIRS):
-            turns = {}
-            for with_callback in (True, False) if pair % 2 else (False, True):
-                own.restart()
-                callback = everything() if with_callback else None
-                turns[with_callback] = one_turn(callback, f"{root}/{pair}-{with_callback}", own)
-                if with_callback:
-                    own_s.append(own.seconds / (STEPS - UNTIMED_STEPS))
-            ratios.append(turns[True] / turns[False])
-            bare_s.append(turns[False])
-    step_s = statistics.median(bare_s)
+    """Both processes, side by side; the summary holds medians."""
+    spawn = get_context("spawn")
+    ends, ways = spawn.Pipe(), {kind: spawn.Pipe(duplex=False) for kind in (True, False)}
+    processes = [
+        spawn.Process(target=train, args=(kind, end, ways[kind][1])) for kind, end in zip(ways, ends, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    found = {kind: ways[kind][0].recv() for kind in ways}
+    for process in processes:
+        process.join()
+    sums = {
+        kind: [sum(seconds[start : start + LOGGED_EVERY]) for start in range(0, len(seconds), LOGGED_EVERY)]
+        for kind, (seconds, _) in found.items()
+    }
+    ratios = [mine / bare for mine, bare in zip(sums[True], sums[False], strict=True)]
+    step_s = statistics.median(sums[False]) / LOGGED_EVERY
+    own_s = found[True][1] / (STEPS - UNTIMED_STEPS)
+    quartiles = statistics.quantiles(ratios, n=4)
     summary = {
         "step_ms": round(step_s * 1e3, 2),
         "ratio_with_over_without": round(statistics.median(ratios), 4),
-        "own_code_us_per_step": round(statistics.median(own_s) * 1e6, 1),
-        "own_code_share_of_step": round(statistics.median(own_s) / step_s, 5),
+        "quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "own_code_us_per_step": round(own_s * 1e6, 1),
+        "own_code_share_of_step": round(own_s / step_s, 5),
     }
-    return {"summary": summary, "pairs": [round(ratio, 4) for ratio in ratios]}
+    return {"summary": summary, "ratios_of_ten_steps": [round(ratio, 4) for ratio in ratios]}
