@@ -157,6 +157,7 @@ class SpotCheckpointCallback(TrainerCallback):
             clear_unfinished(self._output_dir)
             for moved in set_aside(args.output_dir, after_step=state.global_step):
                 logger.info("set aside a checkpoint of later steps than this run begins at: %s", moved)
+            self._rotate(state.best_model_checkpoint)  # which a launch that was killed may have left to this one
             start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
             self._set_status(args, "running", state.global_step)
@@ -266,6 +267,10 @@ class SpotCheckpointCallback(TrainerCallback):
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
 
+    def _rotate(self, best: str | os.PathLike[str] | None) -> None:
+        if self._limit is not None:
+            rotate(self._output_dir, limit=self._limit, keep=Path(best) if best is not None else None)
+
     def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
         """What follows a commit, on the rank that made it; beside the training, if the save is."""
         self.last_committed = checkpoint.name
@@ -273,8 +278,7 @@ class SpotCheckpointCallback(TrainerCallback):
         discard_conversions(self._output_dir)
         if self.remote is not None:
             self.remote.offer(checkpoint, best)
-        if self._limit is not None:
-            rotate(self._output_dir, limit=self._limit, keep=best)
+        self._rotate(best)
         write_status(self._output_dir, "running", step=manifest.step, checkpoint=checkpoint.name, reason=None)
         self._pending_keys = {
             "checkpoint/write_s": seconds,
