@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import nn
 
 REPOSITORY = Path(__file__).parent.parent
-PAIRS = 9
+PAIRS = 7
 STEPS = 6
 UNTIMED_STEPS = 2
 MICRO_BATCHES = 8
-ROWS = 2
-LENGTH = 64
+ROWS = 4  # a micro-batch of 100 ms and more, beside which a message between two processes is short
+LENGTH = 128
 VOCAB = 512  # so small that the head does not make the last stage the slower
 PREFIX = "pairs: "
 
