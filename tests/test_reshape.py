@@ -94,6 +94,17 @@ def test_every_pair_keeps_every_bit_of_weights_and_optimizer(runs, tmp_path):
     assert not list(tmp_path.glob(".*")), "something unfinished was left behind"
 
 
+def test_what_deepspeed_writes_while_training_waits_is_continued(workplace, runs, tmp_path):
+    """ZeRO-3's own tensors carry attributes; the copies that are written beside the training do not."""
+    first = shutil.copytree(workplace, tmp_path / "first")
+    run_recipe(first, "zero3", 2, "--save_steps", "4", "--asynchronous_save", "false")
+    shutil.rmtree(first / "out" / "checkpoint-6")
+    for strategy in ("zero3", "ddp"):
+        folder = shutil.copytree(first, tmp_path / strategy)
+        run_recipe(folder, strategy, 2)
+        assert logged(folder, "loss") == pytest.approx(logged(runs["zero3"], "loss"), abs=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("source", "target", "ranks"),
     [("ddp", "zero3", 3), ("zero2", "parallel", 4), ("zero3", "single", 1)],
