@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,7 +92,8 @@ class ForkServer:
     def _kill(self, job: Job) -> None:
         for pid in job.pids:
             if pid not in job.ended:
-                os.killpg(pid, signal.SIGKILL)  # each leads a session: its own forks go with it
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    os.killpg(pid, signal.SIGKILL)  # each leads a session: its own forks go with it
 
     def _wait(self, done, limit_s: float) -> None:
         end = time.monotonic() + limit_s
