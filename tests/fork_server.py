@@ -17,12 +17,13 @@ import os
 import runpy
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 MODULES = (
     "accelerate.commands.launch", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "peft",
@@ -156,13 +157,6 @@ def _rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in (names | address).items()}
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _run_script(argv: list[str]) -> None:

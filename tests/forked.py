@@ -2,13 +2,14 @@
 
 import logging
 import os
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 
 def run_ranks(
@@ -26,9 +27,7 @@ def run_ranks(
         env: more environment variables, of the launcher's config.
     """
     log.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), **(env or {})}
     common |= {"LOCAL_WORLD_SIZE": str(world_size)}
     pids = []

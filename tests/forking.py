@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fork_server import free_port
+from ports import free_port
 
 
 @dataclass

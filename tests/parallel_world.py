@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from ports import free_port
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -32,9 +32,7 @@ def in_world(size: int, work: Callable[[Any], Any], jobs: Sequence[Any]) -> list
     Raises:
         AssertionError: a process failed; the message holds what it printed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder = Path(tempfile.mkdtemp(prefix="hfscale-world-"))
     context = get_context("fork")
     processes = [

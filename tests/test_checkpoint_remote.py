@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from tiny import tiny_trainer
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
@@ -34,9 +35,7 @@ def s3(tmp_path_factory):
     """The address of a server that speaks S3 from a folder; stops with the module."""
     root = tmp_path_factory.mktemp("s3")
     (root / "bucket").mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     rclone = Path(sys.executable).with_name("rclone")
     server = subprocess.Popen(
         [rclone, "serve", "s3", root, "--addr", f"127.0.0.1:{port}", "--auth-key", f"hfscale,{SECRET}"],

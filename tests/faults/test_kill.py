@@ -62,8 +62,8 @@ class Chains:
             if not any(ended.codes):
                 break
             assert -9 in ended.codes, ended.err[-4000:]
-            if ended.deeds:  # the last one, of either thread, was logged and perhaps not done
-                committed = max(committed, ended.committed_step(ended.deeds[-1].number - 1))
+            if ended.deeds:  # the last ones were logged and perhaps not done: there are two threads
+                committed = max(committed, ended.committed_step(ended.deeds[-1].number - 8))
             self.killed += 1
             self._judge(cwd, committed)
             if self.chance.random() < 0.3:

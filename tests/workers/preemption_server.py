@@ -10,7 +10,6 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from ports import free_port
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
@@ -159,9 +159,7 @@ def send(signals, pids, since_s=0.0):
 
 def trial(spec):
     """Fork the ranks, signal them when the moment comes, wait for their ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     reader, writer = os.pipe()
     pids = []
     for rank in range(spec.get("world", 2)):
