@@ -71,7 +71,7 @@ class Chains:
                 self.crashes.lose_unflushed(ended)
                 self._judge(cwd, committed)
         assert read_manifest(latest_checkpoint(cwd / "out")).step == STEPS
-        left = {path.name for path in (cwd / "out").iterdir() if not path.name.startswith("scaling-until-")}
+        left = {path.name for path in (cwd / "out").iterdir() if "-until-" not in path.name}
         expected = LEFT | {f"checkpoint-{step}" for step in (STEPS - 1, STEPS)}
         assert left - {"hfscale_ranks.jsonl", ".unfinished"} == expected, (
             "a launch that was killed has left something behind"
