@@ -9,6 +9,7 @@ from tiny import LENGTH, VOCAB, logged, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.callbacks.stream_place import PlacedStream
 
 SHARDS, ROWS = 4, 20
 STEPS, BATCH = 30, 4  # of 80 rows: one pass and a half
@@ -98,6 +99,17 @@ def test_a_shuffle_buffer_is_read_again(tmp_path, caplog):
     assert (
         "the stream does not go on where it was, as one with a shuffle buffer cannot: the 12 sequences" in caplog.text
     )
+
+
+def test_no_more_is_remembered_than_a_step_may_need(tmp_path):
+    """A pass of a real stream has more samples than a host has memory for."""
+    stream = PlacedStream(Stream().dataset)
+    stream.remembered = 8
+    for count, _ in enumerate(stream, start=1):
+        assert len(stream._places) == min(count, 8)
+    trainer, _ = train(tmp_path)
+    assert len(trainer.train_dataset._places) <= 4 * BATCH
+    assert trainer.train_dataset.num_shards == SHARDS  # as of the stream itself
 
 
 def test_workers_do_not_tell_where_they_are(tmp_path, caplog):

@@ -7,13 +7,15 @@ stream of `datasets` can say where it stands (`IterableDataset.state_dict`), but
 reads for all, or each reads all.
 """
 
+import json
 import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
 import xxhash
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale import distributed
@@ -24,6 +26,7 @@ logger = get_logger(__name__)
 
 _READ_AHEAD = 64  # samples
 _COMPARED = 64  # entries of each column by which a sample is known again
+_LEAVE_S = 5.0  # that the end of a pass waits for a read under way; a notice may be running out
 
 
 class PlacedStream(IterableDataset[Any]):
@@ -32,37 +35,50 @@ class PlacedStream(IterableDataset[Any]):
     A thread reads ahead, so that reading and tokenising need no data loader process, whose place nobody would know.
 
     Args:
-        dataset (`IterableDataset`): with `state_dict` and `load_state_dict`, as those of `datasets`.
+        dataset (`datasets.IterableDataset`): whatever else is asked of the stream, it answers.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: datasets.IterableDataset) -> None:
         self.dataset = dataset
+        self.remembered = 0
+        """Of how many samples, the last ones, the place is remembered."""
+        self._reader: threading.Thread | None = None
         self._start: dict[str, Any] | None = None
-        self._places: dict[int, tuple[Any, Any]] = {}
+        self._places: dict[int, tuple[Any, str]] = {}
         self._count, self._has_ended, self._first_epoch = 0, False, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def set_epoch(self, epoch: int) -> None:
         """What accelerate calls before each pass; a resumed run counts its passes from 0 again."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self._first_epoch + epoch)
+        self.dataset.set_epoch(self._first_epoch + epoch)
 
     def go_to(self, place: dict[str, Any]) -> None:
         """Let the next pass begin at a place that `place_after` has given."""
         self._first_epoch, self._start = place["pass"], place
 
     def place_after(self, samples: int) -> dict[str, Any] | None:
-        """The place in this pass after so many samples; None where it is not known. Earlier ones are forgotten.
+        """The place in this pass after so many samples, for JSON; None where it is not known.
 
         It is known once the next sample has been read too: by that one a resumed run sees that it is right.
         """
         if self._has_ended and samples >= self._count:
             return {"state": None}
-        for count in [count for count in self._places if count < samples]:
-            del self._places[count]
         here, after = self._places.get(samples), self._places.get(samples + 1)
-        return {"state": here[0], "next": _digest(after[1])} if here is not None and after is not None else None
+        if here is None or after is None:
+            return None
+        try:
+            return {"state": json.loads(json.dumps(here[0])), "next": after[1]}
+        except TypeError:
+            return None
 
     def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:  # which reads ahead by itself, and whose place nobody asks for
+            yield from self.dataset
+            return
         start, self._start = self._start, None
         self._places, self._has_ended, self._count = {}, False, 0
         if start is None or start["state"] is None:
@@ -86,21 +102,37 @@ class PlacedStream(IterableDataset[Any]):
                 yield sample
 
     def _hand_out(self, state: Any) -> Iterator[Any]:
-        if state and hasattr(self.dataset, "set_epoch"):
+        if self._reader is not None:
+            self._reader.join()  # it must not move the state of the pass that begins
+        if state:
             self.dataset.set_epoch(state["epoch"])  # else it would not be taken
         self.dataset.load_state_dict(state or {})
-        for sample, after in _read_ahead(self.dataset):
+        for sample, after in self._read_ahead():
             self._count += 1
-            self._places[self._count] = (after, sample)
+            self._places[self._count] = (after, _digest(sample))
+            self._places.pop(self._count - self.remembered, None)
             yield sample
         self._has_ended = True
 
+    def _read_ahead(self) -> Iterator[tuple[Any, Any]]:
+        """Each sample with the place after it, read by a thread."""
+        waiting: queue.Queue[Any] = queue.Queue(_READ_AHEAD)
+        is_left, end = threading.Event(), object()
+        self._reader = threading.Thread(
+            target=_read, args=(self.dataset, waiting, is_left, end), name="hfscale-stream", daemon=True
+        )
+        self._reader.start()
+        try:
+            while (item := waiting.get()) is not end:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            is_left.set()
+            self._reader.join(_LEAVE_S)
 
-def _read_ahead(dataset: Any) -> Iterator[tuple[Any, Any]]:
-    """Each sample with the place after it, read by a thread."""
-    waiting: queue.Queue[Any] = queue.Queue(_READ_AHEAD)
-    is_left, end = threading.Event(), object()
 
+def _read(dataset: Any, waiting: "queue.Queue[Any]", is_left: threading.Event, end: object) -> None:
     def hand_over(item: Any) -> None:
         while not is_left.is_set():
             try:
@@ -109,26 +141,14 @@ def _read_ahead(dataset: Any) -> Iterator[tuple[Any, Any]]:
                 continue
             return
 
-    def read() -> None:
-        try:
-            for sample in dataset:
-                hand_over((sample, dataset.state_dict()))
-                if is_left.is_set():
-                    return
-        except Exception as error:  # raised where the samples are wanted
-            hand_over(error)
-        hand_over(end)
-
-    thread = threading.Thread(target=read, name="hfscale-stream", daemon=True)
-    thread.start()
     try:
-        while (item := waiting.get()) is not end:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-    finally:
-        is_left.set()
-        thread.join()
+        for sample in dataset:
+            hand_over((sample, dataset.state_dict()))
+            if is_left.is_set():
+                return
+    except Exception as error:  # raised where the samples are wanted
+        hand_over(error)
+    hand_over(end)
 
 
 def _digest(sample: Any) -> str:
@@ -153,7 +173,7 @@ class StreamPlace(TrainerCallback):
     def attach(cls, trainer: Trainer) -> None:
         """Put a `PlacedStream` before a stream that knows its place. Call it when the Trainer is being made."""
         dataset = trainer.train_dataset
-        if isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__") and hasattr(dataset, "state_dict"):
+        if isinstance(dataset, datasets.IterableDataset):
             trainer.train_dataset = PlacedStream(dataset)
             trainer.add_callback(cls(trainer.train_dataset))
 
@@ -161,6 +181,7 @@ class StreamPlace(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._first_pass, self._pass, self._resumed = 0, -1, None
+        self.stream.remembered = 4 * global_batch_size(calling_trainer())  # a step's, and what loaders fetch before it
         if args.dataloader_num_workers:
             logger.info(
                 "a resumed run reads again what was seen of a stream, for its place is not known where data loader "
@@ -207,9 +228,7 @@ class StreamPlace(TrainerCallback):
     ) -> None:
         trainer, steps = calling_trainer(), state.global_step - self._at_step
         samples = self._samples + steps * global_batch_size(trainer)
-        if (
-            state.epoch is not None and self._first_pass + self._steps
-        ):  # Trainer counts from 0 where nothing is skipped
+        if state.epoch is not None:  # Trainer counts from 0 where nothing is skipped
             state.epoch += self._first_pass + self._steps / state.max_steps
         kept, place = saved_state(state, "stream"), self.stream.place_after(samples)
         kept.clear()

@@ -32,9 +32,8 @@ _ALLOWED = {
     "numpy.core.multiarray": ("_reconstruct", "scalar"),
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"),
-    "torch._tensor": (
-        "_rebuild_from_type_v2",
-    ),  # tensors with attributes, as ZeRO-3's; torch's own `weights_only` list has both
+    # Tensors and parameters with attributes, as ZeRO-3's have; torch's own list for `weights_only` names both.
+    "torch._tensor": ("_rebuild_from_type_v2",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.tensor": ("Replicate", "Shard", "Partial"),
     "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),

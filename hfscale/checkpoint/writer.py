@@ -154,10 +154,11 @@ def finish_renames(run_dir: Path) -> list[Path]:
 
     Any rank may call it at any time. Nothing is done while another process holds the folder: it will do so itself.
     """
-    if is_held_by_another(run_dir):
-        return []
-    put = []
-    for folder in sorted((run_dir / UNFINISHED).glob("checkpoint-*")):
+    put: list[Path] = []
+    left = sorted((run_dir / UNFINISHED).glob("checkpoint-*"))
+    if not left or is_held_by_another(run_dir):
+        return put
+    for folder in left:
         name = folder.name.removesuffix(_REPLACED)
         target = run_dir / name
         if re.fullmatch(r"checkpoint-\d+", name) and (folder / MANIFEST_NAME).is_file() and not target.exists():
