@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -17,11 +18,13 @@ import jsonschema
 import kubernetes_validate
 import psutil
 import pytest
+import torch.distributed.elastic.metrics.api as elastic_metrics
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import RECIPE, REPOSITORY, Finished
 from test_recipe_ddp import QUICK
 from test_recipe_yamls import command_problems, shell_commands
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from hfscale.checkpoint.store import latest_checkpoint, verify
@@ -845,6 +848,25 @@ def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(script, num
         output, _ = process.communicate(timeout=60)
         assert process.returncode == PREEMPTED, output
     assert (tmp_path / "signalled-0").exists()
+
+
+def test_a_signal_that_lands_in_the_timing_of_a_call_is_still_a_preemption(monkeypatch):
+    """torch's `prof` meets its own unset variable then; the very moment is made here with torch's own code."""
+    wrapper = runpy.run_path(str(EXIT_CODE))
+
+    class Clock:
+        @staticmethod
+        def time() -> float:
+            raise SignalException("Process 1 got signal: 15", sigval=signal.SIGTERM)
+
+    monkeypatch.setattr(elastic_metrics, "time", Clock)
+    monkeypatch.setitem(wrapper["main"].__globals__, "torchrun", elastic_metrics.prof(lambda arguments: None))
+    monkeypatch.setattr(sys, "argv", [str(EXIT_CODE), "torchrun"])
+    kept = signal.getsignal(signal.SIGUSR1)
+    try:
+        assert wrapper["main"]() == PREEMPTED
+    finally:
+        signal.signal(signal.SIGUSR1, kept)
 
 
 @pytest.mark.world(2)

@@ -43,8 +43,12 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as error:
-        return 130 if error.sigval == signal.SIGINT else PREEMPTED
+    except (SignalException, UnboundLocalError) as error:
+        # A signal landing on the first line of torch's timing of a call leaves its `start` unset: UnboundLocalError.
+        stopped = error if isinstance(error, SignalException) else error.__context__
+        if not isinstance(stopped, SignalException):
+            raise
+        return 130 if stopped.sigval == signal.SIGINT else PREEMPTED
     return 0
 
 
