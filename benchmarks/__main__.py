@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 NAMES = (
-    "callback_overhead", "health_overhead", "cli_start", "recipe_overhead", "pipeline_overhead", "preemption_overhead",
-    "memory_options", "async_save",
+    "callback_overhead", "health_overhead", "cli_start", "recipe_overhead", "pipeline_overhead", "pipeline_bubble",
+    "preemption_overhead", "memory_options", "async_save",
 )  # fmt: skip
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"

@@ -34,6 +34,8 @@ SMALL = {
     "use_cache": False, "expert_ffn_hidden_size": 32, "moe_num_experts": 4, "moe_k": 2, "num_dense_layers": 1,
     "decoder_sparse_step": 1, "query_pre_attn_scalar": 8, "hidden_size_per_layer_input": 8, "swa_head_dim": 8,
     "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "residual_dropout": 0.0,
+    # With the usual 0.02 attention is nearly uniform at these sizes, and wrong positions hardly show in the loss.
+    "initializer_range": 0.1,
 }  # fmt: skip
 """Sizes by every name that families have for them; each config takes those it knows."""
 

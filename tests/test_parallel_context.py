@@ -161,7 +161,7 @@ def test_what_breaks_it_is_seen():
 @pytest.mark.faults
 @pytest.mark.parametrize("family", sorted(CONTEXTS_PROVEN))
 def test_every_family_with_sequences_cut_over_ranks(family):
-    job = {"family": family, "cp": 2, "config": WIDE}
+    job = {"family": family, "cp": 2}
     jobs = {"odd": job | {"length": 11}, "pp": job | {"pp": 2}}
     assert wrong(jobs, in_world(4, compare, list(jobs.values()))) == {}
 

@@ -43,11 +43,14 @@ class ScalingCallback(TrainerCallback):
 
 
 def _forward(event: str) -> Any:
+    unheard = getattr(TrainerCallback, event)
+
     def handle(
         self: ScalingCallback, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         for part in self.parts:
-            getattr(part, event)(args, state, control, **kwargs)
+            if getattr(type(part), event) is not unheard:  # most are: five events per step, and not one part for each
+                getattr(part, event)(args, state, control, **kwargs)
 
     handle.__name__ = event
     return handle

@@ -59,7 +59,7 @@ class StageTimes:
 
     | name | unit | meaning |
     |---|---|---|
-    | `scaling/bubble_fraction` | ratio | share of the schedule's time in which a rank waits, mean of all |
+    | `scaling/bubble_fraction` | ratio | share of the longest rank's schedule in which a rank waits, mean of all |
     | `stage_s` in `hfscale_ranks.jsonl` | s | own time of a rank's stages per schedule, one number per rank |
 
     Args:
@@ -79,7 +79,8 @@ class StageTimes:
         if state.is_world_process_zero and (self._folder / JSONL_NAME).exists():
             own = [seconds / number for seconds, number in zip(busy, schedules, strict=True)]
             self._lines.add(state.global_step, {"stage_s": own})
-        return {"scaling/bubble_fraction": 1 - sum(busy) / sum(all_)}
+        # A rank whose own part ends early waits too, only not in its schedule: the longest counts for all.
+        return {"scaling/bubble_fraction": 1 - sum(busy) / (len(busy) * max(all_))}
 
 
 class ClockedStage(PipelineStage):
