@@ -10,13 +10,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from benchmarks.planner_runs import Run
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.job import Job
-
-if TYPE_CHECKING:
-    from benchmarks.planner_fit import Run
 
 LEAST = 3
 """Layouts that make a group."""
@@ -40,7 +37,7 @@ class Group:
         return self.measured[chosen] / max(self.measured.values())
 
 
-def groups(runs: "Iterable[Run]", errors: Iterable[float]) -> list[Group]:
+def groups(runs: Iterable[Run], errors: Iterable[float]) -> list[Group]:
     """The groups among `runs`, in their order.
 
     Args:
@@ -79,7 +76,7 @@ def _name(common: Job) -> str:
     )
 
 
-def figures(runs: "Iterable[Run]", errors: Iterable[float]) -> dict[str, object]:
+def figures(runs: Iterable[Run], errors: Iterable[float]) -> dict[str, object]:
     """How many groups are chosen well, and the others, worst first; arguments as in `groups`."""
     found = groups(runs, errors)
     others = sorted((group for group in found if group.reached < GOOD), key=lambda group: group.reached)

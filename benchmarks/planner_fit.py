@@ -11,26 +11,21 @@ measured, planner_choice.py says.
 """
 
 import argparse
-import csv
 import json
 import math
 import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import planner_choice, planner_memory
-from hfscale.errors import HfScaleError
+from benchmarks.planner_runs import Constants, Run, load
 from hfscale.planner import stacks
-from hfscale.planner.job import Job
-from hfscale.planner.memory import GIB
 from hfscale.planner.model_view import view_of
-from hfscale.planner.rows import job_of
 from hfscale.planner.stacks import Shared, Stack
 from hfscale.planner.throughput import step_time
 
@@ -59,51 +54,6 @@ HUBER = 0.05
 """Residual beyond which a row counts by its absolute and not its square."""
 PEAKS = [("shared", name) for name in planner_memory.FITTED]
 """What planner_memory.py fits to peaks of memory."""
-Constants = Mapping[str, Stack | Shared]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A published run and the job it was."""
-
-    row: int
-    source: str
-    job: Job
-    tokens_per_s_per_gpu: float | None
-    memory_gib: float | None
-    is_doubted: bool
-    is_memory_doubted: bool
-    is_allocated: bool
-
-
-def load(path: Path = HERE / "data" / "throughput.csv", *, hidden: Iterable[str] = ()) -> tuple[list[Run], list[str]]:
-    """The runs of a table, and the rows that could not be read; columns in `hidden` are taken as blank."""
-    runs, failed = [], []
-    with path.open(newline="", encoding="utf-8") as file:
-        for number, row in enumerate(csv.DictReader(file)):
-            blanked = {**row, **dict.fromkeys(hidden, "")}
-            memory = number_of(row["peak_mem_gb"])
-            try:
-                job = job_of(blanked)
-            except HfScaleError as error:
-                failed.append(f"row {number}: {error}")
-                continue
-            source = re.sub(r" §.*|@[^:]*", "", row["source"])
-            tokens = number_of(row["tokens_per_s_per_gpu"])
-            gib = memory * 1e9 / GIB if memory else None
-            doubts = bool(row["doubt"]), bool(row["memory_doubt"])
-            runs.append(Run(number, source, job, tokens, gib, *doubts, row["memory_measure"] == "allocated"))
-    return runs, failed
-
-
-def number_of(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-# -- the fit ----------------------------------------------------------------------------------------------------------
 
 
 def current() -> dict[str, Stack | Shared]:

@@ -7,33 +7,29 @@ The bytes themselves are counted: of states, of what autograd saves, of logits, 
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.planner_runs import Constants, Run
 from hfscale.planner.memory import allocated_gib, memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.planner.stacks import Shared, Stack
-
-if TYPE_CHECKING:
-    from benchmarks.planner_fit import Run
 
 FITTED = {"fragmentation": (1.05, 0.02), "group_gib": (0.5, 0.15)}
 """What is fitted; what each is pulled to, and how weakly: one standard deviation."""
 HUBER = 0.05
 """Error, in logarithm, beyond which a row counts by its absolute and not its square."""
-Constants = Mapping[str, Stack | Shared]
 
 
-def stated(runs: "Sequence[Run]") -> "list[Run]":
+def stated(runs: Sequence[Run]) -> list[Run]:
     """The runs whose peak memory was published and is not doubted."""
     return [run for run in runs if run.memory_gib and not run.is_memory_doubted]
 
 
-def error(run: "Run", constants: Constants) -> float:
+def error(run: Run, constants: Constants) -> float:
     """Predicted over published, less one; where the source tells what was allocated, that is compared."""
     shared, stack = constants["shared"], constants[run.job.stack]
     memory = memory_of(view_of(run.job.shape), run.job, stack, shared)
@@ -45,7 +41,7 @@ def with_values(constants: Constants, fragmentation: float, group_gib: float) ->
     return {**constants, "shared": shared}
 
 
-def fit_peaks(runs: "Sequence[Run]", constants: Constants) -> dict[str, Stack | Shared]:
+def fit_peaks(runs: Sequence[Run], constants: Constants) -> dict[str, Stack | Shared]:
     """Constants that predict these runs' peaks best; a source weighs as the root of its rows."""
     counts: dict[str, int] = defaultdict(int)
     for run in runs:
@@ -67,7 +63,7 @@ def fit_peaks(runs: "Sequence[Run]", constants: Constants) -> dict[str, Stack | 
     return with_values(constants, *min(grid, key=loss))
 
 
-def figures(errors: "Sequence[tuple[Run, float]]") -> dict[str, object]:
+def figures(errors: Sequence[tuple[Run, float]]) -> dict[str, object]:
     """Errors over rows and by source, the worst source first."""
     by_source = defaultdict(list)
     for run, value in errors:
@@ -88,7 +84,7 @@ def figures(errors: "Sequence[tuple[Run, float]]") -> dict[str, object]:
     }
 
 
-def leave_one_out(runs: "Sequence[Run]", constants: Constants) -> "list[tuple[Run, float]]":
+def leave_one_out(runs: Sequence[Run], constants: Constants) -> list[tuple[Run, float]]:
     """Errors of each source's rows under the constants that the other sources have."""
     errors = []
     for source in sorted({run.source for run in runs}):

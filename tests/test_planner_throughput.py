@@ -10,7 +10,7 @@ import pytest
 from conftest import REPOSITORY
 from planner_jobs import job
 
-from benchmarks import planner_choice, planner_fit, planner_memory
+from benchmarks import planner_choice, planner_fit, planner_memory, planner_runs
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import accelerator
 from hfscale.planner.estimate import estimate_job
@@ -215,7 +215,7 @@ class TestChecks:
 
 @pytest.fixture(scope="module")
 def runs():
-    return [run for run in planner_fit.load()[0] if run.tokens_per_s_per_gpu and not run.is_doubted]
+    return [run for run in planner_runs.load()[0] if run.tokens_per_s_per_gpu and not run.is_doubted]
 
 
 class TestPublishedRuns:
@@ -238,7 +238,7 @@ class TestPublishedRuns:
         assert figures["rank_correlation"] > 0.99
 
     def test_half_of_the_peaks_are_within_5_percent_also_of_sources_not_seen(self):
-        peaks, constants = planner_memory.stated(planner_fit.load()[0]), planner_fit.current()
+        peaks, constants = planner_memory.stated(planner_runs.load()[0]), planner_fit.current()
         now = planner_memory.figures([(run, planner_memory.error(run, constants)) for run in peaks])
         assert now["median_error"] < 0.045
         assert planner_memory.figures(planner_memory.leave_one_out(peaks, constants))["median_error"] < 0.05
@@ -247,7 +247,7 @@ class TestPublishedRuns:
             assert getattr(fitted["shared"], name) == pytest.approx(getattr(shared(), name)), "planner_fit --write"
 
     def test_peaks_can_be_bad(self):
-        peaks = planner_memory.stated(planner_fit.load()[0])
+        peaks = planner_memory.stated(planner_runs.load()[0])
         waste = planner_memory.with_values(planner_fit.current(), 1.3, 0.5)
         assert planner_memory.figures([(r, planner_memory.error(r, waste)) for r in peaks])["median_error"] > 0.1
 
@@ -256,7 +256,7 @@ class TestPublishedRuns:
         constants = planner_fit.current()
         fitted = planner_fit.figures(runs, planner_fit.residuals(runs, constants))
         assert fitted["median_error"] == pytest.approx(committed["fitted"]["median_error"], abs=2e-4)
-        peaks = planner_memory.stated(planner_fit.load()[0])
+        peaks = planner_memory.stated(planner_runs.load()[0])
         found = planner_memory.figures([(run, planner_memory.error(run, constants)) for run in peaks])
         assert found["median_error"] == pytest.approx(committed["memory"]["median_error"], abs=2e-4)
         for name, value in committed["constants"].items():

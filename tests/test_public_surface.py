@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
@@ -123,6 +124,13 @@ def test_imports_go_downward_only():
         if name != "hfscale" and floor(wanted) > floor(name)
     ]
     assert upward == []
+
+
+def test_no_imports_go_round_in_a_circle():
+    """Not on one floor either, nor for the sake of types alone."""
+    graph = {name: {wanted for wanted in hfscale_imports(path) if wanted != name} for name, path in modules()}
+    graph["hfscale"] = set()  # its names load when they are used
+    TopologicalSorter(graph).prepare()
 
 
 def test_callbacks_and_parallel_never_meet():

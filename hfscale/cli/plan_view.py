@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from hfscale.planner.answer import Choice, Plan
-from hfscale.planner.launchable import unlaunchable
 from hfscale.planner.pipeline import flag_of
 from hfscale.planner.question import strategy_of
 
@@ -37,7 +36,7 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
         console.print("Nothing fits.")
     if plan.min_gpus is not None:
         console.print(f"Fewest GPUs that do: {plan.min_gpus}")
-    _list(console, "Estimated, but not to be launched by hfscale's recipes", unlaunchable(plan))
+    _list(console, "Estimated, but not to be launched by hfscale's recipes", plan.unlaunchable)
     _list(console, "Does not work", _reasons(plan))
     _list(console, "Advice", [f"{item.text} ({item.source})" for item in plan.advice])
     _list(console, "Warnings", plan.warnings)

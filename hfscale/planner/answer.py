@@ -6,7 +6,7 @@ from typing import Any
 from hfscale.planner.advice import Advice
 from hfscale.planner.cost import Cost
 from hfscale.planner.estimate import Estimate
-from hfscale.planner.launchable import recipe_of
+from hfscale.planner.launchable import recipe_of, why_not
 from hfscale.planner.pipeline import flag_of
 from hfscale.planner.question import Question, Rejected, strategy_of
 
@@ -56,6 +56,22 @@ class Plan:
     """What the numbers rest on."""
     warnings: tuple[str, ...]
     """Old prices."""
+
+    @property
+    def next_launchable(self) -> tuple[int, Choice] | None:
+        """The first choice that a recipe runs, with its number from 1."""
+        return next(((n, c) for n, c in enumerate(self.choices, 1) if why_not(c.estimate.job) is None), None)
+
+    @property
+    def unlaunchable(self) -> list[str]:
+        """A line for each reason why choices of Hugging Face's stack cannot be launched."""
+        found: dict[str, list[str]] = {}
+        if self.question.stack == "hf":
+            for number, choice in enumerate(self.choices, 1):
+                reason = why_not(choice.estimate.job)
+                if reason is not None:
+                    found.setdefault(reason, []).append(f"#{number}")
+        return [f"{', '.join(numbers)}: {reason}" for reason, numbers in found.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that `hfscale plan --json` prints."""

@@ -11,7 +11,7 @@ from hfscale.errors import StorageError, UsageError
 from hfscale.facts.models import catalogue
 from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.job import Job
-from hfscale.planner.launchable import OPTIMIZERS, next_launchable, recipe_of, uses_deepspeed, why_not
+from hfscale.planner.launchable import OPTIMIZERS, recipe_of, uses_deepspeed, why_not
 from hfscale.planner.pipeline import flag_of
 from hfscale.planner.question import strategy_of
 
@@ -64,7 +64,7 @@ def _chosen(plan: Plan, number: int) -> Choice:
     reason = why_not(choice.estimate.job)
     if reason is None:
         return choice
-    other = next_launchable(plan)
+    other = plan.next_launchable
     if other is None:
         mend = f"nor can any of the {len(plan.choices)} choices here: raise --top"
     else:

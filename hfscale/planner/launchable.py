@@ -1,12 +1,7 @@
-"""Which choices the shipped recipes can run, and why not the others."""
-
-from typing import TYPE_CHECKING
+"""Which jobs the shipped recipes can run, and why not the others."""
 
 from hfscale.planner.job import Job
 from hfscale.planner.question import strategy_of
-
-if TYPE_CHECKING:
-    from hfscale.planner.answer import Choice, Plan
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd", "adafactor": "adafactor"}
 """What the Trainer calls an optimizer (`--optim`); the others it does not have."""
@@ -68,19 +63,3 @@ def why_no_stages(job: Job) -> str | None:
     if job.optimizer not in STAGE_OPTIMIZERS:
         return f"optimizer {job.optimizer} was not tried on sharded stages: use {' or '.join(STAGE_OPTIMIZERS)}"
     return None
-
-
-def next_launchable(plan: "Plan") -> "tuple[int, Choice] | None":
-    """The first of a plan's choices that a recipe runs, with its number from 1."""
-    return next(((n, c) for n, c in enumerate(plan.choices, 1) if why_not(c.estimate.job) is None), None)
-
-
-def unlaunchable(plan: "Plan") -> list[str]:
-    """A line for each reason why choices of Hugging Face's stack cannot be launched."""
-    found: dict[str, list[str]] = {}
-    if plan.question.stack == "hf":
-        for number, choice in enumerate(plan.choices, 1):
-            reason = why_not(choice.estimate.job)
-            if reason is not None:
-                found.setdefault(reason, []).append(f"#{number}")
-    return [f"{', '.join(numbers)}: {reason}" for reason, numbers in found.items()]
