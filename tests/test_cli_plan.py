@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from hfscale.planner.row_shape import number
 
 PLAN = ["plan", "llama-3.1-8b", "--gpu", "H100-80GB", "--gpus", "8"]
 ESTIMATE = ["estimate", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8"]
+README = REPOSITORY / "README.md"
 TABLE = REPOSITORY / "benchmarks" / "data" / "throughput.csv"
 MEMORY = {"parameters", "gradients", "optimizer", "activations", "loss", "buffers", "context", "total"}
 
@@ -49,6 +51,11 @@ class TestPlan:
         for word in ("strategy", "tokens/s/GPU", "MFU", "days", "USD", "provider", "Advice", "Assumptions", "goodput"):
             assert word in out
         assert max(map(len, out.splitlines())) <= 120
+
+    def test_the_readme_shows_what_is_printed(self, capsys):
+        command, shown = re.search(r"^\$ hfscale (plan .*)\n([^`]*)```", README.read_text(), re.MULTILINE).groups()
+        out = [line.rstrip() for line in run(capsys, *command.split()).out.splitlines()]
+        assert out[: shown.count("\n")] == shown.splitlines()
 
     def test_top(self, capsys):
         assert len(json.loads(run(capsys, *PLAN, "--top", "2", "--json").out)["choices"]) == 2
