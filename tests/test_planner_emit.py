@@ -18,11 +18,12 @@ from hfscale.cli import main
 from hfscale.dry_run import dry_run
 from hfscale.errors import UsageError
 from hfscale.facts.families import FAMILIES as SHAPES
-from hfscale.parallel.families import MATRICES_UNCUTTABLE
+from hfscale.parallel.families import CONTEXTS_PROVEN, MATRICES_UNCUTTABLE
 from hfscale.parsing import parse_arguments
 from hfscale.planner.activations import kept_and_working, layers_in_flight
 from hfscale.planner.answer import Choice, choice_dict
 from hfscale.planner.emit import emit
+from hfscale.planner.launchable import WITHOUT_CONTEXT, why_not
 from hfscale.planner.layouts import WITHOUT_TENSOR_PLAN, layouts
 from hfscale.planner.memory import GIB
 from hfscale.planner.model_view import view_of
@@ -231,7 +232,8 @@ class TestTheSearchOffersWhatTheRecipeTakes:
         assert any(layout.tp > 1 for layout, _ in self.found("llama-3.1-8b"))
         for layout, zero in self.found("llama-3.1-8b"):
             assert layout.tp == 1 or layout.pp > 1 or layout.dp_shard * layout.dp_replicate == 1 or zero == 3
-            assert layout.cp == 1 or layout.tp == layout.pp == 1
+            assert layout.cp == 1 or zero == 3
+            assert layout.cp == 1 or layout.tp == 1 or layout.pp > 1
         assert all(layout.tp == 1 for layout, _ in self.found("llama-3.1-8b", method="lora"))
 
     def test_key_value_heads_are_not_copied(self):
@@ -246,6 +248,26 @@ class TestTheSearchOffersWhatTheRecipeTakes:
         wrong = set(MATRICES_UNCUTTABLE) & set(SHAPES)
         assert {name for name, plan in plans.items() if not plan} | wrong == set(WITHOUT_TENSOR_PLAN)
 
+    def test_models_whose_sequences_are_not_cut(self):
+        assert {*SHAPES} - CONTEXTS_PROVEN | {"phi3"} == {*WITHOUT_CONTEXT}
+        layout = {"pp": 2, "cp": 4, "tp": 8}
+        asked = {"layout": layout, "zero": 3, "seq_len": 8192, "loss_parallel": True, "sequence_parallel": True}
+        job = estimate("llama-3.1-8b", gpu="H100-80GB", **asked).job
+        assert why_not(job) is None
+        assert "(ZeRO stage 3)" in why_not(replace(job, zero=0))
+        assert why_not(replace(job, seq_len=8200)).startswith("sequences of 8200 tokens do not divide by 32")
+        bloom = estimate("bloom-176b", gpu="H100-80GB", **asked).job
+        assert why_not(bloom) == "sequences of bloom cannot be cut over ranks"
+
+    def test_keys_and_values_of_all_ranks_are_kept_by_stages(self):
+        asked = {"layout": {"pp": 2, "cp": 4}, "zero": 3, "seq_len": 8192}
+        job, stack = estimate("llama-3.1-8b", gpu="H100-80GB", **asked).job, find_stack("hf")
+        alone = replace(job, seq_len=2048, layout=replace(job.layout, cp=1))  # as many tokens on a rank
+        more = (
+            kept_and_working(view_of(job.shape), job, stack)[0] - kept_and_working(view_of(job.shape), alone, stack)[0]
+        )
+        assert more == 2 * 2048 * (8 + 8) * 128 * 3
+
 
 RUNS = {
     "pipeline": ({"layout": {"pp": 2}, "global_batch": 4}, "parallel", 2),
@@ -256,6 +278,7 @@ RUNS = {
         {"layout": {"dp_shard": 2, "pp": 2}, "zero": 3, "virtual_stages": 2, "global_batch": 8}, "parallel", 4,
     ),
     "all_axes": ({"layout": {"dp_shard": 2, "tp": 2, "pp": 2}, "zero": 3, "global_batch": 8}, "parallel", 8),
+    "long": ({"layout": {"cp": 2, "pp": 2}, "zero": 3, "global_batch": 8}, "parallel", 4),
     "zero_bubble": (
         {"layout": {"tp": 2, "pp": 2}, "virtual_stages": 2, "schedule": "zbv", "global_batch": 8}, "parallel", 4,
     ),

@@ -80,11 +80,15 @@ def kept_and_working(view: ModelView, job: Job, stack: Stack) -> tuple[float, fl
 
 
 def _gathered_inputs(view: ModelView, job: Job, stack: Stack) -> float:
-    """What `ParallelTrainer`'s sequence parallelism keeps beyond Megatron's of a layer and micro-batch: the inputs of
-    attention and MLP, gathered once and kept whole, where Megatron gathers them again for the backward pass."""
-    if stack.name != "hf" or not job.sequence_parallel or job.layout.tp == 1:
+    """What `ParallelTrainer` keeps beyond Megatron of a layer and micro-batch: with sequence parallelism the inputs of
+    attention and MLP, gathered once and kept whole, where Megatron gathers them again for the backward pass; with
+    context parallelism the other ranks' keys and values."""
+    if stack.name != "hf":
         return 0.0
-    return 2 * 2.0 * job.tokens * view.hidden * (1 - 1 / job.layout.tp)
+    tp, cp = job.layout.tp, job.layout.cp
+    inputs = 2 * 2.0 * view.hidden * (1 - 1 / tp) if job.sequence_parallel else 0.0
+    others = 2.0 * view.kv_width / tp * (cp - 1) if job.layout.pp > 1 else 0.0
+    return job.tokens * (inputs + others)
 
 
 def in_flight(job: Job, *, last: bool = False) -> float:

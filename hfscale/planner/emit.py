@@ -255,6 +255,7 @@ def stage_flags(job: Job) -> dict[str, Any]:
     flags: dict[str, Any] = {
         "tp_size": layout.tp,
         "pp_size": layout.pp,
+        **({"cp_size": layout.cp} if layout.cp > 1 else {}),
         "dp_replicate_size": layout.dp_replicate,
         "dp_shard_size": layout.dp_shard,
         "pipeline_schedule": flag_of(job.schedule, job.virtual_stages),

@@ -1,5 +1,7 @@
 """Which jobs the shipped recipes can run, and why not the others."""
 
+import math
+
 from hfscale.planner.job import Job
 from hfscale.planner.question import strategy_of
 
@@ -8,6 +10,13 @@ OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd
 
 STAGE_OPTIMIZERS = ("adamw", "sgd")
 """Those that update parameters which are cut over several axes."""
+
+WITHOUT_CONTEXT = (
+    "bloom", "codegen", "falcon", "gpt_neo", "gpt_oss", "gptj", "hunyuan_v1_dense", "mpt", "opt", "persimmon", "phi3",
+    "stablelm",
+)  # fmt: skip
+"""Model types that were not shown to compute the same with sequences cut over ranks (`hfscale.parallel.families`), and
+phi3, which has been published with angles that depend on the longest position."""
 
 
 def uses_deepspeed(job: Job) -> bool:
@@ -42,8 +51,8 @@ def why_not(job: Job) -> str | None:
 
 def why_no_stages(job: Job) -> str | None:
     """Why `ParallelTrainer` cannot run a job in pipeline stages; None where it can."""
-    if job.layout.cp > 1:
-        return "stages have no context parallelism"
+    if job.layout.cp > 1 and (reason := _why_no_context(job)) is not None:
+        return reason
     if job.zero in (1, 2):
         return "ParallelTrainer's replicas share all states (ZeRO stage 3, FSDP2) or none (stage 0)"
     if job.layout.tp > 1 and not job.loss_parallel:
@@ -62,4 +71,16 @@ def why_no_stages(job: Job) -> str | None:
         return "adapters are planned with data parallelism alone"
     if job.optimizer not in STAGE_OPTIMIZERS:
         return f"optimizer {job.optimizer} was not tried on sharded stages: use {' or '.join(STAGE_OPTIMIZERS)}"
+    return None
+
+
+def _why_no_context(job: Job) -> str | None:
+    """Why `ParallelTrainer` cannot cut a job's sequences over ranks; None where it can."""
+    if job.shape.model_type in WITHOUT_CONTEXT:
+        return f"sequences of {job.shape.model_type} cannot be cut over ranks"
+    if job.zero != 3:
+        return "ParallelTrainer shards all states (ZeRO stage 3) over the ranks that share a sequence"
+    parts = job.layout.cp * math.lcm(2, job.layout.tp if job.sequence_parallel else 1)
+    if job.seq_len % parts:
+        return f"sequences of {job.seq_len} tokens do not divide by {parts}, into which their ranks cut them"
     return None

@@ -42,8 +42,8 @@ def layouts(question: Question, gpus: int) -> Iterator[tuple[ParallelLayout, int
             if tp > 1 and question.stack == "hf" and not _transformers_cuts(shape, tp, pp):
                 continue
             for cp in _sizes(question.seq_len // LEAST_TOKENS_PER_CP_RANK):
-                if cp > 1 and question.stack == "hf" and (tp > 1 or pp > 1):
-                    continue  # Accelerate joins context parallelism with FSDP2 alone
+                if cp > 1 and question.stack == "hf" and tp > 1 and pp == 1:
+                    continue  # Accelerate joins context parallelism with FSDP2 alone, `ParallelTrainer` with all
                 if (gpus // tp // pp) % cp or question.seq_len % (2 * cp):
                     continue
                 yield from _data_parallel(question, tp=tp, pp=pp, cp=cp, dp=gpus // tp // pp // cp)
@@ -82,7 +82,7 @@ def _data_parallel(
         yield layout(1), 2, "none"
     elif question.stack == "megatron":
         yield layout(1), 1, "none"
-    elif pp > 1:
+    elif pp > 1 and cp == 1:
         yield layout(1), 0, "none"  # stages of replicas: FSDP2 whose shard axis has one rank
     if pp > 1 and question.stack == "megatron":
         return

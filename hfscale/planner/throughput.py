@@ -112,8 +112,12 @@ def _layer_traffic(view: ModelView, job: Job, stack: Stack, network: Network, la
         regather = 0 if stack.name == "hf" else regather  # it keeps what it has gathered
         seconds += (4 * passes + regather) * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
     if cp > 1:
-        # Keys and values go round the ring under attention (Liu et al., arXiv 2310.01889); gradients go back.
         ring = network.gather_s(2.0 * job.tokens * cp * view.kv_width / tp, Group(size=cp, stride=tp))
+        if stack.name == "hf" and job.layout.pp > 1:
+            # `ParallelTrainer` gathers them before attention (Llama Team, arXiv 2407.21783, section 3.3.2), again
+            # where a layer is recomputed, and sums their gradients.
+            return seconds + (2 if job.recompute == "none" else 3) * ring
+        # Keys and values go round the ring under attention (Liu et al., arXiv 2310.01889); gradients go back.
         seconds += max(0.0, ring - layer.attention) + max(0.0, 2 * ring - BACKWARD_ATTENTION * layer.attention)
     return seconds
 
