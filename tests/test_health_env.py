@@ -57,6 +57,19 @@ def test_a_lock_that_a_killed_build_has_left(tmp_path, monkeypatch):
     holder.wait(30)
     remove_abandoned_locks(here)
     assert not list(given.glob("*/lock"))
+    new = given / "fused_adam" / "lock"
+    new.touch()
+
+    def taken_meanwhile(path):  # another run removed it, and holds its own now
+        path.unlink()
+        (given / "other").touch()  # takes the freed inode
+        path.touch()
+        return True
+
+    monkeypatch.setattr(build_locks, "_is_abandoned", taken_meanwhile)
+    remove_abandoned_locks(here)
+    assert new.exists()
+    monkeypatch.undo()
     ((level, message),) = told({}, replace(NODE, build_locks=("/x/lock",)))
     assert level == "warning"
     assert message.startswith("/x/lock is left from a build")

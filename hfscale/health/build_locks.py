@@ -41,17 +41,17 @@ def abandoned_locks(environ: Mapping[str, str]) -> list[Path]:
     The holder keeps the file open. On a disk of this machine, of a user's own files, that is seen from outside; for
     others `UNSEEN_HOLDER_AGE_S` decides. Holders in other containers that share the folder are not seen either.
     """
-    cache = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
-    # Below the folder given, an extension each; below the default one, first a folder for each Python and CUDA.
-    return sorted(path for path in (*root.glob("*/lock"), *root.glob("*/*/lock")) if _is_abandoned(path))
+    return [path for path in _locks(environ) if _is_abandoned(path)]
 
 
 def remove_abandoned_locks(environ: Mapping[str, str]) -> None:
     """Let the next load go on. Call it on one process of each machine, before an extension is loaded."""
-    for path in abandoned_locks(environ):
-        path.unlink(missing_ok=True)
-        logger.warning("removed %s: the process that held it while an extension was loaded is gone", path)
+    for path in _locks(environ):
+        seen = _identity(path)
+        # Another run may have removed it meanwhile too, and then have taken the lock itself.
+        if _is_abandoned(path) and _identity(path) == seen:
+            path.unlink(missing_ok=True)
+            logger.warning("removed %s: the process that held it while an extension was loaded is gone", path)
 
 
 def lock_finding(path: str, host: str) -> Finding:
@@ -61,6 +61,21 @@ def lock_finding(path: str, host: str) -> Finding:
         "end; delete it"
     )
     return Finding(level="warning", check="build lock", message=message, host=host)
+
+
+def _locks(environ: Mapping[str, str]) -> list[Path]:
+    cache = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
+    # Below the folder given, an extension each; below the default one, first a folder for each Python and CUDA.
+    return sorted((*root.glob("*/lock"), *root.glob("*/*/lock")))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _is_abandoned(path: Path) -> bool:
