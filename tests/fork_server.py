@@ -10,6 +10,7 @@ environment as always; only torch's elastic agent is replaced, by forks of the s
     {"id": 1, "pid": 123, "code": 0}       # negative: ended by that signal
 """
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -88,6 +89,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
         opened = os.open(name, flags or os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
+    faulthandler.register(signal.SIGUSR2, file=2)  # the other end asks where a process hangs
     os.chdir(job["cwd"])
     if job["kind"] == "launch":
         _launch(job["argv"])

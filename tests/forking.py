@@ -23,6 +23,8 @@ class Job:
     pids: list[int]
     ended: dict[int, int] = field(default_factory=dict)
     """Exit code by pid; negative: the signal that ended it."""
+    err: Path | None = None
+    """Where their standard error goes."""
 
     @property
     def codes(self) -> list[int | None]:
@@ -34,6 +36,15 @@ class Job:
         for rank, pid in enumerate(self.pids):
             if pid not in self.ended and (not ranks or rank in ranks):
                 os.kill(pid, number)
+
+    def where(self) -> str:
+        """The Python stacks of those that still run, below what they said."""
+        for pid in self.pids:
+            if pid not in self.ended:
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    os.killpg(pid, signal.SIGUSR2)
+        time.sleep(1.0)
+        return self.err.read_text(errors="replace")[-8000:] if self.err is not None and self.err.exists() else ""
 
 
 class ForkServer:
@@ -69,12 +80,13 @@ class ForkServer:
         self._process.stdin.write(json.dumps(job | paths).encode() + b"\n")
         self._process.stdin.flush()
         self._wait(lambda: number in self._jobs, 120)
+        self._jobs[number].err = err
         return self._jobs[number]
 
     def wait(self, job: Job, timeout_s: float) -> list[int]:
         """The exit codes by rank. Whatever still runs at the limit is killed, and the test fails."""
         try:
-            self._wait(lambda: len(job.ended) == len(job.pids), timeout_s)
+            self._wait(lambda: len(job.ended) == len(job.pids), timeout_s, job)
         except TimeoutError:
             self._kill(job)
             self._wait(lambda: len(job.ended) == len(job.pids), 30)
@@ -83,11 +95,11 @@ class ForkServer:
 
     def wait_for_any(self, job: Job, timeout_s: float) -> None:
         """Until one of the processes has ended."""
-        self._wait(lambda: job.ended, timeout_s)
+        self._wait(lambda: job.ended, timeout_s, job)
 
     def wait_until(self, job: Job, is_so: Callable[[], bool], timeout_s: float) -> None:
         """Until `is_so`, or until all processes have ended."""
-        self._wait(lambda: is_so() or len(job.ended) == len(job.pids), timeout_s)
+        self._wait(lambda: is_so() or len(job.ended) == len(job.pids), timeout_s, job)
 
     def _kill(self, job: Job) -> None:
         for pid in job.pids:
@@ -95,11 +107,11 @@ class ForkServer:
                 with suppress(ProcessLookupError):  # it has just ended by itself
                     os.killpg(pid, signal.SIGKILL)  # each leads a session: its own forks go with it
 
-    def _wait(self, done, limit_s: float) -> None:
+    def _wait(self, done, limit_s: float, job: Job | None = None) -> None:
         end = time.monotonic() + limit_s
         while not done():
             if time.monotonic() > end:
-                raise TimeoutError(f"not finished after {limit_s} s")
+                raise TimeoutError(f"not finished after {limit_s} s\n{job.where() if job is not None else ''}")
             if self._process.poll() is not None:
                 raise RuntimeError("the fork server has ended")
             if not self._receive():
