@@ -15,6 +15,7 @@ import transformers
 
 from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
+from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.logs import is_main_process
 from hfscale.preemption import Preempted, end_workers, watch_signals
 
@@ -43,6 +44,8 @@ def run(main: Callable[[], None]) -> None:
     rank, and one line that says so.
     """
     watch = watch_signals(whole_process=True)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and os.environ.get("LOCAL_RANK", "0") == "0":
+        remove_abandoned_locks(os.environ)  # on a CPU DeepSpeed loads an extension with the process group already
     preempted = None
     transformers.utils.logging.disable_progress_bar()  # a bar per saved file would cut through the training's own
     try:

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from conftest import EXTENSIONS, REPOSITORY, accelerate_launch
 
 from hfscale.checkpoint.lock import LOCK_NAME
 from hfscale.entrypoint import check_output_dir, missing_dependency, storage_error
@@ -250,3 +252,18 @@ def test_exit_codes_and_lines(python: Callable[..., Any]) -> None:
         assert said[name].rstrip().endswith(last)
         assert "hfscale: error" not in said[name]
     assert said["fine"] == said["exit"] == ""
+
+
+@pytest.mark.world(2)
+def test_a_launch_that_was_killed_while_an_extension_was_loaded_does_not_stop_the_next(tmp_path: Path) -> None:
+    """On a CPU DeepSpeed loads one before there is a Trainer; torch waits for its lock without a word."""
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    shutil.copytree(EXTENSIONS / lock.parent.name, lock.parent)
+    lock.touch()
+    (tmp_path / "ds_configs").symlink_to(REPOSITORY / "ds_configs")
+    worker, config = REPOSITORY / "tests" / "workers" / "saving.py", REPOSITORY / "accelerate_configs" / "zero1.yaml"
+    done = accelerate_launch(tmp_path, config, 2, worker, "1", TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
+    assert done.code == 0, done.err[-4000:]
+    assert done.lines("hfscale: removed") == [
+        f"hfscale: removed {lock}: the process that held it while an extension was loaded is gone"
+    ]
