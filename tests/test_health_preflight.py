@@ -97,11 +97,16 @@ class TestRanksAreCompared:
         assert machine.clock_skew({0: 1.0, 1: 1.5}, hosts) == []
 
     def test_slow_and_wrong_devices(self):
-        results = {rank: {"wrong": 0.0, "seconds": 1.0, "slow_ratio": 1.4} for rank in range(4)}
+        well = {"wrong": 0.0, "seconds": 1.0, "slow_ratio": 1.4, "shares_cores": 0.0}
+        results = {rank: dict(well) for rank in range(4)}
         assert compute.compare(results, {}) == []
         results[1]["seconds"], results[2]["wrong"] = 1.5, 3.0
         found = compute.compare(results, {1: "h"})
         assert [(f.ranks, f.check) for f in found] == [((1,), "speed"), ((2,), "matmul")]
+        results[0]["seconds"] = 1.5
+        assert [f.ranks for f in compute.compare(results, {}) if f.check == "speed"] == [(0,), (1,)]
+        results[0]["shares_cores"] = results[1]["shares_cores"] = 1.0  # CPUs, and half of the ranks: their neighbours
+        assert [f.check for f in compute.compare(results, {})] == ["matmul"]
 
     def test_links_far_below_their_datasheet(self):
         row = {"kind": "all_reduce", "bytes": 2**28, "seconds": 0.01}

@@ -44,8 +44,8 @@ def check_device(device: torch.device, *, seconds: float) -> dict[str, float]:
     """Multiply for about `seconds`, checking each product.
 
     Returns `wrong`: entries that are not what they must be, and `seconds` of one product: on a GPU the lower quartile,
-    on a CPU, which the ranks of a node share with each other, the least time of a core; and `slow_ratio`, from which
-    on that is slow beside the peers.
+    on a CPU, which the ranks of a node share with each other, the least time of a core; `slow_ratio`, from which on
+    that is slow beside the peers; and `shares_cores`, 1 on a CPU.
     """
     now = time.thread_time if device.type == "cpu" else time.perf_counter
     n = 4096 if device.type == "cuda" else 256
@@ -65,6 +65,7 @@ def check_device(device: torch.device, *, seconds: float) -> dict[str, float]:
         "wrong": float(wrong),
         "seconds": sorted(times)[0 if is_cpu else len(times) // 4],
         "slow_ratio": CPU_SLOW_RATIO if is_cpu else SLOW_RATIO,
+        "shares_cores": float(is_cpu),
     }
 
 
@@ -75,20 +76,22 @@ def better(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str,
 
 
 def compare(results: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str]) -> list[Finding]:
-    """Ranks whose products are wrong, or slow beside their peers."""
+    """Ranks whose products are wrong, or slow beside their peers; where cores are shared, if those are the most."""
     found = []
     ordered = sorted(result["seconds"] for result in results.values())
     median = ordered[(len(ordered) - 1) // 2]
+    slow = {rank for rank, result in results.items() if result["seconds"] >= result["slow_ratio"] * median}
+    if len(results) > 2 and 2 * len(slow) >= len(results) and all(results[rank]["shares_cores"] for rank in slow):
+        slow = set()  # half of the ranks: others' work on their cores, and no rank's fault
     for rank, result in sorted(results.items()):
         where = {"ranks": (rank,), "host": hosts.get(rank)}
         if result["wrong"]:
             text = f"multiplies wrongly ({result['wrong']:.0f} entries): take this device out of the run"
             found.append(Finding(level="error", check="matmul", message=text, **where))
-        ratio = result["seconds"] / median
-        if ratio >= result["slow_ratio"]:
+        if rank in slow:
             text = (
-                f"multiplies {ratio:.1f}x slower than its peers ({result['seconds'] * 1e3:.2f} ms, median "
-                f"{median * 1e3:.2f} ms): look for throttling or another process on it, or leave it out"
+                f"multiplies {result['seconds'] / median:.1f}x slower than its peers ({result['seconds'] * 1e3:.2f} "
+                f"ms, median {median * 1e3:.2f} ms): look for throttling or another process on it, or leave it out"
             )
             found.append(Finding(level="error", check="speed", message=text, **where))
     return found
