@@ -14,8 +14,8 @@ from hfscale.health.findings import Finding
 
 SLOW_RATIO = 1.4
 """Time of the same product over the peers' median above which a GPU is called slow."""
-CPU_SLOW_RATIO = 1.8
-"""The same for CPUs: two ranks on the two threads of one core slow each other by 1.4 to 1.6, as measured."""
+CPU_SLOW_RATIO = 2.2
+"""The same for CPUs: what runs on the other thread of its core slows a rank by 1.4 to 2.0, as measured."""
 _PERIOD = 3
 
 
