@@ -3,7 +3,7 @@
 //
 //   CRASH_FOLDER  absolute path; nothing else is counted      CRASH_RANK   only this RANK counts; absent: all do
 //   CRASH_AT      k, from 1; 0: never                         CRASH_ERRNO  fail so from the k-th on, instead of dying
-//   CRASH_LOG     a line "k deed path" for each, before it happens
+//   CRASH_LOG     a line "k deed size path" for each, before it happens; size: of the file that is flushed, else -1
 //
 // Tests read the log to learn what had been flushed to the disk at that moment.
 #include <dlfcn.h>
@@ -57,10 +57,12 @@ bool is_below(const std::string &path) {
 }
 
 // Counts one deed; true: it must fail with the errno that is set.
-bool strikes(const char *deed, const std::string &path) {
+bool strikes(const char *deed, const std::string &path, int fd = -1) {
   int number = ++deeds;
   if (!log_path.empty()) {
-    std::string line = std::to_string(number) + " " + deed + " " + path + "\n";
+    struct stat status;
+    long long size = fd >= 0 && !strcmp(deed, "fsync") && !fstat(fd, &status) ? status.st_size : -1;
+    std::string line = std::to_string(number) + " " + deed + " " + std::to_string(size) + " " + path + "\n";
     int out = syscall(SYS_openat, AT_FDCWD, log_path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644);
     if (out >= 0) {
       syscall(SYS_write, out, line.data(), line.size());
@@ -137,7 +139,7 @@ FILE *opened_stream(const char *path, const char *mode, Open open) {
 #define ON_DESCRIPTOR(type, name, deed, parameters, arguments)                                \
   type name parameters {                                                                      \
     static auto real = next<type(*) parameters>(#name);                                       \
-    if (known(fd) && is_below(*paths[fd]) && strikes(deed, *paths[fd])) return -1;            \
+    if (known(fd) && is_below(*paths[fd]) && strikes(deed, *paths[fd], fd)) return -1;        \
     return real arguments;                                                                    \
   }
 #define ON_PATH(name, deed, parameters, arguments, path)                                      \

@@ -25,6 +25,8 @@ class Deed:
 
     number: int
     name: str
+    size: int
+    """Bytes, of a file that is flushed; else -1."""
     path: Path
 
 
@@ -43,15 +45,20 @@ class Ended:
         steps = [step for deed in self.deeds if deed.number < struck_at and (step := _commits(deed)) is not None]
         return max(steps, default=0)
 
-    def unflushed(self) -> list[Path]:
-        """Files that were written to and not flushed since: what a lost machine may not find again."""
-        dirty: dict[Path, None] = {}
-        for deed in self.deeds:
+    def unflushed(self) -> dict[Path, int]:
+        """Files that were written to and not flushed since, and how much of each a lost machine finds again for sure:
+        what it held when it was last flushed. The last deed may not have been done."""
+        dirty: set[Path] = set()
+        flushed = dict(self.sizes)
+        for deed in self.deeds[:-1]:
             if deed.name in ("write", "truncate"):
-                dirty[deed.path] = None
+                dirty.add(deed.path)
             elif deed.name == "fsync":
-                dirty.pop(deed.path, None)
-        return list(dirty)
+                dirty.discard(deed.path)
+                flushed[deed.path] = deed.size
+        if self.deeds and self.deeds[-1].name in ("write", "truncate"):
+            dirty.add(self.deeds[-1].path)
+        return {path: flushed.get(path, 0) for path in dirty}
 
 
 def _commits(deed: Deed) -> int | None:
@@ -110,15 +117,16 @@ class Crashes:
                 job.signal(signal.SIGKILL)
             codes = self.server.wait(job, LIMIT_S)
             lines = log.read_text().splitlines() if log.exists() else []
-            deeds = [Deed(int(n), name, Path(path)) for n, name, path in (line.split(" ", 2) for line in lines)]
+            parts = (line.split(" ", 3) for line in lines)
+            deeds = [Deed(int(number), name, int(size), Path(path)) for number, name, size, path in parts]
             return Ended(codes, err.read_text(), deeds, sizes)
 
     @staticmethod
     def lose_unflushed(ended: Ended) -> None:
-        """Cut each file that was not flushed back to what it held when the trial began."""
-        for path in ended.unflushed():
+        """Cut each file that was not flushed back to what it held when it was."""
+        for path, size in ended.unflushed().items():
             if path.is_file():
-                os.truncate(path, min(path.stat().st_size, ended.sizes.get(path, 0)))
+                os.truncate(path, min(path.stat().st_size, size))
 
     @staticmethod
     def records(cwd: Path) -> list[tuple[int, float, float]]:
