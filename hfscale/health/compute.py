@@ -14,7 +14,7 @@ from hfscale.health.findings import Finding
 
 SLOW_RATIO = 1.4
 """Time of the same product over the peers' median above which a GPU is called slow."""
-CPU_SLOW_RATIO = 2.2
+CPU_SLOW_RATIO = 2.0
 """The same for CPUs: what runs on the other thread of its core slows a rank by 1.4 to 2.0, as measured."""
 _PERIOD = 3
 
