@@ -35,6 +35,7 @@ class Ranks:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         fork = get_context("fork")
         self._answers = fork.SimpleQueue()
+        self._all_are_forked = fork.Event()
         self.begun = time.monotonic()
         self.processes = [
             fork.Process(target=self._body, args=(rank, world_size, work, arguments), daemon=True)
@@ -42,8 +43,11 @@ class Ranks:
         ]
         for process in self.processes:
             process.start()
+        self._all_are_forked.set()
 
     def _body(self, rank: int, world_size: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        # While one speaks with the store, whose thread is the parent's, a lock of that thread would be forked too.
+        self._all_are_forked.wait()
         torch.set_num_threads(1)
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
