@@ -65,11 +65,11 @@ def test_sequence_parallelism_shows_smaller_activations_and_each_rank_its_part_o
     assert whole[1]["loss"] == cut[1]["loss"] == pytest.approx(14 * 32 * 128 / 4 / 2**30)
 
 
-def test_context_parallelism_shows_half_the_activations_and_the_same_shards():
+def test_context_parallelism_shows_half_the_activations_beside_all_keys_and_the_same_shards():
     job = {"ranks": 64, "tp": 2, "pp": 2, "schedule": "1F1B"}
     whole, cut = in_world(1, pretend, [job, job | {"cp": 2}])
     for one, other in zip(whole, cut, strict=True):
-        assert one["activations"] == pytest.approx(2 * other["activations"], rel=0.05)
+        assert 1.02 < 2 * other["activations"] / one["activations"] < 1.15  # the other rank's keys and values are kept
         assert (one["states"], one["gathered"]) == (other["states"], other["gathered"])
     assert whole[1]["loss"] == pytest.approx(2 * cut[1]["loss"])
 

@@ -49,8 +49,11 @@ def _forward(event: str) -> Any:
         self: ScalingCallback, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         for part in self.parts:
-            if getattr(type(part), event) is not unheard:  # most are: five events per step, and not one part for each
-                getattr(part, event)(args, state, control, **kwargs)
+            hear = getattr(part, event)
+            if (
+                getattr(hear, "__func__", None) is not unheard
+            ):  # most are: of a step's five events a part has one or two
+                hear(args, state, control, **kwargs)
 
     handle.__name__ = event
     return handle
