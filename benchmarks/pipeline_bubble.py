@@ -91,15 +91,15 @@ def bubble(schedule: str, folder: str) -> dict[str, float]:
     from hfscale.weights import build_model
 
     torch.set_num_threads(1)
-    plan = StagePlan(schedule=schedule, pp=dist.get_world_size())
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=plan.stages, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
     args = TrainingArguments(
         output_dir=folder, max_steps=STEPS, per_device_train_batch_size=1, gradient_accumulation_steps=MICRO_BATCHES,
         save_strategy="no", report_to="none", logging_steps=1, disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
+    )  # fmt: skip
+    plan = StagePlan(schedule=schedule, pp=args.world_size)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=plan.stages, num_attention_heads=2,
+        num_key_value_heads=2,
     )  # fmt: skip
     model = build_model(config, seed=0, dtype=torch.float32)
     for layer in model.model.layers:
