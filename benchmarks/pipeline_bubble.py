@@ -5,42 +5,32 @@ the others faster, and no two micro-batches take as long; a formula knows neithe
 of its input and that of its weights sleep for the same time each, as if a device of its own did them. What is left
 between measurement and formula is the engine's: messages, the order of actions, and the clock itself.
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 benchmarks/pipeline_bubble.py
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 -m benchmarks.pipeline_bubble
 
 is what `measure` runs.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-REPOSITORY = Path(__file__).parent.parent
+from benchmarks.launched import launched, tell
+
 RANKS = 4
 MICRO_BATCHES = 8
 STEPS, UNTIMED_STEPS = 5, 2
 UNIT_S = 0.12
 """Of a rank's forward, beside which messages and the layers' real work are short."""
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
-PREFIX = "bubbles: "
 
 
 def measure() -> dict[str, Any]:
     """Launch one process per pipeline rank."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
-    done = subprocess.run(
-        [*command, "--num_processes", str(RANKS), __file__],
-        cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=1800,
-    )  # fmt: skip
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith(PREFIX)]
-    bubbles = json.loads(line.removeprefix(PREFIX))
+    bubbles = launched("benchmarks.pipeline_bubble", processes=RANKS)
     summary = {f"{name}_over_formula": round(b["measured"] / b["formula"], 3) for name, b in bubbles.items()}
     return {"summary": summary, "ranks": RANKS, "micro_batches": MICRO_BATCHES, "bubble_fraction": bubbles}
 
@@ -61,9 +51,9 @@ class _Takes(torch.autograd.Function):
 
 
 def _take(layer: Any, hidden: torch.Tensor, seconds: float) -> torch.Tensor:
-    """What a layer gives, later: three times as long for its output and for the gradients of its input and weights.
+    """What a layer gives, after so many seconds; the gradient of its input takes as many, and that of its weights.
 
-    The two gradients are apart, as in a matrix product, so that a schedule can put one off.
+    The two are apart, as in a matrix product, so that a schedule can put one off.
     """
     weight = _Takes.apply(layer.own_time, 0.0, seconds)
     return _Takes.apply(hidden, seconds, seconds) * weight
@@ -71,13 +61,12 @@ def _take(layer: Any, hidden: torch.Tensor, seconds: float) -> torch.Tensor:
 
 def worker() -> None:
     """One process of a launch."""
-    sys.path.insert(0, str(REPOSITORY))
     found = {}
     for schedule in SCHEDULES:
         with tempfile.TemporaryDirectory() as folder:
             found[schedule] = bubble(schedule, folder)
     if dist.get_rank() == 0:
-        sys.stdout.write(f"{PREFIX}{json.dumps(found)}\n")
+        tell(found)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -4,25 +4,22 @@ Two pipeline ranks, 1F1B, equal stages. Both sides take turns in the same proces
 optimizer and clipping, a loss read every step. A pair is two turns next to each other; the order within a pair
 alternates. The wait is `scaling/bubble_fraction`, beside the schedule's formula.
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 benchmarks/pipeline_overhead.py
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 -m benchmarks.pipeline_overhead
 
 is what `measure` runs.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-REPOSITORY = Path(__file__).parent.parent
+from benchmarks.launched import launched, tell
+
 PAIRS = 7
 STEPS = 6
 UNTIMED_STEPS = 2
@@ -30,18 +27,11 @@ MICRO_BATCHES = 8
 ROWS = 4  # a micro-batch of 100 ms and more, beside which a message between two processes is short
 LENGTH = 128
 VOCAB = 64  # so small that the head, which only the last stage has, weighs nothing
-PREFIX = "pairs: "
 
 
 def measure() -> dict[str, Any]:
     """Launch two processes."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
-    done = subprocess.run(
-        [*command, "--num_processes", "2", __file__],
-        cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=1800,
-    )  # fmt: skip
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith(PREFIX)]
-    result = json.loads(line.removeprefix(PREFIX))
+    result = launched("benchmarks.pipeline_overhead", processes=2)
     summary = {
         "steps_per_s_over_bare": round(1 / statistics.median(result["step_s_over_bare"]), 4),
         "bubble_measured": result["bubble_measured"],
@@ -53,7 +43,6 @@ def measure() -> dict[str, Any]:
 
 def worker() -> None:
     """One process of a launch."""
-    sys.path.insert(0, str(REPOSITORY))
     from transformers import LlamaConfig, TrainingArguments
 
     from hfscale.parallel.stages import StagePlan
@@ -91,7 +80,7 @@ def worker() -> None:
                 "first_step_s": round(statistics.median(first), 3),
                 "step_s": round(turns["trainer"]["step_s"], 3),
             }
-            sys.stdout.write(f"{PREFIX}{json.dumps(result)}\n")
+            tell(result)
         dist.barrier()
         dist.destroy_process_group()
 
