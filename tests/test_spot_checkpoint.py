@@ -175,6 +175,24 @@ class TestResume:
         assert again.state.global_step == 6
         assert logged(again, "loss") == logged(whole, "loss")
 
+    def test_waits_for_a_save_that_a_broken_training_left_under_way(self, tmp_path, monkeypatch):
+        write = writer.write_atomically
+
+        def slow(path, text):
+            time.sleep(1.0)
+            write(path, text)
+
+        arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        broken = tiny_trainer(tmp_path, SpotCheckpointCallback(), Interrupt(3), **arguments)
+        monkeypatch.setattr(writer, "write_atomically", slow)
+        with pytest.raises(RuntimeError, match="gone"):
+            broken.train()
+        assert saved_steps(tmp_path) == []
+        again = tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments)
+        assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+        again.train(resume_from_checkpoint=True)
+        assert (len(logged(again, "loss")), saved_steps(tmp_path)) == (4, [2, 4])  # two of the log are the first's
+
     def test_works_from_a_checkpoint_of_a_run_without_the_callback(self, tmp_path):
         """transformers' ExportableState fails here with a KeyError at the next save."""
         tiny_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
@@ -249,3 +267,8 @@ class TestStatus:
             "checkpoint": "checkpoint-2",
             "reason": "RuntimeError: the machine is gone",
         }
+
+    def test_a_failure_does_not_overwrite_what_a_later_training_told(self, tmp_path, python):
+        done = python(REPOSITORY / "tests" / "workers" / "failing.py", "again")
+        assert done.code == 0
+        assert status(tmp_path / "out")["status"] == "completed"

@@ -19,7 +19,7 @@ from hfscale.callbacks.trainer_access import calling_trainer, resumed_from
 from hfscale.callbacks.trainer_saving import TrainerSaving
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hfscale.checkpoint.status import write_status
+from hfscale.checkpoint.status import read_status, write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.continuation import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
@@ -308,8 +308,9 @@ class SpotCheckpointCallback(TrainerCallback):
             self._report_failure(args)
 
     def _report_failure(self, args: TrainingArguments) -> None:
-        """A run that neither completed nor was preempted has failed."""
-        if self._running_step is not None:
+        """A run that neither completed nor was preempted has failed, unless one after it has told of its own end."""
+        told = read_status(Path(args.output_dir))
+        if self._running_step is not None and (told is None or told.get("status") == "running"):
             error = getattr(sys, "last_value", None)
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
             with suppress(OSError):  # a full disk may be why it failed; that has been said, and this is the last act

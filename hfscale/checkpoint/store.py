@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ VISIBLE_WITHIN_S = 75.0
 """How long another machine may not see a new file: NFS keeps what it knows of a folder for up to 60 s (nfs(5),
 acdirmax), and clocks and servers take their time."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+\.tmp")
+_TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+-\d+\.tmp")
 
 
 def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, global_batch_size: int) -> Manifest:
@@ -159,7 +160,8 @@ def _beyond(committed: list[Path], limit: int, keep: Path | None) -> Iterator[Pa
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader, or a crash, finds the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # The thread, too: a save beside the training writes the status as the training does.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -32,6 +32,7 @@ _REPLACED = ".replaced"
 # DeepSpeed's partitions. All others are written by rank 0.
 _RANK_OF_FILE = re.compile(r"rng_state_(\d+)\.pth$|__(\d+)_\d+\.distcp$|zero_pp_rank_(\d+)_")
 _TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter failed|inline_container\.cc")  # its C++ drops the errno
+_last_writers: dict[Path, "CheckpointWriter"] = {}  # of this process, by the folder of the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ class CheckpointWriter:
         """
         self.wait()
         self._begun = job.begun
+        _last_writers[job.run_dir.resolve()] = self
         # A daemon: what must not be lost at the end of a process is waited for by whoever knows how long it may take.
         self._thread = threading.Thread(target=self._run, args=(job,), name="hfscale-checkpoint", daemon=True)
         self._thread.start()
@@ -133,6 +135,13 @@ class CheckpointWriter:
         if failure is not None:
             raise failure
 
+    def wait_as_another(self) -> None:
+        """Wait as one who did not begin the save: its failure is a warning here, an error in its owner's `wait`."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._failure is not None:
+            logger.warning("%s", self._failure)
+
     def _run(self, job: CheckpointJob) -> None:
         try:
             _write_and_commit(job, self._group)
@@ -152,9 +161,13 @@ def unfinished_folder(run_dir: Path, step: int) -> Path:
 def finish_renames(run_dir: Path) -> list[Path]:
     """Put in place what a process left complete but unnamed: it was ended between its manifest and its renames.
 
-    Any rank may call it at any time. Nothing is done while another process holds the folder: it will do so itself.
+    Any rank may call it at any time. Nothing is done while another process holds the folder: it will do so itself. A
+    save that this process still writes there, of a training that was broken off, is waited for.
     """
     put: list[Path] = []
+    last_writer = _last_writers.get(run_dir.resolve())
+    if last_writer is not None:
+        last_writer.wait_as_another()
     left = sorted((run_dir / UNFINISHED).glob("checkpoint-*"))
     if not left or is_held_by_another(run_dir):
         return put

@@ -1,4 +1,4 @@
-"""A training that raises after its third step, with nothing to catch it."""
+"""A training that raises after its third step, with nothing to catch it; or, with `again`, one that is tried again."""
 
 import sys
 from pathlib import Path
@@ -10,4 +10,10 @@ from tiny import tiny_trainer
 
 from hfscale import SpotCheckpointCallback
 
-tiny_trainer("out", SpotCheckpointCallback(), Interrupt(3), save_strategy="steps", save_steps=2).train()
+arguments = {"save_strategy": "steps", "save_steps": 2}
+try:
+    tiny_trainer("out", SpotCheckpointCallback(), Interrupt(3), **arguments).train()
+except RuntimeError:
+    if sys.argv[1:] != ["again"]:
+        raise
+    tiny_trainer("out", SpotCheckpointCallback(), **arguments).train(resume_from_checkpoint=True)
