@@ -81,6 +81,7 @@ class KillAt(TrainerCallback):
             raise KilledError
 
 
+@pytest.mark.timing
 def test_a_killed_training_and_its_relaunch(tmp_path):
     """Each number of the resumed run against the timeline and the log of both attempts."""
     arguments = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}

@@ -319,11 +319,13 @@ def test_numbers_per_rank_need_no_other_callback_to_make_the_folder(tmp_path):
 
 
 def test_phase_clock_charges_every_second_once():
-    times = iter([0.0, 1.0, 3.0, 6.0, 10.0, 11.0])
+    times = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 16.0])
     clock = PhaseClock(now=lambda: next(times))
     for phase in ("data_wait", "compute", "data_wait", "save"):
         clock.end(phase)
-    assert clock.seconds == {"data_wait": 4.0, "compute": 2.0, "save": 4.0}
+    assert clock.take() == {"data_wait": 4.0, "compute": 2.0, "save": 4.0}
+    clock.end("other")
+    assert clock.seconds == {"other": 5.0}
     clock.restart()
     assert clock.seconds == {}
 

@@ -55,6 +55,8 @@ class Meter:
 
     width = 0
     """Numbers per rank."""
+    watches_steps = False
+    """Whether `step_begin` and `step_end` are to be called; known after `begin`."""
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
         """When training begins, on every rank."""
@@ -123,7 +125,7 @@ class CommunicationMeter(Meter):
         self._sampled: SampledSteps | None = None
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
-        self._ddp = self._sampled = None
+        self._ddp, self._sampled, self.watches_steps = None, None, False
         if trainer.args.world_size == 1:
             return
         ddp = find_ddp(trainer.model_wrapped)
@@ -131,14 +133,15 @@ class CommunicationMeter(Meter):
             self._ddp = DdpCounters(ddp)
         elif trainer.args.process_index in (0, trainer.args.world_size - 1):
             self._sampled = SampledSteps()
+        self.watches_steps = self._sampled is not None
 
     def step_begin(self, state: TrainerState) -> None:
-        if self._sampled is not None:
-            self._sampled.step_begin()
+        assert self._sampled is not None
+        self._sampled.step_begin()
 
     def step_end(self, state: TrainerState) -> None:
-        if self._sampled is not None:
-            self._sampled.step_end()
+        assert self._sampled is not None
+        self._sampled.step_end()
 
     def end(self) -> None:
         if self._sampled is not None:

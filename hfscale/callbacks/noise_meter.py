@@ -13,8 +13,8 @@ from hfscale.strategy import running_strategy
 
 logger = get_logger(__name__)
 
-MIN_STEPS_BETWEEN = 20
-"""Each look costs about 5% of a 30 ms step."""
+MIN_STEPS_BETWEEN = 40
+"""A look costs about 4% of a step of two small micro-batches; and what is looked for moves over thousands of steps."""
 _LEAF = ("single", "ddp")  # checked against a known answer; under DeepSpeed nobody has
 
 
@@ -35,6 +35,7 @@ class NoiseScaleMeter(Meter):
         self._scale = NoiseScale(saved_state(state, "noise_scale"))
         self._batch = global_batch_size(trainer)
         reason = self._make_probe(trainer)
+        self.watches_steps = self._probe is not None
         if self._probe is None:
             logger.info("scaling/noise_scale is left out: %s", reason)
 
@@ -59,13 +60,14 @@ class NoiseScaleMeter(Meter):
     def step_begin(self, state: TrainerState) -> None:
         step = state.global_step + 1
         is_logged = bool(state.logging_steps) and step % state.logging_steps == 0
-        if self._probe is not None and is_logged and step - self._seen_step >= self.min_steps_between:
+        assert self._probe is not None
+        if is_logged and step - self._seen_step >= self.min_steps_between:
             self._probe.open()
             self._seen_step = step
 
     def step_end(self, state: TrainerState) -> None:
-        if self._probe is not None:
-            self._probe.close()
+        assert self._probe is not None
+        self._probe.close()
 
     def row(self, state: TrainerState) -> list[float]:
         """|G_s|^2 of this rank: n x the sum of squares, as each of a step's n exchanges carries 1/n of the mean."""

@@ -60,13 +60,6 @@ class RunFiles:
         events = records.read_events(folder)
         saves = [(e["time"], e["seconds"]) for e in events if e["event"] == "save" and e["step"] == state.global_step]
         goes_on = bool(events) or state.global_step > 0
-        ledger.begin(
-            launched_at=launched,
-            world_size=world_size,
-            last_alive=last_alive if goes_on else None,
-            first_launch=events[0]["time"] if events else None,
-            save=saves[-1] if saves and state.global_step > 0 else None,
-        )
         self._write(
             "launch",
             state,
@@ -77,6 +70,13 @@ class RunFiles:
             pid=os.getpid(),
             previous_alive=last_alive if goes_on else None,
             **{key: facts[key] for key in ("world_size", "strategy") if key in facts},
+        )
+        ledger.begin(
+            launched_at=launched,
+            world_size=world_size,
+            last_alive=last_alive if goes_on else None,
+            first_launch=events[0]["time"] if events else None,
+            save=saves[-1] if saves and state.global_step > 0 else None,
         )
         return ledger
 

@@ -1,5 +1,6 @@
 """The four parts together."""
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -35,25 +36,31 @@ class ScalingCallback(TrainerCallback):
         self.lr_scaling = lr_scaling or LRScalingCallback()
         self.spot_checkpoint = spot_checkpoint or SpotCheckpointCallback()
         self.metrics = metrics or ScalingMetricsCallback()
+        self._heard: dict[str, list[Callable[..., None]]] = {}
 
     @property
     def parts(self) -> tuple[TrainerCallback, ...]:
         """The parts, in the order in which they see each event."""
         return (self.comm_health, self.lr_scaling, self.spot_checkpoint, self.metrics)
 
+    def _hearers(self, event: str) -> list[Callable[..., None]]:
+        """The handlers of the parts that do something at `event`: of a step's five, most parts have one or two. They
+        are looked for once per training, as an event comes often."""
+        if event == "on_train_begin":
+            self._heard = {}
+        if event not in self._heard:
+            handlers = [getattr(part, event) for part in self.parts]
+            unheard = getattr(TrainerCallback, event)
+            self._heard[event] = [hear for hear in handlers if getattr(hear, "__func__", None) is not unheard]
+        return self._heard[event]
+
 
 def _forward(event: str) -> Any:
-    unheard = getattr(TrainerCallback, event)
-
     def handle(
         self: ScalingCallback, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        for part in self.parts:
-            hear = getattr(part, event)
-            if (
-                getattr(hear, "__func__", None) is not unheard
-            ):  # most are: of a step's five events a part has one or two
-                hear(args, state, control, **kwargs)
+        for hear in self._hearers(event):
+            hear(args, state, control, **kwargs)
 
     handle.__name__ = event
     return handle

@@ -62,7 +62,7 @@ class ScalingMetricsCallback(TrainerCallback):
         usd_per_gpu_hour (`float`, *optional*): price of one device; absent: of `prices.toml`, where it has the device.
         baseline (`str` or `Path`, *optional*): a file of `hfscale sweep`; absent: `~/.config/hfscale/baselines.json`,
             where it exists.
-        noise_scale (`bool`): measure the gradient noise scale too, from the gradients of one step in twenty at most
+        noise_scale (`bool`): measure the gradient noise scale too, from the gradients of one step in forty at most
             that is logged. Off unless asked for, as it puts hooks on the parameters, or under FSDP2 on the exchange.
 
     Raises:
@@ -123,13 +123,14 @@ class ScalingMetricsCallback(TrainerCallback):
         self._sequence_parts = trainer.get_cp_size() * trainer.get_sp_size()
         for meter in self._meters:
             meter.begin(trainer, state)
+        self._step_meters = [meter for meter in self._meters if meter.watches_steps]
         self._ledger = self._spending.ledger = self._files.begin(trainer, state, self._efficiency.facts())
+        self._clock.restart()  # the ledger counts up to here
         self._watch.begin()
         self._counter.attach(trainer.model_wrapped)
         self._counted, self._logged_step = self._counter.tokens, state.global_step
         LogKeys.of(trainer).add(self._keys)
         BatchBell.of(trainer).add(self._batch_came)
-        self._clock.restart()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -140,13 +141,13 @@ class ScalingMetricsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._clock.end("compute")  # ranks that had their batches have waited for those that had not
-        for meter in self._meters:
+        for meter in self._step_meters:
             meter.step_begin(state)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        for meter in self._meters:
+        for meter in self._step_meters:
             meter.step_end(state)
         self._clock.end("compute")
         # A save may follow before the next log: keep what it will record up to date, from this process alone.
@@ -200,14 +201,13 @@ class ScalingMetricsCallback(TrainerCallback):
     def _keys(self, state: TrainerState) -> dict[str, float]:
         """The keys of the window that ends now. Called on every rank."""
         self._clock.end("compute")  # Trainer has just waited for the loss, that is for the GPU
-        seconds = self._clock.seconds
+        seconds = self._clock.take()
         training_s = sum(s for phase, s in seconds.items() if phase not in _OUTSIDE_TRAINING)
         row = [self._uncollected(), training_s, seconds.get("data_wait", 0.0), _peak_memory_gib()]
         row += [number for meter in self._meters for number in meter.row(state)]
         steps, self._logged_step = state.global_step - self._logged_step, state.global_step
         self._counted = self._counter.tokens
         self._ledger.fold(seconds)
-        self._clock.restart()
         rows = distributed.gather_rows(row)
         tokens, training_times, waits, memory = ([row[i] for row in rows] for i in range(_OWN_WIDTH))
         window_tokens = sum(tokens) / self._same_tokens

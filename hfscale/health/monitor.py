@@ -104,8 +104,7 @@ class Monitor:
     def exchange(self, step: int, grad_norm: float | None) -> tuple[dict[str, float], list[Finding]]:
         """The keys of this log, and what is new and wrong; every rank must call it at the same step."""
         self._clock.end("aside")
-        seconds = self._clock.seconds
-        self._clock.restart()
+        seconds = self._clock.take()
         times = self._timer.span.read() if self._timer is not None else []
         row = [
             seconds.get("data", 0.0), seconds.get("data", 0.0) + seconds.get("step", 0.0),

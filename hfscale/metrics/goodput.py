@@ -72,11 +72,10 @@ class Ledger:
 
     def update(self, window: Mapping[str, float]) -> None:
         """Bring what is kept up to now: the attempt's phases so far, and since then those of `window`."""
-        now = self._now()
-        seconds = dict(self._base)
+        now, seconds = self._now(), self._saved["seconds"]
         for phase, s in window.items():
-            seconds[phase] = seconds.get(phase, 0.0) + s
-        self._saved["seconds"], self._saved["as_of"] = seconds, now
+            seconds[phase] = self._base.get(phase, 0.0) + s
+        self._saved["as_of"] = now
         self._saved["gpu_seconds"] = self._gpu_seconds(now)
 
     def fold(self, window: Mapping[str, float]) -> None:

@@ -121,7 +121,7 @@ class LeafProbe:
         self._handles = []
 
     def _see(self, gradient: torch.Tensor) -> None:
-        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+        self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def read(self, backward_passes: int) -> tuple[float, int] | None:
         """Sum of the squares over the passes, and how many exchanges those were; waits for the GPU."""

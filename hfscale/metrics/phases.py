@@ -19,7 +19,7 @@ class PhaseClock:
         self._now = now
         self._last = now()
         self.seconds: dict[str, float] = {}
-        """Seconds charged to each phase since the last `restart`."""
+        """Seconds charged to each phase since the last `take` or `restart`."""
 
     def end(self, phase: str) -> float:
         """Charge the time since the previous event to `phase`; returns that time."""
@@ -27,6 +27,11 @@ class PhaseClock:
         stretch, self._last = now - self._last, now
         self.seconds[phase] = self.seconds.get(phase, 0.0) + stretch
         return stretch
+
+    def take(self) -> dict[str, float]:
+        """What was charged; the next window begins where the last event was, so that no time falls between."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
 
     def restart(self) -> None:
         """Forget what was charged, and begin a new window now."""

@@ -31,7 +31,7 @@ class OverlappedAgreement:
         self._interval_steps = 1
         self._steps_since = 0
         self._begun = time.monotonic()
-        self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def step(self, value: Callable[[], float]) -> float | None:
         """Call once per step on every rank: the agreed maximum where this step is one to read at, else None.
@@ -42,8 +42,13 @@ class OverlappedAgreement:
         self._steps_since += 1
         agreed = self._read() if self._pending is not None else None
         if self._steps_since >= self._interval_steps:
-            self._begin(value())
-            if self._interval_steps == 1 or not distributed.is_distributed():
+            step_s = (time.monotonic() - self._begun) / self._steps_since
+            self._steps_since, self._begun = 0, time.monotonic()
+            if not distributed.is_distributed():
+                self._set_interval(step_s)
+                return value()
+            self._begin(value(), step_s)
+            if self._interval_steps == 1:
                 agreed = max(self._read(), agreed or 0.0)
         return agreed
 
@@ -57,23 +62,20 @@ class OverlappedAgreement:
         if self._pending is not None:
             self._read()
 
-    def _begin(self, value: float) -> None:
-        step_s = (time.monotonic() - self._begun) / self._steps_since
-        self._steps_since, self._begun = 0, time.monotonic()
+    def _begin(self, value: float, step_s: float) -> None:
         tensor = torch.tensor([value, step_s], dtype=torch.float64)
-        if distributed.is_distributed():
-            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=distributed.side_group(), async_op=True)
-            self._pending = (tensor, work)
-        else:
-            self._pending = (tensor, None)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=distributed.side_group(), async_op=True)
+        self._pending = (tensor, work)
 
     def _read(self) -> float:
         assert self._pending is not None
         tensor, work = self._pending
         self._pending = None
-        if work is not None:
-            work.wait()
+        work.wait()
         agreed, slowest_step_s = map(float, tensor.tolist())
+        self._set_interval(slowest_step_s)
+        return agreed
+
+    def _set_interval(self, slowest_step_s: float) -> None:
         affordable = int(self.every_s / max(slowest_step_s, 1e-6))
         self._interval_steps = max(1, min(2 * self._interval_steps, affordable))
-        return agreed
