@@ -175,14 +175,15 @@ class CommHealthCallback(TrainerCallback):
 
     def _watch(self, trainer: Trainer, strategy: str, board: Board | None) -> None:
         args = trainer.args
-        timer = LocalTimer(trainer.model_wrapped, strategy, args.device) if self.stragglers else None
-        if timer is not None and not timer.measures and args.world_size > 1:
+        has_peers = args.world_size > 1  # a rank alone has nobody to be slower than
+        timer = LocalTimer(trainer.model_wrapped, strategy, args.device) if self.stragglers and has_peers else None
+        if timer is not None and not timer.measures:
             logger.info("stragglers are not looked for: under %s a rank's own work cannot be timed", strategy)
         sensor = sensor_of(args.device)
         gpu = GpuThread(GpuWatch(sensor)) if sensor is not None else None
         if gpu is not None:
             gpu.start()
-        are_replicas = strategy == "ddp" and args.world_size > 1
+        are_replicas = strategy == "ddp" and has_peers
         self._monitor = Monitor(
             hosts=gather_hosts(), timer=timer, gpu=gpu,
             replicas=list(trainer.model.parameters()) if are_replicas else (),

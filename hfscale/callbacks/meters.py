@@ -97,18 +97,21 @@ class UtilisationMeter(Meter):
             return
         try:
             self._flops = FlopsModel.of(model, args, sizes=getattr(trainer, "whole_sizes", None))
-            self._peak_flops = peak * 1e12
+            self._peak_flops, self._length = peak * 1e12, 0
         except UnsupportedModelError as error:
             logger.info("scaling/mfu is left out: %s", error)
 
     def keys(self, rows: Sequence[Sequence[float]], window: Window, state: TrainerState) -> dict[str, float]:
         if self._flops is None:
             return {}
-        rate, length = window.tokens_per_s_per_gpu, window.sequence_length
-        return {
-            "scaling/mfu": rate * self._flops.model_flops_per_token(length) / self._peak_flops,
-            "scaling/hfu": rate * self._flops.hardware_flops_per_token(length) / self._peak_flops,
-        }
+        if window.sequence_length != self._length:  # the shape is asked layer by layer
+            self._length = window.sequence_length
+            self._peak_s = (
+                self._flops.model_flops_per_token(self._length) / self._peak_flops,
+                self._flops.hardware_flops_per_token(self._length) / self._peak_flops,
+            )
+        mfu, hfu = (window.tokens_per_s_per_gpu * peak_s for peak_s in self._peak_s)
+        return {"scaling/mfu": mfu, "scaling/hfu": hfu}
 
 
 class CommunicationMeter(Meter):

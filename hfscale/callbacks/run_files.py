@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,13 @@ class RunFiles:
         path = Path(args.output_dir) / records.JSONL_NAME
         return int(max((record["step"] for record in records.read_records(path)), default=0))
 
-    def workload(self, state: TrainerState, facts: Mapping[str, Any], rate: Rate | None) -> None:
-        """Note once what the run does, and at what price."""
+    def workload(self, state: TrainerState, facts: Callable[[], Mapping[str, Any]], rate: Rate | None) -> None:
+        """Note once what the run does, which `facts` is asked for, and at what price."""
         if self._workload_is_written:
             return
         self._workload_is_written = True
         price = {"usd_per_gpu_hour": rate.usd_per_gpu_hour, "price_source": rate.source} if rate is not None else {}
-        self._write("workload", state, **facts, **price)
+        self._write("workload", state, **facts(), **price)
 
     def ranks(self, state: TrainerState, numbers: Mapping[str, Sequence[float]]) -> None:
         """A line of `hfscale_ranks.jsonl`."""

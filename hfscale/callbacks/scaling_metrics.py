@@ -237,7 +237,7 @@ class ScalingMetricsCallback(TrainerCallback):
         if max(memory) > 0:
             keys["gpu/memory_peak_gib"] = max(memory)
         if state.is_world_process_zero:
-            self._files.workload(state, self._efficiency.facts(), self._spending.rate)
+            self._files.workload(state, self._efficiency.facts, self._spending.rate)
             measured = {"data_wait_fraction": shares, "memory_peak_gib": memory}
             self._files.ranks(state, measured | {"comm_fraction": self._communication.shares})
         return keys

@@ -105,11 +105,11 @@ class Monitor:
         """The keys of this log, and what is new and wrong; every rank must call it at the same step."""
         self._clock.end("aside")
         seconds = self._clock.take()
-        times = self._timer.span.read() if self._timer is not None else []
+        times = self._timed_steps() if self._timer is not None else []
         row = [
             seconds.get("data", 0.0), seconds.get("data", 0.0) + seconds.get("step", 0.0),
             math.nan if grad_norm is None else grad_norm, self._checksum(step), *self._gpu_row(),
-            *([math.nan] * (KEPT_STEPS - len(times)) + times),
+            *times,
         ]  # fmt: skip
         rows = distributed.gather_rows(row)
         waits, windows, norms, sums, heats, powers, throttled, *steps = zip(*rows, strict=True)
@@ -137,6 +137,12 @@ class Monitor:
             return math.nan
         self._summed_at = step
         return checksum(self._replicas, step)
+
+    def _timed_steps(self) -> list[float]:
+        """Of as many steps on every rank."""
+        assert self._timer is not None
+        times = self._timer.span.read()
+        return [math.nan] * (KEPT_STEPS - len(times)) + times
 
     def _gpu_row(self) -> list[float]:
         if self._gpu is None:
