@@ -111,11 +111,8 @@ def everything() -> ScalingCallback:
     return ScalingCallback(metrics=metrics)
 
 
-def train(with_callback: bool, other: Connection, results: Connection) -> None:
-    """One of the two processes."""
-    own = OwnTime() if with_callback else None
-    if own is not None:
-        own.wrap_all()
+def small_trainer(output_dir: str, callbacks: list[TrainerCallback]) -> Trainer:
+    """The same at every call."""
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -123,15 +120,22 @@ def train(with_callback: bool, other: Connection, results: Connection) -> None:
             num_key_value_heads=2, max_position_embeddings=LENGTH,
         )
     )  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, max_steps=STEPS, logging_steps=LOGGED_EVERY, save_strategy="epoch",
+        report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    return Trainer(model=model, args=arguments, train_dataset=RandomTokens(), callbacks=callbacks)
+
+
+def train(with_callback: bool, other: Connection, results: Connection) -> None:
+    """One of the two processes."""
+    own = OwnTime() if with_callback else None
+    if own is not None:
+        own.wrap_all()
     watch = Stopwatch(other, own)
     with tempfile.TemporaryDirectory() as output_dir, redirect_stdout(StringIO()):
-        arguments = TrainingArguments(
-            output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1,
-            gradient_accumulation_steps=2, max_steps=STEPS, logging_steps=LOGGED_EVERY, save_strategy="epoch",
-            report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
-        )  # fmt: skip
-        callbacks = [everything(), watch] if with_callback else [watch]
-        Trainer(model=model, args=arguments, train_dataset=RandomTokens(), callbacks=callbacks).train()
+        small_trainer(output_dir, [everything(), watch] if with_callback else [watch]).train()
     results.send((watch.seconds, own.seconds if own is not None else 0.0))
 
 

@@ -1,29 +1,27 @@
-"""What CommHealthCallback, with everything on, adds to a Trainer step of about 30 ms in two processes.
+"""What CommHealthCallback, with everything on, adds to a Trainer step in two processes.
 
-As in `callback_overhead`: turns with and without it alternate in the same processes; beside the paired ratio is the
-time inside its own code, which other work on the machine does not blur. The pre-flight is timed by itself.
-
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 -m benchmarks.health_overhead
+Trainings with and without it alternate in the same processes; beside the paired ratio is the time inside its own code,
+which other work on the machine does not blur, the exchange with the other process at each log included. The pre-flight
+is timed by itself.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch.distributed as dist
+from transformers import TrainerCallback
 
-from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, one_turn
+from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, small_trainer
+from benchmarks.launched import launched, tell
 from hfscale import CommHealthCallback
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.health.local_time import LocalTimer
 
 PAIRS = 5
-CONFIG = Path(__file__).parent.parent / "accelerate_configs" / "ddp.yaml"
 
 
 class Timed(CommHealthCallback):
@@ -34,38 +32,51 @@ class Timed(CommHealthCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         begun = time.perf_counter()
         super().on_train_begin(*args, **kwargs)
-        Timed.begin_s = time.perf_counter() - begun
+        self.begin_s = time.perf_counter() - begun
+
+
+class Stopwatch(TrainerCallback):
+    """Seconds from the last untimed step to the last."""
+
+    def __init__(self, own: OwnTime) -> None:
+        self.own, self.seconds = own, 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == UNTIMED_STEPS:
+            self.own.restart()
+            self.begun = time.perf_counter()
+        if state.global_step == STEPS:
+            self.own.is_counting, self.seconds = False, time.perf_counter() - self.begun
 
 
 def measure() -> dict[str, Any]:
-    """Launch two processes; their rank 0 prints the result as its last line."""
-    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes", "2"]
-    done = subprocess.run([*argv, "-m", "benchmarks.health_overhead"], capture_output=True, text=True, check=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1])
+    """Launch two processes; the summary holds medians."""
+    return launched("benchmarks.health_overhead", processes=2)
 
 
 def main() -> None:
     """One of the two processes."""
-    own, ratios, bare_s, own_s, begins = OwnTime(), [], [], [], []
+    own, steps = OwnTime(), STEPS - UNTIMED_STEPS
     for event in ("on_step_begin", "on_step_end", "on_substep_end", "on_log"):
         own.wrap(CommHealthCallback, event)
     own.wrap(LogKeys, "on_log")
     for hook in ("_begin", "_end"):
         own.wrap(LocalTimer, hook)
+    ratios, bare_s, own_s, begins = [], [], [], []
     with tempfile.TemporaryDirectory() as root:
-        one_turn(None, f"{root}/warm-up")
         for pair in range(PAIRS):
-            turns = {}
+            seconds = {}
             for with_callback in (True, False) if pair % 2 else (False, True):
-                own.restart()
-                callback = Timed() if with_callback else None
-                turns[with_callback] = one_turn(callback, f"{root}/{pair}-{with_callback}", own)
+                watch, health = Stopwatch(own), Timed()
+                callbacks = [health, watch] if with_callback else [watch]
+                with redirect_stdout(StringIO()):
+                    small_trainer(f"{root}/{pair}-{with_callback}", callbacks).train()
+                seconds[with_callback] = watch.seconds
                 if with_callback:
-                    own_s.append(own.seconds / (STEPS - UNTIMED_STEPS))
-                    begins.append(Timed.begin_s)
-            ratios.append(turns[True] / turns[False])
-            bare_s.append(turns[False])
+                    own_s.append(own.seconds / steps)
+                    begins.append(health.begin_s)
+            ratios.append(seconds[True] / seconds[False])
+            bare_s.append(seconds[False] / steps)
     step_s = statistics.median(bare_s)
     summary = {
         "step_ms": round(step_s * 1e3, 2),
@@ -75,7 +86,7 @@ def main() -> None:
         "begin_s": round(statistics.median(begins), 3),
     }
     if dist.get_rank() == 0:
-        print("\n" + json.dumps({"summary": summary, "pairs": [round(ratio, 4) for ratio in ratios]}), flush=True)
+        tell({"summary": summary, "pairs": [round(ratio, 4) for ratio in ratios]})
     dist.barrier()
     dist.destroy_process_group()
 

@@ -10,15 +10,15 @@ REPOSITORY = Path(__file__).parent.parent
 _PREFIX = "result: "
 
 
-def launched(module: str, *, processes: int) -> Any:
-    """Launch `python -m module` on so many processes under DDP's config, and return what its main process told.
+def launched(module: str, *, processes: int, config: str = "ddp") -> Any:
+    """Launch `python -m module` on so many processes under one of `accelerate_configs`; what its main process told.
 
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
-    config = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", str(processes)]
+    options = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(processes)]
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *config, "-m", module],
+        [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", module],
         cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=1800,
     )  # fmt: skip
     if done.returncode:

