@@ -14,6 +14,7 @@ from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.callbacks.remote_copies import RemoteCopies
+from hfscale.callbacks.save_cadence import DEFAULT_EVERY_MINUTES, SaveCadence
 from hfscale.callbacks.stream_place import StreamPlace
 from hfscale.callbacks.trainer_access import calling_trainer, resumed_from
 from hfscale.callbacks.trainer_saving import TrainerSaving
@@ -23,16 +24,13 @@ from hfscale.checkpoint.status import read_status, write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.continuation import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
-from hfscale.errors import StorageError, UsageError
+from hfscale.errors import StorageError
 from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.logs import get_logger
 from hfscale.metrics.pace import StepPace
 
 logger = get_logger(__name__)
 
-DEFAULT_EVERY_STEPS = 500
-DEFAULT_EVERY_MINUTES = 15.0
-_AGREEMENT_EVERY_S = 5.0
 _WATCH_EVERY_S = 1.0  # how soon all ranks learn that a save beside the training has ended, or failed
 _EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
@@ -98,11 +96,7 @@ class SpotCheckpointCallback(TrainerCallback):
         asynchronous: bool = True,
         remote: str | None = None,
     ) -> None:
-        for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
-            if value is not None and value <= 0:
-                raise UsageError(f"{name} is {value}: it must be greater than 0, or None")
-        self.every_steps = every_steps
-        self.every_minutes = every_minutes
+        self.cadence = SaveCadence(every_steps=every_steps, every_minutes=every_minutes)
         self.asynchronous = asynchronous
         self.remote = RemoteCopies(remote) if remote is not None else None
         self.last_committed: str | None = None
@@ -147,8 +141,8 @@ class SpotCheckpointCallback(TrainerCallback):
         writer = self._saving.writer
         self.preemption.around_save_s = lambda: writer.remaining_s + (self.remote.expected_s if self.remote else 0.0)
         self._watch = None
-        self._agreement = distributed.StepAgreement(every_s=_AGREEMENT_EVERY_S)
-        self._saved_step, self._saved_at, self._idle_since = state.global_step, time.monotonic(), time.monotonic()
+        self.cadence.begin(state)
+        self._idle_since = time.monotonic()
         LogKeys.of(trainer).add(self._keys)
         LogKeys.of(trainer).before_last(self._wait)
         if args.save_strategy == "no":
@@ -181,16 +175,8 @@ class SpotCheckpointCallback(TrainerCallback):
             self._running_step = state.global_step
         if args.save_strategy != "no":
             self._watch_writer()
-            self._follow_cadence(args, state, control)
+            control.should_save = self.cadence.is_due(args, state) or control.should_save
         self.preemption.at_step_end(args, state, control)
-
-    def _follow_cadence(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        minutes = (time.monotonic() - self._saved_at) / 60
-        overdue = self.every_minutes is not None and minutes >= self.every_minutes
-        # Ranks read different clocks; the step at which they save must be one and the same.
-        agreed = self._agreement.step(float(overdue)) if self.every_minutes is not None else 0.0
-        if agreed or state.global_step - self._saved_step >= self._cadence_steps(args, state):
-            control.should_save = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._idle_since = time.monotonic()
@@ -208,7 +194,7 @@ class SpotCheckpointCallback(TrainerCallback):
         self.preemption.at_evaluation_end(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._saved_step, self._saved_at = state.global_step, time.monotonic()
+        self.cadence.saved(state)
         self._stalls_s[state.global_step] = time.monotonic() - self._idle_since
         # Alone, looking at each step costs nothing.
         self._watch = distributed.StepAgreement(_WATCH_EVERY_S if distributed.is_distributed() else 0.0)
@@ -254,12 +240,6 @@ class SpotCheckpointCallback(TrainerCallback):
         elif worst == 2.0:
             self._wait()
             raise StorageError("a checkpoint could not be written on another rank: see its error")
-
-    def _cadence_steps(self, args: TrainingArguments, state: TrainerState) -> int:
-        if self.every_steps is not None:
-            return self.every_steps
-        by_steps = args.save_strategy == "steps" and state.save_steps > 0  # of `args`, it may be a share of all steps
-        return state.save_steps if by_steps else DEFAULT_EVERY_STEPS
 
     def _take_over_rotation(self, args: TrainingArguments) -> None:
         """Trainer rotates inside its save, before the new checkpoint is committed: with a limit of 1, a machine lost

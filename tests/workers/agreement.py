@@ -20,7 +20,7 @@ mine = [3.0, 6.0] if rank == 1 else [0.0, 7.0]
 values = {"max": distributed.all_max(mine), "rows": distributed.gather_rows(mine)}
 if rank == 0:
     Path("values.json").write_text(json.dumps(values))
-spot.every_minutes = 0.2 / 60 if rank == 1 else 10.0
+spot.cadence.every_minutes = 0.2 / 60 if rank == 1 else 10.0
 trainer.train()
 dist.barrier()
 dist.destroy_process_group()
