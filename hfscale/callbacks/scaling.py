@@ -43,23 +43,22 @@ class ScalingCallback(TrainerCallback):
         """The parts, in the order in which they see each event."""
         return (self.comm_health, self.lr_scaling, self.spot_checkpoint, self.metrics)
 
-    def _hearers(self, event: str) -> list[Callable[..., None]]:
-        """The handlers of the parts that do something at `event`: of a step's five, most parts have one or two. They
-        are looked for once per training, as an event comes often."""
-        if event == "on_train_begin":
-            self._heard = {}
-        if event not in self._heard:
-            handlers = [getattr(part, event) for part in self.parts]
-            unheard = getattr(TrainerCallback, event)
-            self._heard[event] = [hear for hear in handlers if getattr(hear, "__func__", None) is not unheard]
-        return self._heard[event]
+    def _listen(self, event: str) -> None:
+        """Find the handlers of the parts that do something at `event`; of a step's five, most have one or two."""
+        handlers = [getattr(part, event) for part in self.parts]
+        unheard = getattr(TrainerCallback, event)
+        self._heard[event] = [hear for hear in handlers if getattr(hear, "__func__", None) is not unheard]
 
 
 def _forward(event: str) -> Any:
     def handle(
         self: ScalingCallback, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        for hear in self._hearers(event):
+        if event == "on_train_begin":
+            self._heard = {}  # looked for once per training, as events come often
+        if event not in self._heard:
+            self._listen(event)
+        for hear in self._heard[event]:
             hear(args, state, control, **kwargs)
 
     handle.__name__ = event
