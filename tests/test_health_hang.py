@@ -12,6 +12,7 @@ from tiny import tiny_trainer
 from transformers import TrainerCallback
 from workers.health_hang import run
 
+from hfscale.callbacks.trainer_access import training_frame
 from hfscale.health import stacks
 from hfscale.health.board import Board
 from hfscale.health.diagnosis import Snapshot, diagnose
@@ -138,19 +139,36 @@ def test_compiling_is_seen_on_the_stack():
     assert stacks.frames_of(thread.ident) == []
 
 
-class Slow(TrainerCallback):
-    """Sleeps in a save and in an evaluation, and with `hang` in a step."""
+class Watched(TrainerCallback):
+    """A training with a watchdog of its own."""
 
-    def __init__(self, dog, hang):
-        self.dog, self.hang = dog, hang
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        limits = Limits(floor_s=0.5, factor=5, grace_s=0.2, poll_s=0.05)
+        self.dog = HangWatchdog(Board(store, 0, 1), self.folder, limits=limits, inside=training_frame())
+        self.dog.start()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.dog.step_began(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.dog.step_ended()
+
+
+class Slow(Watched):
+    """Sleeps in a save and in an evaluation, and with `hang` in a step."""
+
+    def __init__(self, folder, hang):
+        super().__init__(folder)
+        self.hang = hang
+
+    def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 6 and self.hang:
             time.sleep(2.5)
-        self.dog.step_ended()
+        super().on_step_end(args, state, control, **kwargs)
 
     def on_save(self, args, state, control, **kwargs):
         time.sleep(1.0)
@@ -161,22 +179,42 @@ class Slow(TrainerCallback):
 
 @pytest.mark.parametrize("hang", [False, True])
 def test_a_long_save_and_evaluation_are_no_hang_and_a_long_step_is(tmp_path, hang):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    limits = Limits(floor_s=0.5, factor=5, grace_s=0.2, poll_s=0.05)
-    dog = HangWatchdog(Board(store, 0, 1), tmp_path, limits=limits, inside="transformers/trainer.py")
+    slow = Slow(tmp_path, hang)
     saving = {"save_strategy": "steps", "save_steps": 8, "eval_strategy": "steps", "eval_steps": 8, "max_steps": 8}
-    trainer = tiny_trainer(tmp_path, Slow(dog, hang), **saving)
-    starts = TrainerCallback()
-    starts.on_train_begin = lambda *args, **kwargs: dog.start()
-    trainer.add_callback(starts)
-    trainer.train()
+    tiny_trainer(tmp_path, slow, **saving).train()
     time.sleep(0.3)
+    dog = slow.dog
     assert bool(dog.findings) == hang
     assert not dog.is_alive(), "outside the Trainer there is nothing to watch"
     if hang:
         verdict = json.loads((dog.folder / "verdict.json").read_text())
         assert "on_step_end" in verdict["findings"][0]["message"]
         assert "on_step_end" in (dog.folder / "rank-0.txt").read_text()
+
+
+class Broken(Watched):
+    """Ends by an exception when it is warm; or, with `pace_s`, goes on at that pace."""
+
+    def __init__(self, folder, pace_s=None):
+        super().__init__(folder)
+        self.pace_s = pace_s
+
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        if self.pace_s is not None:
+            time.sleep(self.pace_s)
+        elif state.global_step == 6:
+            raise RuntimeError("out of memory")
+
+
+def test_a_training_that_broke_off_is_not_watched_in_the_next_one(tmp_path):
+    first, second = Broken(tmp_path), Broken(tmp_path, pace_s=0.2)
+    again = tiny_trainer(tmp_path, second, max_steps=10)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tiny_trainer(tmp_path, first, max_steps=10).train()
+    again.train()
+    assert first.dog.findings == second.dog.findings == []
+    assert not first.dog.is_alive()
 
 
 @pytest.mark.world(3)

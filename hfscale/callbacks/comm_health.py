@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hfscale import distributed
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.rank_check import check_ranks, connect_board, tell
-from hfscale.callbacks.trainer_access import BatchBell, calling_trainer
+from hfscale.callbacks.trainer_access import BatchBell, calling_trainer, training_frame
 from hfscale.callbacks.trainer_saving import finish_saves
 from hfscale.checkpoint.store import latest_checkpoint, set_aside
 from hfscale.errors import HealthError, StrategyMismatchError, UsageError
@@ -191,7 +191,7 @@ class CommHealthCallback(TrainerCallback):
         if board is not None and self.hang_after_s:
             self._watchdog = HangWatchdog(
                 board, Path(args.output_dir), limits=Limits(floor_s=self.hang_after_s),
-                abort=self.on_hang == "abort", inside="transformers/trainer.py",
+                abort=self.on_hang == "abort", inside=training_frame(),
             )  # fmt: skip
             self._watchdog.start()
             self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception

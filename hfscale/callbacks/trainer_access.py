@@ -8,7 +8,8 @@ The gaps are closed here and nowhere else:
 - `saved_state` keeps values in `trainer_state.json`, so they travel with each checkpoint;
 - `stand_first` puts a callback before the reporting integrations, which would otherwise run before any user callback;
 - `BatchBell` tells when a batch has come, before the ranks count their tokens together;
-- `is_training_in` tells a signal handler whether it has interrupted a training.
+- `training_frame` tells which call of `Trainer.train` is under way;
+- `is_training_in` tells a signal handler whether it has interrupted one.
 """
 
 import inspect
@@ -52,13 +53,17 @@ def resumed_from() -> str | None:
     return None
 
 
+def training_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The call of `Trainer.train` that `frame` is in, of the caller if none is given; None where it is in none."""
+    frame = frame or inspect.currentframe()
+    while frame is not None and frame.f_code is not Trainer.train.__code__:
+        frame = frame.f_back
+    return frame
+
+
 def is_training_in(frame: FrameType | None) -> bool:
     """Whether `Trainer.train` is under way in `frame`, the innermost one of its thread."""
-    while frame is not None:
-        if frame.f_code is Trainer.train.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    return frame is not None and training_frame(frame) is not None
 
 
 def saved_state(state: TrainerState, name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hfscale.health import stacks
@@ -54,8 +55,8 @@ class HangWatchdog(threading.Thread):
         output_dir (`Path`): where the folder `hfscale_hang` is written.
         limits (`Limits`, *optional*): when silence is a hang.
         abort (`bool`): whether to end this process after the report (exit code 1), so that the launcher restarts all.
-        inside (`str`, *optional*): part of a file name that is on the watched thread's stack as long as there is
-            something to watch; the watchdog ends when it is not.
+        inside (`FrameType`, *optional*): a call that is on the watched thread's stack as long as there is something to
+            watch; the watchdog ends when it is not.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class HangWatchdog(threading.Thread):
         *,
         limits: Limits | None = None,
         abort: bool = False,
-        inside: str | None = None,
+        inside: FrameType | None = None,
     ) -> None:
         super().__init__(name="hfscale-hang-watchdog", daemon=True)
         self.limits = limits or Limits()
@@ -126,8 +127,9 @@ class HangWatchdog(threading.Thread):
     def _look(self) -> bool:
         """One look at the watched thread and at the board; False: there is nothing more to watch."""
         frames = stacks.frames_of(self._watched)
-        is_inside = not self._inside or any(self._inside in frame.f_code.co_filename for frame in frames)
+        is_inside = self._inside is None or self._inside in frames
         if not self._error and not (frames and is_inside):
+            self._inside = None  # with which goes all that the call holds
             return False
         now = time.monotonic()
         if self._reported and self._moved > self._reported and not self._error:
