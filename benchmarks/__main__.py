@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 NAMES = (
-    "callback_overhead", "health_overhead", "cli_start", "recipe_overhead", "pipeline_overhead", "pipeline_bubble",
+    "callback_overhead", "ranks_overhead", "cli_start", "recipe_overhead", "pipeline_overhead", "pipeline_bubble",
     "preemption_overhead", "memory_options", "async_save",
 )  # fmt: skip
 NEED_A_GPU = ("memory_options",)

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from hfscale import ScalingCallback, ScalingMetricsCallback
+from hfscale import CommHealthCallback, ScalingCallback, ScalingMetricsCallback
 from hfscale.callbacks.log_keys import LogKeys
 from hfscale.health.local_time import LocalTimer
 from hfscale.metrics.noise_scale import LeafProbe
@@ -108,10 +108,10 @@ class OwnTime:
         setattr(owner, name, timed)
 
 
-def everything() -> ScalingCallback:
+def everything(comm_health: CommHealthCallback | None = None) -> ScalingCallback:
     """The callback with every measurement on."""
     metrics = ScalingMetricsCallback(peak_tflops=1.0, usd_per_gpu_hour=1.0, noise_scale=True)
-    return ScalingCallback(metrics=metrics)
+    return ScalingCallback(comm_health=comm_health, metrics=metrics)
 
 
 def small_trainer(output_dir: str, callbacks: list[TrainerCallback]) -> Trainer:

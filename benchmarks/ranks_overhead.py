@@ -1,8 +1,8 @@
-"""What CommHealthCallback, with everything on, adds to a Trainer step in two processes.
+"""What the whole ScalingCallback, with all that can be switched on, adds to a Trainer step in two processes.
 
 Trainings with and without it alternate in the same processes; beside the paired ratio is the time inside its own code,
-which other work on the machine does not blur, the exchange with the other process at each log included. The pre-flight
-is timed by itself.
+which other work on the machine blurs less, waiting for the other process in the exchange at each log included. The
+pre-flight is timed by itself.
 """
 
 import statistics
@@ -15,13 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, small_trainer
+from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, everything, small_trainer
 from benchmarks.launched import launched, tell
 from hfscale import CommHealthCallback
-from hfscale.callbacks.log_keys import LogKeys
-from hfscale.health.local_time import LocalTimer
 
-PAIRS = 5
+PAIRS = 3
 
 
 class Timed(CommHealthCallback):
@@ -51,24 +49,20 @@ class Stopwatch(TrainerCallback):
 
 def measure() -> dict[str, Any]:
     """Launch two processes; the summary holds medians."""
-    return launched("benchmarks.health_overhead", processes=2)
+    return launched("benchmarks.ranks_overhead", processes=2)
 
 
 def main() -> None:
     """One of the two processes."""
     own, steps = OwnTime(), STEPS - UNTIMED_STEPS
-    for event in ("on_step_begin", "on_step_end", "on_substep_end", "on_log"):
-        own.wrap(CommHealthCallback, event)
-    own.wrap(LogKeys, "on_log")
-    for hook in ("_begin", "_end"):
-        own.wrap(LocalTimer, hook)
+    own.wrap_all()
     ratios, bare_s, own_s, begins = [], [], [], []
     with tempfile.TemporaryDirectory() as root:
         for pair in range(PAIRS):
             seconds = {}
             for with_callback in (True, False) if pair % 2 else (False, True):
                 watch, health = Stopwatch(own), Timed()
-                callbacks = [health, watch] if with_callback else [watch]
+                callbacks = [everything(health), watch] if with_callback else [watch]
                 with redirect_stdout(StringIO()):
                     small_trainer(f"{root}/{pair}-{with_callback}", callbacks).train()
                 seconds[with_callback] = watch.seconds
