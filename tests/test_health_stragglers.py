@@ -67,6 +67,23 @@ def test_it_is_told_again_only_after_it_has_recovered():
     assert told == [1, 0, 0, 1]
 
 
+def test_one_about_the_limit_is_told_once():
+    judge = StragglerJudge(["a", "b", "c"])
+    told = []
+    for ratio in (1.35, 1.25, 1.35, 1.2, 1.35):
+        rows = [[0.03] * 50, [0.03 * ratio] * 50, [0.03] * 50]
+        told.append(len(judge.add(rows).findings))
+    assert told == [1, 0, 0, 0, 0]
+
+
+def test_a_slowness_that_goes_round_is_told_once_until_it_is_over():
+    judge, told = StragglerJudge(["a", "b", "c"]), []
+    for ratio in (1.5, 1.3, 1.5, 1.0, 1.5):
+        rows = [[0.03 * (ratio if step % 3 == rank else 1.0) for step in range(50)] for rank in range(3)]
+        told.append(len(judge.add(rows).findings))
+    assert told == [1, 0, 0, 0, 1]
+
+
 def test_skew_is_the_slowest_over_the_median():
     assert StragglerJudge(["a"] * 3).add([[1.0], [2.0], [3.0]]).skew == 1.5
     assert StragglerJudge(["a"] * 2).add([[1.0, 1.0], [1.5, 1.5]]).skew == 1.5
@@ -84,6 +101,9 @@ def test_a_rank_that_alone_waits_for_data_is_named():
     told = [judge.add([0.01, 0.4, 0.02], [1.0, 1.0, 1.0]) for _ in range(4)]
     assert [len(found) for found in told] == [0, 0, 1, 0]
     assert told[2][0].ranks == (1,)
+    judge = DataWaitJudge(["a", "b", "c"])
+    told = [len(judge.add([0.01, wait, 0.01], [1.0] * 3)) for wait in (0.11, 0.11, 0.11, 0.08, 0.11, 0.11, 0.11)]
+    assert sum(told) == 1  # about the limit
     judge = DataWaitJudge(["a", "b", "c"])  # when all wait it is no rank's fault
     assert not [found for _ in range(4) for found in judge.add([0.4, 0.4, 0.4], [1.0, 1.0, 1.0])]
 

@@ -14,6 +14,8 @@ LEAST = 20
 RATIO = 1.3
 """Local time over the median's above which a rank is a straggler; between the 1.1 of ordinary spread and the 1.5 that
 must be found."""
+RECOVERED_RATIO = 1.15
+"""Below which one that was named counts as well again, or a rank about the limit would be named at every other log."""
 Z_SCORE = 4.0
 """Robust z-score (Iglewicz & Hoaglin, 1993, with 1.4826 x MAD for the standard deviation) that it needs too."""
 ROTATING_RATIO = 1.4
@@ -22,7 +24,7 @@ ROTATING_LEAST = 40
 """Steps below which it is not."""
 _LEAST_SPREAD = 0.03
 WAIT_SHARE = 0.1
-"""Part of its time that a rank may wait for data before it is told."""
+"""Part of its time that a rank may wait for data before it is told; below half of it, it counts as well again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class StragglerJudge:
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
         self._steps: deque[list[float]] = deque(maxlen=WINDOW)  # of all ranks, each
-        self._told: set[object] = set()
+        self._told: set[int] = set()
+        self._told_of_rotation = False
 
     def add(self, rows: Sequence[Sequence[float]]) -> Judgement:
         """Take the new steps.
@@ -81,23 +84,28 @@ class StragglerJudge:
             found.append(
                 Finding(level="warning", check="straggler", message=text, ranks=(rank,), host=self._hosts[rank])
             )
-        rotates = not slow and self._rotates()
-        if rotates and "rotating" not in self._told:
-            text = (
-                f"the slow rank is another at each step ({self._lead():.2f}x the next slowest): uneven batches, or "
-                "other work on the nodes; sort sequences by length or pack them"
-            )
-            found.append(Finding(level="warning", check="straggler", message=text))
-        self._told = {*slow, *(["rotating"] if rotates else [])}
-        return found
+        self._told = slow | {rank for rank in self._told if ratios[rank] >= RECOVERED_RATIO}
+        return [*found, *self._judge_rotation()] if not slow else found
+
+    def _judge_rotation(self) -> list[Finding]:
+        lead, was_told = self._lead(), self._told_of_rotation
+        rotates = self._rotates(lead)
+        self._told_of_rotation = rotates or (was_told and lead >= RECOVERED_RATIO)
+        if was_told or not rotates:
+            return []
+        text = (
+            f"the slow rank is another at each step ({lead:.2f}x the next slowest): uneven batches, or other work on "
+            "the nodes; sort sequences by length or pack them"
+        )
+        return [Finding(level="warning", check="straggler", message=text)]
 
     def _lead(self) -> float:
         """The slowest rank over the next slowest, in the median step."""
         return statistics.median(sorted(step)[-1] / sorted(step)[-2] for step in self._steps)
 
-    def _rotates(self) -> bool:
+    def _rotates(self, lead: float) -> bool:
         slowest = Counter(step.index(max(step)) for step in self._steps)
-        if len(self._steps) < ROTATING_LEAST or self._lead() < ROTATING_RATIO:
+        if len(self._steps) < ROTATING_LEAST or lead < ROTATING_RATIO:
             return False
         return slowest.most_common(1)[0][1] < 0.75 * len(self._steps)
 
@@ -139,5 +147,5 @@ class DataWaitJudge:
             )
             for rank in sorted(starved - self._told)
         ]  # fmt: skip
-        self._told = starved
+        self._told = starved | {rank for rank in self._told if shares[rank] > WAIT_SHARE / 2}
         return found

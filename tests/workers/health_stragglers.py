@@ -11,7 +11,7 @@ from workers.health import Ranks, gloo
 from hfscale.health.local_time import LocalTimer
 from hfscale.health.monitor import Monitor, gather_hosts
 
-WORK_S = 0.012
+WORK_S = 0.03
 EVERY = 10
 
 
