@@ -1,10 +1,11 @@
 """What the whole ScalingCallback, with all that can be switched on, adds to a Trainer step in two processes.
 
-Trainings with and without it alternate in the same processes; beside the paired ratio is the time inside its own code,
-which other work on the machine blurs less, waiting for the other process in the exchange at each log included. The
-pre-flight is timed by itself.
+Trainings with and without it alternate in the same processes. Beside the paired ratio is the time inside its own code,
+which other work on the machine blurs less, and by itself that in its exchanges: most of it is waiting for the other
+process, which the next gradient would else have waited for. The pre-flight is timed by itself.
 """
 
+import gc
 import statistics
 import tempfile
 import time
@@ -17,7 +18,7 @@ from transformers import TrainerCallback
 
 from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, everything, small_trainer
 from benchmarks.launched import launched, tell
-from hfscale import CommHealthCallback
+from hfscale import CommHealthCallback, distributed
 
 PAIRS = 3
 
@@ -36,15 +37,19 @@ class Timed(CommHealthCallback):
 class Stopwatch(TrainerCallback):
     """Seconds from the last untimed step to the last."""
 
-    def __init__(self, own: OwnTime) -> None:
-        self.own, self.seconds = own, 0.0
+    def __init__(self, *counted: OwnTime) -> None:
+        self.counted, self.seconds = counted, 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == UNTIMED_STEPS:
-            self.own.restart()
+            gc.freeze()
+            for own in self.counted:
+                own.restart()
             self.begun = time.perf_counter()
         if state.global_step == STEPS:
-            self.own.is_counting, self.seconds = False, time.perf_counter() - self.begun
+            self.seconds = time.perf_counter() - self.begun
+            for own in self.counted:
+                own.is_counting = False
 
 
 def measure() -> dict[str, Any]:
@@ -56,18 +61,22 @@ def main() -> None:
     """One of the two processes."""
     own, steps = OwnTime(), STEPS - UNTIMED_STEPS
     own.wrap_all()
-    ratios, bare_s, own_s, begins = [], [], [], []
+    exchanges = OwnTime()
+    for exchange in ("gather_rows", "all_max"):
+        exchanges.wrap(distributed, exchange)
+    ratios, bare_s, own_s, exchange_s, begins = [], [], [], [], []
     with tempfile.TemporaryDirectory() as root:
         for pair in range(PAIRS):
             seconds = {}
             for with_callback in (True, False) if pair % 2 else (False, True):
-                watch, health = Stopwatch(own), Timed()
+                watch, health = Stopwatch(own, exchanges), Timed()
                 callbacks = [everything(health), watch] if with_callback else [watch]
                 with redirect_stdout(StringIO()):
                     small_trainer(f"{root}/{pair}-{with_callback}", callbacks).train()
                 seconds[with_callback] = watch.seconds
                 if with_callback:
-                    own_s.append(own.seconds / steps)
+                    own_s.append((own.seconds - exchanges.seconds) / steps)
+                    exchange_s.append(exchanges.seconds / steps)
                     begins.append(health.begin_s)
             ratios.append(seconds[True] / seconds[False])
             bare_s.append(seconds[False] / steps)
@@ -77,6 +86,7 @@ def main() -> None:
         "ratio_with_over_without": round(statistics.median(ratios), 4),
         "own_code_us_per_step": round(statistics.median(own_s) * 1e6, 1),
         "own_code_share_of_step": round(statistics.median(own_s) / step_s, 5),
+        "exchange_us_per_step": round(statistics.median(exchange_s) * 1e6, 1),
         "begin_s": round(statistics.median(begins), 3),
     }
     if dist.get_rank() == 0:

@@ -13,7 +13,7 @@ from hfscale.strategy import running_strategy
 
 logger = get_logger(__name__)
 
-MIN_STEPS_BETWEEN = 40
+MIN_STEPS_BETWEEN = 50
 """A look costs about 4% of a step of two small micro-batches; and what is looked for moves over thousands of steps."""
 _LEAF = ("single", "ddp")  # checked against a known answer; under DeepSpeed nobody has
 
@@ -67,7 +67,8 @@ class NoiseScaleMeter(Meter):
 
     def step_end(self, state: TrainerState) -> None:
         assert self._probe is not None
-        self._probe.close()
+        if state.global_step == self._seen_step:
+            self._probe.close()
 
     def row(self, state: TrainerState) -> list[float]:
         """|G_s|^2 of this rank: n x the sum of squares, as each of a step's n exchanges carries 1/n of the mean."""

@@ -62,7 +62,7 @@ class ScalingMetricsCallback(TrainerCallback):
         usd_per_gpu_hour (`float`, *optional*): price of one device; absent: of `prices.toml`, where it has the device.
         baseline (`str` or `Path`, *optional*): a file of `hfscale sweep`; absent: `~/.config/hfscale/baselines.json`,
             where it exists.
-        noise_scale (`bool`): measure the gradient noise scale too, from the gradients of one step in forty at most
+        noise_scale (`bool`): measure the gradient noise scale too, from the gradients of one step in fifty at most
             that is logged. Off unless asked for, as it puts hooks on the parameters, or under FSDP2 on the exchange.
 
     Raises:

@@ -46,10 +46,11 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
     """Add one line; a number that JSON does not know (NaN, infinity) is left out. `durable` waits for the disk."""
     known = {k: v for k, v in record.items() if not (isinstance(v, float) and not math.isfinite(v))}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(known) + "\n")
+    line = f"{json.dumps(known)}\n".encode()
+    with path.open("ab", buffering=0) as file:  # in one piece, so that nobody reads half a line
+        while line:
+            line = line[file.write(line) :]
         if durable:
-            file.flush()
             os.fsync(file.fileno())
 
 
