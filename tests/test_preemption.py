@@ -31,6 +31,7 @@ from hfscale.preemption import (
     assumed_notice_s,
     end_workers,
     shield_workers,
+    watch_signals,
 )
 
 SAVING = {"save_strategy": "steps", "save_steps": 100, "max_steps": 8}
@@ -41,6 +42,7 @@ EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_
 def handlers(monkeypatch):
     """Every test leaves the signals as it found them, and no notice. Each step is one to agree at."""
     monkeypatch.setattr(PreemptionStop, "exchange_every_s", 0.0)
+    watch_signals().restore()  # what a training has left that an earlier test broke off
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
