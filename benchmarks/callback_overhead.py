@@ -1,4 +1,4 @@
-"""What the whole ScalingCallback, with all that can be switched on, adds to a Trainer step of about 30 ms.
+"""What the whole ScalingCallback, with all that can be switched on, adds to a small Trainer step.
 
 Two Trainers, with and without the callback, run in two processes that take turns step by step: same model, same data,
 same seed, two micro-batches per step (without which there is no noise scale), a log every ten steps. What the machine

@@ -14,7 +14,7 @@ from hfscale.strategy import running_strategy
 logger = get_logger(__name__)
 
 MIN_STEPS_BETWEEN = 50
-"""A look costs about 4% of a step of two small micro-batches; and what is looked for moves over thousands of steps."""
+"""A look costs about 3% of a step of two small micro-batches; and what is looked for moves over thousands of steps."""
 _LEAF = ("single", "ddp")  # checked against a known answer; under DeepSpeed nobody has
 
 
