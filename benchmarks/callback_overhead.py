@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hfscale import CommHealthCallback, ScalingCallback, ScalingMetricsCallback
-from hfscale.callbacks.log_keys import LogKeys
 from hfscale.health.local_time import LocalTimer
+from hfscale.integrations.metric_injector import LogKeys
 from hfscale.metrics.noise_scale import LeafProbe
 from hfscale.metrics.phases import PhaseClock
 from hfscale.metrics.throughput import TokenCounter

@@ -81,7 +81,7 @@ def _run(root: Path, flags: list[str]) -> dict[str, float] | str:
 def _tokenizer(root: Path) -> Path:
     folder = root / "tokenizer"
     if not folder.is_dir():
-        from hfscale import corpus
+        from hfscale.recipe import corpus
 
         corpus.default_tokenizer().save_pretrained(folder)
     return folder
@@ -90,7 +90,7 @@ def _tokenizer(root: Path) -> Path:
 def _text(root: Path) -> Path:
     path = root / "text.txt"
     if not path.is_file():
-        from hfscale import corpus
+        from hfscale.recipe import corpus
 
         path.write_text("\n".join(record["text"] for record in corpus.read_sources("train")))
     return path

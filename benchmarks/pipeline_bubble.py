@@ -77,7 +77,7 @@ def bubble(schedule: str, folder: str) -> dict[str, float]:
 
     from hfscale import ParallelArguments, ParallelTrainer
     from hfscale.parallel.stages import StagePlan
-    from hfscale.weights import build_model
+    from hfscale.parallel.weights import build_model
 
     torch.set_num_threads(1)
     args = TrainingArguments(

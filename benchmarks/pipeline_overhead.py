@@ -89,7 +89,7 @@ def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
     from transformers import TrainerCallback
 
     from hfscale import ParallelArguments, ParallelTrainer
-    from hfscale.weights import build_model
+    from hfscale.parallel.weights import build_model
 
     class Stopwatch(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ def _bare(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.utils.data import DataLoader
 
-    from hfscale.weights import build_model
+    from hfscale.parallel.weights import build_model
 
     rank, device = dist.get_rank(), args.device
     stage = _BareStage(build_model(config, seed=0, dtype=torch.float32), rank).to(device).train()

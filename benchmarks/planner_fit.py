@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks import planner_choice, planner_memory
 from benchmarks.planner_runs import Constants, Run, load
-from hfscale.planner import stacks
+from hfscale.planner import frameworks as stacks
+from hfscale.planner.frameworks import Shared, Stack
 from hfscale.planner.model_view import view_of
-from hfscale.planner.stacks import Shared, Stack
 from hfscale.planner.throughput import step_time
 
 HERE = Path(__file__).parent

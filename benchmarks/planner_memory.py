@@ -14,9 +14,9 @@ from itertools import product
 import numpy as np
 
 from benchmarks.planner_runs import Constants, Run
+from hfscale.planner.frameworks import Shared, Stack
 from hfscale.planner.memory import allocated_gib, memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.planner.stacks import Shared, Stack
 
 FITTED = {"fragmentation": (1.05, 0.02), "group_gib": (0.5, 0.15)}
 """What is fitted; what each is pulled to, and how weakly: one standard deviation."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfscale.errors import HfScaleError
+from hfscale.planner.frameworks import Shared, Stack
 from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB
 from hfscale.planner.rows import job_of
-from hfscale.planner.stacks import Shared, Stack
 
 HERE = Path(__file__).parent
 Constants = Mapping[str, Stack | Shared]

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hfscale import distributed
 from hfscale.preemption.agreement import OverlappedAgreement
+from hfscale.utils import distributed
 
 PAIRS = 15
 STEPS = 60

@@ -18,7 +18,8 @@ from transformers import TrainerCallback
 
 from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, everything, small_trainer
 from benchmarks.launched import launched, tell
-from hfscale import CommHealthCallback, distributed
+from hfscale import CommHealthCallback
+from hfscale.utils import distributed
 
 PAIRS = 3
 

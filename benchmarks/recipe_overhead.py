@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 from benchmarks.launched import launched, tell
-from hfscale import ScalingCallback, corpus, distributed
-from hfscale.arguments import DataArguments, ParallelArguments, RecipeTrainingArguments
-from hfscale.data import load_packed_datasets
-from hfscale.parallelism import set_up_parallelism
-from hfscale.weights import build_model
+from hfscale import ParallelArguments, ScalingCallback
+from hfscale.parallel.weights import build_model
+from hfscale.recipe import corpus
+from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments
+from hfscale.recipe.data import load_packed_datasets
+from hfscale.recipe.layout import set_up_parallelism
+from hfscale.utils import distributed
 
 STRATEGIES = ("ddp", "fsdp2")
 TURN_STEPS = 10

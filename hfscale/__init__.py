@@ -6,15 +6,17 @@ The names below load their modules when they are first used, so that `import hfs
 from importlib import import_module
 from typing import Any
 
+from hfscale import _moved
+
 __version__ = "0.1.0"
 
 _HOME_OF = {
     "CommHealthCallback": "hfscale.callbacks.comm_health",
     "LRScalingCallback": "hfscale.callbacks.lr_scaling",
     "ModelShape": "hfscale.facts.model_shape",
-    "ParallelArguments": "hfscale.arguments",
+    "ParallelArguments": "hfscale.parallel.arguments",
     "ParallelLayout": "hfscale.facts.layout",
-    "ParallelTrainer": "hfscale.trainer",
+    "ParallelTrainer": "hfscale.parallel.trainer",
     "ScalingCallback": "hfscale.callbacks.scaling",
     "ScalingMetricsCallback": "hfscale.callbacks.scaling_metrics",
     "SpotCheckpointCallback": "hfscale.callbacks.spot_checkpoint",
@@ -36,3 +38,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_moved.install()

@@ -30,8 +30,9 @@ MODULES = (
     "accelerate.commands.launch", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "peft",
     "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch.distributed.run", "transformers.trainer", "transformers.integrations.deepspeed",
-    "transformers.models.llama.modeling_llama", "hfscale.callbacks.scaling", "hfscale.data", "hfscale.models",
-    "hfscale.parallelism",
+    "transformers.models.llama.modeling_llama", "hfscale.callbacks.scaling", "hfscale.recipe.data",
+    "hfscale.recipe.models",
+    "hfscale.recipe.layout",
 )  # fmt: skip
 """What recipes and workers import. None of them may start a thread or choose a device when it is imported."""
 KILL_AFTER_S = 5.0

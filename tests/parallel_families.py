@@ -19,7 +19,7 @@ from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelModel, lay_out
 from hfscale.parallel.schedule import Pipeline
 from hfscale.parallel.stages import StagePlan
-from hfscale.weights import build_model
+from hfscale.parallel.weights import build_model
 
 MICRO_BATCHES, LENGTH = 4, 12
 SMALL = {

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hfscale import ParallelArguments, ParallelTrainer, ScalingCallback
-from hfscale.weights import build_model
+from hfscale.parallel.weights import build_model
 
 VOCAB, LENGTH = 96, 12
 _TIMEOUT_S = 300

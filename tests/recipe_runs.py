@@ -10,7 +10,7 @@ from conftest import RECIPE, REPOSITORY
 from forked import run_ranks
 from transformers import LlamaConfig, MixtralConfig
 
-from hfscale import corpus
+from hfscale.recipe import corpus
 
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
 TP_PP = REPOSITORY / "recipes" / "tp_pp" / "train.py"
@@ -51,7 +51,7 @@ def warm_up() -> None:
     import peft  # noqa: F401
     from transformers import Trainer  # noqa: F401
 
-    import hfscale.continuation  # noqa: F401
+    import hfscale.integrations.resume  # noqa: F401
     from hfscale import ParallelTrainer, ScalingCallback  # noqa: F401
 
 

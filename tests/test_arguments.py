@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hfscale.arguments import (
+from hfscale.errors import CheckpointError, ConfigFileError, HfScaleError, UsageError
+from hfscale.recipe.arguments import (
     DataArguments,
     ModelArguments,
     RecipeTrainingArguments,
@@ -19,8 +20,7 @@ from hfscale.arguments import (
     blaming,
     check_evaluation,
 )
-from hfscale.errors import CheckpointError, ConfigFileError, HfScaleError, UsageError
-from hfscale.parsing import EMBEDDED_DEFAULTS, parse_arguments
+from hfscale.recipe.parsing import EMBEDDED_DEFAULTS, parse_arguments
 
 GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
 ON_FILE = ("--train_file", "text.txt")
@@ -200,7 +200,7 @@ def test_bf16_is_the_default_where_the_hardware_has_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     monkeypatch.setattr("transformers.training_args.TrainingArguments.__post_init__", lambda self: None)
-    monkeypatch.setattr("hfscale.arguments._check_scheduler", lambda args: None)
+    monkeypatch.setattr("hfscale.recipe.arguments._check_scheduler", lambda args: None)
     assert RecipeTrainingArguments(report_to=None).bf16 is True
     assert RecipeTrainingArguments(report_to=None).use_cpu is False
     assert RecipeTrainingArguments(report_to=None, fp16=True).bf16 is False

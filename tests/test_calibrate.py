@@ -8,15 +8,15 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from hfscale import calibrate as room
-from hfscale import distributed
 from hfscale.cli import main
 from hfscale.errors import StorageError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.local_hardware import find_accelerator, read_rows
 from hfscale.facts.prices import all_prices, prices_of
+from hfscale.health import calibrate as room
+from hfscale.planner.frameworks import shared
 from hfscale.planner.network import Group, Network
-from hfscale.planner.stacks import shared
+from hfscale.utils import distributed
 
 SMALL = room.Sizes(matrices=(64, 128), copy_bytes=2**20, messages=(4096, 65536))
 PLAN = ["plan", "gpt2", "--gpus", "2", "--seq-len", "512", "--global-batch", "8", "--precision", "fp32", "--json"]

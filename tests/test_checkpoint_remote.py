@@ -20,7 +20,7 @@ from hfscale.checkpoint.remote import RemoteStore, redacted
 from hfscale.checkpoint.store import commit, verify
 from hfscale.checkpoint.uploader import Uploader, bring_newest
 from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
-from hfscale.resume import resume_point
+from hfscale.recipe.resume import resume_point
 
 SECRET = "not-a-real-secret"  # noqa: S105 of the server below
 

@@ -18,13 +18,14 @@ from tiny import tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from hfscale import SpotCheckpointCallback, corpus, latest_checkpoint
-from hfscale.callbacks import trainer_saving
+from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import UNFINISHED, verify
 from hfscale.checkpoint.writer import CheckpointWriter, clear_unfinished, finish_renames, owner
 from hfscale.errors import StorageError
+from hfscale.integrations import saving as trainer_saving
+from hfscale.recipe import corpus
 
 
 @contextmanager

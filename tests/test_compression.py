@@ -7,8 +7,8 @@ import torch
 from conftest import RECIPE, REPOSITORY, accelerate_launch
 from tiny import tiny_trainer
 
-from hfscale.compression import compress_gradients
 from hfscale.errors import UsageError
+from hfscale.recipe.compression import compress_gradients
 
 WORKER = REPOSITORY / "tests" / "workers" / "compression.py"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hfscale import corpus
 from hfscale.errors import DataError, StorageError
+from hfscale.recipe import corpus
 
 
 @pytest.fixture(scope="module")

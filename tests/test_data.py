@@ -18,10 +18,10 @@ from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hfscale import corpus, data
-from hfscale.arguments import DataArguments
-from hfscale.data import load_packed_datasets, load_splits
 from hfscale.errors import DataError, StorageError
+from hfscale.recipe import corpus, data
+from hfscale.recipe.arguments import DataArguments
+from hfscale.recipe.data import load_packed_datasets, load_splits
 
 BLOCK = 16
 KINDS = ("txt", "json", "jsonl", "csv", "parquet")

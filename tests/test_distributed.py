@@ -5,9 +5,9 @@ import json
 import pytest
 from conftest import REPOSITORY
 
-from hfscale import distributed
 from hfscale.checkpoint.store import list_checkpoints, verify
-from hfscale.distributed import StepAgreement
+from hfscale.utils import distributed
+from hfscale.utils.distributed import StepAgreement
 
 
 def test_alone_every_value_is_agreed_at_once():

@@ -5,9 +5,9 @@ import torch
 from parallel_world import empty_causal_lm, in_world, tiny_config
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hfscale.dry_run import dry_run, print_dry_run
 from hfscale.errors import UsageError
 from hfscale.parallel.checks import decide_layout
+from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.parallel.stages import StagePlan
 
 SIZES = {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 128}

@@ -15,8 +15,8 @@ import torch
 from conftest import EXTENSIONS, REPOSITORY, accelerate_launch
 
 from hfscale.checkpoint.lock import LOCK_NAME
-from hfscale.entrypoint import check_output_dir, missing_dependency, storage_error
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
+from hfscale.recipe.entrypoint import check_output_dir, missing_dependency, storage_error
 
 
 @contextmanager

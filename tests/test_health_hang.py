@@ -12,12 +12,12 @@ from tiny import tiny_trainer
 from transformers import TrainerCallback
 from workers.health_hang import run
 
-from hfscale.callbacks.trainer_access import training_frame
 from hfscale.health import stacks
-from hfscale.health.board import Board
 from hfscale.health.diagnosis import Snapshot, diagnose
 from hfscale.health.flight import Position, positions_of
 from hfscale.health.hang import HangWatchdog, Limits
+from hfscale.health.rank_store import Board
+from hfscale.integrations.trainer import training_frame
 
 HOSTS = dict(enumerate("abcd"))
 QUICK = Limits(floor_s=1.5, factor=5, grace_s=1.5, poll_s=0.2)

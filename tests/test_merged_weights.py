@@ -12,7 +12,7 @@ from hfscale.checkpoint.formats.merged import merge, split
 from hfscale.checkpoint.formats.view import TensorRef
 from hfscale.errors import CheckpointError
 from hfscale.parallel.families import PROVEN
-from hfscale.weights import build_model
+from hfscale.parallel.weights import build_model
 
 ORDINARY = ("mixtral", "qwen3_moe", "llama")
 

@@ -55,7 +55,6 @@ def recipe(flags):
 @pytest.fixture(scope="module", autouse=True)
 def imported():
     """What every run imports, before anything is forked."""
-    from hfscale import ParallelTrainer, ScalingCallback, dry_run  # noqa: F401
 
 
 @pytest.mark.parametrize("name", CASES)

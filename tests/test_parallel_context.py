@@ -8,15 +8,15 @@ from test_parallel import BALANCED, FIRST, LORA, TIED, check, same, wrong
 from transformers import LlamaConfig, TrainingArguments
 
 from hfscale import ParallelArguments
-from hfscale.arguments import SCHEDULES
 from hfscale.errors import LayoutError, UsageError
 from hfscale.parallel import context
+from hfscale.parallel.arguments import SCHEDULES
 from hfscale.parallel.checks import check_config, decide_layout
 from hfscale.parallel.context import ContextParallel, in_order, own_positions
 from hfscale.parallel.families import CONTEXTS_PROVEN, check_contexts
 from hfscale.parallel.mesh import ParallelMesh, make_mesh
+from hfscale.parallel.stage_flags import check_arguments, plan_stages
 from hfscale.parallel.stages import StagePlan
-from hfscale.stage_flags import check_arguments, plan_stages
 
 CONTEXT = {"cp_size": 2}
 WINDOW = {"sliding_window": 5}

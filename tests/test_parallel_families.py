@@ -7,10 +7,10 @@ from parallel_world import VOCAB
 from transformers import AutoModelForCausalLM
 
 from hfscale.errors import UsageError
-from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.families import PROVEN, UNCUTTABLE, check_family
 from hfscale.parallel.partition import Stage, cut_by_cost, layer_costs, stage_view
-from hfscale.weights import build_model
+from hfscale.parallel.structure import Anatomy
+from hfscale.parallel.weights import build_model
 
 NOT_SMALL = {
     "bailing_hybrid", "cohere_compass_text", "granitemoehybrid", "kimi_linear", "lfm2_moe", "llama4",

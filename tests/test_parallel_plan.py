@@ -6,7 +6,6 @@ from torch.distributed.pipelining import schedules
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, TrainingArguments
 
 from hfscale import ParallelArguments
-from hfscale.arguments import SCHEDULES
 from hfscale.errors import (
     LayoutError,
     MissingDependencyError,
@@ -14,15 +13,16 @@ from hfscale.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from hfscale.parallel.anatomy import Anatomy
+from hfscale.integrations.strategy import check_launch
+from hfscale.parallel.arguments import SCHEDULES
 from hfscale.parallel.batches import stack_batches
 from hfscale.parallel.checks import check_config, decide_layout
 from hfscale.parallel.partition import cut_by_cost, layer_costs
 from hfscale.parallel.schedule import SCHEDULES as RUN
+from hfscale.parallel.stage_flags import check_arguments, plan_stages
 from hfscale.parallel.stages import SHAPES, StagePlan
-from hfscale.parallelism import set_up_parallelism
-from hfscale.stage_flags import check_arguments, plan_stages
-from hfscale.strategy import check_launch
+from hfscale.parallel.structure import Anatomy
+from hfscale.recipe.layout import set_up_parallelism
 
 TINY = {
     "vocab_size": 96,

@@ -13,14 +13,14 @@ from test_checkpoint_writer import At, Save, held
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfscale import SpotCheckpointCallback
-from hfscale.callbacks.trainer_access import calling_trainer
 from hfscale.checkpoint.dcp_metadata import read_dcp_metadata
 from hfscale.checkpoint.formats import read_view
 from hfscale.checkpoint.formats.parallel import PARALLEL_NAME, read_facts
 from hfscale.checkpoint.store import list_checkpoints, verify
 from hfscale.cli import main
 from hfscale.errors import CheckpointError
-from hfscale.parallel_checkpoints import SavesLaidOut
+from hfscale.integrations.trainer import calling_trainer
+from hfscale.parallel.checkpoints import SavesLaidOut
 
 QUIET = {"logging_strategy": "no", "eval_strategy": "no", "max_steps": 6, "save_strategy": "steps", "save_steps": 100}
 EXPERTS = {"family": "mixtral", "model": {"num_local_experts": 4, "num_hidden_layers": 2}}

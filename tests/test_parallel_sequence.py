@@ -11,9 +11,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hfscale.errors import UnsupportedModelError, UsageError
-from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.families import MATRICES_UNCUTTABLE, PROVEN, SEQUENCES_PROVEN, check_matrices, check_sequences
 from hfscale.parallel.sequence import plan_sequences
+from hfscale.parallel.structure import Anatomy
 from hfscale.parallel.tensor import tensor_parallel_plan
 from hfscale.parallel.vocabulary import VocabularyLoss, leave_logits_cut
 

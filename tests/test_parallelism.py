@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, MambaConfig
 
-from hfscale.arguments import ModelArguments, ParallelArguments
-from hfscale.compatibility import check_pairs
+from hfscale import ParallelArguments
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.parallelism import check_model, distributed_config, set_up_parallelism
+from hfscale.recipe.arguments import ModelArguments
+from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.layout import check_model, distributed_config, set_up_parallelism
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}

@@ -12,24 +12,24 @@ from accelerate.commands.config.config_args import load_config_from_file
 from conftest import REPOSITORY, accelerate_launch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
-from hfscale import corpus, estimate, plan
-from hfscale.arguments import ParallelArguments
+from hfscale import ParallelArguments, estimate, plan
 from hfscale.cli import main
-from hfscale.dry_run import dry_run
 from hfscale.errors import UsageError
 from hfscale.facts.families import FAMILIES as SHAPES
+from hfscale.parallel.dry_run import dry_run
 from hfscale.parallel.families import CONTEXTS_PROVEN, MATRICES_UNCUTTABLE
-from hfscale.parsing import parse_arguments
+from hfscale.parallel.stage_flags import plan_stages
 from hfscale.planner.activations import kept_and_working, layers_in_flight
 from hfscale.planner.answer import Choice, choice_dict
 from hfscale.planner.emit import emit
+from hfscale.planner.frameworks import stack as find_stack
 from hfscale.planner.launchable import WITHOUT_CONTEXT, why_not
 from hfscale.planner.layouts import WITHOUT_TENSOR_PLAN, layouts
 from hfscale.planner.memory import GIB
 from hfscale.planner.model_view import view_of
-from hfscale.planner.question import Question
-from hfscale.planner.stacks import stack as find_stack
-from hfscale.stage_flags import plan_stages
+from hfscale.planner.request import Question
+from hfscale.recipe import corpus
+from hfscale.recipe.parsing import parse_arguments
 
 BLOCK = 32
 LINE = "the quick brown fox jumps over the lazy dog\n"

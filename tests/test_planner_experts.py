@@ -12,11 +12,11 @@ from hfscale.facts.models import find_model
 from hfscale.planner.activations import in_flight, kept_and_working
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.experts import OVERLAP, exchanged_s, nodes_of_a_token
+from hfscale.planner.frameworks import shared, stack
 from hfscale.planner.layouts import layouts
 from hfscale.planner.model_view import view_of
 from hfscale.planner.network import Group, Network
-from hfscale.planner.question import Question
-from hfscale.planner.stacks import shared, stack
+from hfscale.planner.request import Question
 
 PERFECT = replace(shared(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
 NETWORK = Network.of(accelerator("H800"), node_size=8, network_gb_s=50.0, shared=PERFECT)

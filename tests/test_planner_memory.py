@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hfscale.facts.models import find_model
 from hfscale.planner.activations import in_flight, layer_bytes, loss_bytes, selective_bytes
+from hfscale.planner.frameworks import stack
 from hfscale.planner.memory import GIB, allocated_gib, groups, memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.planner.stacks import stack
 from hfscale.planner.states import QLORA_BYTES, state_bytes, trained_parameters
 
 

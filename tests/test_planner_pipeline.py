@@ -11,17 +11,17 @@ from hfscale import plan
 from hfscale.errors import LayoutError
 from hfscale.facts.families import FAMILIES
 from hfscale.facts.models import find_model
-from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.families import SEQUENCES_PROVEN, UNCUTTABLE
 from hfscale.parallel.partition import cut_by_cost, layer_costs
 from hfscale.parallel.stages import SHAPES, StagePlan
+from hfscale.parallel.structure import Anatomy
 from hfscale.planner.activations import in_flight, kept_and_working, layer_bytes, layers_in_flight
 from hfscale.planner.estimate import estimate_job
+from hfscale.planner.frameworks import stack
 from hfscale.planner.layouts import WITHOUT_TENSOR_PLAN
 from hfscale.planner.memory import memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.planner.pipeline import SCHEDULES, flag_of, held, rank_layers, stage_layers, takes, waits
-from hfscale.planner.stacks import stack
 from hfscale.planner.states import local_parameters
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]

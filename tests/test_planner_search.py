@@ -10,7 +10,7 @@ from hfscale.facts.hardware import accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.planner.layouts import layouts
-from hfscale.planner.question import Question, strategy_of, usual_batch
+from hfscale.planner.request import Question, strategy_of, usual_batch
 from hfscale.planner.search import HEADROOM, TELLING, search
 
 

@@ -16,10 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # no public w
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hfscale.facts.model_shape import ModelShape
+from hfscale.planner.frameworks import stack
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.planner.stacks import stack
-from hfscale.recompute import checkpointing_kwargs
+from hfscale.recipe.recompute import checkpointing_kwargs
 
 RANKS = 8
 TOKENS = 2048

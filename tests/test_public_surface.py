@@ -1,11 +1,10 @@
-"""The names that are promises, what importing them costs, and which floor may import which."""
+"""The names that are promises, what importing them costs, and which layer may import which."""
 
 import ast
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,26 +13,16 @@ from conftest import REPOSITORY
 import hfscale
 from benchmarks import __main__ as benchmarks
 from hfscale import errors
+from hfscale._moved import MOVED
 
 PACKAGE = REPOSITORY / "hfscale"
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "deepspeed", "wandb")
-# Lowest first; a module imports from its own floor and those above it in this list, never below.
-FLOORS = (
-    ("hfscale.errors",),
-    ("hfscale.facts",),
-    ("hfscale.planner",),
-    ("hfscale.logs", "hfscale.config_file", "hfscale.shipped", "hfscale.redact"),
-    ("hfscale.distributed", "hfscale.preemption", "hfscale.checkpoint", "hfscale.health", "hfscale.metrics",
-     "hfscale.parallel", "hfscale.calibrate"),
-    ("hfscale.report", "hfscale.sweep", "hfscale.autostop"),
-    ("hfscale.recompute", "hfscale.compression", "hfscale.weights"),
-    ("hfscale.strategy", "hfscale.callbacks", "hfscale.trainer", "hfscale.arguments", "hfscale.parsing",
-     "hfscale.parallelism", "hfscale.sequence_parallel", "hfscale.compatibility", "hfscale.models",
-     "hfscale.corpus", "hfscale.text_source", "hfscale.data", "hfscale.resume", "hfscale.continuation",
-     "hfscale.summary", "hfscale.export", "hfscale.entrypoint", "hfscale.dry_run", "hfscale.stage_flags",
-     "hfscale.parallel_checkpoints"),
-    ("hfscale.cli", "hfscale.__main__"),
+# Lowest first: a module imports from its own layer and from those before it in this list, never from a later one.
+LAYERS = (
+    "errors", "utils", "facts", "preemption", "checkpoint", "metrics", "health", "planner", "report", "integrations",
+    "parallel", "callbacks", "recipe", "cli",
 )  # fmt: skip
+OUTSIDE = ("_moved", "__main__")  # old import paths, and `python -m hfscale`
 
 
 def imported_by(code):
@@ -49,12 +38,19 @@ def modules():
         yield name, path
 
 
-def floor(name):
-    if name == "hfscale":
-        return -1  # the version, and names that load when they are used
-    levels = [level for level, homes in enumerate(FLOORS) if any(f"{name}.".startswith(f"{home}.") for home in homes)]
-    assert levels, f"{name} stands on no floor: give it a place in FLOORS and in the README's tree"
-    return levels[0]
+def layer(name):
+    """The position in LAYERS of a module, given by its whole path."""
+    top = name.split(".")[1]
+    assert top in LAYERS, f"{name} is in no layer: add {top} to LAYERS"
+    return LAYERS.index(top)
+
+
+def upward_imports(imports):
+    """Of (importer, imported) pairs of whole module paths, those that go from a lower to a higher layer."""
+    inside = [
+        pair for pair in imports if all(name != "hfscale" and name.split(".")[1] not in OUTSIDE for name in pair)
+    ]
+    return [f"{name} imports {wanted}" for name, wanted in inside if layer(wanted) > layer(name)]
 
 
 def hfscale_imports(path):
@@ -100,7 +96,7 @@ def test_the_promised_names_of_this_version():
         "import hfscale.cli; hfscale.cli.main(['sweep', '--', '/nowhere'])",
     ],
 )
-def test_the_floors_without_torch_load_none_of_it(code):
+def test_modules_without_torch_load_none_of_it(code):
     assert imported_by(code) == []
 
 
@@ -118,14 +114,23 @@ def test_importing_hfscale_takes_under_50_ms():
     assert sorted(times)[2] < 0.05
 
 
+def all_imports():
+    return [(name, wanted) for name, path in modules() for wanted in hfscale_imports(path)]
+
+
 def test_imports_go_downward_only():
-    upward = [
-        f"{name} imports {wanted}"
-        for name, path in modules()
-        for wanted in hfscale_imports(path)
-        if name != "hfscale" and floor(wanted) > floor(name)
-    ]
-    assert upward == []
+    assert upward_imports(all_imports()) == []
+
+
+def test_an_upward_import_is_found_by_its_whole_path():
+    assert upward_imports([("hfscale.parallel.mesh", "hfscale.callbacks.scaling")])
+    assert upward_imports([("hfscale.health.monitor", "hfscale.integrations.trainer")])
+    assert not upward_imports([("hfscale.callbacks.scaling", "hfscale.health.monitor")])
+
+
+def test_every_layer_exists_and_nothing_else_is_at_the_top():
+    entries = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert entries == {*LAYERS, *OUTSIDE, "__init__"}
 
 
 def test_no_imports_go_round_in_a_circle():
@@ -135,10 +140,16 @@ def test_no_imports_go_round_in_a_circle():
     TopologicalSorter(graph).prepare()
 
 
-def test_callbacks_and_parallel_never_meet():
-    for name, path in modules():
-        for wanted in hfscale_imports(path):
-            assert {name.split(".")[1:2][0] if "." in name else "", wanted.split(".")[-1]} != {"callbacks", "parallel"}
+def crossing_imports(imports):
+    """Imports of `hfscale.parallel` by a callback: the callbacks serve any Trainer."""
+    return [
+        pair for pair in imports if pair[0].startswith("hfscale.callbacks.") and pair[1].startswith("hfscale.parallel")
+    ]
+
+
+def test_callbacks_import_nothing_of_parallel():
+    assert crossing_imports(all_imports()) == []
+    assert crossing_imports([("hfscale.callbacks.scaling", "hfscale.parallel.mesh")])
 
 
 def test_no_room_is_too_large():
@@ -185,6 +196,14 @@ def test_every_module_opens_with_what_it_is_for():
 READ_BY_A_LIST_OF_NAMES = ("hfscale.checkpoint.dcp_metadata", "hfscale.checkpoint.pickles")
 
 
+def test_old_import_paths_of_recipes_give_the_moved_modules():
+    for old, new in MOVED.items():
+        with pytest.warns(DeprecationWarning, match=new):
+            module = import_module(old)
+        assert module is import_module(new)
+        assert module.__spec__.name == new
+
+
 def test_nothing_unpickles_or_calls_a_shell():
     banned = ("import pickle", "shell=True", "os.system", "weights_only=False", "yaml.load(", "eval(")
     for name, path in modules():
@@ -194,14 +213,9 @@ def test_nothing_unpickles_or_calls_a_shell():
         assert not [word for word in banned if word in text], name
 
 
-def test_floors_are_sorted_as_the_house_is():
-    assert all(floor(low[0]) < floor(high[0]) for low, high in pairwise(FLOORS))
-
-
-def test_readme_tree_names_every_room():
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    missing = [path.name for _, path in modules() if path.name != "__init__.py" and path.name not in readme]
-    assert missing == []
+def test_contributing_names_every_layer():
+    contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert [layer for layer in LAYERS if f"`{layer}" not in contributing] == []
 
 
 @pytest.mark.parametrize("name", benchmarks.NAMES)

@@ -10,7 +10,7 @@ from conftest import REPOSITORY, run_process
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from hfscale.weights import build_model
+from hfscale.parallel.weights import build_model
 
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200

@@ -12,9 +12,9 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import REPOSITORY
 
-from hfscale.arguments import ParallelArguments
+from hfscale import ParallelArguments
 from hfscale.errors import ConfigFileError, UsageError
-from hfscale.parsing import GROUPS, parse_arguments
+from hfscale.recipe.parsing import GROUPS, parse_arguments
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 A_RECIPE = REPOSITORY / "recipes" / "ddp" / "smollm2-135m-full.yaml"

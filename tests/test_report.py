@@ -11,10 +11,10 @@ import pytest
 from hfscale.cli import main
 from hfscale.errors import UsageError
 from hfscale.report.charts import Series, heat_map, line_chart, thin, ticks
+from hfscale.report.formatting import count, duration, percent, size, usd
 from hfscale.report.page import page
 from hfscale.report.priorities import priorities
 from hfscale.report.run_data import load_run
-from hfscale.report.words import count, duration, percent, size, usd
 
 BEGIN = 1_790_000_000.0
 WORKLOAD = {

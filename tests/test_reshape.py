@@ -25,9 +25,9 @@ from hfscale.checkpoint.pickles import check_pickles
 from hfscale.checkpoint.reshape import CONVERSION_NAME, convert
 from hfscale.checkpoint.rng import derived_state
 from hfscale.checkpoint.store import commit, list_checkpoints, verify
-from hfscale.continuation import CONVERSIONS, readable_checkpoint
 from hfscale.errors import CheckpointError, LayoutError, UsageError
-from hfscale.resume import keep_global_batch
+from hfscale.integrations.resume import CONVERSIONS, readable_checkpoint
+from hfscale.recipe.resume import keep_global_batch
 
 pytestmark = pytest.mark.world(2)
 TOLERANCE = 4e-6  # of losses in fp32, between orders of summation

@@ -17,8 +17,8 @@ from conftest import RECIPE, REPOSITORY, accelerate_launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hfscale import corpus
 from hfscale.checkpoint.store import verify
+from hfscale.recipe import corpus
 
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
 CONFIGS = REPOSITORY / "accelerate_configs"

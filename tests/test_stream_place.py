@@ -9,7 +9,7 @@ from tiny import LENGTH, VOCAB, logged, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
-from hfscale.callbacks.stream_place import PlacedStream
+from hfscale.integrations.stream_position import PlacedStream
 
 SHARDS, ROWS = 4, 20
 STEPS, BATCH = 30, 4  # of 80 rows: one pass and a half

@@ -9,8 +9,8 @@ from conftest import REPOSITORY
 from hfscale.cli import main
 from hfscale.cli.sweep import parse_gpus, to_dict
 from hfscale.errors import HfScaleError, UsageError
+from hfscale.report.sweep import Measurement, Sweep, environment, run_sweep
 from hfscale.report.sweep_page import sweep_page
-from hfscale.sweep import Measurement, Sweep, environment, run_sweep
 
 
 def sweep_of(tmp_path, *flags, script="", **changed):

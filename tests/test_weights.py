@@ -12,7 +12,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hfscale.weights import build_model, draw_weights
+from hfscale.parallel.weights import build_model, draw_weights
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,15 +9,10 @@ from typing import Any, Literal
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale import distributed
-from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.rank_check import check_ranks, connect_board, tell
-from hfscale.callbacks.trainer_access import BatchBell, calling_trainer, training_frame
-from hfscale.callbacks.trainer_saving import finish_saves
 from hfscale.checkpoint.store import latest_checkpoint, set_aside
 from hfscale.errors import HealthError, StrategyMismatchError, UsageError
 from hfscale.health import verdict
-from hfscale.health.board import Board
 from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.health.findings import Finding
 from hfscale.health.gpu import GpuWatch, sensor_of
@@ -25,9 +20,14 @@ from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
-from hfscale.logs import get_logger
+from hfscale.health.rank_store import Board
+from hfscale.integrations.metric_injector import LogKeys
+from hfscale.integrations.saving import finish_saves
+from hfscale.integrations.strategy import check_launch, check_strategy, describe_strategy
+from hfscale.integrations.trainer import BatchBell, calling_trainer, training_frame
 from hfscale.metrics.records import RankLines
-from hfscale.strategy import check_launch, check_strategy, describe_strategy
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

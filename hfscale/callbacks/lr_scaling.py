@@ -7,11 +7,11 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.callbacks.log_keys import LogKeys
-from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size, saved_state
 from hfscale.errors import UsageError
 from hfscale.facts.lr_rules import LRScaling, scale_learning_rate
-from hfscale.logs import get_logger
+from hfscale.integrations.metric_injector import LogKeys
+from hfscale.integrations.trainer import calling_trainer, global_batch_size, saved_state
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import Trainer, TrainerState
 
 from hfscale.errors import UnsupportedModelError
-from hfscale.logs import get_logger
+from hfscale.integrations.strategy import running_strategy
 from hfscale.metrics.baseline import Match, Workload, find, read_baselines, user_file
 from hfscale.metrics.communication import DdpCounters, Exposed, SampledSteps, find_ddp
 from hfscale.metrics.efficiency import (
@@ -25,7 +25,7 @@ from hfscale.metrics.efficiency import (
 )
 from hfscale.metrics.goodput import Ledger
 from hfscale.metrics.spending import Rate, rate
-from hfscale.strategy import running_strategy
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from transformers import Trainer, TrainerState
 
 from hfscale.callbacks.meters import NAN, Meter, Window
-from hfscale.callbacks.trainer_access import global_batch_size, saved_state
-from hfscale.logs import get_logger
+from hfscale.integrations.strategy import running_strategy
+from hfscale.integrations.trainer import global_batch_size, saved_state
 from hfscale.metrics.noise_scale import LeafProbe, NoiseScale, ReduceScatterProbe, Sample, advice
-from hfscale.strategy import running_strategy
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

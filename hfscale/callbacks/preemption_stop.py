@@ -14,10 +14,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale import distributed
-from hfscale.callbacks.trainer_access import is_training_in
 from hfscale.errors import UsageError
-from hfscale.logs import get_logger
+from hfscale.integrations.trainer import is_training_in
 from hfscale.preemption import (
     BOARD,
     SOURCES,
@@ -32,6 +30,8 @@ from hfscale.preemption import (
 from hfscale.preemption.agreement import EVERY_S, OverlappedAgreement
 from hfscale.preemption.clouds import check_cloud, watch_cloud
 from hfscale.preemption.notice import AWS, STOP_FILE
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

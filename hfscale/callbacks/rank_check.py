@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hfscale import distributed
 from hfscale.errors import HealthError
 from hfscale.health import disk, env, preflight, verdict
-from hfscale.health.board import Board
 from hfscale.health.findings import Finding
-from hfscale.logs import get_logger, is_main_process
+from hfscale.health.rank_store import Board
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger, is_main_process
 
 logger = get_logger(__name__)
 

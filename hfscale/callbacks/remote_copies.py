@@ -4,12 +4,12 @@ from pathlib import Path
 
 from transformers import TrainerState
 
-from hfscale import distributed
 from hfscale.checkpoint.remote import RemoteStore
 from hfscale.checkpoint.store import UNFINISHED
 from hfscale.checkpoint.uploader import Uploader, bring_newest
 from hfscale.errors import StorageError
-from hfscale.logs import get_logger
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from transformers import Trainer, TrainerState, TrainingArguments
 
-from hfscale.callbacks.trainer_access import saved_state
+from hfscale.integrations.trainer import saved_state
 from hfscale.metrics import records
 from hfscale.metrics.goodput import Ledger
 from hfscale.metrics.spending import Rate

@@ -4,8 +4,8 @@ import time
 
 from transformers import TrainerState, TrainingArguments
 
-from hfscale import distributed
 from hfscale.errors import UsageError
+from hfscale.utils import distributed
 
 DEFAULT_EVERY_STEPS = 500
 DEFAULT_EVERY_MINUTES = 15.0

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale import distributed
-from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.meters import (
     CommunicationMeter,
     EfficiencyMeter,
@@ -18,12 +16,14 @@ from hfscale.callbacks.meters import (
 )
 from hfscale.callbacks.noise_meter import NoiseScaleMeter
 from hfscale.callbacks.run_files import RunFiles
-from hfscale.callbacks.trainer_access import BatchBell, calling_trainer, saved_state, stand_first
 from hfscale.callbacks.triage_watch import TriageWatch
-from hfscale.callbacks.wandb_run import WandbRun
 from hfscale.errors import UsageError
+from hfscale.integrations.metric_injector import LogKeys
+from hfscale.integrations.trainer import BatchBell, calling_trainer, saved_state, stand_first
+from hfscale.integrations.wandb_run import WandbRun
 from hfscale.metrics.phases import PhaseClock
 from hfscale.metrics.throughput import TokenCounter
+from hfscale.utils import distributed
 
 _OUTSIDE_TRAINING = ("evaluate", "save")
 _OWN_WIDTH = 4

@@ -10,24 +10,24 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale import distributed
-from hfscale.callbacks.log_keys import LogKeys
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.callbacks.remote_copies import RemoteCopies
 from hfscale.callbacks.save_cadence import DEFAULT_EVERY_MINUTES, SaveCadence
-from hfscale.callbacks.stream_place import StreamPlace
-from hfscale.callbacks.trainer_access import calling_trainer, resumed_from
-from hfscale.callbacks.trainer_saving import TrainerSaving
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.status import read_status, write_status
 from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
-from hfscale.continuation import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.errors import StorageError
 from hfscale.health.build_locks import remove_abandoned_locks
-from hfscale.logs import get_logger
+from hfscale.integrations.metric_injector import LogKeys
+from hfscale.integrations.resume import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
+from hfscale.integrations.saving import TrainerSaving
+from hfscale.integrations.stream_position import StreamPlace
+from hfscale.integrations.trainer import calling_trainer, resumed_from
 from hfscale.metrics.pace import StepPace
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

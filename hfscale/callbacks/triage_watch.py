@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Mapping
 
-from hfscale.logs import get_logger
 from hfscale.metrics.triage import Finding, Measured, triage
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -8,9 +8,9 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hfscale import distributed
 from hfscale.errors import UsageError
-from hfscale.logs import get_logger
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

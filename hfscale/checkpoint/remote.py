@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.store import set_aside, verify
 from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
-from hfscale.logs import get_logger
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

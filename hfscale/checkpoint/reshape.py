@@ -26,7 +26,7 @@ from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, chec
 from hfscale.checkpoint.manifest import Manifest, checkpoint_files
 from hfscale.checkpoint.rng import write_rng_states
 from hfscale.errors import CheckpointError
-from hfscale.logs import get_logger
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

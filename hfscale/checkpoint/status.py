@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.checkpoint.store import write_atomically
-from hfscale.redact import redact
+from hfscale.utils.redaction import redact
 
 STATUS_NAME = "hfscale_status.json"
 STATUSES = ("running", "completed", "preempted", "failed")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest, record_files
 from hfscale.errors import CheckpointError
-from hfscale.logs import get_logger
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

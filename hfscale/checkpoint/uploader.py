@@ -10,12 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from hfscale import distributed
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.remote import RemoteStore, redacted
 from hfscale.checkpoint.store import UNFINISHED, checkpoint_step, latest_checkpoint, verify
 from hfscale.errors import CheckpointError, HfScaleError, StorageError
-from hfscale.logs import get_logger
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hfscale import distributed
 from hfscale.checkpoint.lock import is_held_by_another
 from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, checkpoint_files
 from hfscale.checkpoint.store import UNFINISHED, flush, remove_temporaries, write_atomically
 from hfscale.errors import StorageError
-from hfscale.logs import get_logger
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -1,18 +1,162 @@
-"""`hfscale autostop`: run a command once when training has ended or nothing goes on any more."""
+"""`hfscale autostop`: run a command once when training has ended or nothing is running any more.
+
+What counts as activity: a GPU that computes, a file of the run that grows, a process (with its children) that uses its
+CPU. A status file that turns to `completed` ends the watch at once; any other end is detected by the idle time, since
+a supervisor may relaunch a failed run.
+"""
 
 import json
+import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
 
-from hfscale.autostop import files_sign, gpu_sign, parse_duration, process_sign, run_pid, wait_until_idle
+from hfscale.checkpoint.status import STATUS_NAME, read_status
 from hfscale.cli import COMMANDS
 from hfscale.errors import HfScaleError, UsageError
-from hfscale.redact import redact_argv
+from hfscale.metrics.records import JSONL_NAME, TIMELINE_NAME, read_events
+from hfscale.utils.redaction import redact_argv
+
+BUSY_PERCENT = 5
+"""Below it a GPU, or one core's worth of a process, is idle: monitoring alone stays under it."""
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+Sign = Callable[[], bool]
+"""Whether something has gone on since it was last asked."""
+
+
+def parse_duration(text: str) -> float:
+    """`90s`, `15m`, `2h` in seconds.
+
+    Raises:
+        UsageError: it is none, or not above 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    if not found or float(found[1]) <= 0:
+        raise UsageError(f"--idle {text} is no time: write 90s, 15m or 2h")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def gpu_sign() -> Sign | None:
+    """Whether a GPU of this machine computes; None without GPUs or without nvidia-ml-py."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # the package, the driver or the devices are missing, each in its own words
+        return None
+    if not handles:
+        return None
+    return lambda: any(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu >= BUSY_PERCENT for handle in handles)
+
+
+def files_sign(output_dir: Path) -> Sign:
+    """Whether the run's files have changed."""
+    names = (JSONL_NAME, TIMELINE_NAME, STATUS_NAME)
+
+    def state() -> tuple[tuple[int, int], ...]:
+        found = [output_dir / name for name in names]
+        return tuple((p.stat().st_mtime_ns, p.stat().st_size) if p.is_file() else (0, 0) for p in found)
+
+    last = state()
+
+    def changed() -> bool:
+        nonlocal last
+        before, last = last, state()
+        return last != before
+
+    return changed
+
+
+def process_sign(pid: int, now: Callable[[], float] = time.monotonic) -> Sign:
+    """Whether a process and its children have used a core for 5% of the time; False once it is gone."""
+    last_cpu, last_time = _cpu_seconds(pid), now()
+
+    def used() -> bool:
+        nonlocal last_cpu, last_time
+        cpu, at = _cpu_seconds(pid), now()
+        share = (cpu - last_cpu) / max(at - last_time, 1e-3) * 100
+        last_cpu, last_time = cpu, at
+        return share >= BUSY_PERCENT
+
+    return used
+
+
+def _cpu_seconds(pid: int) -> float:
+    total = 0.0
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return total
+    for member in family:
+        try:
+            times = member.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def run_pid(output_dir: Path) -> int | None:
+    """The main process of the run's last launch, if it lives on this machine."""
+    launches = [event for event in read_events(output_dir) if event["event"] == "launch"]
+    if not launches or launches[-1].get("host") != socket.gethostname():
+        return None
+    pid = launches[-1].get("pid")
+    try:
+        # A process that began after the launch was noted has only its number.
+        alive = isinstance(pid, int) and psutil.Process(pid).create_time() <= launches[-1].get("begun", 0.0)
+    except psutil.Error:
+        return None
+    return pid if alive else None
+
+
+def wait_until_idle(
+    signs: Sequence[Sign],
+    *,
+    idle_s: float,
+    output_dir: Path | None = None,
+    poll_s: float | None = None,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Watch until nothing has gone on for `idle_s` seconds or the run has completed; says which.
+
+    Args:
+        signs (`Sequence[Sign]`): asked at every look.
+        output_dir (`Path`, *optional*): a run whose status file is watched.
+        poll_s (`float`, *optional*): seconds between looks; by default a tenth of the idle time, 10 at most.
+    """
+    poll_s = poll_s or min(10.0, idle_s / 10)
+    quiet_since = now()
+    # A run that had ended before the watch began says nothing about the one to come.
+    had_completed = _has_completed(output_dir)
+    while True:
+        sleep(poll_s)
+        active = [sign() for sign in signs]  # each is asked: it compares with when it was last asked
+        has_completed = _has_completed(output_dir)
+        if has_completed and not had_completed:
+            return "the training has completed"
+        had_completed = has_completed
+        if any(active):
+            quiet_since = now()
+        elif now() - quiet_since >= idle_s:
+            status = (read_status(output_dir) or {}).get("status") if output_dir is not None else None
+            return f"nothing has gone on for {idle_s:.0f} s" + (f", status {status}" if status else "")
+
+
+def _has_completed(output_dir: Path | None) -> bool:
+    return output_dir is not None and (read_status(output_dir) or {}).get("status") == "completed"
 
 
 def register(app: typer.Typer) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from hfscale.cli import COMMANDS
 from hfscale.errors import StorageError, UsageError
-from hfscale.shipped import find_config, list_configs
+from hfscale.utils.shipped import find_config, list_configs
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A config as `list` prints it, or its file name or stem.")]
 

@@ -129,7 +129,7 @@ def run_calibration(file: Path | None, *, as_json: bool) -> int:
         raise UsageError(f"--calibrate writes TOML, and {path} does not end so: name a file such as hardware.toml")
     if path.exists():
         read_rows(path)  # a mistake is told before minutes of measuring
-    from hfscale.calibrate import calibrate, write
+    from hfscale.health.calibrate import calibrate, write
 
     found = calibrate()
     if int(os.environ.get("RANK", "0")) > 0:

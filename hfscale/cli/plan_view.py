@@ -8,7 +8,7 @@ from rich.table import Table
 
 from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.pipeline import flag_of
-from hfscale.planner.question import strategy_of
+from hfscale.planner.request import strategy_of
 
 REJECTED_SHOWN = 5
 COSTS_SHOWN = 6

@@ -12,8 +12,8 @@ import typer
 from hfscale.cli import COMMANDS
 from hfscale.errors import UsageError
 from hfscale.metrics.baseline import record_baseline, user_file
-from hfscale.shipped import find_config
-from hfscale.sweep import Measurement, Sweep, run_sweep
+from hfscale.report.sweep import Measurement, Sweep, run_sweep
+from hfscale.utils.shipped import find_config
 
 _BAR = 40
 _LETTERS = {"data wait": "d", "exposed communication": "c", "straggler": "s", "bubble": "b", "not measured": "·"}

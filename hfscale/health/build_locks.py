@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from hfscale.health.findings import Finding
-from hfscale.logs import get_logger
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

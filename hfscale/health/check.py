@@ -21,8 +21,8 @@ import torch.distributed as dist
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import match_device_name
 from hfscale.health import collectives, disk, env, preflight
-from hfscale.health.board import Board, launcher_has_store
 from hfscale.health.findings import Finding, has_errors
+from hfscale.health.rank_store import Board, launcher_has_store
 
 T = TypeVar("T")
 _SAID_S = 3.0

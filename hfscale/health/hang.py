@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Any
 
 from hfscale.health import stacks
-from hfscale.health.board import Board
 from hfscale.health.diagnosis import Snapshot, diagnose
 from hfscale.health.findings import Finding
 from hfscale.health.flight import positions
-from hfscale.logs import get_logger
+from hfscale.health.rank_store import Board
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -95,7 +95,7 @@ class LocalTimer:
 
     Args:
         module (`torch.nn.Module`): the prepared model.
-        strategy (`str`): as `hfscale.strategy.running_strategy` names it.
+        strategy (`str`): as `hfscale.integrations.strategy.running_strategy` names it.
         device (`torch.device`): where it computes.
     """
 

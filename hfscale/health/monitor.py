@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from hfscale import distributed
 from hfscale.health.findings import Finding
 from hfscale.health.gpu import GpuWatch
 from hfscale.health.local_time import KEPT_STEPS, LocalTimer
 from hfscale.health.loss import checksum, compare_replicas
 from hfscale.health.stragglers import DataWaitJudge, StragglerJudge
 from hfscale.metrics.phases import PhaseClock
+from hfscale.utils import distributed
 
 GPU_EVERY_S = 10.0
 _HOST_BYTES = 64

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hfscale.health import collectives, compute, machine
-from hfscale.health.board import Board
 from hfscale.health.findings import Finding
+from hfscale.health.rank_store import Board
 from hfscale.health.verdict import accuse
 
 POLL_S = 0.02

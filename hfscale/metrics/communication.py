@@ -20,7 +20,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from hfscale.logs import get_logger
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from transformers import TrainerState
 
-from hfscale import distributed
 from hfscale.metrics.records import JSONL_NAME, RankLines
+from hfscale.utils import distributed
 
 _KEPT_SCHEDULES = 64
 

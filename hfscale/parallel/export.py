@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hfscale import distributed
 from hfscale.parallel.mesh import ParallelMesh
 from hfscale.parallel.model import LaidOut
 from hfscale.parallel.state import model_tensors
+from hfscale.utils import distributed
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _FILE_BYTES = 5 * 10**9  # transformers' own size of a shard

@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from hfscale.errors import UsageError
-from hfscale.logs import get_logger
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

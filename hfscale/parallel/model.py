@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from hfscale.errors import UsageError
-from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.balance import RouterBalance
 from hfscale.parallel.batches import pad_to_multiple
 from hfscale.parallel.context import ContextParallel
@@ -21,6 +20,7 @@ from hfscale.parallel.partition import Foreign, Stage, StageCut, cut_by_cost, la
 from hfscale.parallel.schedule import Pipeline
 from hfscale.parallel.sequence import apply_sequences, enter, plan_sequences
 from hfscale.parallel.stages import StagePlan
+from hfscale.parallel.structure import Anatomy
 from hfscale.parallel.tensor import Packed, apply_plan, packed_parameters, tensor_parallel_plan
 from hfscale.parallel.vocabulary import VocabularyLoss, leave_logits_cut
 

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfscale.errors import LayoutError
-from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.balance import RouterBalance, WithLoss
 from hfscale.parallel.context import ContextParallel
+from hfscale.parallel.structure import Anatomy
 
 _EMBEDDING_FACTORS = ("embedding_multiplier", "embed_scale")
 """Numbers that some decoders multiply embeddings with in their own forward, Granite's among them."""

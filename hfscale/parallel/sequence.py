@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers import PreTrainedModel
 
 from hfscale.errors import UnsupportedModelError
-from hfscale.parallel.anatomy import Anatomy
 from hfscale.parallel.partition import Foreign, StageCut
 from hfscale.parallel.shards import local_tensor
+from hfscale.parallel.structure import Anatomy
 
 _SEQUENCE = Shard(1)
 _PER_HEAD = "replicated_with_grad_allreduce"  # norms inside attention, of which each rank has its own heads'

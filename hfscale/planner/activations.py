@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from hfscale.planner.frameworks import Stack
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
 from hfscale.planner.pipeline import held
-from hfscale.planner.stacks import Stack
 
 SCORE_BYTES_KEPT = 5.0
 """Bytes kept per attention score without flash attention: the scores and their softmax in 2 bytes, the dropout mask in
@@ -40,7 +40,8 @@ def layer_bytes(view: ModelView, job: Job, stack: Stack) -> float:
 def selective_bytes(view: ModelView, job: Job) -> float:
     """What selective recomputation keeps of a layer and micro-batch: its input, the attention's output, and every
     second matrix product (queries, values, the MLP's first, and the last of a gated one), 2 bytes each, as
-    torchtitan's policy and hfscale/recompute.py do. A compiled backward pass reads no output of the last one."""
+    torchtitan's policy and hfscale/recipe/recompute.py do. A compiled backward pass reads no output of the last one.
+    """
     tp = job.layout.tp
     boundary = view.hidden / (tp if job.sequence_parallel else 1)
     last = view.hidden if view.gated and not job.compile else 0.0

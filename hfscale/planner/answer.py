@@ -8,7 +8,7 @@ from hfscale.planner.cost import Cost
 from hfscale.planner.estimate import Estimate
 from hfscale.planner.launchable import recipe_of, why_not
 from hfscale.planner.pipeline import flag_of
-from hfscale.planner.question import Question, Rejected, strategy_of
+from hfscale.planner.request import Question, Rejected, strategy_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
 """What an estimate rests on, in words."""
 
 from hfscale.planner.cost import MTBF_GPU_HOURS, RESTART_S, SAVE_BYTES_S_PER_NODE, SPOT_INTERRUPTIONS_PER_NODE_HOUR
+from hfscale.planner.frameworks import stack
 from hfscale.planner.job import Job
 from hfscale.planner.network import DEFAULT_NETWORK_GB_S
-from hfscale.planner.question import Question
-from hfscale.planner.stacks import stack
+from hfscale.planner.request import Question
 
 
 def assumptions(question: Question, job: Job | None, tokens: float | None, headroom: float) -> list[str]:

@@ -13,7 +13,7 @@ from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.job import Job
 from hfscale.planner.launchable import OPTIMIZERS, recipe_of, uses_deepspeed, why_not
 from hfscale.planner.pipeline import flag_of
-from hfscale.planner.question import strategy_of
+from hfscale.planner.request import strategy_of
 
 LEARNING_RATE = 1e-5
 """A cautious start for full fine-tuning; the recipe's YAML says to set your own."""

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from hfscale.facts.hardware import peak_tflops
+from hfscale.planner.frameworks import shared, stack
 from hfscale.planner.job import Job
 from hfscale.planner.memory import Memory, memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.planner.stacks import shared, stack
 from hfscale.planner.states import trained_parameters
 from hfscale.planner.throughput import StepTime, step_time
 

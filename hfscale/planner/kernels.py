@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
+from hfscale.planner.frameworks import Shared, Stack
 from hfscale.planner.job import Job, Precision
 from hfscale.planner.model_view import LayerKind, ModelView
-from hfscale.planner.stacks import Shared, Stack
 
 DEFAULT_ACHIEVED = 0.8
 """Best matrix product over the peak where none was measured: 80% on H100, 87% on A100 (Bekman, ML Engineering,

@@ -3,7 +3,7 @@
 import math
 
 from hfscale.planner.job import Job
-from hfscale.planner.question import strategy_of
+from hfscale.planner.request import strategy_of
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd", "adafactor": "adafactor"}
 """What the Trainer calls an optimizer (`--optim`); the others it does not have."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.job import Offload
-from hfscale.planner.question import Question
+from hfscale.planner.request import Question
 
 LEAST_TOKENS_PER_CP_RANK = 4096
 """Tokens of a sequence below which context parallelism is not tried."""

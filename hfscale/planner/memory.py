@@ -7,9 +7,9 @@ pass + gathered parameters and buckets + context, times the allocator's fragment
 from dataclasses import dataclass
 
 from hfscale.planner.activations import in_flight, kept_and_working, layers_in_flight, loss_bytes
+from hfscale.planner.frameworks import Shared, Stack, shared
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
-from hfscale.planner.stacks import Shared, Stack, shared
 from hfscale.planner.states import state_bytes
 
 GIB = 2.0**30

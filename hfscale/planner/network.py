@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator
-from hfscale.planner.stacks import Shared
+from hfscale.planner.frameworks import Shared
 
 
 def exposed_s(traffic: float, compute: float, overlap: float) -> float:

@@ -18,11 +18,11 @@ from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.assumptions import assumptions
 from hfscale.planner.cost import compare, cost, reliability
 from hfscale.planner.estimate import Estimate, estimate_job
+from hfscale.planner.frameworks import stack as find_stack
 from hfscale.planner.job import Job
 from hfscale.planner.layouts import splits_logits, splits_sequences
-from hfscale.planner.question import Question, Rejected, strategy_of
+from hfscale.planner.request import Question, Rejected, strategy_of
 from hfscale.planner.search import HEADROOM, TELLING, search
-from hfscale.planner.stacks import stack as find_stack
 
 Objective = Literal["time", "cost", "gpus"]
 """What the ranking puts first."""
@@ -109,7 +109,7 @@ def plan(
         spot_interruptions (`float`, *optional*): Preemptions per node and hour.
         prices (`Path`, *optional*): A price list of your own.
         hardware (`Path`, *optional*): As in `estimate`.
-        options: Other fields of `hfscale.planner.question.Question`.
+        options: Other fields of `hfscale.planner.request.Question`.
 
     Raises:
         `UsageError`: A name, a word or a size is wrong.

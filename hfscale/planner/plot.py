@@ -7,7 +7,7 @@ from typing import Any
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
 from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.pipeline import flag_of
-from hfscale.planner.question import strategy_of
+from hfscale.planner.request import strategy_of
 from hfscale.planner.schedule import one_f_one_b
 from hfscale.planner.search import HEADROOM
 

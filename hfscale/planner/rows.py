@@ -23,12 +23,12 @@ from hfscale.facts.hardware import Accelerator, accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import with_recompute_that_fits
+from hfscale.planner.frameworks import stack as find_stack
 from hfscale.planner.job import Job, can_overlap_experts, is_fine_grained
 from hfscale.planner.memory import GIB, memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.planner.row_shape import row_shape, text_of, whole
 from hfscale.planner.row_words import gpu_of, interconnect_gb_s, method_of, precision_of, recompute_of
-from hfscale.planner.stacks import stack as find_stack
 from hfscale.planner.states import state_bytes
 
 REQUIRED = ("model", "seq_len", "gpus", "gpu_type")

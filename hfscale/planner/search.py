@@ -7,14 +7,14 @@ from typing import get_args
 from hfscale.errors import LayoutError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.estimate import Estimate, estimate_job
+from hfscale.planner.frameworks import stack as find_stack
 from hfscale.planner.job import Job, Offload, Recompute, Schedule, can_overlap_experts
 from hfscale.planner.launchable import why_no_stages
 from hfscale.planner.layouts import layouts, offloads, splits_logits, splits_sequences
 from hfscale.planner.memory import GIB, memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.planner.pipeline import SPLIT_BACKWARD, takes
-from hfscale.planner.question import Question, Rejected, strategy_of, usual_batch
-from hfscale.planner.stacks import stack as find_stack
+from hfscale.planner.request import Question, Rejected, strategy_of, usual_batch
 from hfscale.planner.states import trained_parameters
 
 HEADROOM = 0.94

@@ -7,10 +7,10 @@ gradients with fp32 master copy and moments; by Megatron-DeepSpeed 4 more for gr
 
 from dataclasses import dataclass
 
+from hfscale.planner.frameworks import Stack
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
 from hfscale.planner.pipeline import V_SHAPED
-from hfscale.planner.stacks import Stack
 
 MOMENTS = {
     "adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "sgd": 0.0, "sgd_momentum": 4.0,

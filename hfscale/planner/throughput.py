@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 
 from hfscale.planner.experts import exchanged_s
+from hfscale.planner.frameworks import Shared, Stack
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.model_view import ModelView
 from hfscale.planner.network import Group, Network, exposed_s
 from hfscale.planner.pipeline import waits
-from hfscale.planner.stacks import Shared, Stack
 from hfscale.planner.states import trained_parameters
 
 OPTIMIZER_TRAFFIC = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hfscale import distributed
+from hfscale.utils import distributed
 
 EVERY_S = 0.5
 """Between two exchanges. A notice is known to all within this and two steps: half a second of the 5 that the shortest

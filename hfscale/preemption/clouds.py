@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hfscale.errors import UsageError
-from hfscale.logs import get_logger
 from hfscale.preemption.metadata import Answer, MetadataClient, MetadataError
 from hfscale.preemption.notice import AWS, AZURE, BOARD, GCP, Notice, NoticeBoard
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from hfscale.logs import is_main_process
 from hfscale.preemption.notice import BOARD, EXIT_CODE, Notice, NoticeBoard
+from hfscale.utils.logging import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LAUNCHER_GRACE_S = 30.0

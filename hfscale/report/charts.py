@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from hfscale.report.words import count
+from hfscale.report.formatting import count
 
 Point = tuple[float, float]
 MOST_POINTS = 300

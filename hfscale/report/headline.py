@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from hfscale.report.formatting import count, duration, percent, usd
 from hfscale.report.run_data import Run
-from hfscale.report.words import count, duration, percent, usd
 
 
 @dataclass(frozen=True, kw_only=True)

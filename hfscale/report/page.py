@@ -9,11 +9,11 @@ from hfscale import __version__
 from hfscale.errors import StorageError
 from hfscale.metrics.goodput import DOWN, LOST, START_UP, USEFUL_PHASE
 from hfscale.report.charts import Part, Series, Span, heat_map, line_chart, stacked_bar, timeline
+from hfscale.report.formatting import duration, percent, size
 from hfscale.report.headline import Tile, headline, subtitle
 from hfscale.report.priorities import priorities
 from hfscale.report.run_data import Run
 from hfscale.report.style import STYLE
-from hfscale.report.words import duration, percent, size
 
 PHASES = {
     USEFUL_PHASE: ("training steps", "blue"),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hfscale.metrics.goodput import START_UP
 from hfscale.metrics.triage import Measured, triage
+from hfscale.report.formatting import duration
 from hfscale.report.run_data import Run, restart_overhead
-from hfscale.report.words import duration
 
 _OVERHEAD_WORTH_SAYING = 0.05
 _KEYS = (

@@ -18,7 +18,7 @@ from hfscale.checkpoint.store import checkpoint_step, list_checkpoints
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.metrics.goodput import DOWN, LOST, USEFUL_PHASE
 from hfscale.metrics.records import JSONL_NAME, RANKS_NAME, read_events, read_records
-from hfscale.redact import redact
+from hfscale.utils.redaction import redact
 
 MOST_TEXT = 400
 

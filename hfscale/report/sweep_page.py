@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.report.charts import Part, Series, line_chart, stacked_bar
+from hfscale.report.formatting import count, percent
 from hfscale.report.page import document, save
-from hfscale.report.words import count, percent
 
 _COLOURS = {
     "data wait": "amber",

@@ -4,11 +4,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hfscale.report.formatting import duration, percent, size
 from hfscale.report.headline import headline, subtitle
 from hfscale.report.page import PHASES
 from hfscale.report.priorities import priorities
 from hfscale.report.run_data import Run
-from hfscale.report.words import duration, percent, size
 
 TERMINAL = 110
 """Columns where the output is no terminal."""

@@ -19,19 +19,19 @@ from hfscale import (
     ScalingMetricsCallback,
     SpotCheckpointCallback,
 )
-from hfscale.arguments import check_evaluation
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
-from hfscale.compatibility import check_pairs
-from hfscale.compression import compress_gradients
-from hfscale.continuation import readable_checkpoint
-from hfscale.data import load_packed_datasets
-from hfscale.entrypoint import check_output_dir, end_if_preempted, run
-from hfscale.models import add_lora, load_config, load_model, load_tokenizer
-from hfscale.parsing import parse_arguments
-from hfscale.resume import is_finished, keep_global_batch, resume_point
-from hfscale.strategy import check_launch
-from hfscale.summary import print_summary
+from hfscale.integrations.resume import readable_checkpoint
+from hfscale.integrations.strategy import check_launch
+from hfscale.recipe.arguments import check_evaluation
+from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.compression import compress_gradients
+from hfscale.recipe.data import load_packed_datasets
+from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, run
+from hfscale.recipe.models import add_lora, load_config, load_model, load_tokenizer
+from hfscale.recipe.parsing import parse_arguments
+from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
+from hfscale.recipe.summary import print_summary
 
 
 def main():

@@ -17,26 +17,27 @@ from transformers import EarlyStoppingCallback, Trainer, default_data_collator, 
 from hfscale import (
     CommHealthCallback,
     LRScalingCallback,
+    ParallelArguments,
     ScalingCallback,
     ScalingMetricsCallback,
     SpotCheckpointCallback,
 )
-from hfscale.arguments import ParallelArguments, check_evaluation
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
-from hfscale.compatibility import check_pairs
-from hfscale.compression import compress_gradients
-from hfscale.continuation import readable_checkpoint
-from hfscale.data import load_packed_datasets
-from hfscale.entrypoint import check_output_dir, end_if_preempted, run
-from hfscale.export import save_final_model
-from hfscale.models import add_lora, load_config, load_model, load_tokenizer
-from hfscale.parallelism import check_model, finish_on_cpu, set_up_parallelism
-from hfscale.parsing import parse_arguments
-from hfscale.resume import is_finished, keep_global_batch, resume_point
-from hfscale.sequence_parallel import collate_with_positions, mend_sequence_parallel
-from hfscale.strategy import check_launch
-from hfscale.summary import print_summary
+from hfscale.integrations.resume import readable_checkpoint
+from hfscale.integrations.sequence_parallel import collate_with_positions, mend_sequence_parallel
+from hfscale.integrations.strategy import check_launch
+from hfscale.recipe.arguments import check_evaluation
+from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.compression import compress_gradients
+from hfscale.recipe.data import load_packed_datasets
+from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, run
+from hfscale.recipe.export import save_final_model
+from hfscale.recipe.layout import check_model, finish_on_cpu, set_up_parallelism
+from hfscale.recipe.models import add_lora, load_config, load_model, load_tokenizer
+from hfscale.recipe.parsing import parse_arguments
+from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
+from hfscale.recipe.summary import print_summary
 
 
 def main():

@@ -27,20 +27,20 @@ from hfscale import (
     ScalingMetricsCallback,
     SpotCheckpointCallback,
 )
-from hfscale.arguments import check_evaluation
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
-from hfscale.compatibility import check_pairs
-from hfscale.data import load_packed_datasets
-from hfscale.dry_run import dry_run, print_dry_run
-from hfscale.entrypoint import check_output_dir, end_if_preempted, run
-from hfscale.export import save_final_model
-from hfscale.models import add_lora, load_config, load_empty_model, load_tokenizer
-from hfscale.parsing import parse_arguments
-from hfscale.resume import is_finished, keep_global_batch, resume_point
-from hfscale.stage_flags import plan_stages
-from hfscale.strategy import check_launch
-from hfscale.summary import print_summary
+from hfscale.integrations.strategy import check_launch
+from hfscale.parallel.dry_run import dry_run, print_dry_run
+from hfscale.parallel.stage_flags import plan_stages
+from hfscale.recipe.arguments import check_evaluation
+from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.data import load_packed_datasets
+from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, run
+from hfscale.recipe.export import save_final_model
+from hfscale.recipe.models import add_lora, load_config, load_empty_model, load_tokenizer
+from hfscale.recipe.parsing import parse_arguments
+from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
+from hfscale.recipe.summary import print_summary
 
 
 def main():

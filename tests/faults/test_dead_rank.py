@@ -16,7 +16,7 @@ import pytest
 from conftest import REPOSITORY
 from transformers import LlamaConfig
 
-from hfscale import corpus
+from hfscale.recipe import corpus
 
 pytestmark = pytest.mark.faults
 ENDS_WITHIN_S = 60.0

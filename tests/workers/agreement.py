@@ -10,7 +10,8 @@ import torch.distributed as dist
 from test_spot_checkpoint import Pause
 from tiny import tiny_trainer
 
-from hfscale import SpotCheckpointCallback, distributed
+from hfscale import SpotCheckpointCallback
+from hfscale.utils import distributed
 
 arguments = {"save_strategy": "steps", "save_steps": 1000, "max_steps": 40}
 spot = SpotCheckpointCallback(every_steps=1000)

@@ -18,11 +18,10 @@ from test_spot_checkpoint import Pause
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer
 
-from hfscale import SpotCheckpointCallback
-from hfscale.arguments import ParallelArguments
-from hfscale.entrypoint import run
+from hfscale import ParallelArguments, SpotCheckpointCallback
 from hfscale.errors import StorageError
-from hfscale.parallelism import finish_on_cpu, set_up_parallelism
+from hfscale.recipe.entrypoint import run
+from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
 
 PLAIN = {"save_strategy": "steps", "save_steps": 100, "logging_strategy": "no", "lr_scheduler_type": "linear"}
 

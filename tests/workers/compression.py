@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from tiny import logged, tiny_trainer
 
-from hfscale import distributed
-from hfscale.compression import TopKState, compress_gradients, topk_hook
-from hfscale.entrypoint import run
 from hfscale.errors import UsageError
+from hfscale.recipe.compression import TopKState, compress_gradients, topk_hook
+from hfscale.recipe.entrypoint import run
+from hfscale.utils import distributed
 
 
 class Bucket:

@@ -16,12 +16,12 @@ from tiny import logged
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from hfscale import distributed
 from hfscale.callbacks.meters import CommunicationMeter
-from hfscale.entrypoint import run
 from hfscale.metrics.communication import SampledSteps
 from hfscale.metrics.noise_scale import NoiseScale, ReduceScatterProbe, Sample
 from hfscale.metrics.triage import Measured, triage
+from hfscale.recipe.entrypoint import run
+from hfscale.utils import distributed
 
 
 class Wide(nn.Module):

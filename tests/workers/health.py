@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfscale.health.board import Board
+from hfscale.health.rank_store import Board
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from tiny import RandomTokens, tiny_arguments
 from transformers import AutoConfig, Trainer, TrainerCallback
 
-from hfscale.arguments import ModelArguments, ParallelArguments
-from hfscale.entrypoint import run
-from hfscale.models import load_model
-from hfscale.parallelism import set_up_parallelism
+from hfscale import ParallelArguments
+from hfscale.recipe.arguments import ModelArguments
+from hfscale.recipe.entrypoint import run
+from hfscale.recipe.layout import set_up_parallelism
+from hfscale.recipe.models import load_model
 
 
 def peak_mib():

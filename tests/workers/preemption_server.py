@@ -22,11 +22,10 @@ from ports import free_port
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
-from hfscale import ScalingCallback, SpotCheckpointCallback
-from hfscale.arguments import ParallelArguments
-from hfscale.entrypoint import end_if_preempted, run
-from hfscale.parallelism import finish_on_cpu, set_up_parallelism
-from hfscale.resume import resume_point
+from hfscale import ParallelArguments, ScalingCallback, SpotCheckpointCallback
+from hfscale.recipe.entrypoint import end_if_preempted, run
+from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
+from hfscale.recipe.resume import resume_point
 
 
 class Phases:

@@ -8,11 +8,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer
 
-from hfscale import ScalingCallback, latest_checkpoint
-from hfscale.arguments import ParallelArguments
-from hfscale.entrypoint import run
-from hfscale.parallelism import set_up_parallelism
-from hfscale.resume import is_finished
+from hfscale import ParallelArguments, ScalingCallback, latest_checkpoint
+from hfscale.recipe.entrypoint import run
+from hfscale.recipe.layout import set_up_parallelism
+from hfscale.recipe.resume import is_finished
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tiny import tiny_trainer
 
 from hfscale import ScalingCallback
-from hfscale.entrypoint import run
+from hfscale.recipe.entrypoint import run
 
 arguments = json.loads(sys.argv[1])
 resume_on_rank_0 = arguments.pop("resume_on_rank_0", False)

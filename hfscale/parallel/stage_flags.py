@@ -4,12 +4,12 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hfscale.arguments import ParallelArguments
 from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.integrations.strategy import requested_family
+from hfscale.parallel.arguments import ParallelArguments
 from hfscale.parallel.checks import decide_layout
 from hfscale.parallel.stages import StagePlan
-from hfscale.strategy import requested_family
 
 
 def plan_stages(

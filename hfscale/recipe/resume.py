@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfscale import distributed
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.pickles import check_pickles
 from hfscale.checkpoint.remote import RemoteStore
@@ -13,10 +12,11 @@ from hfscale.checkpoint.reshape import read_origin
 from hfscale.checkpoint.store import checkpoint_step, is_visible, latest_checkpoint, verify
 from hfscale.checkpoint.uploader import bring_newest
 from hfscale.checkpoint.writer import finish_renames
-from hfscale.continuation import discard_conversions
 from hfscale.errors import CheckpointError, LayoutError, UsageError
-from hfscale.logs import get_logger
-from hfscale.strategy import requested_family
+from hfscale.integrations.resume import discard_conversions
+from hfscale.integrations.strategy import requested_family
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments

@@ -22,21 +22,21 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from hfscale.arguments import ParallelArguments
-from hfscale.callbacks.log_keys import LogKeys
 from hfscale.checkpoint.formats.parameter_names import trained_names
 from hfscale.errors import UsageError
+from hfscale.integrations.metric_injector import LogKeys
 from hfscale.parallel import gradients, state
+from hfscale.parallel.arguments import ParallelArguments
 from hfscale.parallel.batches import stack_batches
+from hfscale.parallel.checkpoints import SavesLaidOut
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.clock import StageTimes
 from hfscale.parallel.context import ShiftedBefore
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import LaidOut, ParallelModel, lay_out
 from hfscale.parallel.schedule import Pipeline
-from hfscale.parallel_checkpoints import SavesLaidOut
-from hfscale.stage_flags import check_arguments, plan_stages
-from hfscale.weights import draw_weights, read_weights
+from hfscale.parallel.stage_flags import check_arguments, plan_stages
+from hfscale.parallel.weights import draw_weights, read_weights
 
 
 class ParallelTrainer(SavesLaidOut):

@@ -14,8 +14,6 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
-from hfscale import distributed
-from hfscale.callbacks.trainer_access import global_batch_size, resumed_from
 from hfscale.checkpoint.formats import STRATEGIES, layout_of
 from hfscale.checkpoint.formats.merged import load_merged
 from hfscale.checkpoint.formats.safetensors_files import read_weights
@@ -24,8 +22,10 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hfscale.checkpoint.reshape import can_read, convert
 from hfscale.checkpoint.store import VISIBLE_WITHIN_S, is_visible, verify
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError
-from hfscale.logs import get_logger
-from hfscale.strategy import requested_strategy, running_strategy
+from hfscale.integrations.strategy import requested_strategy, running_strategy
+from hfscale.integrations.trainer import global_batch_size, resumed_from
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments

@@ -27,9 +27,9 @@ from hfscale.parallel.model import LaidOut, lay_out
 from hfscale.parallel.partition import StageCut
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner.activations import kept_and_working, loss_bytes
+from hfscale.planner.frameworks import stack
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import view_of
-from hfscale.planner.stacks import stack
 
 _GIB = 2.0**30
 _ADAM_BYTES = 8  # two moments in fp32

@@ -17,12 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hfscale.config_file import read_yaml_mapping, split_off_config
 from hfscale.errors import HfScaleError, StorageError, UsageError
 from hfscale.metrics.baseline import Baseline, Mode, Workload
 from hfscale.metrics.records import JSONL_NAME, RANKS_NAME, TIMELINE_NAME, read_events, read_records
 from hfscale.metrics.triage import Finding, Measured, triage
-from hfscale.redact import redact
+from hfscale.utils.config_file import read_yaml_mapping, split_off_config
+from hfscale.utils.redaction import redact
 
 LOGS_PER_RUN = 8
 LOG_NAME = "output.txt"

@@ -20,11 +20,11 @@ from peft import PeftModel, PeftType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from hfscale import distributed
-from hfscale.callbacks.fsdp_saving import FsdpSnapshot, is_sharded_fsdp2
-from hfscale.callbacks.self_contained import complete_checkpoint
-from hfscale.callbacks.trainer_access import global_batch_size
-from hfscale.callbacks.trainer_files import (
+from hfscale.checkpoint.manifest import Manifest
+from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
+from hfscale.checkpoint.store import UNFINISHED
+from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
+from hfscale.integrations.checkpoint_files import (
     frozen_state,
     model_state,
     processing_files,
@@ -32,13 +32,13 @@ from hfscale.callbacks.trainer_files import (
     rng_state,
     write_model,
 )
-from hfscale.callbacks.zero_saving import DeferredWrites, can_defer
-from hfscale.checkpoint.manifest import Manifest
-from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
-from hfscale.checkpoint.store import UNFINISHED
-from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
-from hfscale.logs import get_logger
-from hfscale.strategy import running_strategy
+from hfscale.integrations.fsdp_saving import FsdpSnapshot, is_sharded_fsdp2
+from hfscale.integrations.self_contained import complete_checkpoint
+from hfscale.integrations.strategy import running_strategy
+from hfscale.integrations.trainer import global_batch_size
+from hfscale.integrations.zero_saving import DeferredWrites, can_defer
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

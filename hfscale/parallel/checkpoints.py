@@ -19,13 +19,13 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hfscale.callbacks.trainer_files import rng_name
 from hfscale.checkpoint.formats.archives import load_archive
 from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, ParallelFacts, read_facts
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
-from hfscale.continuation import readable_checkpoint
 from hfscale.errors import CheckpointError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.integrations.checkpoint_files import rng_name
+from hfscale.integrations.resume import readable_checkpoint
 from hfscale.parallel import export, state
 from hfscale.parallel.mesh import ParallelMesh
 from hfscale.parallel.model import LaidOut

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.callbacks.trainer_access import stand_first
+from hfscale.integrations.trainer import stand_first
 
 LogSource = Callable[[TrainerState], dict[str, float]]
 

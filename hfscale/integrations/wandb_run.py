@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.callbacks.trainer_access import saved_state
 from hfscale.checkpoint.status import read_status
 from hfscale.errors import HfScaleError
-from hfscale.logs import get_logger
-from hfscale.redact import redact_argv
+from hfscale.integrations.trainer import saved_state
+from hfscale.utils.logging import get_logger
+from hfscale.utils.redaction import redact_argv
 
 logger = get_logger(__name__)
 

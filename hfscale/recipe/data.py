@@ -9,11 +9,11 @@ import datasets
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from hfscale import corpus
-from hfscale.arguments import DataArguments
 from hfscale.errors import DataError
-from hfscale.logs import get_logger
-from hfscale.text_source import BUILDERS, file_of, is_running_text, reading, shorten, source_of
+from hfscale.recipe import corpus
+from hfscale.recipe.arguments import DataArguments
+from hfscale.recipe.text_source import BUILDERS, file_of, is_running_text, reading, shorten, source_of
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfscale.arguments import ModelArguments, RecipeTrainingArguments
-from hfscale.compression import check_compression
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.strategy import requested_family, requested_strategy
+from hfscale.integrations.strategy import requested_family, requested_strategy
+from hfscale.recipe.arguments import ModelArguments, RecipeTrainingArguments
+from hfscale.recipe.compression import check_compression
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

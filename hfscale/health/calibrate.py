@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfscale import distributed
 from hfscale.errors import StorageError, UsageError
 from hfscale.facts.hardware import Accelerator, match_device_name
 from hfscale.facts.local_hardware import read_document, read_rows
+from hfscale.utils import distributed
 
 GIB = 2**30
 SECONDS = 0.3

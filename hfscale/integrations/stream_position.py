@@ -18,9 +18,9 @@ import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale import distributed
-from hfscale.callbacks.trainer_access import calling_trainer, global_batch_size, resumed_from, saved_state
-from hfscale.logs import get_logger
+from hfscale.integrations.trainer import calling_trainer, global_batch_size, resumed_from, saved_state
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -16,29 +16,27 @@ from accelerate.utils import DynamoBackend
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from hfscale.compression import METHODS
 from hfscale.errors import HfScaleError, MissingDependencyError, UsageError
 from hfscale.facts.lr_rules import RULES
-from hfscale.recompute import POLICIES, checkpointing_kwargs
-
-
-def _flag(help: str, default: object = None, **metadata: object) -> object:
-    return field(default=default, metadata={"help": help, **metadata})
+from hfscale.parallel.arguments import ParallelArguments as ParallelArguments
+from hfscale.recipe.compression import METHODS
+from hfscale.recipe.recompute import POLICIES, checkpointing_kwargs
+from hfscale.utils.flags import flag, require_from_0, require_positive
 
 
 @dataclass(kw_only=True)
 class ModelArguments:
     """Which model, and how much of it is trained."""
 
-    model_name_or_path: str | None = _flag("Checkpoint to start from: a hub id or a folder.")
-    config_name: str | None = _flag("Train from scratch: a config.json, its folder or a hub id.")
-    tokenizer_name: str | None = _flag("Tokenizer, where it is not the model's: a hub id or a folder.")
-    attn_implementation: str | None = _flag("sdpa, flash_attention_2, … (transformers chooses by default).")
-    use_peft: bool = _flag("Train LoRA adapters instead of the whole model.", default=False)
-    load_in_4bit: bool = _flag("Hold the frozen base of --use_peft in 4 bits (QLoRA; bitsandbytes).", default=False)
-    lora_r: int = _flag("Rank of the LoRA adapters.", default=16)
-    lora_alpha: int = _flag("LoRA scaling numerator.", default=32)
-    lora_dropout: float = _flag("Dropout in front of the adapters.", default=0.0)
+    model_name_or_path: str | None = flag("Checkpoint to start from: a hub id or a folder.")
+    config_name: str | None = flag("Train from scratch: a config.json, its folder or a hub id.")
+    tokenizer_name: str | None = flag("Tokenizer, where it is not the model's: a hub id or a folder.")
+    attn_implementation: str | None = flag("sdpa, flash_attention_2, … (transformers chooses by default).")
+    use_peft: bool = flag("Train LoRA adapters instead of the whole model.", default=False)
+    load_in_4bit: bool = flag("Hold the frozen base of --use_peft in 4 bits (QLoRA; bitsandbytes).", default=False)
+    lora_r: int = flag("Rank of the LoRA adapters.", default=16)
+    lora_alpha: int = flag("LoRA scaling numerator.", default=32)
+    lora_dropout: float = flag("Dropout in front of the adapters.", default=0.0)
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": "Modules to adapt; default: every linear layer but the head."}
     )
@@ -60,16 +58,16 @@ class ModelArguments:
 class DataArguments:
     """What text is trained on."""
 
-    dataset_name: str | None = _flag("Dataset of the hub, or a folder that `datasets` loads.")
-    dataset_config_name: str | None = _flag("Configuration of that dataset.")
-    train_file: str | None = _flag("Training text: .txt, .json, .jsonl, .csv or .parquet.")
-    validation_file: str | None = _flag("Evaluation text, of the same kinds.")
-    validation_split_percentage: int = _flag("Share of the training text set apart when there is no other.", default=5)
-    streaming: bool = _flag("Read the dataset while training instead of preparing it first.", default=False)
-    block_size: int = _flag("Tokens per sequence; text is packed into full blocks.", default=1024)
-    max_train_samples: int | None = _flag("Use only so many training sequences.")
-    max_eval_samples: int | None = _flag("Use only so many evaluation sequences.")
-    preprocessing_num_workers: int | None = _flag("Processes that tokenise.")
+    dataset_name: str | None = flag("Dataset of the hub, or a folder that `datasets` loads.")
+    dataset_config_name: str | None = flag("Configuration of that dataset.")
+    train_file: str | None = flag("Training text: .txt, .json, .jsonl, .csv or .parquet.")
+    validation_file: str | None = flag("Evaluation text, of the same kinds.")
+    validation_split_percentage: int = flag("Share of the training text set apart when there is no other.", default=5)
+    streaming: bool = flag("Read the dataset while training instead of preparing it first.", default=False)
+    block_size: int = flag("Tokens per sequence; text is packed into full blocks.", default=1024)
+    max_train_samples: int | None = flag("Use only so many training sequences.")
+    max_eval_samples: int | None = flag("Use only so many evaluation sequences.")
+    preprocessing_num_workers: int | None = flag("Processes that tokenise.")
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.train_file:
@@ -84,56 +82,26 @@ class DataArguments:
         require_from_0(self, validation_split_percentage=100)
 
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
-"""Pipeline schedules by their names in torch.distributed.pipelining, as `hfscale.parallel.stages.SHAPES` has them."""
-
-
-@dataclass(kw_only=True)
-class ParallelArguments:
-    """Sizes of the parallel axes, where they are to differ from the launcher's config."""
-
-    dp_replicate_size: int | None = _flag("Replicas of the sharded model (HSDP).")
-    dp_shard_size: int | None = _flag("Ranks that share one replica; default: what the other axes leave.")
-    cp_size: int | None = _flag(
-        "Ranks that share one sequence (FSDP2: ring attention; DeepSpeed: Ulysses; tp_pp: keys gathered)."
-    )
-    tp_size: int | None = _flag("Ranks that share each matrix.")
-    pp_size: int | None = _flag("Ranks that share the layers (recipes/tp_pp).")
-    sequence_parallel: bool = _flag("Those of --tp_size share norms and residuals (recipes/tp_pp).", default=False)
-    pipeline_schedule: str = _flag(
-        "Order of the stages' work: " + ", ".join(SCHEDULES) + ".", default="1F1B", choices=SCHEDULES
-    )
-    virtual_stages: int | None = _flag("Stages per pipeline rank, for the schedules that take several.")
-    dry_run: int | None = _flag(
-        "Train nothing: build the program of so many ranks without weights or GPUs, print memory and schedule."
-    )
-
-    def __post_init__(self) -> None:
-        require_positive(self, *(n for n in vars(self) if n not in ("pipeline_schedule", "sequence_parallel")))
-
-
 @dataclass(kw_only=True)
 class ScalingArguments:
     """What hfscale's callbacks do."""
 
-    lr_scaling_rule: str = _flag(
+    lr_scaling_rule: str = flag(
         "How the learning rate follows the global batch: " + ", ".join(RULES) + ".", default="auto", choices=RULES
     )
-    base_global_batch_size: int | None = _flag("Sequences per step that --learning_rate was tuned for.")
-    base_block_size: int | None = _flag("Tokens per sequence it was tuned for, where that was another length.")
-    critical_batch_size: int | None = _flag("Sequences per step beyond which the learning rate stops growing.")
-    warmup_scale: float = _flag("What the warm-up steps are multiplied by.", default=1.0)
-    save_minutes: float | None = _flag("Save after so many minutes at the latest.", default=15.0)
-    notice_s: float | None = _flag(
-        "Seconds from a signal to the end of the process; default: what the launcher waits."
-    )
-    asynchronous_save: bool = _flag("Write checkpoints while training goes on, where that is exact.", default=True)
-    checkpoint_remote: str | None = _flag("Second home of the checkpoints: s3://bucket/run, gs://…, file://…")
-    peak_tflops: float | None = _flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
-    usd_per_gpu_hour: float | None = _flag("Price of one device, for scaling/usd; default: of the price list.")
-    scaling_baseline: str | None = _flag("A file of `hfscale sweep` that scaling/efficiency is measured against.")
-    noise_scale: bool = _flag("Measure the gradient noise scale on the steps that are logged.", default=False)
-    early_stopping_patience: int | None = _flag("Stop after so many evaluations without a better loss.")
+    base_global_batch_size: int | None = flag("Sequences per step that --learning_rate was tuned for.")
+    base_block_size: int | None = flag("Tokens per sequence it was tuned for, where that was another length.")
+    critical_batch_size: int | None = flag("Sequences per step beyond which the learning rate stops growing.")
+    warmup_scale: float = flag("What the warm-up steps are multiplied by.", default=1.0)
+    save_minutes: float | None = flag("Save after so many minutes at the latest.", default=15.0)
+    notice_s: float | None = flag("Seconds from a signal to the end of the process; default: what the launcher waits.")
+    asynchronous_save: bool = flag("Write checkpoints while training goes on, where that is exact.", default=True)
+    checkpoint_remote: str | None = flag("Second home of the checkpoints: s3://bucket/run, gs://…, file://…")
+    peak_tflops: float | None = flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
+    usd_per_gpu_hour: float | None = flag("Price of one device, for scaling/usd; default: of the price list.")
+    scaling_baseline: str | None = flag("A file of `hfscale sweep` that scaling/efficiency is measured against.")
+    noise_scale: bool = flag("Measure the gradient noise scale on the steps that are logged.", default=False)
+    early_stopping_patience: int | None = flag("Stop after so many evaluations without a better loss.")
 
     def __post_init__(self) -> None:
         others = (
@@ -148,38 +116,38 @@ class ScalingArguments:
 class RecipeTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the defaults of the recipes; every flag means what transformers says it means."""
 
-    output_dir: str | None = _flag("Where checkpoints, metrics and the model go.", default="runs/default")
-    logging_steps: float = _flag("Steps between logs.", default=10)
-    save_total_limit: int | None = _flag("Committed checkpoints to keep.", default=3)
+    output_dir: str | None = flag("Where checkpoints, metrics and the model go.", default="runs/default")
+    logging_steps: float = flag("Steps between logs.", default=10)
+    save_total_limit: int | None = flag("Committed checkpoints to keep.", default=3)
     report_to: list[str] | None = field(
         default_factory=lambda: ["none"], metadata={"help": "Where metrics go besides files: wandb, tensorboard, …"}
     )
-    bf16: bool | None = _flag("bf16 mixed precision; default: where the hardware has it.")
-    recompute: str = _flag(
+    bf16: bool | None = flag("bf16 mixed precision; default: where the hardware has it.")
+    recompute: str = flag(
         "What --activation_checkpointing computes again: whole layers (full), or all but attention and every second "
         "matrix product (selective).",
         default="full",
         choices=POLICIES,
     )
-    torch_compile_regional: bool = _flag(
+    torch_compile_regional: bool = flag(
         "Compile one layer for all of its kind instead of the whole model: far shorter compilation.", default=False
     )
     profile_steps: list[int] | None = field(
         default=None, metadata={"help": "Optimizer steps whose trace is written to output_dir/profile."}
     )
-    gradient_compression: str = _flag(
+    gradient_compression: str = flag(
         "What DDP makes of its gradients on the way: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
     )
-    powersgd_rank: int = _flag("Rank of PowerSGD's approximation.", default=4)
-    topk_fraction: float = _flag("Share of the gradient that topk sends.", default=0.01)
-    compression_start_step: int = _flag("Plain steps before powersgd or topk.", default=1000)
-    ddp_find_unused_parameters: bool | None = _flag(
+    powersgd_rank: int = flag("Rank of PowerSGD's approximation.", default=4)
+    topk_fraction: float = flag("Share of the gradient that topk sends.", default=0.01)
+    compression_start_step: int = flag("Plain steps before powersgd or topk.", default=1000)
+    ddp_find_unused_parameters: bool | None = flag(
         "Search each backward for parameters without a gradient; needed only by models that skip some.", default=False
     )
-    dataloader_num_workers: int = _flag("Processes per rank that load batches.", default=2)
-    dataloader_persistent_workers: bool = _flag("Keep them between epochs.", default=True)
-    dataloader_prefetch_factor: int | None = _flag("Batches each of them reads ahead.", default=4)
-    resume_from_checkpoint: str | None = _flag(
+    dataloader_num_workers: int = flag("Processes per rank that load batches.", default=2)
+    dataloader_persistent_workers: bool = flag("Keep them between epochs.", default=True)
+    dataloader_prefetch_factor: int | None = flag("Batches each of them reads ahead.", default=4)
+    resume_from_checkpoint: str | None = flag(
         "true: from the newest verified checkpoint of output_dir, afresh where there is none; "
         "false: afresh; a path: from that checkpoint.",
         default="true",
@@ -240,23 +208,6 @@ class RecipeTrainingArguments(TrainingArguments):
                 "--recompute selective and --activation_checkpointing_kwargs exclude each other: give one"
             )
         return checkpointing_kwargs(self.recompute)
-
-
-def require_positive(arguments: object, *names: str) -> None:
-    """Raise a UsageError for the first of these fields that is set and not greater than 0."""
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None and not value > 0:  # so that nan does not pass
-            raise UsageError(f"--{name} {value} must be greater than 0")
-
-
-def require_from_0(arguments: object, *names: str, **limits: float) -> None:
-    """Raise a UsageError for the first of these fields that is set and negative, or not below its limit."""
-    for name, limit in (dict.fromkeys(names) | limits).items():
-        value = getattr(arguments, name)
-        if value is not None and not (value >= 0 and (limit is None or value < limit)):
-            below = f" and less than {limit}" if limit else ""
-            raise UsageError(f"--{name} {value} must be at least 0{below}")
 
 
 def _check_json(arguments: object, *names: str) -> None:

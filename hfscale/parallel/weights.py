@@ -27,9 +27,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from hfscale import distributed
 from hfscale.errors import UsageError
 from hfscale.parallel.shards import write_local_part
+from hfscale.utils import distributed
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:

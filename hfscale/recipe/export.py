@@ -11,7 +11,7 @@ def save_final_model(trainer: "Trainer") -> None:
 
     Parameters are put together one at a time and go to the memory of rank 0's machine, never to one GPU: it needs room
     there for the whole model, 2 bytes per parameter after DeepSpeed in bf16, else 4. That a ZeRO-3 config lets the
-    shards be put together is checked before the training, by `hfscale.compatibility.check_pairs`.
+    shards be put together is checked before the training, by `hfscale.recipe.compatibility.check_pairs`.
     """
     if trainer.is_fsdp_enabled:
         # Checkpoints are written in shards; this one is for others to load.

@@ -17,11 +17,11 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig, DistributedType
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import SaveStrategy
 
-from hfscale.arguments import ParallelArguments
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.logs import get_logger
-from hfscale.strategy import requested_family
+from hfscale.integrations.strategy import requested_family
+from hfscale.parallel.arguments import ParallelArguments
+from hfscale.utils.logging import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments

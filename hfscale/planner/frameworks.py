@@ -1,4 +1,4 @@
-"""The constants of the software that trains, by *stack*, and those that all stacks share; from `stacks.toml`.
+"""The constants of the software that trains, by *stack*, and those that all stacks share; from `frameworks.toml`.
 
 The time constants are fitted by `benchmarks/planner_fit.py` on published runs, a few per stack, never one per run.
 """
@@ -116,7 +116,7 @@ class Shared:
 
 @cache
 def _table() -> dict[str, dict[str, float]]:
-    text = resources.files("hfscale.planner").joinpath("stacks.toml").read_text(encoding="utf-8")
+    text = resources.files("hfscale.planner").joinpath("frameworks.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 

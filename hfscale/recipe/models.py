@@ -19,13 +19,14 @@ from transformers import (
 )
 from transformers.distributed.fsdp import is_fsdp_enabled
 
-from hfscale import corpus, distributed
-from hfscale.arguments import ModelArguments, blaming
 from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.parallelism import distributed_config
-from hfscale.strategy import requested_family
-from hfscale.weights import build_model
+from hfscale.integrations.strategy import requested_family
+from hfscale.parallel.weights import build_model
+from hfscale.recipe import corpus
+from hfscale.recipe.arguments import ModelArguments, blaming
+from hfscale.recipe.layout import distributed_config
+from hfscale.utils import distributed
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import datasets
 
-from hfscale.arguments import DataArguments
 from hfscale.errors import DataError, HfScaleError, StorageError
+from hfscale.recipe.arguments import DataArguments
 
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """The builder of `datasets` for each ending of a file."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hfscale.errors import UsageError
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 _KINDS = {
     "accelerate": ("accelerate_configs", "*.yaml"),
     "deepspeed": ("ds_configs", "*.json"),

@@ -16,8 +16,8 @@ import transformers
 from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.health.build_locks import remove_abandoned_locks
-from hfscale.logs import is_main_process
 from hfscale.preemption import Preempted, end_workers, watch_signals
+from hfscale.utils.logging import is_main_process
 
 if TYPE_CHECKING:
     from hfscale.callbacks.scaling import ScalingCallback

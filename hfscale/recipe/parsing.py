@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
-from hfscale.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, one_line
-from hfscale.config_file import nearest, read_yaml_mapping, split_off_config, to_argv
 from hfscale.errors import HfScaleError, UsageError
+from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, one_line
+from hfscale.utils.config_file import nearest, read_yaml_mapping, split_off_config, to_argv
 
 
 class _Parser(HfArgumentParser):

@@ -1,0 +1,57 @@
+"""Old import paths of modules that recipes have shown, so that a copied recipe keeps working.
+
+`import hfscale.data` gives `hfscale.recipe.data`, the same module object, with a DeprecationWarning that names the new
+path.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "hfscale.arguments": "hfscale.recipe.arguments",
+    "hfscale.compatibility": "hfscale.recipe.compatibility",
+    "hfscale.compression": "hfscale.recipe.compression",
+    "hfscale.continuation": "hfscale.integrations.resume",
+    "hfscale.data": "hfscale.recipe.data",
+    "hfscale.dry_run": "hfscale.parallel.dry_run",
+    "hfscale.entrypoint": "hfscale.recipe.entrypoint",
+    "hfscale.export": "hfscale.recipe.export",
+    "hfscale.models": "hfscale.recipe.models",
+    "hfscale.parallelism": "hfscale.recipe.layout",
+    "hfscale.parsing": "hfscale.recipe.parsing",
+    "hfscale.resume": "hfscale.recipe.resume",
+    "hfscale.sequence_parallel": "hfscale.integrations.sequence_parallel",
+    "hfscale.stage_flags": "hfscale.parallel.stage_flags",
+    "hfscale.strategy": "hfscale.integrations.strategy",
+    "hfscale.summary": "hfscale.recipe.summary",
+}
+"""Old path to new path."""
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        new = MOVED[spec.name]
+        warnings.warn(f"{spec.name} has moved: import {new}", DeprecationWarning, stacklevel=2)
+        module = import_module(new)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has put the old path's spec on the module, which keeps its own.
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
+
+
+def install() -> None:
+    """Make the old paths importable; called once, when `hfscale` is imported."""
+    sys.meta_path.append(_MovedModules())

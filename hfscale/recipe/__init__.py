@@ -1,0 +1,1 @@
+"""What the recipes share: arguments, data, model loading, resume, entry point and summary."""

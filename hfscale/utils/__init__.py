@@ -1,0 +1,1 @@
+"""What every layer may use: process groups, logging, redaction, flags and files."""
