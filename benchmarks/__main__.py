@@ -10,9 +10,16 @@ from pathlib import Path
 import torch
 
 NAMES = (
-    "callback_overhead", "ranks_overhead", "cli_start", "recipe_overhead", "pipeline_overhead", "pipeline_bubble",
-    "preemption_overhead", "memory_options", "async_save",
-)  # fmt: skip
+    "callback_overhead",
+    "ranks_overhead",
+    "cli_start",
+    "recipe_overhead",
+    "pipeline_overhead",
+    "pipeline_bubble",
+    "preemption_overhead",
+    "memory_options",
+    "async_save",
+)
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"
 

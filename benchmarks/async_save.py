@@ -74,15 +74,29 @@ def one_turn(with_callback: bool, output_dir: str) -> dict[str, Any]:
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=7, num_attention_heads=8,
-            num_key_value_heads=8, max_position_embeddings=LENGTH,
+            vocab_size=4096,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=7,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            max_position_embeddings=LENGTH,
         )
-    )  # fmt: skip
+    )
     arguments = TrainingArguments(
-        output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1, max_steps=900,
-        logging_strategy="no", save_strategy="steps", save_steps=1000, save_total_limit=1, report_to="none",
-        disable_tqdm=True, dataloader_pin_memory=False, optim="adamw_torch",
-    )  # fmt: skip
+        output_dir=output_dir,
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=1,
+        max_steps=900,
+        logging_strategy="no",
+        save_strategy="steps",
+        save_steps=1000,
+        save_total_limit=1,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        optim="adamw_torch",
+    )
     spot = SpotCheckpointCallback(every_minutes=None) if with_callback else None
     watch = Stopwatch(spot)
     callbacks = [watch] if spot is None else [spot, watch]

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hfscale import CommHealthCallback, ScalingCallback, ScalingMetricsCallback
 from hfscale.health.local_time import LocalTimer
-from hfscale.integrations.metric_injector import LogKeys
+from hfscale.integrations.metric_injector import MetricInjector
 from hfscale.metrics.noise_scale import LeafProbe
 from hfscale.metrics.phases import PhaseClock
 from hfscale.metrics.throughput import TokenCounter
@@ -85,7 +85,7 @@ class OwnTime:
         """Everything that Trainer, or a hook in the model, calls while it steps."""
         for event in ("on_step_begin", "on_step_end", "on_substep_end", "on_log", "on_optimizer_step"):
             self.wrap(ScalingCallback, event)
-        self.wrap(LogKeys, "on_log")
+        self.wrap(MetricInjector, "on_log")
         self.wrap(TokenCounter, "_count")
         self.wrap(LeafProbe, "_see")
         self.wrap(PhaseClock, "end")  # which a batch's arrival calls
@@ -119,15 +119,27 @@ def small_trainer(output_dir: str, callbacks: list[TrainerCallback]) -> Trainer:
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=512, hidden_size=128, intermediate_size=320, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=LENGTH,
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=320,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
         )
-    )  # fmt: skip
+    )
     arguments = TrainingArguments(
-        output_dir=output_dir, use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=1,
-        gradient_accumulation_steps=2, max_steps=STEPS, logging_steps=LOGGED_EVERY, save_strategy="epoch",
-        report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        output_dir=output_dir,
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        logging_steps=LOGGED_EVERY,
+        save_strategy="epoch",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
     return Trainer(model=model, args=arguments, train_dataset=RandomTokens(), callbacks=callbacks)
 
 

@@ -19,8 +19,12 @@ def launched(module: str, *, processes: int, config: str = "ddp") -> Any:
     options = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(processes)]
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", module],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=1800,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
+    )
     if done.returncode:
         raise RuntimeError(f"{module} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(_PREFIX)]

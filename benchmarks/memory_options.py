@@ -18,10 +18,19 @@ REPOSITORY = Path(__file__).parent.parent
 ROUNDS = 2
 STEPS = 30
 SHAPE = {  # Llama-3.2-1B
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
-    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-    "max_position_embeddings": 8192, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+}
 RECOMPUTE = ["--activation_checkpointing", "true"]
 OPTIONS = {
     "plain Trainer (fp32)": ["--bf16", "false"],
@@ -63,11 +72,32 @@ def _run(root: Path, flags: list[str]) -> dict[str, float] | str:
     """The last log of one run, or the last line of what it said."""
     output_dir = Path(tempfile.mkdtemp(dir=root))
     command = [
-        sys.executable, REPOSITORY / "recipes" / "sharded" / "train.py", "--config_name", root / "config.json",
-        "--block_size", "2048", "--per_device_train_batch_size", "4", "--max_steps", STEPS, "--logging_steps", "10",
-        "--save_strategy", "no", "--validation_split_percentage", "0", "--disable_tqdm", "true",
-        "--tokenizer_name", _tokenizer(root), "--output_dir", output_dir, "--train_file", _text(root), *flags,
-    ]  # fmt: skip
+        sys.executable,
+        REPOSITORY / "recipes" / "sharded" / "train.py",
+        "--config_name",
+        root / "config.json",
+        "--block_size",
+        "2048",
+        "--per_device_train_batch_size",
+        "4",
+        "--max_steps",
+        STEPS,
+        "--logging_steps",
+        "10",
+        "--save_strategy",
+        "no",
+        "--validation_split_percentage",
+        "0",
+        "--disable_tqdm",
+        "true",
+        "--tokenizer_name",
+        _tokenizer(root),
+        "--output_dir",
+        output_dir,
+        "--train_file",
+        _text(root),
+        *flags,
+    ]
     done = subprocess.run(
         [*map(str, command)], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=900
     )

@@ -81,24 +81,37 @@ def bubble(schedule: str, folder: str) -> dict[str, float]:
 
     torch.set_num_threads(1)
     args = TrainingArguments(
-        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=1, gradient_accumulation_steps=MICRO_BATCHES,
-        save_strategy="no", report_to="none", logging_steps=1, disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
-    )  # fmt: skip
+        output_dir=folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=False,
+    )
     plan = StagePlan(schedule=schedule, pp=args.world_size)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=plan.stages, num_attention_heads=2,
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=plan.stages,
+        num_attention_heads=2,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     model = build_model(config, seed=0, dtype=torch.float32)
     for layer in model.model.layers:
         layer.own_time = torch.nn.Parameter(torch.ones(config.hidden_size))
         layer.register_forward_hook(lambda layer, _, hidden: _take(layer, hidden, UNIT_S / plan.per_rank))
     rows = torch.randint(3, 32, (STEPS * MICRO_BATCHES, 8), generator=torch.Generator().manual_seed(0))
     trainer = ParallelTrainer(
-        model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        model=model,
+        args=args,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         parallel=ParallelArguments(pp_size=plan.pp, pipeline_schedule=schedule),
-    )  # fmt: skip
+    )
     trainer.train()
     waits = [e["scaling/bubble_fraction"] for e in trainer.state.log_history if "scaling/bubble_fraction" in e]
     return {

@@ -48,17 +48,30 @@ def worker() -> None:
     from hfscale.parallel.stages import StagePlan
 
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=LENGTH,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+    )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
-            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=ROWS, save_strategy="no",
-            disable_tqdm=True, gradient_accumulation_steps=MICRO_BATCHES, lr_scheduler_type="constant",
+            output_dir=folder,
+            max_steps=STEPS,
+            per_device_train_batch_size=ROWS,
+            save_strategy="no",
+            disable_tqdm=True,
+            gradient_accumulation_steps=MICRO_BATCHES,
+            lr_scheduler_type="constant",
             optim="adamw_torch",
-            report_to="none", logging_steps=1, use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
-        )  # fmt: skip
+            report_to="none",
+            logging_steps=1,
+            use_cpu=not torch.cuda.is_available(),
+            dataloader_pin_memory=False,
+        )
         rows = torch.randint(
             3, VOCAB, (STEPS * MICRO_BATCHES * ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
         )
@@ -107,9 +120,12 @@ def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
     watch = Stopwatch()
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = ParallelTrainer(
-        model=build_model(config, seed=0, dtype=torch.float32), args=args, train_dataset=data, callbacks=[watch],
+        model=build_model(config, seed=0, dtype=torch.float32),
+        args=args,
+        train_dataset=data,
+        callbacks=[watch],
         parallel=ParallelArguments(pp_size=2),
-    )  # fmt: skip
+    )
     trainer.train()
     waits = [e["scaling/bubble_fraction"] for e in trainer.state.log_history if "scaling/bubble_fraction" in e]
     return {"step_s": watch.step_s, "first_s": watch.first_s, "bubble": statistics.median(waits[UNTIMED_STEPS:])}

@@ -62,10 +62,21 @@ def groups(runs: Iterable[Run], errors: Iterable[float]) -> list[Group]:
 def _without_layout(job: Job) -> Job:
     """What is given; all else, a planner chooses."""
     return replace(
-        job, layout=ParallelLayout(dp_replicate=job.layout.world_size), micro_batch=1, zero=0, recompute="none",
-        virtual_stages=1, sequence_parallel=False, loss_parallel=False, compile=False, reshard=True,
-        expert_parallel=1, overlapped_experts=False, pure=False, rowwise_fp8=False,
-    )  # fmt: skip
+        job,
+        layout=ParallelLayout(dp_replicate=job.layout.world_size),
+        micro_batch=1,
+        zero=0,
+        recompute="none",
+        virtual_stages=1,
+        sequence_parallel=False,
+        loss_parallel=False,
+        compile=False,
+        reshard=True,
+        expert_parallel=1,
+        overlapped_experts=False,
+        pure=False,
+        rowwise_fp8=False,
+    )
 
 
 def _name(common: Job) -> str:

@@ -33,17 +33,27 @@ HERE = Path(__file__).parent
 TOML = HERE.parent / "hfscale" / "planner" / "stacks.toml"
 PARAMETERS: dict[str, dict[str, float]] = {
     "shared": {
-        "misaligned": 0.65, "power_exponent": 0.45, "network_rate": 0.75, "link_rate": 0.75, "node_drift": 0.004,
-        "network_hop_s": 8e-6, "ring_attention": 0.8,
+        "misaligned": 0.65,
+        "power_exponent": 0.45,
+        "network_rate": 0.75,
+        "link_rate": 0.75,
+        "node_drift": 0.004,
+        "network_hop_s": 8e-6,
+        "ring_attention": 0.8,
     },
     "hf+titan": {"attention_ampere": 0.45, "attention_hopper": 0.3, "fp8_gain": 1.8},
     "hf": {"matmul": 0.85, "passes_h": 30.0, "overlap_dp": 0.7, "loss_bytes": 30.0},
     "titan": {"matmul": 0.85, "fp8_rowwise_gain": 1.1, "passes_h": 30.0, "overlap_tp": 0.2, "overlap_dp": 0.7},
     "megatron": {
-        "matmul": 0.85, "fp8_gain": 1.8, "attention_hopper": 0.5, "passes_h": 16.0, "overlap_dp": 0.7,
-        "overlap_tp": 0.7, "pass_s": 1e-3,
+        "matmul": 0.85,
+        "fp8_gain": 1.8,
+        "attention_hopper": 0.5,
+        "passes_h": 16.0,
+        "overlap_dp": 0.7,
+        "overlap_tp": 0.7,
+        "pass_s": 1e-3,
     },
-}  # fmt: skip
+}
 """What is fitted, and what it is pulled to; all else in stacks.toml stands as written there. `hf` and `titan` run the
 same attention and fp8 kernels."""
 FRACTIONS = ("overlap_dp", "overlap_tp", "link_rate", "network_rate", "matmul", "misaligned", "ring_attention")

@@ -81,16 +81,24 @@ def worker() -> None:
         config.update(load.changes)
         with tempfile.TemporaryDirectory() as folder:
             args = RecipeTrainingArguments(
-                output_dir=folder, max_steps=(load.pairs + 1) * TURN_STEPS + 1, per_device_train_batch_size=BATCH,
-                save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", optim="adamw_torch",
-            )  # fmt: skip
+                output_dir=folder,
+                max_steps=(load.pairs + 1) * TURN_STEPS + 1,
+                per_device_train_batch_size=BATCH,
+                save_strategy="no",
+                disable_tqdm=True,
+                lr_scheduler_type="constant",
+                optim="adamw_torch",
+            )
             set_up_parallelism(ParallelArguments(), args)
             dataset, _ = load_packed_datasets(DataArguments(block_size=load.block_size), tokenizer, seed=0)
             turns = Turns(_bare_steps(args, dataset, config))
             trainer = Trainer(
-                model=build_model(config, seed=0, dtype=torch.float32), args=args, train_dataset=dataset,
-                data_collator=default_data_collator, callbacks=[ScalingCallback(), turns],
-            )  # fmt: skip
+                model=build_model(config, seed=0, dtype=torch.float32),
+                args=args,
+                train_dataset=dataset,
+                data_collator=default_data_collator,
+                callbacks=[ScalingCallback(), turns],
+            )
             trainer.train()
             seconds[name] = turns.seconds
     if distributed.rank() == 0:

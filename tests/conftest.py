@@ -108,9 +108,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONG_FILES = (
-    "test_strategies.py", "test_reshape.py", "test_recipe_ddp.py", "test_recipe_sharded.py", "test_crash_points.py",
-    "test_checkpoint_writer.py", "test_parallel.py", "test_planner_emit.py", "test_lr_scaling_callback.py",
-)  # fmt: skip
+    "test_strategies.py",
+    "test_reshape.py",
+    "test_recipe_ddp.py",
+    "test_recipe_sharded.py",
+    "test_crash_points.py",
+    "test_checkpoint_writer.py",
+    "test_parallel.py",
+    "test_planner_emit.py",
+    "test_lr_scaling_callback.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

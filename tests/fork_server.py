@@ -27,13 +27,21 @@ from typing import Any
 from ports import free_port
 
 MODULES = (
-    "accelerate.commands.launch", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "peft",
-    "torch.distributed.checkpoint", "torch.distributed.fsdp",
-    "torch.distributed.run", "transformers.trainer", "transformers.integrations.deepspeed",
-    "transformers.models.llama.modeling_llama", "hfscale.callbacks.scaling", "hfscale.recipe.data",
+    "accelerate.commands.launch",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "transformers.trainer",
+    "transformers.integrations.deepspeed",
+    "transformers.models.llama.modeling_llama",
+    "hfscale.callbacks.scaling",
+    "hfscale.recipe.data",
     "hfscale.recipe.models",
     "hfscale.recipe.layout",
-)  # fmt: skip
+)
 """What recipes and workers import. None of them may start a thread or choose a device when it is imported."""
 KILL_AFTER_S = 5.0
 PIPE = 3

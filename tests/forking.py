@@ -55,8 +55,11 @@ class ForkServer:
         repository = Path(__file__).parent.parent
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / "fork_server.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env | {"PYTHONPATH": str(repository)}, cwd=repository,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env | {"PYTHONPATH": str(repository)},
+            cwd=repository,
+        )
         self._jobs: dict[int, Job] = {}
         self._buffer = b""
         os.set_blocking(self._process.stdout.fileno(), False)

@@ -16,27 +16,67 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from hfscale.parallel import gradients
 from hfscale.parallel.checks import decide_layout
 from hfscale.parallel.mesh import make_mesh
-from hfscale.parallel.model import ParallelModel, lay_out
+from hfscale.parallel.model import ParallelModel, parallelize_model
 from hfscale.parallel.schedule import Pipeline
 from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.weights import build_model
 
 MICRO_BATCHES, LENGTH = 4, 12
 SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "tie_word_embeddings": False, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 8,
-    "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8,
-    "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-    "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "ffn_dim": 64, "dropout": 0.0,
-    "use_cache": False, "expert_ffn_hidden_size": 32, "moe_num_experts": 4, "moe_k": 2, "num_dense_layers": 1,
-    "decoder_sparse_step": 1, "query_pre_attn_scalar": 8, "hidden_size_per_layer_input": 8, "swa_head_dim": 8,
-    "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "residual_dropout": 0.0,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "sliding_window": 8,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+    "ffn_dim": 64,
+    "dropout": 0.0,
+    "use_cache": False,
+    "expert_ffn_hidden_size": 32,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "num_dense_layers": 1,
+    "decoder_sparse_step": 1,
+    "query_pre_attn_scalar": 8,
+    "hidden_size_per_layer_input": 8,
+    "swa_head_dim": 8,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
+    "residual_dropout": 0.0,
     # With the usual 0.02 attention is nearly uniform at these sizes, and wrong positions hardly show in the loss.
     "initializer_range": 0.1,
-}  # fmt: skip
+}
 """Sizes by every name that families have for them; each config takes those it knows."""
 
 
@@ -77,26 +117,31 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
 
     mesh = make_mesh(layout, "cpu")
     model = build_model(config, seed=5, dtype=torch.float32)
-    laid_out = lay_out(
+    parallelized = parallelize_model(
         model, mesh, plan, loss_of, sequence_parallel=job.get("sequence", False), cut_logits=job.get("cut", True)
     )
     pipeline = Pipeline(
-        laid_out.stages, plan, mesh.pp_group, torch.device("cpu"), hidden_size=config.get_text_config().hidden_size,
-        dtype=torch.float32, sequence_parts=laid_out.sequence_parts,
-    )  # fmt: skip
-    parallel = ParallelModel(laid_out, pipeline).train()
+        parallelized.stages,
+        plan,
+        mesh.pp_group,
+        torch.device("cpu"),
+        hidden_size=config.get_text_config().hidden_size,
+        dtype=torch.float32,
+        sequence_parts=parallelized.sequence_parts,
+    )
+    parallel = ParallelModel(parallelized, pipeline).train()
     mine = rows.chunk(layout.dp_shard)[mesh.data_rank]
-    if laid_out.balance is not None:
-        laid_out.balance.micro_batches = MICRO_BATCHES
+    if parallelized.balance is not None:
+        parallelized.balance.micro_batches = MICRO_BATCHES
     with nullcontext(Shapes()) if layout.cp > 1 else Shapes() as shapes:
         loss = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
     dist.all_reduce(loss)
     loss /= layout.tp * layout.dp_shard * layout.cp
     gradients.align_gradients(model.parameters())
-    gradients.sum_partial_gradients(laid_out.partial, mesh)
-    if laid_out.tied is not None:
-        laid_out.tied.sum_gradients()
-    duplicate = laid_out.tied.duplicate if laid_out.tied is not None else None
+    gradients.sum_partial_gradients(parallelized.partial, mesh)
+    if parallelized.tied is not None:
+        parallelized.tied.sum_gradients()
+    duplicate = parallelized.tied.duplicate if parallelized.tied is not None else None
     found = gradients.gradient_norm([p for p in model.parameters() if p is not duplicate], mesh)
     parallel.eval()
     evaluated = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
@@ -129,9 +174,12 @@ class Shapes(TorchDispatchMode):
 def _whole_loss(model: Any, rows: torch.Tensor, items: int, *, parts: int) -> torch.Tensor:
     """The loss of a model in one piece; of a mixture of experts with the balance of each layer and micro-batch."""
     loss = model(
-        input_ids=rows, labels=rows, num_items_in_batch=items, use_cache=False,
+        input_ids=rows,
+        labels=rows,
+        num_items_in_batch=items,
+        use_cache=False,
         **({"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}),
-    ).loss  # fmt: skip
+    ).loss
     if not getattr(model.config, "output_router_logits", False):
         return loss
     balances = [

@@ -100,10 +100,19 @@ class Tokens(Dataset):
 
 
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
 
 
 def tiny_config(family: str = "llama", **overrides: Any) -> Any:
@@ -152,20 +161,35 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     batch = job.get("batch", 2)
     accumulation = job.get("accumulation", rows // (batch * world // replica))
     defaults = {
-        "output_dir": job.get("output_dir", tempfile.gettempdir()), "use_cpu": True, "max_steps": 3,
-        "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation,
-        "per_device_eval_batch_size": 8 // max(1, world // replica), "eval_strategy": "steps", "eval_steps": 3,
-        "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "weight_decay": 0.1,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 7,
-    }  # fmt: skip
+        "output_dir": job.get("output_dir", tempfile.gettempdir()),
+        "use_cpu": True,
+        "max_steps": 3,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "per_device_eval_batch_size": 8 // max(1, world // replica),
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "seed": 7,
+    }
     args = TrainingArguments(**(defaults | job.get("args", {})))
     model = _model_of(job, empty=parallel is not None and bool(job.get("empty")))
     log = _Log()
     data = job.get("data", {})
     common = {
-        "model": model, "args": args, "train_dataset": Tokens(**data), "eval_dataset": Tokens(**(data | {"size": 24})),
+        "model": model,
+        "args": args,
+        "train_dataset": Tokens(**data),
+        "eval_dataset": Tokens(**(data | {"size": 24})),
         "callbacks": [*([ScalingCallback()] if job.get("scaling") else []), *job.get("callbacks", ()), log],
-    }  # fmt: skip
+    }
     if parallel is None:
         trainer = Trainer(**common)
     else:

@@ -36,9 +36,12 @@ class Trials:
             left.unlink()
         if self._server is None:
             self._server = subprocess.Popen(
-                [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                [sys.executable, str(SERVER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
                 env=os.environ | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-            )  # fmt: skip
+            )
             while (line := self._server.stdout.readline()) != "ready\n":
                 assert line, "the server did not start"
         spec = {"folder": str(folder), "arguments": SAVING} | spec

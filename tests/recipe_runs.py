@@ -18,12 +18,41 @@ STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "parallel")
 GLOBAL_BATCH = 12  # for one to four ranks
 SAMPLES = 36  # three steps an epoch
 FLAGS = [
-    "--config_name", "model", "--tokenizer_name", "tokenizer", "--train_file", "text.txt", "--block_size", "16",
-    "--max_train_samples", str(SAMPLES), "--validation_split_percentage", "0", "--max_steps", "6",
-    "--save_steps", "100", "--logging_steps", "1", "--lr_scheduler_type", "linear", "--warmup_steps", "2",
-    "--learning_rate", "1e-2", "--weight_decay", "0.1", "--optim", "adamw_torch", "--disable_tqdm", "true",
-    "--output_dir", "out", "--use_cpu", "true",
-]  # fmt: skip
+    "--config_name",
+    "model",
+    "--tokenizer_name",
+    "tokenizer",
+    "--train_file",
+    "text.txt",
+    "--block_size",
+    "16",
+    "--max_train_samples",
+    str(SAMPLES),
+    "--validation_split_percentage",
+    "0",
+    "--max_steps",
+    "6",
+    "--save_steps",
+    "100",
+    "--logging_steps",
+    "1",
+    "--lr_scheduler_type",
+    "linear",
+    "--warmup_steps",
+    "2",
+    "--learning_rate",
+    "1e-2",
+    "--weight_decay",
+    "0.1",
+    "--optim",
+    "adamw_torch",
+    "--disable_tqdm",
+    "true",
+    "--output_dir",
+    "out",
+    "--use_cpu",
+    "true",
+]
 _FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -61,9 +90,13 @@ def make_workplace(folder: Path) -> Path:
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     sizes = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
     LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(folder / "model")
     LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=False).save_pretrained(folder / "deep")
     MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=4).save_pretrained(folder / "experts")
@@ -87,9 +120,16 @@ def run_recipe(
         micro_batches = 3 if pp > 1 else 1
         batch = GLOBAL_BATCH // data_ranks // micro_batches
         flags = (
-            "--tp_size", str(tp), "--pp_size", str(pp), "--gradient_accumulation_steps", str(micro_batches),
-            "--per_device_train_batch_size", str(batch), *flags,
-        )  # fmt: skip
+            "--tp_size",
+            str(tp),
+            "--pp_size",
+            str(pp),
+            "--gradient_accumulation_steps",
+            str(micro_batches),
+            "--per_device_train_batch_size",
+            str(batch),
+            *flags,
+        )
     env = environment_of(strategy)
     if hsdp:
         env |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(ranks // 2)}

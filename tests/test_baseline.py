@@ -11,9 +11,15 @@ from hfscale.metrics.baseline import Baseline, Workload, find, read_baselines, r
 from hfscale.metrics.efficiency import describe_workload
 
 WORK = Workload(
-    model_type="llama", parameters=100, trainable_parameters=100, device="NVIDIA H100", sequence_length=4096,
-    tokens_per_gpu=8192, precision="bf16", recompute="none",
-)  # fmt: skip
+    model_type="llama",
+    parameters=100,
+    trainable_parameters=100,
+    device="NVIDIA H100",
+    sequence_length=4096,
+    tokens_per_gpu=8192,
+    precision="bf16",
+    recompute="none",
+)
 ONE = Baseline(workload=WORK, world_size=1, tokens_per_s_per_gpu=1000.0, strategy="single")
 
 
@@ -35,9 +41,16 @@ def test_the_baseline_of_fewest_gpus_is_taken_and_weak_before_strong():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("parameters", 101), ("trainable_parameters", 7), ("device", "NVIDIA A100"), ("sequence_length", 2048),
-     ("precision", "fp32"), ("recompute", "full"), ("model_type", "qwen3")],
-)  # fmt: skip
+    [
+        ("parameters", 101),
+        ("trainable_parameters", 7),
+        ("device", "NVIDIA A100"),
+        ("sequence_length", 2048),
+        ("precision", "fp32"),
+        ("recompute", "full"),
+        ("model_type", "qwen3"),
+    ],
+)
 def test_anything_else_is_no_efficiency_and_the_reason_names_it(field, value):
     reason = find([ONE], replace(WORK, **{field: value}), 8)
     assert isinstance(reason, str)
@@ -57,8 +70,10 @@ def test_recording_replaces_the_same_work_and_keeps_the_rest(tmp_path):
     assert [(row.world_size, row.tokens_per_s_per_gpu) for row in read_baselines(path)] == [(2, 1000.0), (1, 1200.0)]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1, "baselines": [{"world_size": 1}]}',
-                                  '{"format": 1, "baselines": 3}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"format": 2}', '{"format": 1, "baselines": [{"world_size": 1}]}', '{"format": 1, "baselines": 3}'],
+)
 def test_a_file_of_another_kind_is_one_clear_error(tmp_path, text):
     path = tmp_path / "b.json"
     path.write_text(text)

@@ -18,8 +18,11 @@ SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_schedul
 PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
 MEASURED_TIMES = ("goodput",)  # no two runs take equally long
 NEED_MORE_THAN_ONE_SHORT_RUN = {
-    "scaling/efficiency", "scaling/comm_fraction", "scaling/noise_scale", "scaling/straggler_skew",
-}  # fmt: skip
+    "scaling/efficiency",
+    "scaling/comm_fraction",
+    "scaling/noise_scale",
+    "scaling/straggler_skew",
+}
 
 every_callback = pytest.mark.parametrize("name", CALLBACKS)
 

@@ -39,8 +39,10 @@ def s3(tmp_path_factory):
     rclone = Path(sys.executable).with_name("rclone")
     server = subprocess.Popen(
         [rclone, "serve", "s3", root, "--addr", f"127.0.0.1:{port}", "--auth-key", f"hfscale,{SECRET}"],
-        env={"HOME": str(root), "RCLONE_CONFIG": ""}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        env={"HOME": str(root), "RCLONE_CONFIG": ""},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -108,7 +110,7 @@ class TestAStore:
         fetched = store.download(11, tmp_path / "other", tmp_path / "other" / "down")
         assert fetched == tmp_path / "other" / "checkpoint-11"
         assert verify(fetched).files == verify(tmp_path / "checkpoint-11").files
-        assert store.set_aside(after_step=9) == [11]
+        assert store.archive(after_step=9) == [11]
         assert store.committed_steps() == [9]
         store.upload(tmp_path / "checkpoint-11")  # the step again
         assert store.committed_steps() == [9, 11]

@@ -9,7 +9,7 @@ import pytest
 
 from hfscale import latest_checkpoint
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hfscale.checkpoint.store import commit, list_checkpoints, rotate, set_aside, verify, write_atomically
+from hfscale.checkpoint.store import archive, commit, list_checkpoints, rotate, verify, write_atomically
 from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.errors import CheckpointError
 
@@ -145,7 +145,7 @@ def test_checkpoints_of_later_steps_are_set_aside_and_none_is_lost(tmp_path):
     for _ in range(2):
         make(tmp_path, 5)
         make(tmp_path, 9)
-        set_aside(tmp_path, after_step=4)
+        archive(tmp_path, after_step=4)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [
         "checkpoint-5.superseded",

@@ -97,9 +97,17 @@ class TestTheFiles:
                     go.set()
                 spot = SpotCheckpointCallback(asynchronous=asynchronous)
                 trainer = tiny_trainer(
-                    "run", spot, Save(2), At(5, go.set), model=MODELS[kind](), save_strategy="steps", save_steps=100,
-                    max_steps=7, logging_strategy="no", lr_scheduler_type="linear",
-                )  # fmt: skip
+                    "run",
+                    spot,
+                    Save(2),
+                    At(5, go.set),
+                    model=MODELS[kind](),
+                    save_strategy="steps",
+                    save_steps=100,
+                    max_steps=7,
+                    logging_strategy="no",
+                    lr_scheduler_type="linear",
+                )
                 trainer.processing_class = corpus.default_tokenizer()
                 trainer.train()
                 assert spot._saving.synchronous_because == (None if asynchronous else "asynchronous is False")
@@ -169,9 +177,17 @@ def test_the_best_model_is_loaded_when_it_is_there(tmp_path, monkeypatch):
         late = At(2, lambda: (go.clear(), threading.Timer(1.5, go.set).start()))
         go.set()
         trainer = tiny_trainer(
-            tmp_path, SpotCheckpointCallback(), late, save_strategy="best", eval_strategy="steps", eval_steps=1,
-            max_steps=3, load_best_model_at_end=True, metric_for_best_model="m", greater_is_better=True,
-        )  # fmt: skip
+            tmp_path,
+            SpotCheckpointCallback(),
+            late,
+            save_strategy="best",
+            eval_strategy="steps",
+            eval_steps=1,
+            max_steps=3,
+            load_best_model_at_end=True,
+            metric_for_best_model="m",
+            greater_is_better=True,
+        )
         trainer.compute_metrics = lambda prediction: {"m": next(metric)}
         trainer.add_callback(At(2, lambda: weights.update(best=trainer.model.lm_head.weight.detach().clone())))
         save = trainer_saving.TrainerSaving._save
@@ -231,9 +247,15 @@ class TestAFailure:
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
 
         trainer = tiny_trainer(
-            tmp_path, SpotCheckpointCallback(), At(3, limit), Save(2, 4), Pause(0.05), save_strategy="steps",
-            save_steps=100, max_steps=last_step,
-        )  # fmt: skip
+            tmp_path,
+            SpotCheckpointCallback(),
+            At(3, limit),
+            Save(2, 4),
+            Pause(0.05),
+            save_strategy="steps",
+            save_steps=100,
+            max_steps=last_step,
+        )
         try:
             with pytest.raises(StorageError, match=r"checkpoint-4 could not be written: .*relaunch"):
                 trainer.train()

@@ -19,9 +19,14 @@ STATES = {"checkpoint-1": "good", "checkpoint-2": "corrupt", "checkpoint-3": "in
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     arguments = {
-        "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
-        "load_best_model_at_end": True, "max_steps": 4, "learning_rate": 1e-3,
-    }  # fmt: skip
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+    }
     tiny_trainer(folder, SpotCheckpointCallback(), **arguments).train()
     return folder
 

@@ -32,9 +32,19 @@ class TestPlan:
         assert {"model", "hardware", "choices", "rejected"} <= set(found)
         choice = found["choices"][0]
         promised = {
-            "strategy", "layout", "zero_stage", "micro_batch", "grad_accum", "activation_checkpointing", "memory_gib",
-            "step_time_s", "tokens_per_s_per_gpu", "mfu", "gpu_hours", "cost_usd",
-        }  # fmt: skip
+            "strategy",
+            "layout",
+            "zero_stage",
+            "micro_batch",
+            "grad_accum",
+            "activation_checkpointing",
+            "memory_gib",
+            "step_time_s",
+            "tokens_per_s_per_gpu",
+            "mfu",
+            "gpu_hours",
+            "cost_usd",
+        }
         assert promised <= set(choice)
         assert set(choice["layout"]) == {"dp_replicate", "dp_shard", "cp", "tp", "pp"}
         assert set(choice["memory_gib"]) == MEMORY
@@ -108,12 +118,18 @@ class TestPlan:
 
     @pytest.mark.parametrize(
         ("text", "part"),
-        [("", "cannot be read as a model config"), ("[]", "holds no JSON object"), ("{}", "no model_type"),
-         ('{"model_type": "llama"}', "num_hidden_layers is missing"), ("\udcff", "cannot be read as a model config"),
-         ('{"model_type": "llama", "num_hidden_layers": 2000000000}', "a whole number up to 1,000 in config.json"),
-         ('{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 1000000000000}', "up to 1,000,000,000"),
-         ('{"model_type": "llama", "num_hidden_layers": NaN}', "num_hidden_layers is nan"), (None, "Is a directory")],
-    )  # fmt: skip
+        [
+            ("", "cannot be read as a model config"),
+            ("[]", "holds no JSON object"),
+            ("{}", "no model_type"),
+            ('{"model_type": "llama"}', "num_hidden_layers is missing"),
+            ("\udcff", "cannot be read as a model config"),
+            ('{"model_type": "llama", "num_hidden_layers": 2000000000}', "a whole number up to 1,000 in config.json"),
+            ('{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 1000000000000}', "up to 1,000,000,000"),
+            ('{"model_type": "llama", "num_hidden_layers": NaN}', "num_hidden_layers is nan"),
+            (None, "Is a directory"),
+        ],
+    )
     def test_a_config_that_is_none_is_one_line(self, capsys, tmp_path, text, part):
         path = tmp_path / "config.json"
         if text is None:
@@ -203,11 +219,41 @@ class TestEstimate:
 
     def test_every_flag_of_a_large_layout(self, capsys):
         argv = [
-            "estimate", "llama-3.1-405b", "--gpu", "H100-80GB", "--gpus", "1024", "--dp-replicate", "4", "--dp-shard",
-            "1", "--cp", "2", "--tp", "8", "--pp", "16", "--virtual-stages", "2", "--zero", "1", "--micro-batch", "1",
-            "--global-batch", "512", "--seq-len", "8192", "--activation-checkpointing", "selective", "--precision",
-            "fp8", "--compile", "--stack", "megatron", "--json",
-        ]  # fmt: skip
+            "estimate",
+            "llama-3.1-405b",
+            "--gpu",
+            "H100-80GB",
+            "--gpus",
+            "1024",
+            "--dp-replicate",
+            "4",
+            "--dp-shard",
+            "1",
+            "--cp",
+            "2",
+            "--tp",
+            "8",
+            "--pp",
+            "16",
+            "--virtual-stages",
+            "2",
+            "--zero",
+            "1",
+            "--micro-batch",
+            "1",
+            "--global-batch",
+            "512",
+            "--seq-len",
+            "8192",
+            "--activation-checkpointing",
+            "selective",
+            "--precision",
+            "fp8",
+            "--compile",
+            "--stack",
+            "megatron",
+            "--json",
+        ]
         assert json.loads(run(capsys, *argv).out)["mfu"] > 0.1
 
     def test_ranks_that_no_axis_names_share_or_replicate(self, capsys):
@@ -221,15 +267,19 @@ class TestEstimate:
 
     @pytest.mark.parametrize(
         ("argv", "part"),
-        [(["--gpus", "0"], "the world has 0"), (["--gpus", "8", "--dp-shard", "0"], "dp_shard=0 is not"),
-         (["--gpus", "99999999999999999999"], "more than any run has"), (["--gpus", "8", "--tp", "-2"], "tp=-2"),
-         (["--gpus", "8", "--seq-len", "1000000000000"], "seq_len=1000000000000 is more than any run has"),
-         (["--gpus", "8", "--micro-batch", "1000000000000"], "micro_batch=1000000000000 is more than"),
-         (["--gpus", "4194304", "--micro-batch", "1"], "more than 1,000,000 ranks"),
-         (["--gpus", "8", "--network-gb-s", "inf"], "above 0 and finite"),
-         (["--gpus", "8", "--overlapped-experts"], "overlapped_experts needs stack megatron"),
-         (["--gpus", "8", "--expert-parallel", "2"], "does not divide 0 experts: use 1")],
-    )  # fmt: skip
+        [
+            (["--gpus", "0"], "the world has 0"),
+            (["--gpus", "8", "--dp-shard", "0"], "dp_shard=0 is not"),
+            (["--gpus", "99999999999999999999"], "more than any run has"),
+            (["--gpus", "8", "--tp", "-2"], "tp=-2"),
+            (["--gpus", "8", "--seq-len", "1000000000000"], "seq_len=1000000000000 is more than any run has"),
+            (["--gpus", "8", "--micro-batch", "1000000000000"], "micro_batch=1000000000000 is more than"),
+            (["--gpus", "4194304", "--micro-batch", "1"], "more than 1,000,000 ranks"),
+            (["--gpus", "8", "--network-gb-s", "inf"], "above 0 and finite"),
+            (["--gpus", "8", "--overlapped-experts"], "overlapped_experts needs stack megatron"),
+            (["--gpus", "8", "--expert-parallel", "2"], "does not divide 0 experts: use 1"),
+        ],
+    )
     def test_sizes_that_no_run_has_are_one_line(self, capsys, argv, part):
         found = run(capsys, "estimate", "llama-3.1-8b", "--gpu", "H100", *argv, code=2)
         assert part in found.err

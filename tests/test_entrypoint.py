@@ -238,9 +238,16 @@ def test_exit_codes_and_lines(python: Callable[..., Any]) -> None:
     sections = done.err.split("== ")[1:]
     said = {name: text for name, _, text in (section.partition("\n") for section in sections)}
     assert codes == {
-        "usage": "2", "storage": "1", "cannot": "1", "install": "1", "bug": "1", "import": "1", "exit": "75",
-        "fine": "0", "rank1": "2",
-    }  # fmt: skip
+        "usage": "2",
+        "storage": "1",
+        "cannot": "1",
+        "install": "1",
+        "bug": "1",
+        "import": "1",
+        "exit": "75",
+        "fine": "0",
+        "rank1": "2",
+    }
     assert said["usage"] == "hfscale: error: --train_file x is empty\n"
     assert said["cannot"] == "hfscale: error: not the strategy asked for\n"
     assert said["install"] == "hfscale: error: needs `pip install x`\n"

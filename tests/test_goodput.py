@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from hfscale import ScalingMetricsCallback
 from hfscale.errors import UsageError
-from hfscale.metrics.goodput import Ledger
+from hfscale.metrics.goodput import GoodputTracker
 from hfscale.metrics.records import append_record, begin_records, last_sign_of_life, read_events, read_records
 from hfscale.metrics.spending import rate
 
@@ -23,19 +23,19 @@ class Clock:
 
 def test_a_run_without_interruption():
     clock, saved = Clock(), {}
-    ledger = Ledger(saved, now=clock)
+    goodput_tracker = GoodputTracker(saved, now=clock)
     clock.now = 1010.0  # imports, loading
-    ledger.begin(launched_at=1000.0, world_size=4)
+    goodput_tracker.begin(launched_at=1000.0, world_size=4)
     clock.now = 1110.0
-    ledger.fold({"compute": 80.0, "data_wait": 15.0, "save": 5.0})
-    assert ledger.goodput() == pytest.approx(80 / 110)
+    goodput_tracker.fold({"compute": 80.0, "data_wait": 15.0, "save": 5.0})
+    assert goodput_tracker.goodput() == pytest.approx(80 / 110)
     assert saved["seconds"] == {"start_up": 10.0, "compute": 80.0, "data_wait": 15.0, "save": 5.0}
-    assert ledger.gpu_hours() == pytest.approx(4 * 110 / 3600)
+    assert goodput_tracker.gpu_hours() == pytest.approx(4 * 110 / 3600)
 
 
 def test_steps_after_the_checkpoint_are_lost_and_the_time_until_the_relaunch_is_down():
     clock, saved = Clock(), {}
-    first = Ledger(saved, now=clock)
+    first = GoodputTracker(saved, now=clock)
     first.begin(launched_at=1000.0, world_size=4)
     clock.now = 1060.0
     first.update({"compute": 60.0})
@@ -43,13 +43,17 @@ def test_steps_after_the_checkpoint_are_lost_and_the_time_until_the_relaunch_is_
     clock.now = 1100.0
     first.update({"compute": 90.0, "save": 10.0})  # 30 s more of steps, then the machine is gone
     clock.now = 1500.0
-    again = Ledger(checkpoint, now=clock)
+    again = GoodputTracker(checkpoint, now=clock)
     again.begin(launched_at=1480.0, world_size=2, last_alive=1100.0, save=(1070.0, 10.0))
     clock.now = 1600.0
     again.fold({"compute": 100.0})
     assert checkpoint["seconds"] == {
-        "compute": 160.0, "save": 10.0, "lost": 30.0, "down": 380.0, "start_up": 20.0,
-    }  # fmt: skip
+        "compute": 160.0,
+        "save": 10.0,
+        "lost": 30.0,
+        "down": 380.0,
+        "start_up": 20.0,
+    }
     assert sum(checkpoint["seconds"].values()) == 600.0  # every second since the first launch is somewhere
     assert again.goodput() == pytest.approx(160 / 600)
     # Nobody pays for the time between: 100 s on 4 GPUs, 120 s on 2.
@@ -59,13 +63,13 @@ def test_steps_after_the_checkpoint_are_lost_and_the_time_until_the_relaunch_is_
 def test_an_attempt_that_saved_nothing_was_all_lost():
     clock, saved = Clock(), {}
     clock.now = 1300.0
-    ledger = Ledger(saved, now=clock)
-    ledger.begin(launched_at=1290.0, world_size=2, last_alive=1200.0, first_launch=1000.0)
+    goodput_tracker = GoodputTracker(saved, now=clock)
+    goodput_tracker.begin(launched_at=1290.0, world_size=2, last_alive=1200.0, first_launch=1000.0)
     clock.now = 1400.0
-    ledger.fold({"compute": 100.0})
+    goodput_tracker.fold({"compute": 100.0})
     assert saved["seconds"] == {"lost": 200.0, "down": 90.0, "start_up": 10.0, "compute": 100.0}
-    assert ledger.goodput() == pytest.approx(0.25)
-    assert ledger.gpu_hours() == pytest.approx(2 * (200 + 110) / 3600)
+    assert goodput_tracker.goodput() == pytest.approx(0.25)
+    assert goodput_tracker.gpu_hours() == pytest.approx(2 * (200 + 110) / 3600)
 
 
 class KilledError(Exception):
@@ -92,8 +96,15 @@ def test_a_killed_training_and_its_relaunch(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     events = read_events(tmp_path)
     assert [event["event"] for event in events if event["event"] != "finding"] == [
-        "launch", "workload", "save", "launch", "workload", "save", "save", "end",
-    ]  # fmt: skip
+        "launch",
+        "workload",
+        "save",
+        "launch",
+        "workload",
+        "save",
+        "save",
+        "end",
+    ]
     launches = [event for event in events if event["event"] == "launch"]
     assert launches[1]["step"] == 3
     assert launches[1]["previous_alive"] == kept[-1]["time"]
@@ -148,9 +159,13 @@ class TestRecords:
 
     @pytest.mark.parametrize(
         ("events", "commits", "is_kept"),
-        [(["launch"], False, True), (["launch", "save"], False, True), (["launch", "end"], False, False),
-         (["launch", "save"], True, False)],
-    )  # fmt: skip
+        [
+            (["launch"], False, True),
+            (["launch", "save"], False, True),
+            (["launch", "end"], False, False),
+            (["launch", "save"], True, False),
+        ],
+    )
     def test_a_launch_without_a_checkpoint_or_an_end_is_of_the_same_run(self, tmp_path, events, commits, is_kept):
         if commits:  # "save" is said when a save begins
             (tmp_path / "checkpoint-3.superseded").mkdir()

@@ -13,10 +13,15 @@ from hfscale.health.build_locks import abandoned_locks, remove_abandoned_locks
 from hfscale.health.env import STALE, Node, lint
 
 NODE = Node(
-    host="node-a", interfaces={"lo": True, "eth0": True, "eth1": False, "ib0": True}, ib_devices=("mlx5_0", "mlx5_1"),
-    gpus=("NVIDIA H100 80GB HBM3",) * 8, cores=96, memory_gib=1000.0, shm_gib=64.0,
+    host="node-a",
+    interfaces={"lo": True, "eth0": True, "eth1": False, "ib0": True},
+    ib_devices=("mlx5_0", "mlx5_1"),
+    gpus=("NVIDIA H100 80GB HBM3",) * 8,
+    cores=96,
+    memory_gib=1000.0,
+    shm_gib=64.0,
     limits={"nofile": 65536.0, "memlock": float("inf"), "nproc": float("inf")},
-)  # fmt: skip
+)
 TWO_NODES = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
 
 
@@ -40,8 +45,9 @@ def test_a_lock_that_a_killed_build_has_left(tmp_path, monkeypatch):
     holds = "import sys; held = open(sys.argv[1]); print(flush=True); input()"
     holder = subprocess.Popen(
         [sys.executable, "-c", holds, given / "held" / "lock"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     holder.stdout.readline()
     assert abandoned_locks(here) == [given / "fused_adam" / "lock"]
     assert abandoned_locks(cached) == [default / "cpu_adam" / "lock"]

@@ -13,9 +13,14 @@ from hfscale.health.gpu import GpuWatch, NvmlSensor, Reading, xids
 from hfscale.health.monitor import GpuThread, Monitor
 
 WELL = Reading(
-    temperature_c=61.0, power_w=655.0, sm_clock_mhz=1755.0, reasons=0x4, ecc_uncorrected=0, ecc_corrected=3,
+    temperature_c=61.0,
+    power_w=655.0,
+    sm_clock_mhz=1755.0,
+    reasons=0x4,
+    ecc_uncorrected=0,
+    ecc_corrected=3,
     bus="00000000:17:00.0",
-)  # fmt: skip
+)
 KERNEL = [
     "6,1234,98765,-;usb 1-1: new high-speed USB device",
     "4,1235,98766,-;NVRM: Xid (PCI:0000:17:00): 79, pid=4242, name=python, GPU has fallen off the bus.",
@@ -93,8 +98,12 @@ def nvml(**missing):
 
     asked = []
     module = types.SimpleNamespace(
-        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1, NVML_MEMORY_ERROR_TYPE_CORRECTED=0,
-        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1, NVML_VOLATILE_ECC=0,
+        NVMLError=NVMLError,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_CLOCK_SM=1,
+        NVML_MEMORY_ERROR_TYPE_CORRECTED=0,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
+        NVML_VOLATILE_ECC=0,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: asked.append(uuid),
         nvmlDeviceGetPowerUsage=lambda h: 654321,
@@ -105,7 +114,7 @@ def nvml(**missing):
         nvmlDeviceGetCurrentClocksEventReasons=lambda h: 0x4,
         nvmlDeviceGetTotalEccErrors=lambda h, kind, counter: 3 - 3 * kind,
         asked=asked,
-    )  # fmt: skip
+    )
     for name in missing:
         setattr(module, name, refuse)
     return module

@@ -16,7 +16,7 @@ from hfscale.health import stacks
 from hfscale.health.diagnosis import Snapshot, diagnose
 from hfscale.health.flight import Position, positions_of
 from hfscale.health.hang import HangWatchdog, Limits
-from hfscale.health.rank_store import Board
+from hfscale.health.rank_store import RankStore
 from hfscale.integrations.trainer import training_frame
 
 HOSTS = dict(enumerate("abcd"))
@@ -25,9 +25,14 @@ QUICK = Limits(floor_s=1.5, factor=5, grace_s=1.5, poll_s=0.2)
 
 def snap(*positions, step=5, **changes):
     fields = {
-        "host": "h", "step": step, "phase": "compute", "idle_s": 70.0, "occupation": None, "place": "train.py:3 main",
+        "host": "h",
+        "step": step,
+        "phase": "compute",
+        "idle_s": 70.0,
+        "occupation": None,
+        "place": "train.py:3 main",
         "positions": positions,
-    }  # fmt: skip
+    }
     return Snapshot(**(fields | changes))
 
 
@@ -109,15 +114,25 @@ def test_positions_of_an_nccl_dump():
 
     def entry(number, state, retired, operation="nccl:all_reduce", is_p2p=False):
         return {
-            "process_group": ["0", "default_pg"], "collective_seq_id": number, "p2p_seq_id": 1, "is_p2p": is_p2p,
-            "profiling_name": operation, "input_sizes": [[7]], "state": state, "retired": retired,
-        }  # fmt: skip
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": number,
+            "p2p_seq_id": 1,
+            "is_p2p": is_p2p,
+            "profiling_name": operation,
+            "input_sizes": [[7]],
+            "state": state,
+            "retired": retired,
+        }
 
     dump = {
         "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
-        "entries": [entry(3, "completed", True), entry(4, "started", False), entry(5, "scheduled", False),
-                    entry(0, "completed", True, "nccl:send 0->1", True)],
-    }  # fmt: skip
+        "entries": [
+            entry(3, "completed", True),
+            entry(4, "started", False),
+            entry(5, "scheduled", False),
+            entry(0, "completed", True, "nccl:send 0->1", True),
+        ],
+    }
     one, two = positions_of([dump])
     assert (one.ranks, one.entered, one.waiting, one.operation, one.started) == ((0, 1), 5, 4, "all_reduce", True)
     assert (two.group, two.waiting) == ("0/p2p", None)
@@ -148,7 +163,7 @@ class Watched(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         limits = Limits(floor_s=0.5, factor=5, grace_s=0.2, poll_s=0.05)
-        self.dog = HangWatchdog(Board(store, 0, 1), self.folder, limits=limits, inside=training_frame())
+        self.dog = HangWatchdog(RankStore(store, 0, 1), self.folder, limits=limits, inside=training_frame())
         self.dog.start()
 
     def on_step_begin(self, args, state, control, **kwargs):

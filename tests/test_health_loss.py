@@ -22,8 +22,10 @@ def falling(seed, steps=200):
 
 
 class TestTheGuard:
-    @pytest.mark.parametrize(("loss", "norm", "part"), [(math.nan, 1.0, "loss is nan"), (math.inf, 1.0, "loss is inf"),
-                                                        (1.0, math.nan, "norm is nan")])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("loss", "norm", "part"),
+        [(math.nan, 1.0, "loss is nan"), (math.inf, 1.0, "loss is inf"), (1.0, math.nan, "norm is nan")],
+    )
     def test_what_is_no_number_is_an_error_at_once(self, loss, norm, part):
         found = LossGuard().check(7, loss, norm)
         assert found.level == "error"

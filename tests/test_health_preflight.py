@@ -154,9 +154,14 @@ def test_healthy_ranks_are_not_accused():
 @pytest.mark.world(3)
 @pytest.mark.parametrize(
     ("fault", "guilty", "check"),
-    [("wrong:matmul", 1, "matmul"), ("wrong:all_reduce", 0, "all_reduce"), ("corrupt:all_gather", 2, "all_gather"),
-     ("slow:3", 1, "speed"), ("killed:all_gather", 1, "presence")],
-)  # fmt: skip
+    [
+        ("wrong:matmul", 1, "matmul"),
+        ("wrong:all_reduce", 0, "all_reduce"),
+        ("corrupt:all_gather", 2, "all_gather"),
+        ("slow:3", 1, "speed"),
+        ("killed:all_gather", 1, "presence"),
+    ],
+)
 def test_one_rank_at_fault_is_named_by_every_other(fault, guilty, check):
     ended = run(3, fault, guilty, 20.0)
     assert len(ended.results) == (2 if fault.startswith("killed") else 3)

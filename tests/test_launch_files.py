@@ -47,9 +47,12 @@ WORKER = REPOSITORY / "tests" / "workers" / "two_nodes.py"
 DEFAULT = ["recipes/sharded/train.py", "--config", "recipes/sharded/llama-3.1-8b-full.yaml"]
 NODE = {"MAIN_IP": "127.0.0.1", "MAIN_PORT": "29500", "NODE_RANK": "1", "NODES": "2", "GPUS_PER_NODE": "8"}
 JOB = {  # what sbatch sets on the first of two nodes
-    "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NODELIST": "gpu[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_GPUS_ON_NODE": "8",
     "SLURM_CPUS_PER_TASK": "64",
-}  # fmt: skip
+}
 POD = {"PRIMARY_ADDR": "10.65.0.2", "PRIMARY_PORT": "29400", "NODE_RANK": "1", "NUM_NODES": "2", "NUM_TRAINERS": "8"}
 KUBERNETES = "1.37"
 PREEMPTED, WRONG_USAGE = 75, 2
@@ -114,11 +117,24 @@ def accelerate_command(node: dict[str, str], *script: str, config: str = "accele
     """The command that these variables must lead to, whatever platform they came from."""
     processes = int(node["NODES"]) * int(node["GPUS_PER_NODE"])
     return [
-        "accelerate", "launch", "--config_file", config, "--num_machines", node["NODES"],
-        "--machine_rank", node["NODE_RANK"], "--main_process_ip", node["MAIN_IP"],
-        "--main_process_port", node["MAIN_PORT"], "--num_processes", str(processes),
-        "--deepspeed_multinode_launcher", "standard", *(script or DEFAULT),
-    ]  # fmt: skip
+        "accelerate",
+        "launch",
+        "--config_file",
+        config,
+        "--num_machines",
+        node["NODES"],
+        "--machine_rank",
+        node["NODE_RANK"],
+        "--main_process_ip",
+        node["MAIN_IP"],
+        "--main_process_port",
+        node["MAIN_PORT"],
+        "--num_processes",
+        str(processes),
+        "--deepspeed_multinode_launcher",
+        "standard",
+        *(script or DEFAULT),
+    ]
 
 
 # --- every file ------------------------------------------------------------------------------------------------------
@@ -306,11 +322,16 @@ def test_runpod_translates_its_variables(fake_python):
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """Stand-ins for scontrol and srun, which starts a task per node here; what they were asked lies in tmp_path."""
-    executable(tmp_path / "bin" / "scontrol", f"""#!/bin/bash
+    executable(
+        tmp_path / "bin" / "scontrol",
+        f"""#!/bin/bash
         echo "$*" >> {tmp_path}/scontrol
         if [[ $2 == hostnames ]]; then printf '127.0.0.1\\n127.0.0.2\\n'; fi
-        if [[ $2 == job ]]; then echo "   JobState=${{FAKE_STATE:-RUNNING}} Reason=None"; fi""")  # fmt: skip
-    executable(tmp_path / "bin" / "srun", f"""#!/bin/bash
+        if [[ $2 == job ]]; then echo "   JobState=${{FAKE_STATE:-RUNNING}} Reason=None"; fi""",
+    )
+    executable(
+        tmp_path / "bin" / "srun",
+        f"""#!/bin/bash
         echo "$*" > {tmp_path}/srun
         while [[ $1 == --* ]]; do shift; done
         export SRUN=$$
@@ -319,7 +340,8 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         done
         highest=0
         for task in "${{tasks[@]}}"; do wait "$task"; code=$?; ((code > highest)) && highest=$code; done
-        exit $highest""")  # fmt: skip
+        exit $highest""",
+    )
     return JOB | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
 
 
@@ -592,9 +614,14 @@ def test_pytorchjob_starts_a_launcher_per_pod(fake_python):
     assert container["name"] == "pytorch"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["nprocPerNode"])
     operator = {
-        "MASTER_ADDR": "hfscale-master-0", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "16", "PET_NNODES": "2",
-        "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": job["nprocPerNode"],
-    }  # fmt: skip
+        "MASTER_ADDR": "hfscale-master-0",
+        "MASTER_PORT": "23456",
+        "RANK": "1",
+        "WORLD_SIZE": "16",
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_NPROC_PER_NODE": job["nprocPerNode"],
+    }
     argv, _ = composed(run_container(container, operator | {"PYTHON": fake_python}))
     node = NODE | {"MAIN_IP": "hfscale-master-0", "MAIN_PORT": "23456"}
     assert argv == accelerate_command(node, *container["args"])
@@ -603,9 +630,13 @@ def test_pytorchjob_starts_a_launcher_per_pod(fake_python):
 def test_skypilot_sets_up_and_starts_a_launcher_per_node(fake_python, tmp_path):
     (task,) = documents(SKYPILOT)
     env = {
-        "HOME": str(tmp_path), "PYTHON": fake_python, "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
-        "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-    }  # fmt: skip
+        "HOME": str(tmp_path),
+        "PYTHON": fake_python,
+        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }
     executable(tmp_path / ".local" / "bin" / "uv", '#!/bin/bash\necho "$@"\n')
     executable(tmp_path / "hfscale" / "bin" / "activate", "")
     assert run("bash", "-c", task["setup"], env=env).out == "pip install -c constraints.txt .[wandb,gpu]\n"
@@ -781,9 +812,14 @@ def free_port(start: int = 0, stop: int = 1) -> int:
 def started(*argv: str | Path, env: dict[str, str], cwd: Path) -> Iterator[subprocess.Popen]:
     """A process in a session of its own; what is left at the end of it and its workers is killed."""
     process = subprocess.Popen(
-        list(map(str, argv)), env=environment(env), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+        list(map(str, argv)),
+        env=environment(env),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         yield process
     finally:

@@ -42,9 +42,19 @@ def test_every_weight_comes_back(family):
 def losses(folder, seed, resume=None, **arguments):
     """Of each step of a run that begins from `seed`, or goes on from a checkpoint."""
     args = TrainingArguments(
-        str(folder), use_cpu=True, max_steps=4, save_strategy="steps", save_steps=2, logging_steps=1,
-        learning_rate=1e-2, per_device_train_batch_size=2, report_to="none", disable_tqdm=True, seed=7, **arguments,
-    )  # fmt: skip
+        str(folder),
+        use_cpu=True,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        per_device_train_batch_size=2,
+        report_to="none",
+        disable_tqdm=True,
+        seed=7,
+        **arguments,
+    )
     model = tiny_causal_lm("mixtral", seed=seed, num_local_experts=4, num_hidden_layers=1)
     trainer = Trainer(
         model, args, train_dataset=Tokens(), eval_dataset=Tokens(8), callbacks=[SpotCheckpointCallback()]

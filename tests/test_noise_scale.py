@@ -61,9 +61,14 @@ def test_the_known_answer(tmp_path):
 def test_of_a_language_model_the_squares_are_those_of_each_micro_batchs_own_gradient(tmp_path):
     """Trainer divides its loss by the tokens of all micro-batches: that has to be undone."""
     trainer = tiny_trainer(
-        tmp_path, ScalingMetricsCallback(noise_scale=True), gradient_accumulation_steps=3, max_steps=1,
-        per_device_train_batch_size=2, max_grad_norm=1e-3, train_sampling_strategy="sequential",
-    )  # fmt: skip
+        tmp_path,
+        ScalingMetricsCallback(noise_scale=True),
+        gradient_accumulation_steps=3,
+        max_steps=1,
+        per_device_train_batch_size=2,
+        max_grad_norm=1e-3,
+        train_sampling_strategy="sequential",
+    )
     trainer.train()
     kept = trainer.state.stateful_callbacks["hfscale"]["noise_scale"]
     model, rows = tiny_model(), RandomTokens().rows
@@ -108,9 +113,13 @@ def test_one_step_in_fifty_is_looked_at_however_often_is_logged(tmp_path):
 
 def test_a_log_of_another_step_than_the_one_looked_at_is_no_sample(tmp_path):
     trainer = tiny_trainer(
-        tmp_path, ScalingMetricsCallback(noise_scale=True), gradient_accumulation_steps=2, logging_strategy="epoch",
-        logging_steps=5, max_steps=24,
-    )  # fmt: skip
+        tmp_path,
+        ScalingMetricsCallback(noise_scale=True),
+        gradient_accumulation_steps=2,
+        logging_strategy="epoch",
+        logging_steps=5,
+        max_steps=24,
+    )
     trainer.train()  # 8 steps an epoch
     assert len(logged(trainer, "loss")) == 3
     assert "samples" not in trainer.state.stateful_callbacks["hfscale"]["noise_scale"]
@@ -142,10 +151,12 @@ def test_the_averages_survive_a_resume_and_each_is_taken_by_itself():
 
 @pytest.mark.parametrize(
     ("noise_scale", "batch", "words"),
-    [(512.0, 64, ("a larger batch", "9.0 times the fewest", "8.0 times the batch", "x 2.8")),
-     (32.0, 256, ("a smaller one", "9.0 times the fewest")),
-     (100.0, 100, ("near the balance", "2.0 times the fewest"))],
-)  # fmt: skip
+    [
+        (512.0, 64, ("a larger batch", "9.0 times the fewest", "8.0 times the batch", "x 2.8")),
+        (32.0, 256, ("a smaller one", "9.0 times the fewest")),
+        (100.0, 100, ("near the balance", "2.0 times the fewest")),
+    ],
+)
 def test_the_advice_has_its_numbers(noise_scale, batch, words):
     for word in words:
         assert word in advice(noise_scale, batch)

@@ -59,17 +59,21 @@ def test_schedules_and_inputs_on_four_processes():
     jobs = [
         {
             "parallel": CUBE | {"pipeline_schedule": "InterleavedZeroBubble"},
-            "data": {"ragged": True}, "args": smoothed,
+            "data": {"ragged": True},
+            "args": smoothed,
         },
         {"parallel": CUBE | {"sequence_parallel": True}, "data": {"ragged": True}, "args": smoothed},
         {
             "parallel": {"pp_size": 2, "dp_replicate_size": 2, "pipeline_schedule": "ZBV"},
-            "data": {"packed": True}, "args": {"activation_checkpointing": True}, "model": TIED, "empty": True,
+            "data": {"packed": True},
+            "args": {"activation_checkpointing": True},
+            "model": TIED,
+            "empty": True,
         },
         {"parallel": CUBE | {"pipeline_schedule": "Interleaved1F1B"}, "lora": LORA},
         # The last step of an epoch has fewer micro-batches than the pipeline has stages.
         {"parallel": {"pp_size": 4}, "batch": 8, "accumulation": 4, "rows": 32, "data": {"size": 40}},
-    ]  # fmt: skip
+    ]
     check(4, jobs)
 
 
@@ -185,8 +189,12 @@ def test_families_and_the_balance_of_experts():
     jobs = {family: {"family": family, "tp": 2, "pp": 2} for family in FAMILIES}
     for schedule in ("1F1B", "ZBV"):
         jobs[f"mixtral balanced {schedule}"] = {
-            "family": "mixtral", "tp": 2, "pp": 2, "schedule": schedule, "config": BALANCED,
-        }  # fmt: skip
+            "family": "mixtral",
+            "tp": 2,
+            "pp": 2,
+            "schedule": schedule,
+            "config": BALANCED,
+        }
     assert wrong(jobs, in_world(4, compare, list(jobs.values()))) == {}
 
 

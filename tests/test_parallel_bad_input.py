@@ -14,9 +14,13 @@ from transformers import LlamaConfig, OPTConfig
 
 RECIPE = REPOSITORY / "recipes" / "tp_pp" / "train.py"
 TINY = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 QUANTISED = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
 LLAMA, OPT = LlamaConfig(**TINY), OPTConfig(vocab_size=96, hidden_size=32, num_attention_heads=4, num_hidden_layers=4)
 EVEN = LlamaConfig(**(TINY | {"vocab_size": 96}))

@@ -36,13 +36,17 @@ def test_the_same_training_with_sequences_cut_over_ranks():
     jobs = [
         {
             "parallel": CONTEXT | {"tp_size": 2, "sequence_parallel": True},
-            "data": {"ragged": True}, "args": smoothed,
+            "data": {"ragged": True},
+            "args": smoothed,
         },
         {
-            "parallel": CONTEXT | {"pp_size": 2}, "data": {"packed": True}, "model": TIED, "empty": True,
+            "parallel": CONTEXT | {"pp_size": 2},
+            "data": {"packed": True},
+            "model": TIED,
+            "empty": True,
             "args": {"activation_checkpointing": True},
         },
-    ]  # fmt: skip
+    ]
     check(4, jobs)
 
 

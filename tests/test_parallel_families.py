@@ -9,13 +9,19 @@ from transformers import AutoModelForCausalLM
 from hfscale.errors import UsageError
 from hfscale.parallel.families import PROVEN, UNCUTTABLE, check_family
 from hfscale.parallel.partition import Stage, cut_by_cost, layer_costs, stage_view
-from hfscale.parallel.structure import Anatomy
+from hfscale.parallel.structure import ModelStructure
 from hfscale.parallel.weights import build_model
 
 NOT_SMALL = {
-    "bailing_hybrid", "cohere_compass_text", "granitemoehybrid", "kimi_linear", "lfm2_moe", "llama4",
-    "phi4_multimodal", "qwen4_exp_text",
-}  # fmt: skip
+    "bailing_hybrid",
+    "cohere_compass_text",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2_moe",
+    "llama4",
+    "phi4_multimodal",
+    "qwen4_exp_text",
+}
 """Families whose config cannot be made small by sizes alone: not proven."""
 
 
@@ -53,10 +59,10 @@ def test_stages_compute_what_the_whole_does(family):
     whole.backward()
     expected = gradient_norm(model)
 
-    anatomy = Anatomy.of(model)
+    structure = ModelStructure.of(model)
     hidden = rows
-    for cut in cut_by_cost(*layer_costs(model, anatomy), 3):
-        stage = Stage(stage_view(model, anatomy, cut), anatomy, cut, loss_of)
+    for cut in cut_by_cost(*layer_costs(model, structure), 3):
+        stage = Stage(stage_view(model, structure, cut), structure, cut, loss_of)
         hidden = stage(hidden, labels=rows)
     hidden.backward()
     assert hidden.item() == pytest.approx(whole.item(), abs=5e-6)

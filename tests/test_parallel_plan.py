@@ -21,7 +21,7 @@ from hfscale.parallel.partition import cut_by_cost, layer_costs
 from hfscale.parallel.schedule import SCHEDULES as RUN
 from hfscale.parallel.stage_flags import check_arguments, plan_stages
 from hfscale.parallel.stages import SHAPES, StagePlan
-from hfscale.parallel.structure import Anatomy
+from hfscale.parallel.structure import ModelStructure
 from hfscale.recipe.layout import set_up_parallelism
 
 TINY = {
@@ -73,7 +73,7 @@ def test_no_cut_has_a_faster_slowest_stage(stages):
 def test_of_stacked_experts_those_count_that_a_token_passes():
     config = MixtralConfig(**TINY, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=1)
     model = on_meta(config)
-    costs, head = layer_costs(model, Anatomy.of(model))
+    costs, head = layer_costs(model, ModelStructure.of(model))
     expert = 3 * 32 * 64
     attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
     assert costs == [attention + expert + 4 * 32] * 2  # and the router
@@ -81,7 +81,7 @@ def test_of_stacked_experts_those_count_that_a_token_passes():
 
 
 def test_anatomy_is_found_by_looking():
-    found = Anatomy.of(on_meta(LlamaConfig(**TINY, num_hidden_layers=3, tie_word_embeddings=True)))
+    found = ModelStructure.of(on_meta(LlamaConfig(**TINY, num_hidden_layers=3, tie_word_embeddings=True)))
     assert (found.layers, found.depth, found.token_embedding) == ("model.layers", 3, "model.embed_tokens")
     assert (found.after, found.head, found.tied) == (("model.norm", "lm_head"), "lm_head", True)
     assert found.layer_of("model.layers.12.mlp.up_proj.weight") == 12
@@ -112,8 +112,8 @@ def test_too_few_micro_batches_are_named_with_the_nearest_that_work(schedule, pp
         LayoutError, match=rf"{bad} micro-batches.*--gradient_accumulation_steps [{nearest}{bad - 1}]$"
     ):
         plan.check_micro_batches(bad)
-    assert plan.takes(nearest)
-    assert plan.takes(plan.micro_batches_for(bad))
+    assert plan.supports(nearest)
+    assert plan.supports(plan.micro_batches_for(bad))
 
 
 def test_idle_time_follows_the_published_formulas():
@@ -176,7 +176,7 @@ def test_a_model_that_is_no_stack_of_layers_is_refused():
     model = on_meta(LlamaConfig(**TINY, num_hidden_layers=2))
     model.config.num_hidden_layers = 5
     with pytest.raises(UnsupportedModelError, match="not a stack of 5 layers"):
-        Anatomy.of(model)
+        ModelStructure.of(model)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.parallel.families import MATRICES_UNCUTTABLE, PROVEN, SEQUENCES_PROVEN, check_matrices, check_sequences
 from hfscale.parallel.sequence import plan_sequences
-from hfscale.parallel.structure import Anatomy
+from hfscale.parallel.structure import ModelStructure
 from hfscale.parallel.tensor import tensor_parallel_plan
 from hfscale.parallel.vocabulary import VocabularyLoss, leave_logits_cut
 
@@ -121,9 +121,9 @@ def test_the_balance_of_experts_with_sequences_cut():
 def sequence_plan(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    anatomy, plan = Anatomy.of(model), tensor_parallel_plan(model, 2)
-    assert leave_logits_cut(model, plan, anatomy.head)
-    return plan_sequences(model, anatomy, plan)
+    structure, plan = ModelStructure.of(model), tensor_parallel_plan(model, 2)
+    assert leave_logits_cut(model, plan, structure.head)
+    return plan_sequences(model, structure, plan)
 
 
 def test_what_is_lean_what_is_whole_and_what_is_on_its_own_tokens():

@@ -20,10 +20,17 @@ DDP = {"WORLD_SIZE": "8"}
 def arguments(world_size=8, **changes):
     """What `set_up_parallelism` reads and sets of TrainingArguments, for a world that this machine does not have."""
     defaults = {
-        "world_size": world_size, "use_cpu": False, "deepspeed": None, "fsdp": None, "parallelism_config": None,
-        "save_strategy": "no", "save_only_model": False, "bf16": True, "resume_from_checkpoint": "true",
+        "world_size": world_size,
+        "use_cpu": False,
+        "deepspeed": None,
+        "fsdp": None,
+        "parallelism_config": None,
+        "save_strategy": "no",
+        "save_only_model": False,
+        "bf16": True,
+        "resume_from_checkpoint": "true",
         "gradient_compression": "none",
-    }  # fmt: skip
+    }
     return SimpleNamespace(**defaults | changes)
 
 
@@ -113,7 +120,7 @@ LLAMA = LlamaConfig(num_attention_heads=32, num_key_value_heads=8)
         ({"cp": 3}, ZERO, LLAMA, 66, "cp_size 3 under DeepSpeed does not divide the model's 32 attention heads"),
         ({"cp": 4}, FSDP, LLAMA, 100, "--block_size to be a multiple of 8: 100 is not, 96 is"),
     ],
-)  # fmt: skip
+)
 def test_heads_and_sequences_divide(monkeypatch, layout, environ, config, block_size, message):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

@@ -27,7 +27,7 @@ from hfscale.planner.launchable import WITHOUT_CONTEXT, why_not
 from hfscale.planner.layouts import WITHOUT_TENSOR_PLAN, layouts
 from hfscale.planner.memory import GIB
 from hfscale.planner.model_view import view_of
-from hfscale.planner.request import Question
+from hfscale.planner.request import PlanRequest
 from hfscale.recipe import corpus
 from hfscale.recipe.parsing import parse_arguments
 
@@ -59,9 +59,14 @@ def model(tmp_path_factory) -> Path:
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder)
     LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    ).save_pretrained(folder)
     return folder
 
 
@@ -225,7 +230,7 @@ class TestTheSearchOffersWhatTheRecipeTakes:
         from hfscale.facts.hardware import accelerator
         from hfscale.facts.models import find_model
 
-        asked = Question(shape=find_model(name), gpu=accelerator("H100"), gpus=gpus, stack=stack, method=method)
+        asked = PlanRequest(shape=find_model(name), gpu=accelerator("H100"), gpus=gpus, stack=stack, method=method)
         return [(layout, zero) for layout, zero, _ in layouts(asked, gpus)]
 
     def test_tensor_parallelism_never_with_deepspeed_ddp_or_adapters(self):
@@ -275,14 +280,18 @@ RUNS = {
     "fsdp2_accumulated": ({"layout": {"dp_shard": 2}, "zero": 3, "global_batch": 8}, "fsdp2", 2),
     "tp": ({"layout": {"tp": 2}}, "parallel", 2),
     "interleaved": (
-        {"layout": {"dp_shard": 2, "pp": 2}, "zero": 3, "virtual_stages": 2, "global_batch": 8}, "parallel", 4,
+        {"layout": {"dp_shard": 2, "pp": 2}, "zero": 3, "virtual_stages": 2, "global_batch": 8},
+        "parallel",
+        4,
     ),
     "all_axes": ({"layout": {"dp_shard": 2, "tp": 2, "pp": 2}, "zero": 3, "global_batch": 8}, "parallel", 8),
     "long": ({"layout": {"cp": 2, "pp": 2}, "zero": 3, "global_batch": 8}, "parallel", 4),
     "zero_bubble": (
-        {"layout": {"tp": 2, "pp": 2}, "virtual_stages": 2, "schedule": "zbv", "global_batch": 8}, "parallel", 4,
+        {"layout": {"tp": 2, "pp": 2}, "virtual_stages": 2, "schedule": "zbv", "global_batch": 8},
+        "parallel",
+        4,
     ),
-}  # fmt: skip
+}
 """Jobs whose emitted files are launched: options, strategy, processes."""
 
 
@@ -300,9 +309,22 @@ def test_the_command_trains(model, tmp_path, name):
     assert command[:3] == ["accelerate", "launch", "--config_file"]
     recipe, *flags = command[4:]
     done = accelerate_launch(
-        tmp_path, Path(command[3]), processes, REPOSITORY / recipe, *flags, "--train_file", "text.txt", "--max_steps",
-        "2", "--validation_split_percentage", "0", "--disable_tqdm", "true", "--output_dir", "out",
-    )  # fmt: skip
+        tmp_path,
+        Path(command[3]),
+        processes,
+        REPOSITORY / recipe,
+        *flags,
+        "--train_file",
+        "text.txt",
+        "--max_steps",
+        "2",
+        "--validation_split_percentage",
+        "0",
+        "--disable_tqdm",
+        "true",
+        "--output_dir",
+        "out",
+    )
     assert done.code == 0, done.err[-4000:]
     assert done.lines("hfscale: strategy") == [f"hfscale: strategy {strategy} on {processes} processes (cpu)"]
     are_cut = any("sequences cut over 2 ranks" in line for line in done.lines("hfscale: each rank"))
@@ -318,14 +340,24 @@ def test_the_command_trains(model, tmp_path, name):
 def test_the_dry_run_of_an_emitted_pipeline_holds_what_was_planned(tmp_path, schedule):
     """Built on ranks that are not there, from the recipe's own flags: weights, gradients and moments counted."""
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=10, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=10,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+    )
     config.save_pretrained(tmp_path / "model")
     found = planned(
-        tmp_path / "model", layout={"dp_shard": 4, "tp": 2, "pp": 2}, zero=3, global_batch=64, schedule=schedule[0],
-        virtual_stages=schedule[1], recompute="full" if schedule[0] == "1f1b" else "none",
-    )  # fmt: skip
+        tmp_path / "model",
+        layout={"dp_shard": 4, "tp": 2, "pp": 2},
+        zero=3,
+        global_batch=64,
+        schedule=schedule[0],
+        virtual_stages=schedule[1],
+        recompute="full" if schedule[0] == "1f1b" else "none",
+    )
     emit(found, tmp_path)
     _, data_args, _, args, parallel = parse_arguments(
         ["--config", str(tmp_path / "recipe.yaml"), "--bf16", "true"], also=[ParallelArguments]
@@ -337,9 +369,13 @@ def test_the_dry_run_of_an_emitted_pipeline_holds_what_was_planned(tmp_path, sch
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
     ranks = dry_run(
-        empty_model, layout, stages, args, block_size=data_args.block_size,
+        empty_model,
+        layout,
+        stages,
+        args,
+        block_size=data_args.block_size,
         sequence_parallel=parallel.sequence_parallel,
-    )  # fmt: skip
+    )
     job, memory = found.choices[0].estimate.job, found.choices[0].estimate.memory
     assert job.rank_layers == tuple(sum(map(span, rank.layers.split())) for rank in ranks)
     states = memory.parameters + memory.gradients + memory.optimizer

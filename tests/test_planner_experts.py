@@ -16,7 +16,7 @@ from hfscale.planner.frameworks import shared, stack
 from hfscale.planner.layouts import layouts
 from hfscale.planner.model_view import view_of
 from hfscale.planner.network import Group, Network
-from hfscale.planner.request import Question
+from hfscale.planner.request import PlanRequest
 
 PERFECT = replace(shared(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
 NETWORK = Network.of(accelerator("H800"), node_size=8, network_gb_s=50.0, shared=PERFECT)
@@ -63,9 +63,14 @@ class TestExchange:
 
     @pytest.mark.parametrize(
         "changes",
-        [{"virtual_stages": 1}, {"recompute": "full"}, {"expert_parallel": 1}, {"stack": "titan"},
-         {"global_batch": 128}],
-    )  # fmt: skip
+        [
+            {"virtual_stages": 1},
+            {"recompute": "full"},
+            {"expert_parallel": 1},
+            {"stack": "titan"},
+            {"global_batch": 128},
+        ],
+    )
     def test_what_megatron_cannot_overlap_is_refused(self, changes):
         with pytest.raises(LayoutError, match="overlapped_experts needs stack megatron, expert_parallel above 1"):
             deepseek(**changes).check()
@@ -121,6 +126,6 @@ class TestUnevenPipelines:
         assert any(text.startswith("61 layers on") for text in found.assumptions)
         assert {4, 8, 16} <= stages
         shape = cut(find_model("llama-3.1-8b"), 27)
-        few = Question(shape=shape, gpu=accelerator("H100-80GB"), gpus=64, stack="megatron")
+        few = PlanRequest(shape=shape, gpu=accelerator("H100-80GB"), gpus=64, stack="megatron")
         # 28 places for 27 layers on 2 and on 4 ranks, 32 on 8 and on 16.
         assert {layout.pp for layout, _, _ in layouts(few, 64)} == {1, 2, 4}

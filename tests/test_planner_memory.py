@@ -9,7 +9,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hfscale.facts.models import find_model
-from hfscale.planner.activations import in_flight, layer_bytes, loss_bytes, selective_bytes
+from hfscale.planner.activations import layer_bytes, loss_bytes, micro_batches_in_flight, selective_bytes
 from hfscale.planner.frameworks import stack
 from hfscale.planner.memory import GIB, allocated_gib, groups, memory_of
 from hfscale.planner.model_view import view_of
@@ -126,9 +126,15 @@ class TestActivations:
     @pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (8, 4)])
     def test_a_layer_of_experts_keeps_their_inputs_and_outputs_too(self, experts, top_k):
         config = {
-            "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4,
-            "vocab_size": 128, "num_local_experts": experts, "num_experts_per_tok": top_k, "sliding_window": None,
-        }  # fmt: skip
+            "hidden_size": 512,
+            "intermediate_size": 512,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "vocab_size": 128,
+            "num_local_experts": experts,
+            "num_experts_per_tok": top_k,
+            "sliding_window": None,
+        }
         real = saved_bytes(config, 3, 256, MixtralConfig) - saved_bytes(config, 2, 256, MixtralConfig)
         shape = type(TINY).from_config({**config, "model_type": "mixtral", "num_hidden_layers": 2})
         run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1)
@@ -146,11 +152,11 @@ class TestActivations:
         ],
     )
     def test_micro_batches_in_flight(self, changes, held):
-        assert in_flight(job(**changes)) == pytest.approx(held)
+        assert micro_batches_in_flight(job(**changes)) == pytest.approx(held)
 
     def test_less_is_in_flight_on_the_last_rank(self):
-        assert in_flight(job(pp=4), last=True) == 1
-        assert in_flight(job(pp=4, virtual_stages=2), last=True) == pytest.approx(2.5)
+        assert micro_batches_in_flight(job(pp=4), last=True) == 1
+        assert micro_batches_in_flight(job(pp=4, virtual_stages=2), last=True) == pytest.approx(2.5)
 
     def test_recomputation_keeps_less(self):
         none, selective, full = (memory(recompute=kind) for kind in RECOMPUTE)

@@ -14,14 +14,22 @@ from hfscale.facts.models import find_model
 from hfscale.parallel.families import SEQUENCES_PROVEN, UNCUTTABLE
 from hfscale.parallel.partition import cut_by_cost, layer_costs
 from hfscale.parallel.stages import SHAPES, StagePlan
-from hfscale.parallel.structure import Anatomy
-from hfscale.planner.activations import in_flight, kept_and_working, layer_bytes, layers_in_flight
+from hfscale.parallel.structure import ModelStructure
+from hfscale.planner.activations import kept_and_working, layer_bytes, layers_in_flight, micro_batches_in_flight
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import stack
 from hfscale.planner.layouts import WITHOUT_TENSOR_PLAN
 from hfscale.planner.memory import memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.planner.pipeline import SCHEDULES, flag_of, held, rank_layers, stage_layers, takes, waits
+from hfscale.planner.pipeline import (
+    SCHEDULES,
+    bubble_fraction,
+    flag_of,
+    in_flight,
+    rank_layers,
+    stage_layers,
+    supports,
+)
 from hfscale.planner.states import local_parameters
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
@@ -42,10 +50,10 @@ def test_the_runtime_holds_waits_and_takes_the_same(schedule, stages):
     for pp in (2, 3, 8):
         theirs = runtime(schedule, pp, stages)
         for micro_batches in (1, 2, 3, 4, 7, 8, 12, 16, 17, 64):
-            assert takes(schedule, pp, stages, micro_batches) == theirs.takes(micro_batches)
+            assert supports(schedule, pp, stages, micro_batches) == theirs.supports(micro_batches)
             for rank in range(pp):
-                assert held(schedule, pp, stages, micro_batches, rank) == theirs.in_flight(rank, micro_batches)
-            idle = (pp - 1) * 3.0 * waits(schedule, stages, 1.0, 1.0, 1.0)
+                assert in_flight(schedule, pp, stages, micro_batches, rank) == theirs.in_flight(rank, micro_batches)
+            idle = (pp - 1) * 3.0 * bubble_fraction(schedule, stages, 1.0, 1.0, 1.0)
             assert idle / (idle + 3.0 * micro_batches) == pytest.approx(theirs.idle_fraction(micro_batches))
 
 
@@ -69,11 +77,15 @@ def test_ranks_hold_the_layers_of_their_stages(schedule, stages):
 
 def test_the_head_weighs_what_the_runtime_weighs_it():
     sizes = {
-        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 1000,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    }
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
-    layers, head = layer_costs(model, Anatomy.of(model))
+    layers, head = layer_costs(model, ModelStructure.of(model))
     shape = type(job().shape).from_config({**sizes, "model_type": "llama"})
     assert view_of(shape).head_layers == pytest.approx(head / layers[0])
 
@@ -90,7 +102,7 @@ class TestMemory:
         run = job(shape=find_model("llama-3.1-405b"), tp=8, pp=16, dp_shard=8, global_batch=512)
         assert run.rank_layers[:2] == (7, 8)
         assert layers_in_flight(run) == 15 * 8
-        assert in_flight(run) == 16
+        assert micro_batches_in_flight(run) == 16
 
     def test_both_ends_lie_on_the_first_rank_of_a_v(self):
         line, v = job(pp=4, zero=0), job(pp=4, zero=0, schedule="zbv", virtual_stages=2)
@@ -161,9 +173,12 @@ class TestSearch:
 
     @pytest.mark.parametrize(
         ("options", "reason"),
-        [({"compile": True}, "stages are not compiled"), ({"precision": "fp8"}, "bf16 or fp32"),
-         ({"optimizer": "adamw_8bit"}, "not tried on sharded stages")],
-    )  # fmt: skip
+        [
+            ({"compile": True}, "stages are not compiled"),
+            ({"precision": "fp8"}, "bf16 or fp32"),
+            ({"optimizer": "adamw_8bit"}, "not tried on sharded stages"),
+        ],
+    )
     def test_what_stages_cannot_do_is_told_once(self, options, reason):
         jobs, found = self.pipelines(**options)
         assert jobs == []

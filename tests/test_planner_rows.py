@@ -11,11 +11,28 @@ from hfscale.planner.row_words import assumed, interconnect_gb_s
 from hfscale.planner.rows import infer_stack, job_of
 
 LLAMA = {
-    "model": "Llama-3.1-8B", "params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
-    "ffn": "14336", "vocab": "128256", "seq_len": "8192.0", "micro_batch": "1", "global_batch_seqs": "8", "gpus": "8",
-    "gpu_type": "H100-80GB", "dp_shard": "8", "dp_replicate": "1", "tp": "1", "pp": "1", "cp": "1",
-    "precision": "bf16-mixed", "ac": "none", "compile": "no",
-}  # fmt: skip
+    "model": "Llama-3.1-8B",
+    "params_b": "8.03",
+    "layers": "32",
+    "hidden": "4096",
+    "heads": "32",
+    "kv_heads": "8",
+    "ffn": "14336",
+    "vocab": "128256",
+    "seq_len": "8192.0",
+    "micro_batch": "1",
+    "global_batch_seqs": "8",
+    "gpus": "8",
+    "gpu_type": "H100-80GB",
+    "dp_shard": "8",
+    "dp_replicate": "1",
+    "tp": "1",
+    "pp": "1",
+    "cp": "1",
+    "precision": "bf16-mixed",
+    "ac": "none",
+    "compile": "no",
+}
 
 
 def row(**changes):

@@ -10,12 +10,12 @@ from hfscale.facts.hardware import accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.planner.layouts import layouts
-from hfscale.planner.request import Question, strategy_of, usual_batch
-from hfscale.planner.search import HEADROOM, TELLING, search
+from hfscale.planner.request import PlanRequest, strategy_of, usual_batch
+from hfscale.planner.search import HEADROOM, TIE_TOLERANCE, search
 
 
-def question(model="llama-3.1-8b", gpu="H100-80GB", gpus=8, **options):
-    return Question(shape=find_model(model), gpu=accelerator(gpu), gpus=gpus, **options)
+def request(model="llama-3.1-8b", gpu="H100-80GB", gpus=8, **options):
+    return PlanRequest(shape=find_model(model), gpu=accelerator(gpu), gpus=gpus, **options)
 
 
 def strategies(result):
@@ -26,7 +26,7 @@ class TestSearch:
     @pytest.mark.parametrize("stack", ["hf", "titan", "megatron"])
     @pytest.mark.parametrize(("model", "gpus"), [("llama-3.1-70b", 64), ("mixtral-8x7b", 16), ("gemma-3-4b", 24)])
     def test_every_choice_fits_adds_up_and_is_valid(self, model, gpus, stack):
-        asked = question(model, gpus=gpus, stack=stack)
+        asked = request(model, gpus=gpus, stack=stack)
         chosen, _ = search(asked, gpus)
         assert chosen
         for estimate in chosen:
@@ -39,18 +39,18 @@ class TestSearch:
         assert [e.time.total for e in chosen] == sorted(e.time.total for e in chosen)
 
     def test_layouts_use_every_gpu_once_each(self):
-        found = list(layouts(question("llama-3.1-405b", gpus=512), 512))
+        found = list(layouts(request("llama-3.1-405b", gpus=512), 512))
         assert all(layout.world_size == 512 for layout, _, _ in found)
         assert len(found) == len(set(found))
 
     def test_126_layers_take_16_stages_because_the_ends_count(self):
-        sizes = {layout.pp for layout, _, _ in layouts(question("llama-3.1-405b", gpus=1024), 1024)}
+        sizes = {layout.pp for layout, _, _ in layouts(request("llama-3.1-405b", gpus=1024), 1024)}
         assert {1, 2, 16} <= sizes
         assert 4 in sizes  # 128 = 126 + 2 divides
         assert 3 not in sizes
 
     def test_adapters_stay_with_data_parallelism(self):
-        found = layouts(question(method="lora"), 8)
+        found = layouts(request(method="lora"), 8)
         assert {(layout.tp, layout.pp) for layout, _, _ in found} == {(1, 1)}
 
     def test_offload_is_the_last_resort(self):
@@ -74,11 +74,16 @@ class TestSearch:
 
     @pytest.mark.parametrize(
         ("model", "gpus", "tokens"),
-        [("llama-3.1-8b", 8, 4), ("llama-3.1-8b", 4096, 16), ("deepseek-v3", 2048, 64), ("deepseek-v3", 512, 4),
-         ("mixtral-8x7b", 1024, 4)],
-    )  # fmt: skip
+        [
+            ("llama-3.1-8b", 8, 4),
+            ("llama-3.1-8b", 4096, 16),
+            ("deepseek-v3", 2048, 64),
+            ("deepseek-v3", 512, 4),
+            ("mixtral-8x7b", 1024, 4),
+        ],
+    )
     def test_the_usual_batch_is_a_multiple_of_the_gpus(self, model, gpus, tokens):
-        batch = usual_batch(question(model, gpus=gpus), gpus)
+        batch = usual_batch(request(model, gpus=gpus), gpus)
         assert batch % gpus == 0
         assert batch * 4096 == pytest.approx(tokens * 2**20, rel=0.1)
 
@@ -98,11 +103,11 @@ class TestRanking:
     def test_the_first_is_within_what_the_estimate_can_tell(self):
         result = plan("llama-3.1-70b", gpu="H100-80GB", gpus=64, seq_len=8192)
         times = [choice.estimate.time.total for choice in result.choices]
-        assert times[0] <= min(times) * (1 + TELLING)
+        assert times[0] <= min(times) * (1 + TIE_TOLERANCE)
 
     def test_published_layouts_are_no_better_than_the_first_choice(self):
         """NeMo's published layout of Llama 3.1 405B: the first choice is at most 5% slower by the same estimate."""
-        chosen, _ = search(question("llama-3.1-405b", gpus=576, seq_len=8192, stack="megatron", global_batch=252), 576)
+        chosen, _ = search(request("llama-3.1-405b", gpus=576, seq_len=8192, stack="megatron", global_batch=252), 576)
         published = [e for e in chosen if (e.job.layout.tp, e.job.layout.cp, e.job.layout.pp) == (8, 2, 9)]
         assert published
         assert chosen[0].time.total <= published[0].time.total
@@ -110,7 +115,7 @@ class TestRanking:
     def test_fewest_gpus(self):
         result = plan("llama-3.1-70b", gpu="H100-80GB", gpus=64, objective="gpus")
         assert result.choices[0].estimate.job.layout.world_size == result.min_gpus
-        assert not search(question("llama-3.1-70b"), max(1, result.min_gpus // 2))[0]
+        assert not search(request("llama-3.1-70b"), max(1, result.min_gpus // 2))[0]
         assert plan("llama-3.1-70b", gpu="H100-80GB", gpus=64, min_gpus=True).min_gpus == result.min_gpus > 1
 
     def test_cost_prefers_fewer_gpus_and_a_deadline_more(self):
@@ -221,14 +226,20 @@ def test_gpu_hours_of_a_model_that_is_in_no_catalogue():
         ("deepseek-v3", "H800", 2048, 4096, 15360, 14.8e12, 2.664e6, "fp8"),
         ("deepseek-v3", "H800", 2048, 4096, None, 14.8e12, 2.664e6, "fp8"),
     ],
-)  # fmt: skip
+)
 def test_gpu_hours_of_real_runs_which_lost_time_besides(
     model, gpu, gpus, seq_len, global_batch, tokens, gpu_hours, precision
 ):
     answer = plan(
-        model, gpu=gpu, gpus=gpus, seq_len=seq_len, global_batch=global_batch, tokens=tokens, stack="megatron",
+        model,
+        gpu=gpu,
+        gpus=gpus,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        tokens=tokens,
+        stack="megatron",
         precision=precision,
-    )  # fmt: skip
+    )
     assert 0.5 <= tokens / answer.choices[0].estimate.tokens_per_s_per_gpu / 3600 / gpu_hours <= 1.1
 
 

@@ -24,9 +24,13 @@ from hfscale.recipe.recompute import checkpointing_kwargs
 RANKS = 8
 TOKENS = 2048
 SMALL = {
-    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 5, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "vocab_size": 1000,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
 WORDY = {**SMALL, "vocab_size": 32000}
 
 
@@ -76,9 +80,14 @@ def planned_bytes(config, recompute, *, micro_batches, reshard=True):
     Reserved is also the block of the bf16 logits, which are gone at the loss's peak.
     """
     run = job(
-        shape=ModelShape.from_config({**config, "model_type": "llama"}), dp_shard=RANKS, zero=3, seq_len=TOKENS,
-        global_batch=RANKS * micro_batches, recompute=recompute, reshard=reshard,
-    )  # fmt: skip
+        shape=ModelShape.from_config({**config, "model_type": "llama"}),
+        dp_shard=RANKS,
+        zero=3,
+        seq_len=TOKENS,
+        global_batch=RANKS * micro_batches,
+        recompute=recompute,
+        reshard=reshard,
+    )
     memory = memory_of(view_of(run.shape), run, stack("hf"))
     logits = 2 * TOKENS * config["vocab_size"] if memory.loss else 0
     return allocated_gib(memory) * GIB - logits

@@ -167,10 +167,12 @@ class TestSignalWatch:
     @pytest.mark.parametrize(
         ("served", "number", "later", "code"),
         [
-            (False, "SIGTERM", 0, 0), (False, "SIGUSR1", 6, 75), (True, "SIGTERM", 6, 0),
+            (False, "SIGTERM", 0, 0),
+            (False, "SIGUSR1", 6, 75),
+            (True, "SIGTERM", 6, 0),
             (False, "SIGINT", 0, -signal.SIGINT),
         ],
-    )  # fmt: skip
+    )
     def test_of_a_whole_process(self, served, number, later, code):
         """Before the training the first step is to serve it, but nobody is kept waiting for one that does not come;
         after the training the export is left to finish."""
@@ -246,8 +248,11 @@ class TestTraining:
         assert verify(tmp_path / "checkpoint-3").step == 3
         assert spot.preempted == f"{number.name}: checkpoint-3 is committed"
         assert status(tmp_path) == {
-            "status": "preempted", "step": 3, "checkpoint": "checkpoint-3", "reason": spot.preempted,
-        }  # fmt: skip
+            "status": "preempted",
+            "step": 3,
+            "checkpoint": "checkpoint-3",
+            "reason": spot.preempted,
+        }
 
     @pytest.mark.parametrize(
         ("event", "count"), [("on_substep_end", 3), ("on_pre_optimizer_step", 3), ("on_train_begin", 1), ("on_log", 2)]

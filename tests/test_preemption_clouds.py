@@ -167,9 +167,13 @@ class TestGcp:
 
 def azure_event(*resources, seconds=30.0, kind="Preempt", **changes):
     event = {
-        "EventId": "1", "EventType": kind, "EventStatus": "Scheduled", "ResourceType": "VirtualMachine",
-        "Resources": list(resources), "NotBefore": format_datetime(soon(seconds), usegmt=True),
-    }  # fmt: skip
+        "EventId": "1",
+        "EventType": kind,
+        "EventStatus": "Scheduled",
+        "ResourceType": "VirtualMachine",
+        "Resources": list(resources),
+        "NotBefore": format_datetime(soon(seconds), usegmt=True),
+    }
     return Reply(body=json.dumps({"DocumentIncarnation": 1, "Events": [event | changes]}))
 
 

@@ -88,14 +88,21 @@ class TestTwoRanks:
         """Rank 1 alone is signalled, in an evaluation that would last for a minute."""
         arguments = SAVING | {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1}
         outcome = trials.run(
-            tmp_path, arguments=arguments, phase="evaluation", at=2, rank=1, pauses={"evaluation": 4.0},
+            tmp_path,
+            arguments=arguments,
+            phase="evaluation",
+            at=2,
+            rank=1,
+            pauses={"evaluation": 4.0},
             signals=[{"to": [1], "signal": "SIGTERM"}],
-        )  # fmt: skip
+        )
         assert_preempted(tmp_path, outcome)
         assert outcome["status"] == {
-            "status": "preempted", "step": 3, "checkpoint": "checkpoint-3",
+            "status": "preempted",
+            "step": 3,
+            "checkpoint": "checkpoint-3",
             "reason": "SIGTERM: checkpoint-3 is committed",
-        }  # fmt: skip
+        }
         assert outcome["seconds_to_end"] < 30
 
     def test_agree_on_the_shortest_deadline(self, trials, tmp_path):

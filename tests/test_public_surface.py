@@ -19,9 +19,21 @@ PACKAGE = REPOSITORY / "hfscale"
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "deepspeed", "wandb")
 # Lowest first: a module imports from its own layer and from those before it in this list, never from a later one.
 LAYERS = (
-    "errors", "utils", "facts", "preemption", "checkpoint", "metrics", "health", "planner", "report", "integrations",
-    "parallel", "callbacks", "recipe", "cli",
-)  # fmt: skip
+    "errors",
+    "utils",
+    "facts",
+    "preemption",
+    "checkpoint",
+    "metrics",
+    "health",
+    "planner",
+    "report",
+    "integrations",
+    "parallel",
+    "callbacks",
+    "recipe",
+    "cli",
+)
 OUTSIDE = ("_moved", "__main__")  # old import paths, and `python -m hfscale`
 
 
@@ -73,10 +85,20 @@ def test_every_public_name_is_there_and_dir_lists_them():
 
 def test_the_promised_names_of_this_version():
     promised = {
-        "ScalingCallback", "LRScalingCallback", "SpotCheckpointCallback", "CommHealthCallback",
-        "ScalingMetricsCallback", "estimate", "latest_checkpoint", "plan", "ParallelLayout", "ModelShape", "errors",
-        "ParallelTrainer", "ParallelArguments",
-    }  # fmt: skip
+        "ScalingCallback",
+        "LRScalingCallback",
+        "SpotCheckpointCallback",
+        "CommHealthCallback",
+        "ScalingMetricsCallback",
+        "estimate",
+        "latest_checkpoint",
+        "plan",
+        "ParallelLayout",
+        "ModelShape",
+        "errors",
+        "ParallelTrainer",
+        "ParallelArguments",
+    }
     assert promised <= set(hfscale.__all__)
     assert issubclass(hfscale.errors.HfScaleError, Exception)
 
@@ -152,15 +174,15 @@ def test_callbacks_import_nothing_of_parallel():
     assert crossing_imports([("hfscale.callbacks.scaling", "hfscale.parallel.mesh")])
 
 
-def test_no_room_is_too_large():
+def test_no_module_or_function_is_too_long():
     for _, path in modules():
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 320, f"{path.name} has {len(lines)} lines: is there a second room inside?"
+        assert len(lines) <= 600, f"{path.name} has {len(lines)} lines: does it hold two ideas?"
         for node in ast.walk(ast.parse("\n".join(lines))):
             if isinstance(node, ast.FunctionDef):
                 first = node.body[1:2] or node.body
                 length = (node.end_lineno or 0) - first[0].lineno + 1
-                assert length <= 60, f"{path.name}: {node.name} has {length} lines"
+                assert length <= 80, f"{path.name}: {node.name} has {length} lines"
 
 
 def test_the_drawing_of_the_errors_is_the_tree():

@@ -115,10 +115,25 @@ def test_evaluation_without_text(recipe: Any, model: Path) -> None:
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_whole(recipe: Any, model: Path, tmp_path: Path) -> None:
     manifest = tmp_path / "out" / "checkpoint-20" / "hfscale_manifest.json"
     flags = [
-        "--config_name", model, "--train_file", "text.txt", "--output_dir", "out", "--block_size", "32",
-        "--max_steps", "40", "--save_steps", "20", "--per_device_train_batch_size", "2",
-        "--dataloader_num_workers", "0", "--disable_tqdm", "true",
-    ]  # fmt: skip
+        "--config_name",
+        model,
+        "--train_file",
+        "text.txt",
+        "--output_dir",
+        "out",
+        "--block_size",
+        "32",
+        "--max_steps",
+        "40",
+        "--save_steps",
+        "20",
+        "--per_device_train_batch_size",
+        "2",
+        "--dataloader_num_workers",
+        "0",
+        "--disable_tqdm",
+        "true",
+    ]
     done = recipe(*flags, wrapper=("-c", FILLING_DISK, str(manifest)))
     says(
         done, "checkpoint-40 could not be written", "File too large", "make room and relaunch the same command", code=1

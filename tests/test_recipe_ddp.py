@@ -14,10 +14,27 @@ from conftest import RECIPE, REPOSITORY, run_process
 from hfscale.checkpoint.store import latest_checkpoint, verify
 
 QUICK = [
-    "--block_size", "64", "--per_device_train_batch_size", "2", "--max_train_samples", "64", "--max_eval_samples", "4",
-    "--max_steps", "6", "--save_steps", "2", "--logging_steps", "1", "--dataloader_num_workers", "0",
-    "--disable_tqdm", "true", "--lr_scheduler_type", "linear",
-]  # fmt: skip
+    "--block_size",
+    "64",
+    "--per_device_train_batch_size",
+    "2",
+    "--max_train_samples",
+    "64",
+    "--max_eval_samples",
+    "4",
+    "--max_steps",
+    "6",
+    "--save_steps",
+    "2",
+    "--logging_steps",
+    "1",
+    "--dataloader_num_workers",
+    "0",
+    "--disable_tqdm",
+    "true",
+    "--lr_scheduler_type",
+    "linear",
+]
 
 
 def records(output_dir):
@@ -50,9 +67,15 @@ class TestTwoProcesses:
         text = re.sub(r"\s*│\s*", " ", done.out)
         last = records(output_dir)[-1]["loss"]
         for wanted in (
-            "6 steps done", f"-> {last:.4f}", "evaluation loss", "tokens/s per process, 2 processes", "x 1: ",
-            "checkpoint-6 (committed", "scaling.jsonl", "--max_steps 12",
-        ):  # fmt: skip
+            "6 steps done",
+            f"-> {last:.4f}",
+            "evaluation loss",
+            "tokens/s per process, 2 processes",
+            "x 1: ",
+            "checkpoint-6 (committed",
+            "scaling.jsonl",
+            "--max_steps 12",
+        ):
             assert wanted in text, text
         assert text.count("steps done") == 1
 
@@ -82,9 +105,12 @@ class TestTwoProcesses:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
         with (tmp_path / "log").open("w") as log:
             process = subprocess.Popen(
-                [*command, "--num_processes", "2", str(RECIPE), *flags], cwd=tmp_path, stdout=log, stderr=log,
+                [*command, "--num_processes", "2", str(RECIPE), *flags],
+                cwd=tmp_path,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             deadline = time.monotonic() + 120
             while latest_checkpoint(output_dir) is None and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -121,9 +147,11 @@ class TestTwoProcesses:
         step = found["step"]
         assert 1 <= step < 6
         assert found == {
-            "status": "preempted", "step": step, "checkpoint": f"checkpoint-{step}",
+            "status": "preempted",
+            "step": step,
+            "checkpoint": f"checkpoint-{step}",
             "reason": f"SIGTERM: checkpoint-{step} is committed",
-        }  # fmt: skip
+        }
         assert saved <= set(verify(output_dir / f"checkpoint-{step}").files)
         assert "hfscale: preempted by SIGTERM" in said
         assert "steps done" not in said
@@ -201,12 +229,41 @@ def test_from_scratch_with_a_config_and_options_of_hugging_face(whole, python, t
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 8}))
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "word " * 40}) + "\n" for _ in range(50)))
     done = python(
-        RECIPE, "--config_name", "config.json", "--tokenizer_name", whole[0], "--train_file", "text.jsonl",
-        "--streaming", "--max_steps", "3", "--block_size", "32", "--per_device_train_batch_size", "2",
-        "--optim", "sgd", "--base_global_batch_size", "1", "--learning_rate", "0.1", "--lr_scheduler_type", "constant",
-        "--activation_checkpointing", "--torch_compile", "--torch_compile_backend", "eager", "--logging_steps", "1",
-        "--output_dir", "out", "--dataloader_num_workers", "0", "--save_strategy", "no",
-    )  # fmt: skip
+        RECIPE,
+        "--config_name",
+        "config.json",
+        "--tokenizer_name",
+        whole[0],
+        "--train_file",
+        "text.jsonl",
+        "--streaming",
+        "--max_steps",
+        "3",
+        "--block_size",
+        "32",
+        "--per_device_train_batch_size",
+        "2",
+        "--optim",
+        "sgd",
+        "--base_global_batch_size",
+        "1",
+        "--learning_rate",
+        "0.1",
+        "--lr_scheduler_type",
+        "constant",
+        "--activation_checkpointing",
+        "--torch_compile",
+        "--torch_compile_backend",
+        "eager",
+        "--logging_steps",
+        "1",
+        "--output_dir",
+        "out",
+        "--dataloader_num_workers",
+        "0",
+        "--save_strategy",
+        "no",
+    )
     assert done.code == 0, done.err[-4000:]
     assert [record["learning_rate"] for record in records(tmp_path / "out")] == pytest.approx([0.2] * 3)
     assert [record["scaling/tokens_seen"] for record in records(tmp_path / "out")] == [64, 128, 192]

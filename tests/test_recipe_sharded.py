@@ -15,11 +15,31 @@ from hfscale.parallel.weights import build_model
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 FLAGS = [
-    "--config_name", "model", "--tokenizer_name", "model", "--train_file", "text.txt", "--block_size", "32",
-    "--max_steps", "3", "--save_steps", "2", "--logging_steps", "1", "--per_device_train_batch_size", "2",
-    "--lr_scheduler_type", "constant", "--validation_split_percentage", "0", "--disable_tqdm", "true",
-    "--output_dir", "out",
-]  # fmt: skip
+    "--config_name",
+    "model",
+    "--tokenizer_name",
+    "model",
+    "--train_file",
+    "text.txt",
+    "--block_size",
+    "32",
+    "--max_steps",
+    "3",
+    "--save_steps",
+    "2",
+    "--logging_steps",
+    "1",
+    "--per_device_train_batch_size",
+    "2",
+    "--lr_scheduler_type",
+    "constant",
+    "--validation_split_percentage",
+    "0",
+    "--disable_tqdm",
+    "true",
+    "--output_dir",
+    "out",
+]
 # As on a machine without DeepSpeed.
 WITHOUT_DEEPSPEED = """
 import importlib.util, runpy, sys
@@ -40,9 +60,14 @@ def folder(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.save_pretrained(tmp_path / "model")
     LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    ).save_pretrained(tmp_path / "model")  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    ).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
     shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")
     return tmp_path
@@ -114,9 +139,19 @@ def test_the_options_for_memory_and_speed(sharded, folder):
     plain = [record["loss"] for record in records(folder)]
     shutil.rmtree(folder / "out")
     done = sharded(
-        2, "fsdp2", "--activation_checkpointing", "true", "--recompute", "selective", "--profile_steps", "2",
-        "--torch_compile_regional", "true", "--torch_compile_backend", "aot_eager",
-    )  # fmt: skip
+        2,
+        "fsdp2",
+        "--activation_checkpointing",
+        "true",
+        "--recompute",
+        "selective",
+        "--profile_steps",
+        "2",
+        "--torch_compile_regional",
+        "true",
+        "--torch_compile_backend",
+        "aot_eager",
+    )
     assert done.code == 0, done.err[-4000:]
     assert [record["loss"] for record in records(folder)] == pytest.approx(plain, abs=1e-5)
     assert [path.name for path in (folder / "out" / "profile").iterdir()] == ["step-2.json"]

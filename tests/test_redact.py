@@ -11,10 +11,14 @@ NO_ENVIRONMENT: dict[str, str] = {}
 @pytest.mark.parametrize(
     "secret",
     [
-        "hf_" + "aB3" * 10, "sk-" + "x1" * 12, "ghp_" + "a1" * 15, "AKIA" + "ABCD1234" * 2, "xoxb-123456789012-abc",
+        "hf_" + "aB3" * 10,
+        "sk-" + "x1" * 12,
+        "ghp_" + "a1" * 15,
+        "AKIA" + "ABCD1234" * 2,
+        "xoxb-123456789012-abc",
         "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.SflKxwRJSMeKKF2QT4",
     ],
-)  # fmt: skip
+)
 def test_known_shapes_go_wherever_they_stand(secret):
     text = redact(f"loading from x with {secret}, done", NO_ENVIRONMENT)
     assert secret not in text
@@ -33,9 +37,15 @@ def test_values_of_secret_variables_go_and_of_others_stay():
 
 @pytest.mark.parametrize(
     "text",
-    ["tokens_seen: 1234", "--max_new_tokens=20", "scaling/usd_per_million_tokens=3", "tokenizer_name=gpt2",
-     "12,288 tokens per step", "checkpoint-500 is committed"],
-)  # fmt: skip
+    [
+        "tokens_seen: 1234",
+        "--max_new_tokens=20",
+        "scaling/usd_per_million_tokens=3",
+        "tokenizer_name=gpt2",
+        "12,288 tokens per step",
+        "checkpoint-500 is committed",
+    ],
+)
 def test_counts_and_plain_words_stay(text):
     assert redact(text, NO_ENVIRONMENT) == text
 
@@ -54,5 +64,11 @@ def test_names():
 def test_a_command_line_loses_the_word_after_a_secret_flag():
     argv = ["train.py", "--hub_token", "plain", "--api-key=abc", "--tokenizer_name", "gpt2", "--push_to_hub"]
     assert redact_argv(argv, NO_ENVIRONMENT) == [
-        "train.py", "--hub_token", MASK, f"--api-key={MASK}", "--tokenizer_name", "gpt2", "--push_to_hub",
-    ]  # fmt: skip
+        "train.py",
+        "--hub_token",
+        MASK,
+        f"--api-key={MASK}",
+        "--tokenizer_name",
+        "gpt2",
+        "--push_to_hub",
+    ]

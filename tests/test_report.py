@@ -18,10 +18,19 @@ from hfscale.report.run_data import load_run
 
 BEGIN = 1_790_000_000.0
 WORKLOAD = {
-    "model_type": "llama", "parameters": 8_030_261_248, "trainable_parameters": 8_030_261_248, "device": "NVIDIA H100",
-    "sequence_length": 8192, "tokens_per_gpu": 16384, "precision": "bf16", "recompute": "none", "world_size": 4,
-    "strategy": "fsdp2", "global_batch_size": 8, "usd_per_gpu_hour": 2.5,
-}  # fmt: skip
+    "model_type": "llama",
+    "parameters": 8_030_261_248,
+    "trainable_parameters": 8_030_261_248,
+    "device": "NVIDIA H100",
+    "sequence_length": 8192,
+    "tokens_per_gpu": 16384,
+    "precision": "bf16",
+    "recompute": "none",
+    "world_size": 4,
+    "strategy": "fsdp2",
+    "global_batch_size": 8,
+    "usd_per_gpu_hour": 2.5,
+}
 SPLIT = {"compute": 600.0, "data_wait": 200.0, "save": 20.0, "start_up": 30.0, "lost": 40.0, "down": 110.0}
 
 
@@ -33,14 +42,24 @@ def a_run(folder, **changed):
 
     records = [
         {
-            "step": step, "time": BEGIN + 10 * step, "loss": 9 - step / 20, "scaling/tokens_per_s": 40_000.0,
-            "scaling/tokens_per_s_per_gpu": 10_000.0, "scaling/tokens_seen": step * 65536, "scaling/mfu": 0.41,
-            "scaling/hfu": 0.41, "scaling/data_wait_fraction": 0.25, "scaling/comm_fraction": 0.1,
-            "scaling/goodput": 0.6, "scaling/usd": 2.75, "scaling/usd_per_million_tokens": 0.42,
-            "gpu/memory_peak_gib": 61.0, "checkpoint/stall_s": 8.0,
+            "step": step,
+            "time": BEGIN + 10 * step,
+            "loss": 9 - step / 20,
+            "scaling/tokens_per_s": 40_000.0,
+            "scaling/tokens_per_s_per_gpu": 10_000.0,
+            "scaling/tokens_seen": step * 65536,
+            "scaling/mfu": 0.41,
+            "scaling/hfu": 0.41,
+            "scaling/data_wait_fraction": 0.25,
+            "scaling/comm_fraction": 0.1,
+            "scaling/goodput": 0.6,
+            "scaling/usd": 2.75,
+            "scaling/usd_per_million_tokens": 0.42,
+            "gpu/memory_peak_gib": 61.0,
+            "checkpoint/stall_s": 8.0,
         }
         for step in range(10, 101, 10)
-    ]  # fmt: skip
+    ]
     events = [
         {"event": "launch", "step": 0, "time": BEGIN, "world_size": 4, "strategy": "fsdp2"},
         {"event": "workload", "step": 10, "time": BEGIN + 100, **WORKLOAD},
@@ -91,8 +110,9 @@ def test_what_is_read_is_what_happened(tmp_path):
     assert (second.first_step, second.kept_until, second.ended) == (50, BEGIN + 1000, BEGIN + 1000)
     assert run.wall_s == 1000
     assert [(one.name, one.is_committed, one.bytes) for one in run.checkpoints] == [
-        ("checkpoint-50", True, 3 * 2**30), ("checkpoint-100", False, None),
-    ]  # fmt: skip
+        ("checkpoint-50", True, 3 * 2**30),
+        ("checkpoint-100", False, None),
+    ]
     assert run.split["compute"] == pytest.approx(540)  # a tenth of the steps is exposed communication
     assert sum(run.split.values()) == pytest.approx(1000)
 
@@ -100,8 +120,8 @@ def test_what_is_read_is_what_happened(tmp_path):
 def test_of_a_run_that_goes_on_the_newest_checkpoint_tells_where_the_time_went(tmp_path):
     events = [{"event": "launch", "step": 0, "time": BEGIN}, {"event": "save", "step": 50, "time": BEGIN + 500}]
     a_run(tmp_path, events=events, status={"status": "running", "step": 100, "checkpoint": "checkpoint-50"})
-    ledger = {"as_of": BEGIN + 490, "first_launch": BEGIN, "seconds": {"compute": 400.0, "start_up": 90.0}}
-    state = {"global_step": 50, "stateful_callbacks": {"hfscale": {"goodput": ledger}}}
+    goodput_tracker = {"as_of": BEGIN + 490, "first_launch": BEGIN, "seconds": {"compute": 400.0, "start_up": 90.0}}
+    state = {"global_step": 50, "stateful_callbacks": {"hfscale": {"goodput": goodput_tracker}}}
     (tmp_path / "checkpoint-50" / "trainer_state.json").write_text(json.dumps(state))
     run = load_run(tmp_path)
     assert run.status == "running"
@@ -123,12 +143,29 @@ def test_the_page_says_it_all_and_loads_nothing(tmp_path):
     text = page(load_run(a_run(tmp_path)))
     words = Words(text)
     for expected in (
-        "completed", "llama, 8.03B parameters", "fsdp2 on 4 processes", "6.55M", "$2.75", "60%", "41%", "40k",
+        "completed",
+        "llama, 8.03B parameters",
+        "fsdp2 on 4 processes",
+        "6.55M",
+        "$2.75",
+        "60%",
+        "41%",
+        "40k",
         "16 min",
-        "What to change first", "data wait", "Where the time went", "down between launches", "Timeline",
-        "2. from step 50", "Loss", "Tokens per second", "Waiting for data, by rank", "Memory of the fullest GPU",
-        "Checkpoints", "3 GiB", "incomplete",
-    ):  # fmt: skip
+        "What to change first",
+        "data wait",
+        "Where the time went",
+        "down between launches",
+        "Timeline",
+        "2. from step 50",
+        "Loss",
+        "Tokens per second",
+        "Waiting for data, by rank",
+        "Memory of the fullest GPU",
+        "Checkpoints",
+        "3 GiB",
+        "incomplete",
+    ):
         assert expected in words.text, expected
     assert not {"script", "link", "img", "iframe", "object", "form"} & set(words.tags)
     assert words.addresses == []
@@ -156,16 +193,31 @@ def test_text_from_files_is_never_markup_and_never_a_secret(tmp_path, monkeypatc
     secret = f"{HOSTILE} hf_{'a' * 30} planted-environment-secret --hub_token=abcdefgh"
     events = [
         {"event": "launch", "step": 0, "time": BEGIN, "world_size": "<i>4</i>", "strategy": HOSTILE},
-        {"event": "workload", "step": 1, "time": BEGIN, **WORKLOAD, "device": secret, "model_type": HOSTILE,
-         "baseline": secret, "world_size": 2},
+        {
+            "event": "workload",
+            "step": 1,
+            "time": BEGIN,
+            **WORKLOAD,
+            "device": secret,
+            "model_type": HOSTILE,
+            "baseline": secret,
+            "world_size": 2,
+        },
         {"event": "finding", "step": 1, "time": BEGIN, "cause": HOSTILE, "numbers": HOSTILE, "mend": HOSTILE},
         {"event": "end", "step": 9, "time": BEGIN + 9, "seconds": {"compute": 9, HOSTILE: 9}, "advice": secret},
-    ]  # fmt: skip
+    ]
     records = [
-        {"step": step, "time": BEGIN + step, "loss": 1, "scaling/tokens_per_s": 10, "scaling/tokens_per_s_per_gpu": 5,
-         "scaling/efficiency": 0.5, HOSTILE: 3}
+        {
+            "step": step,
+            "time": BEGIN + step,
+            "loss": 1,
+            "scaling/tokens_per_s": 10,
+            "scaling/tokens_per_s_per_gpu": 5,
+            "scaling/efficiency": 0.5,
+            HOSTILE: 3,
+        }
         for step in range(1, 5)
-    ]  # fmt: skip
+    ]
     a_run(folder, events=events, records=records, status={"status": HOSTILE, "reason": secret})
     run = load_run(folder)
     text = page(run)
@@ -180,11 +232,14 @@ def test_text_from_files_is_never_markup_and_never_a_secret(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "lines",
     [
-        '{"step": 1, "time": 1e400, "loss": 1e999}', '{"step": "x", "loss": 2}', '{"step": 1, "loss": null}',
-        '{"step": 1, "time": [1], "scaling/tokens_seen": {"a": 1}}', '{"step": true}',
+        '{"step": 1, "time": 1e400, "loss": 1e999}',
+        '{"step": "x", "loss": 2}',
+        '{"step": 1, "loss": null}',
+        '{"step": 1, "time": [1], "scaling/tokens_seen": {"a": 1}}',
+        '{"step": true}',
         '{"step": 1e300, "loss": -1e300}',
     ],
-)  # fmt: skip
+)
 def test_lines_of_any_kind_give_a_page(tmp_path, lines):
     (tmp_path / "scaling.jsonl").write_text(lines + "\n")
     (tmp_path / "hfscale_timeline.jsonl").write_text(
@@ -229,14 +284,25 @@ def test_a_browser_shows_it_on_a_wide_screen_and_on_a_phone(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     assert main(["report", str(a_run(folder)), "--html", str(tmp_path / "r.html")]) == 0
-    base = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-            "--disable-background-networking", "--force-device-scale-factor=1"]  # fmt: skip
+    base = [
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--disable-background-networking",
+        "--force-device-scale-factor=1",
+    ]
     address = (tmp_path / "r.html").as_uri()
     sizes = []
     for name, window in (("wide", "1100,1400"), ("phone", "500,1400")):
         shot = tmp_path / f"{name}.png"
-        done = subprocess.run([*base, f"--window-size={window}", f"--screenshot={shot}", address], capture_output=True,
-                              timeout=120, check=False)  # fmt: skip
+        done = subprocess.run(
+            [*base, f"--window-size={window}", f"--screenshot={shot}", address],
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
         assert shot.is_file(), done.stderr[-500:]
         assert shot.read_bytes().startswith(b"\x89PNG")
         sizes.append(shot.stat().st_size)
@@ -274,10 +340,20 @@ def test_of_many_ranks_the_worst_of_a_row_shows():
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [(count(1234567), "1.23M"), (count(7), "7"), (percent(0.0312), "3.1%"), (percent(0.31), "31%"),
-     (duration(0.5), "0.5 s"), (duration(59.6), "60 s"), (duration(3600), "1 h"),
-     (duration(4 * 3600 + 59.6 * 60), "5 h"),
-     (duration(90061), "1 d 1 h"), (usd(1234.5), "$1,234"), (usd(0.0123), "$0.012"), (size(3 * 2**30), "3 GiB")],
-)  # fmt: skip
+    [
+        (count(1234567), "1.23M"),
+        (count(7), "7"),
+        (percent(0.0312), "3.1%"),
+        (percent(0.31), "31%"),
+        (duration(0.5), "0.5 s"),
+        (duration(59.6), "60 s"),
+        (duration(3600), "1 h"),
+        (duration(4 * 3600 + 59.6 * 60), "5 h"),
+        (duration(90061), "1 d 1 h"),
+        (usd(1234.5), "$1,234"),
+        (usd(0.0123), "$0.012"),
+        (size(3 * 2**30), "3 GiB"),
+    ],
+)
 def test_numbers_are_readable(words, expected):
     assert words == expected

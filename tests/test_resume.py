@@ -211,9 +211,13 @@ def steps_of(size, world_size, *, epochs, skip_steps=0):
         set_seed(7)
         sampler = RandomSampler(dataset)
         loader = prepare_data_loader(
-            DataLoader(dataset, batch_size=per_device, sampler=sampler), num_processes=world_size, process_index=rank,
-            put_on_device=False, use_seedable_sampler=True, rng_types=[],
-        )  # fmt: skip
+            DataLoader(dataset, batch_size=per_device, sampler=sampler),
+            num_processes=world_size,
+            process_index=rank,
+            put_on_device=False,
+            use_seedable_sampler=True,
+            rng_types=[],
+        )
         for epoch in range(skip_steps // per_epoch, epochs):
             skipped = skip_steps % per_epoch if epoch == skip_steps // per_epoch else 0
             current = skip_first_batches(loader, skipped * batches_of_a_step) if skipped else loader

@@ -253,9 +253,11 @@ class TestWandb:
 
     def test_no_secret_in_any_file_and_the_report_at_the_end_and_a_rewind_is_noted(self, train, tmp_path):
         planted = {
-            "HF_TOKEN": "hf_" + "plantedEnvironment" * 2, "WANDB_API_KEY": "5ec2e7" * 6 + "abcd",
-            "AWS_SECRET_ACCESS_KEY": "planted/aws+secret", "DB_PASSWORD": "planted-password",
-        }  # fmt: skip
+            "HF_TOKEN": "hf_" + "plantedEnvironment" * 2,
+            "WANDB_API_KEY": "5ec2e7" * 6 + "abcd",
+            "AWS_SECRET_ACCESS_KEY": "planted/aws+secret",
+            "DB_PASSWORD": "planted-password",
+        }
         argv = ["--hub_token", "planted-argument", "--api_key=planted-key", "--name=planted-password"]
         first = train(*argv, **planted)
         again = train("out/checkpoint-2", *argv, **planted)

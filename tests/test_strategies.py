@@ -24,11 +24,35 @@ SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
 CONFIGS = REPOSITORY / "accelerate_configs"
 STEPS = 4
 FLAGS = [
-    "--config_name", "model", "--tokenizer_name", "tokenizer", "--train_file", "text.txt", "--block_size", "32",
-    "--max_train_samples", "64", "--max_eval_samples", "8", "--max_steps", str(STEPS), "--save_steps", "2",
-    "--logging_steps", "1", "--lr_scheduler_type", "constant", "--learning_rate", "1e-2", "--optim", "adamw_torch",
-    "--disable_tqdm", "true", "--output_dir", "out",
-]  # fmt: skip
+    "--config_name",
+    "model",
+    "--tokenizer_name",
+    "tokenizer",
+    "--train_file",
+    "text.txt",
+    "--block_size",
+    "32",
+    "--max_train_samples",
+    "64",
+    "--max_eval_samples",
+    "8",
+    "--max_steps",
+    str(STEPS),
+    "--save_steps",
+    "2",
+    "--logging_steps",
+    "1",
+    "--lr_scheduler_type",
+    "constant",
+    "--learning_rate",
+    "1e-2",
+    "--optim",
+    "adamw_torch",
+    "--disable_tqdm",
+    "true",
+    "--output_dir",
+    "out",
+]
 LORA = ["--use_peft", "true", "--lora_r", "4"]
 
 
@@ -100,9 +124,14 @@ def workplace(tmp_path_factory) -> Path:
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    ).save_pretrained(folder / "model")  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    ).save_pretrained(folder / "model")
     (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
     shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
     return folder

@@ -34,9 +34,15 @@ class Stream:
 def train(folder, prepare=lambda dataset: dataset, *, stop_at=None, resume=None, **arguments):
     stream = Stream()
     args = tiny_arguments(
-        folder, max_steps=STEPS, save_strategy="steps", save_steps=1, save_total_limit=2, lr_scheduler_type="linear",
-        per_device_train_batch_size=BATCH, **arguments,
-    )  # fmt: skip
+        folder,
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,
+        lr_scheduler_type="linear",
+        per_device_train_batch_size=BATCH,
+        **arguments,
+    )
     model = tiny_model(attention_dropout=0.1)
     trainer = Trainer(
         model=model, args=args, train_dataset=prepare(stream.dataset), callbacks=[SpotCheckpointCallback()]

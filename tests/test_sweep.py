@@ -17,10 +17,15 @@ def sweep_of(tmp_path, *flags, script="", **changed):
     recipe = tmp_path / "train.py"
     recipe.write_text(script)
     options = {
-        "recipe": [str(recipe), *flags], "gpus": (1, 2), "mode": "weak", "repeats": 1, "steps": 16,
-        "config_file": REPOSITORY / "accelerate_configs" / "ddp.yaml", "output_dir": tmp_path / "sweep",
+        "recipe": [str(recipe), *flags],
+        "gpus": (1, 2),
+        "mode": "weak",
+        "repeats": 1,
+        "steps": 16,
+        "config_file": REPOSITORY / "accelerate_configs" / "ddp.yaml",
+        "output_dir": tmp_path / "sweep",
         "timeout_s": 60,
-    }  # fmt: skip
+    }
     return Sweep(**(options | changed))
 
 
@@ -41,8 +46,9 @@ class TestBatches:
         sweep = sweep_of(tmp_path, *flags, mode="strong", gpus=(1, 2, 8) if "=4" in flags[0] else (1, 2))
         per_device, accumulation = expected
         assert sweep.batch_flags(number) == [
-            f"--per_device_train_batch_size={per_device}", f"--gradient_accumulation_steps={accumulation}",
-        ]  # fmt: skip
+            f"--per_device_train_batch_size={per_device}",
+            f"--gradient_accumulation_steps={accumulation}",
+        ]
 
     def test_the_batch_may_stand_in_the_recipes_config(self, tmp_path):
         config = tmp_path / "c.yaml"

@@ -5,8 +5,15 @@ import pytest
 from hfscale.callbacks.triage_watch import TriageWatch
 from hfscale.metrics.triage import Measured, triage
 
-HEALTHY = {"efficiency": 0.9, "data_wait_fraction": 0.02, "straggler_skew": 1.04, "comm_fraction": 0.06, "mfu": 0.4,
-           "hfu": 0.4, "tokens_per_gpu": 8192}  # fmt: skip
+HEALTHY = {
+    "efficiency": 0.9,
+    "data_wait_fraction": 0.02,
+    "straggler_skew": 1.04,
+    "comm_fraction": 0.06,
+    "mfu": 0.4,
+    "hfu": 0.4,
+    "tokens_per_gpu": 8192,
+}
 
 
 def test_a_healthy_run_and_an_unknown_one_have_no_finding():
@@ -27,10 +34,13 @@ def test_a_healthy_run_and_an_unknown_one_have_no_finding():
         ({"throttled": 1.0}, "thermal", "clock"),
         ({"efficiency": 0.6, "mfu": 0.3, "hfu": 0.4}, "recompute", "25%"),
         ({"efficiency": 0.5, "data_wait_fraction": 0.07}, "not measured", "the largest, data wait, is 7%"),
-        ({"efficiency": 0.5, "data_wait_fraction": 0.0, "straggler_skew": 1.0, "comm_fraction": 0.0}, "not measured",
-         "50%"),
+        (
+            {"efficiency": 0.5, "data_wait_fraction": 0.0, "straggler_skew": 1.0, "comm_fraction": 0.0},
+            "not measured",
+            "50%",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_cause_is_named_with_its_numbers(changed, cause, number):
     finding = triage(Measured(**(HEALTHY | changed)))
     assert finding.cause == cause

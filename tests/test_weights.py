@@ -15,9 +15,17 @@ from transformers import (
 from hfscale.parallel.weights import build_model, draw_weights
 
 SIZES = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "llama tied": LlamaConfig(**SIZES, tie_word_embeddings=True),

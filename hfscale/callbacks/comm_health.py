@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.callbacks.rank_check import check_ranks, connect_board, tell
-from hfscale.checkpoint.store import latest_checkpoint, set_aside
+from hfscale.checkpoint.store import archive, latest_checkpoint
 from hfscale.errors import HealthError, StrategyMismatchError, UsageError
 from hfscale.health import verdict
 from hfscale.health.build_locks import remove_abandoned_locks
@@ -20,11 +20,11 @@ from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
-from hfscale.health.rank_store import Board
-from hfscale.integrations.metric_injector import LogKeys
+from hfscale.health.rank_store import RankStore
+from hfscale.integrations.metric_injector import MetricInjector
 from hfscale.integrations.saving import finish_saves
 from hfscale.integrations.strategy import check_launch, check_strategy, describe_strategy
-from hfscale.integrations.trainer import BatchBell, calling_trainer, training_frame
+from hfscale.integrations.trainer import DataFetchHook, calling_trainer, training_frame
 from hfscale.metrics.records import RankLines
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
@@ -110,13 +110,13 @@ class CommHealthCallback(TrainerCallback):
             logger.info("each rank: %s", describe_strategy(trainer))
         self._end()  # of an earlier training that broke off
         self._losses, self._healthy_step, self._args = LossGuard(), state.global_step, args
-        board = connect_board(args) if self.preflight or self.hang_after_s else None
+        rank_store = connect_board(args) if self.preflight or self.hang_after_s else None
         if self.preflight:
-            check_ranks(trainer, board)
+            check_ranks(trainer, rank_store)
         self._rank_lines = RankLines(Path(args.output_dir)) if state.is_world_process_zero else None
-        self._watch(trainer, strategy, board)
-        LogKeys.of(trainer).add(self._keys)
-        BatchBell.of(trainer).add(self._batch_came)
+        self._watch(trainer, strategy, rank_store)
+        MetricInjector.of(trainer).add(self._keys)
+        DataFetchHook.of(trainer).add(self._batch_came)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -173,7 +173,7 @@ class CommHealthCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.aside()
 
-    def _watch(self, trainer: Trainer, strategy: str, board: Board | None) -> None:
+    def _watch(self, trainer: Trainer, strategy: str, rank_store: RankStore | None) -> None:
         args = trainer.args
         has_peers = args.world_size > 1  # a rank alone has nobody to be slower than
         timer = LocalTimer(trainer.model_wrapped, strategy, args.device) if self.stragglers and has_peers else None
@@ -185,14 +185,19 @@ class CommHealthCallback(TrainerCallback):
             gpu.start()
         are_replicas = strategy == "ddp" and has_peers
         self._monitor = Monitor(
-            hosts=gather_hosts(), timer=timer, gpu=gpu,
+            hosts=gather_hosts(),
+            timer=timer,
+            gpu=gpu,
             replicas=list(trainer.model.parameters()) if are_replicas else (),
-        )  # fmt: skip
-        if board is not None and self.hang_after_s:
+        )
+        if rank_store is not None and self.hang_after_s:
             self._watchdog = HangWatchdog(
-                board, Path(args.output_dir), limits=Limits(floor_s=self.hang_after_s),
-                abort=self.on_hang == "abort", inside=training_frame(),
-            )  # fmt: skip
+                rank_store,
+                Path(args.output_dir),
+                limits=Limits(floor_s=self.hang_after_s),
+                abort=self.on_hang == "abort",
+                inside=training_frame(),
+            )
             self._watchdog.start()
             self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
 
@@ -233,7 +238,7 @@ class CommHealthCallback(TrainerCallback):
         distributed.barrier()
         output_dir = self._args.output_dir
         if self._args.should_save and Path(output_dir).is_dir():
-            set_aside(output_dir, after_step=self._healthy_step)
+            archive(output_dir, after_step=self._healthy_step)
         distributed.barrier()
         good = latest_checkpoint(output_dir) if self._args.should_save and Path(output_dir).is_dir() else None
         self._end()

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hfscale.errors import UsageError
 from hfscale.facts.lr_rules import LRScaling, scale_learning_rate
-from hfscale.integrations.metric_injector import LogKeys
+from hfscale.integrations.metric_injector import MetricInjector
 from hfscale.integrations.trainer import calling_trainer, global_batch_size, saved_state
 from hfscale.utils.logging import get_logger
 
@@ -99,7 +99,7 @@ class LRScalingCallback(TrainerCallback):
             if state.global_step > 0:
                 logger.info("lr_scaling: resumed with factor %.4g, rescaled to %.4g", carried, factor)
         saved.update(factor=factor, kappa=self.scaling.kappa, rule=self.scaling.rule)
-        LogKeys.of(trainer).add(self._keys)
+        MetricInjector.of(trainer).add(self._keys)
 
     def _keys(self, state: TrainerState) -> dict[str, float]:
         return {"lr_scaling/factor": self.scaling.factor} if self.scaling else {}

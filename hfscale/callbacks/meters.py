@@ -23,7 +23,7 @@ from hfscale.metrics.efficiency import (
     device_peak_tflops,
     training_dtype,
 )
-from hfscale.metrics.goodput import Ledger
+from hfscale.metrics.goodput import GoodputTracker
 from hfscale.metrics.spending import Rate, rate
 from hfscale.utils.logging import get_logger
 
@@ -229,7 +229,7 @@ class SpendingMeter(Meter):
 
     def __init__(self, usd_per_gpu_hour: float | None) -> None:
         self._usd_per_gpu_hour = usd_per_gpu_hour
-        self.ledger: Ledger | None = None
+        self.goodput_tracker: GoodputTracker | None = None
         """Opened by the callback, which knows how the run was launched."""
         self.rate: Rate | None = None
         """What an hour costs; None where nobody knows."""
@@ -245,13 +245,13 @@ class SpendingMeter(Meter):
 
     def keys(self, rows: Sequence[Sequence[float]], window: Window, state: TrainerState) -> dict[str, float]:
         keys: dict[str, float] = {}
-        if self.ledger is None:
+        if self.goodput_tracker is None:
             return keys
-        goodput = self.ledger.goodput()
+        goodput = self.goodput_tracker.goodput()
         if goodput is not None:
             keys["scaling/goodput"] = goodput
         if self.rate is not None:
-            keys["scaling/usd"] = self.ledger.gpu_hours() * self.rate.usd_per_gpu_hour
+            keys["scaling/usd"] = self.goodput_tracker.gpu_hours() * self.rate.usd_per_gpu_hour
             if window.tokens_seen:
                 keys["scaling/usd_per_million_tokens"] = keys["scaling/usd"] / window.tokens_seen * 1e6
         return keys

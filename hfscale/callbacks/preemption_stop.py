@@ -76,7 +76,7 @@ class PreemptionStop:
             them; None: no polling.
         stop_file (`str`, *optional*): a file, in the output directory unless its path is absolute, whose presence
             stops the run; it is removed once that is done. None: no such file.
-        board (`NoticeBoard`): where the notices are left.
+        board (`NoticeRankStore`): where the notices are left.
 
     Raises:
         UsageError: a time that is not positive, an unknown cloud.

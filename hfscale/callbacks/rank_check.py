@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 from hfscale.errors import HealthError
 from hfscale.health import disk, env, preflight, verdict
 from hfscale.health.findings import Finding
-from hfscale.health.rank_store import Board
+from hfscale.health.rank_store import RankStore
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger, is_main_process
 
@@ -21,7 +21,7 @@ _LEVELS = {"note": 20, "warning": 30, "error": 40}
 _boards = 0
 
 
-def connect_board(args: TrainingArguments) -> Board | None:
+def connect_board(args: TrainingArguments) -> RankStore | None:
     """The launcher's store; None for a single process, or where no launcher's variables point to one."""
     global _boards
     _boards += 1  # a process may train more than once; all ranks count alike
@@ -31,13 +31,13 @@ def connect_board(args: TrainingArguments) -> Board | None:
         logger.info("no launcher's variables are set: ranks are not checked, and hangs are not watched for")
         return None
     try:
-        return Board.connect(f"training-{_boards}")
+        return RankStore.connect(f"training-{_boards}")
     except HealthError as error:  # a process group can be made without that store; then this rank does without
         logger.error("ranks are not checked and hangs are not watched for: %s", error)
         return None
 
 
-def check_ranks(trainer: Trainer, board: Board | None) -> None:
+def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
     """The node, and every rank with every other; without a board the node alone.
 
     Raises:
@@ -46,12 +46,12 @@ def check_ranks(trainer: Trainer, board: Board | None) -> None:
     args = trainer.args
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     here = env.lint(os.environ, env.Node.here(gpus)) + _disk(trainer) if args.local_process_index == 0 else []
-    if board is None:
+    if rank_store is None:
         tell(here)
         return
     facts = {"node": [finding.to_dict() for finding in here]}
     plan = preflight.Plan(device=args.device, deadline_s=PREFLIGHT_DEADLINE_S, facts=facts)
-    found = preflight.run(board, plan)
+    found = preflight.run(rank_store, plan)
     # A slow device holds a run up and does no harm: it is told, and the run's own times will show it.
     bad = [finding for finding in found.findings if finding.level == "error" and finding.check != "speed"]
     if bad:

@@ -42,7 +42,7 @@ class RemoteCopies:
             return
         self._uploader = Uploader(self.store, limit=limit, links=output_dir / UNFINISHED / "upload")
         try:
-            for step in self.store.set_aside(after_step=state.global_step):
+            for step in self.store.archive(after_step=state.global_step):
                 logger.info(
                     "set aside checkpoint-%d in %s: of a later step than this run begins at", step, self.store.url
                 )

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 from hfscale.integrations.trainer import saved_state
 from hfscale.metrics import records
-from hfscale.metrics.goodput import Ledger
+from hfscale.metrics.goodput import GoodputTracker
 from hfscale.metrics.spending import Rate
 from hfscale.metrics.triage import Finding
 
@@ -43,15 +43,15 @@ class RunFiles:
         self._ranks: records.RankLines | None = None
         self._workload_is_written = False
 
-    def begin(self, trainer: Trainer, state: TrainerState, facts: Mapping[str, Any]) -> Ledger:
+    def begin(self, trainer: Trainer, state: TrainerState, facts: Mapping[str, Any]) -> GoodputTracker:
         """Prepare the files, open the ledger and note the launch."""
-        ledger = Ledger(saved_state(state, "goodput"))
+        goodput_tracker = GoodputTracker(saved_state(state, "goodput"))
         launched, world_size = launched_at(), trainer.args.world_size
         self._workload_is_written = False
         if not state.is_world_process_zero:
             self._folder = self._ranks = None
-            ledger.begin(launched_at=launched, world_size=world_size)
-            return ledger
+            goodput_tracker.begin(launched_at=launched, world_size=world_size)
+            return goodput_tracker
         self._folder = folder = Path(trainer.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._ranks = records.RankLines(folder)
@@ -71,14 +71,14 @@ class RunFiles:
             previous_alive=last_alive if goes_on else None,
             **{key: facts[key] for key in ("world_size", "strategy") if key in facts},
         )
-        ledger.begin(
+        goodput_tracker.begin(
             launched_at=launched,
             world_size=world_size,
             last_alive=last_alive if goes_on else None,
             first_launch=events[0]["time"] if events else None,
             save=saves[-1] if saves and state.global_step > 0 else None,
         )
-        return ledger
+        return goodput_tracker
 
     def last_step(self, args: TrainingArguments) -> int:
         """The last step that an earlier launch has logged, before `begin` drops what will be done again; 0: none."""

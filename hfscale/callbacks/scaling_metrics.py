@@ -18,8 +18,8 @@ from hfscale.callbacks.noise_meter import NoiseScaleMeter
 from hfscale.callbacks.run_files import RunFiles
 from hfscale.callbacks.triage_watch import TriageWatch
 from hfscale.errors import UsageError
-from hfscale.integrations.metric_injector import LogKeys
-from hfscale.integrations.trainer import BatchBell, calling_trainer, saved_state, stand_first
+from hfscale.integrations.metric_injector import MetricInjector
+from hfscale.integrations.trainer import DataFetchHook, calling_trainer, prepend_callback, saved_state
 from hfscale.integrations.wandb_run import WandbRun
 from hfscale.metrics.phases import PhaseClock
 from hfscale.metrics.throughput import TokenCounter
@@ -108,7 +108,7 @@ class ScalingMetricsCallback(TrainerCallback):
     ) -> None:
         if "wandb" in args.report_to:
             self._wandb_run = WandbRun()
-            stand_first(calling_trainer(), self._wandb_run)
+            prepend_callback(calling_trainer(), self._wandb_run)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -124,13 +124,13 @@ class ScalingMetricsCallback(TrainerCallback):
         for meter in self._meters:
             meter.begin(trainer, state)
         self._step_meters = [meter for meter in self._meters if meter.watches_steps]
-        self._ledger = self._spending.ledger = self._files.begin(trainer, state, self._efficiency.facts())
+        self._ledger = self._spending.goodput_tracker = self._files.begin(trainer, state, self._efficiency.facts())
         self._clock.restart()  # the ledger counts up to here
         self._watch.begin()
         self._counter.attach(trainer.model_wrapped)
         self._counted, self._logged_step = self._counter.tokens, state.global_step
-        LogKeys.of(trainer).add(self._keys)
-        BatchBell.of(trainer).add(self._batch_came)
+        MetricInjector.of(trainer).add(self._keys)
+        DataFetchHook.of(trainer).add(self._batch_came)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -16,11 +16,11 @@ from hfscale.callbacks.save_cadence import DEFAULT_EVERY_MINUTES, SaveCadence
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.status import read_status, write_status
-from hfscale.checkpoint.store import checkpoint_step, rotate, set_aside
+from hfscale.checkpoint.store import archive, checkpoint_step, rotate
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.errors import StorageError
 from hfscale.health.build_locks import remove_abandoned_locks
-from hfscale.integrations.metric_injector import LogKeys
+from hfscale.integrations.metric_injector import MetricInjector
 from hfscale.integrations.resume import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.integrations.saving import TrainerSaving
 from hfscale.integrations.stream_position import StreamPlace
@@ -143,13 +143,13 @@ class SpotCheckpointCallback(TrainerCallback):
         self._watch = None
         self.cadence.begin(state)
         self._idle_since = time.monotonic()
-        LogKeys.of(trainer).add(self._keys)
-        LogKeys.of(trainer).before_last(self._wait)
+        MetricInjector.of(trainer).add(self._keys)
+        MetricInjector.of(trainer).before_last(self._wait)
         if args.save_strategy == "no":
             logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
         if args.should_save:
             clear_unfinished(self._output_dir)
-            for moved in set_aside(args.output_dir, after_step=state.global_step):
+            for moved in archive(args.output_dir, after_step=state.global_step):
                 logger.info("set aside a checkpoint of later steps than this run begins at: %s", moved)
             self._rotate(state.best_model_checkpoint)  # which a launch that was killed may have left to this one
             start = Path(args.output_dir) / f"checkpoint-{state.global_step}"

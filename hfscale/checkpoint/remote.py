@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hfscale.checkpoint.store import set_aside, verify
+from hfscale.checkpoint.store import archive, verify
 from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
 from hfscale.utils.logging import get_logger
 
@@ -90,7 +90,7 @@ class RemoteStore:
         for file in manifest.files:
             self._retry("read", partial(self._get, name, file, temporary))
         verify(temporary)
-        for moved in set_aside(output_dir, after_step=step - 1):  # of this step or later, and none of them whole
+        for moved in archive(output_dir, after_step=step - 1):  # of this step or later, and none of them whole
             logger.info("set aside for the checkpoint from %s: %s", self.url, moved)
         return temporary.rename(output_dir / name)
 
@@ -101,14 +101,14 @@ class RemoteStore:
             StorageError: the store refuses.
         """
         steps = self.committed_steps()
-        doomed = [step for step in steps[: max(len(steps) - max(limit, 1), 0)] if f"checkpoint-{step}" != keep]
-        for step in doomed:
+        to_delete = [step for step in steps[: max(len(steps) - max(limit, 1), 0)] if f"checkpoint-{step}" != keep]
+        for step in to_delete:
             folder = f"{self._root}/checkpoint-{step}"
             self._retry("written", partial(self._remove, f"{folder}/{MANIFEST_NAME}"))
             self._retry("written", partial(self._fs.rm, folder, recursive=True))
-        return doomed
+        return to_delete
 
-    def set_aside(self, *, after_step: int) -> list[int]:
+    def archive(self, *, after_step: int) -> list[int]:
         """Rename the manifests of later steps, which this run will write anew; the files stay. Returns the steps.
 
         Raises:

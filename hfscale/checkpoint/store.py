@@ -115,7 +115,7 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def set_aside(output_dir: str | os.PathLike[str], *, after_step: int) -> list[Path]:
+def archive(output_dir: str | os.PathLike[str], *, after_step: int) -> list[Path]:
     """Rename checkpoints of later steps than `after_step` to `checkpoint-N.superseded`; returns the new paths.
 
     A run that begins at `after_step` will write those steps anew. Left in place, they would pass for its own at the
@@ -142,14 +142,14 @@ def rotate(output_dir: str | os.PathLike[str], *, limit: int, keep: Path | None 
     say) stays beside the newest `limit`.
     """
     committed = [path for path in list_checkpoints(output_dir) if (path / MANIFEST_NAME).is_file()]
-    doomed = list(_beyond(committed, limit, keep))
-    for checkpoint in doomed:
+    to_delete = list(_beyond(committed, limit, keep))
+    for checkpoint in to_delete:
         condemned = checkpoint.parent / UNFINISHED / f"{checkpoint.name}.deleted"
         condemned.parent.mkdir(exist_ok=True)
         shutil.rmtree(condemned, ignore_errors=True)
         checkpoint.rename(condemned)
         shutil.rmtree(condemned)
-    return doomed
+    return to_delete
 
 
 def _beyond(committed: list[Path], limit: int, keep: Path | None) -> Iterator[Path]:

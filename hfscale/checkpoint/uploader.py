@@ -95,9 +95,11 @@ class Uploader:
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True
             logger.log(
-                level, "%s was not copied: %s; training goes on with the local checkpoints", checkpoint.name,
+                level,
+                "%s was not copied: %s; training goes on with the local checkpoints",
+                checkpoint.name,
                 redacted(error),
-            )  # fmt: skip
+            )
         finally:
             _unlink(checkpoint, self._links)
 

@@ -80,9 +80,13 @@ def convert(
     except OSError as error:
         raise StorageError(f"{target} cannot be written: {error.strerror or error}") from None
     summary = {
-        "path": str(target), "step": made.step, "strategy": to, "world_size": ranks,
-        "global_batch_size": made.global_batch_size, "bytes": sum(record.bytes for record in made.files.values()),
-    }  # fmt: skip
+        "path": str(target),
+        "step": made.step,
+        "strategy": to,
+        "world_size": ranks,
+        "global_batch_size": made.global_batch_size,
+        "bytes": sum(record.bytes for record in made.files.values()),
+    }
     if as_json:
         print(json.dumps(summary))
         return

@@ -21,10 +21,10 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=TERMINAL)
-    shape, question = plan.question.shape, plan.question
+    shape, request = plan.request.shape, plan.request
     console.print(
-        f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {question.gpus} x {question.gpu.name}, "
-        f"sequences of {question.seq_len}, {question.method}, stack {question.stack}"
+        f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {request.gpus} x {request.gpu.name}, "
+        f"sequences of {request.seq_len}, {request.method}, stack {request.stack}"
     )
     if plan.choices:
         console.print(_choices(plan))

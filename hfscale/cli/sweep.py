@@ -130,10 +130,14 @@ def _show(answer: dict[str, Any], path: Path, html: Path | None) -> None:
         full = round(_BAR * min(row["efficiency"], 1.0))
         lost = "".join(_LETTERS[cause] * round(_BAR * share) for cause, share in row["losses"].items())
         table.add_row(
-            str(row["gpus"]), str(row["global_batch_size"] or ""), f"{row['tokens_per_s']:,.0f}",
-            f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['spread']:.0%}", f"{row['efficiency']:.0%}",
+            str(row["gpus"]),
+            str(row["global_batch_size"] or ""),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{row['spread']:.0%}",
+            f"{row['efficiency']:.0%}",
             "█" * full + lost,
-        )  # fmt: skip
+        )
     console.print(table)
     causes = {cause for row in answer["rows"] for cause in row["losses"]}
     if causes:

@@ -30,8 +30,18 @@ RUBRIC_WARMUP_FACTOR = 5.0
 """What common guides multiply the warm-up by when the batch grows. No primary source."""
 
 _ADAPTIVE = (
-    "adam", "ademamix", "adafactor", "adagrad", "adalomo", "apollo", "galore", "lamb", "lion", "muon", "rmsprop"
-)  # fmt: skip
+    "adam",
+    "ademamix",
+    "adafactor",
+    "adagrad",
+    "adalomo",
+    "apollo",
+    "galore",
+    "lamb",
+    "lion",
+    "muon",
+    "rmsprop",
+)
 _PLAIN = ("sgd", "lomo")
 
 

@@ -270,9 +270,13 @@ def _accelerator(device: torch.device, found: list[dict[str, Any]]) -> Accelerat
     peaks: dict[str, Any] = {f"{dtype}_tflops": value for dtype, value in best.items()}
     name = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", full_name).strip("-")
     return Accelerator(
-        **measured, **peaks, memory_tb_s=rate["copy"] / 1e3, host_gb_s=rate.get("host"), name=f"local-{name}",
+        **measured,
+        **peaks,
+        memory_tb_s=rate["copy"] / 1e3,
+        host_gb_s=rate.get("host"),
+        name=f"local-{name}",
         source=f"{full_name}: peaks are the best that was {with_torch}",
-    )  # fmt: skip
+    )
 
 
 def _links(found: list[dict[str, Any]]) -> dict[str, float]:

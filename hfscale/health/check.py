@@ -22,7 +22,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.hardware import match_device_name
 from hfscale.health import collectives, disk, env, preflight
 from hfscale.health.findings import Finding, has_errors
-from hfscale.health.rank_store import Board, launcher_has_store
+from hfscale.health.rank_store import RankStore, launcher_has_store
 
 T = TypeVar("T")
 _SAID_S = 3.0
@@ -65,7 +65,7 @@ class Report:
     """From start to verdict."""
     speaks: bool
     """Whether this process prints the report: the lowest rank that lives."""
-    board: Board | None = None
+    rank_store: RankStore | None = None
     """To wait for the others' last words."""
     stuck: bool = False
     """Whether a thread hangs in a collective."""
@@ -123,24 +123,31 @@ def check_all(request: Request, *, begun: float, environ: Mapping[str, str] = os
     here = env.lint(environ, env.Node.here(gpus)) + _disk(request, local_rank) if local_rank == 0 else []
     if world_size == 1:
         return Report(
-            findings=tuple(here), world_size=1, rank=0, links=[], seconds=time.monotonic() - begun, speaks=True,
+            findings=tuple(here),
+            world_size=1,
+            rank=0,
+            links=[],
+            seconds=time.monotonic() - begun,
+            speaks=True,
             ranks={0: preflight.machine.describe_self(environ, device)},
-        )  # fmt: skip
+        )
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: ending.append(number))
     left_s = begun + request.deadline_s - time.monotonic()
-    board = _in_time(left_s, environ, lambda: Board.connect("check", environ, timeout_s=left_s - 1, opens=True))
+    rank_store = _in_time(
+        left_s, environ, lambda: RankStore.connect("check", environ, timeout_s=left_s - 1, opens=True)
+    )
     plan = preflight.Plan(
         device=device,
         deadline_s=request.deadline_s,
-        connect=lambda: _connect(board, request, device),
+        connect=lambda: _connect(rank_store, request, device),
         facts={"node": [finding.to_dict() for finding in here]},
         sizes=preflight.SHORT_SIZES if request.short else _sizes(device),
     )
     found = _in_time(
         begun + request.deadline_s - time.monotonic(),
         environ,
-        lambda: preflight.run(board, plan, begun=begun, is_ending=lambda: bool(ending)),
+        lambda: preflight.run(rank_store, plan, begun=begun, is_ending=lambda: bool(ending)),
     )
     nodes = [_finding(fields) for note in found.ranks.values() for fields in note.pop("node")]
     gpu = match_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -148,9 +155,16 @@ def check_all(request: Request, *, begun: float, environ: Mapping[str, str] = os
         [] if request.short else collectives.compare_links(found.links, gpu, env.whole(environ, "LOCAL_WORLD_SIZE", 1))
     )
     report = Report(
-        findings=(*found.findings, *links, *nodes), world_size=world_size, rank=rank, ranks=found.ranks,
-        links=found.links, seconds=found.seconds, speaks=rank == 0, board=board, stuck=found.stuck,
-    )  # fmt: skip
+        findings=(*found.findings, *links, *nodes),
+        world_size=world_size,
+        rank=rank,
+        ranks=found.ranks,
+        links=found.links,
+        seconds=found.seconds,
+        speaks=rank == 0,
+        rank_store=rank_store,
+        stuck=found.stuck,
+    )
     return report if report.ok else _tell(report)
 
 
@@ -177,7 +191,7 @@ def _in_time(seconds: float, environ: Mapping[str, str], run: Callable[[], T]) -
 def leave(report: Report) -> int:
     """The exit code; a process that hangs in a collective ends here, for nothing else would end it."""
     code = 0 if report.ok else 1
-    if report.board is None:
+    if report.rank_store is None:
         return code
     if report.stuck or code:
         sys.stdout.flush()
@@ -190,18 +204,18 @@ def leave(report: Report) -> int:
 
 def _tell(report: Report) -> Report:
     """Each rank that lives says what is wrong; the lowest of them prints the report. None leaves before all have."""
-    board = report.board
-    assert board is not None
+    rank_store = report.rank_store
+    assert rank_store is not None
     for finding in report.findings:
         if finding.level == "error":
             print(f"hfscale: error on rank {report.rank}: {finding}", file=sys.stderr, flush=True)
     named = {rank for finding in report.findings if finding.check == "presence" for rank in finding.ranks}
     until = time.monotonic() + _SAID_S
     try:
-        board.post("said", {})
-        while board.count("said") < report.world_size - len(named) and time.monotonic() < until:
+        rank_store.post("said", {})
+        while rank_store.count("said") < report.world_size - len(named) and time.monotonic() < until:
             time.sleep(preflight.POLL_S)
-        return replace(report, speaks=report.rank == min(board.read("said")))
+        return replace(report, speaks=report.rank == min(rank_store.read("said")))
     except dist.DistError:  # the rank that keeps the store has seen that all have said it, and left
         return replace(report, speaks=False)
 
@@ -218,12 +232,12 @@ def _sizes(device: torch.device) -> tuple[int, ...]:
     return preflight.GPU_SIZES if device.type == "cuda" else preflight.CPU_SIZES
 
 
-def _connect(board: Board, request: Request, device: torch.device) -> None:
+def _connect(rank_store: RankStore, request: Request, device: torch.device) -> None:
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("group", board.store),
-        rank=board.rank,
-        world_size=board.world_size,
+        store=dist.PrefixStore("group", rank_store.store),
+        rank=rank_store.rank,
+        world_size=rank_store.world_size,
         timeout=timedelta(seconds=request.deadline_s),
     )
 

@@ -185,10 +185,12 @@ def compare_neighbours(results: Mapping[int, list[dict[str, Any]]], hosts: Mappi
         results: the rows of `measure` over all ranks, by rank.
     """
     times = {
-        rank: max((row["seconds"] for row in rows if row["kind"] == "neighbours" and row["bytes"] >= LARGE_BYTES),
-                  default=0.0)
+        rank: max(
+            (row["seconds"] for row in rows if row["kind"] == "neighbours" and row["bytes"] >= LARGE_BYTES),
+            default=0.0,
+        )
         for rank, rows in results.items()
-    }  # fmt: skip
+    }
     median = statistics.median_low(times.values())
     slow = tuple(rank for rank, seconds in sorted(times.items()) if median > 0 and seconds >= SLOW_LINK_RATIO * median)
     if not slow:

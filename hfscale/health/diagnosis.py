@@ -115,10 +115,14 @@ def _all_wait(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot]
     if rest:
         reference = next(p for rank, p in waiting.items() if places[rank] == first)
         return [
-            blame(rank, f"is {waiting[rank]} while {most} ranks are {reference}: it left a collective out, or called "
-                  f"them in another order ({_doing(snapshots[rank])})")
-            for rank in sorted(waiting) if places[rank] != first
-        ]  # fmt: skip
+            blame(
+                rank,
+                f"is {waiting[rank]} while {most} ranks are {reference}: it left a collective out, or called "
+                f"them in another order ({_doing(snapshots[rank])})",
+            )
+            for rank in sorted(waiting)
+            if places[rank] != first
+        ]
     not_begun = [rank for rank, position in waiting.items() if position.started is False]
     if 0 < len(not_begun) < len(waiting):
         text = f"has called {first[2]} but its GPU has not begun it: an earlier kernel hangs there"

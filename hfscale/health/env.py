@@ -120,8 +120,12 @@ Say = Callable[[Level, str, str], None]
 
 def _launch(environ: Mapping[str, str], node: Node, nodes: int, local: int, say: Say) -> None:
     if "RANK" in environ and whole(environ, "RANK", 0) >= whole(environ, "WORLD_SIZE", 1):
-        say("error", "launch", f"RANK={environ['RANK']} is not below WORLD_SIZE={environ.get('WORLD_SIZE', '1')}: "
-            "left from an earlier launch; unset RANK, WORLD_SIZE and LOCAL_RANK")  # fmt: skip
+        say(
+            "error",
+            "launch",
+            f"RANK={environ['RANK']} is not below WORLD_SIZE={environ.get('WORLD_SIZE', '1')}: "
+            "left from an earlier launch; unset RANK, WORLD_SIZE and LOCAL_RANK",
+        )
     if "RANK" in environ and "MASTER_ADDR" not in environ:
         say("error", "launch", "RANK is set and MASTER_ADDR is not: start with accelerate launch, or unset RANK")
     address = environ.get("MASTER_ADDR", "")
@@ -147,51 +151,86 @@ def _interfaces(environ: Mapping[str, str], node: Node, nodes: int, local: int, 
         ]
         chosen[name] = set(matching)
         if not matching:
-            say("error", "interfaces", f"{name}={wanted} names no interface of this node (it has "
-                f"{', '.join(sorted(node.interfaces))}): name one of them")  # fmt: skip
+            say(
+                "error",
+                "interfaces",
+                f"{name}={wanted} names no interface of this node (it has "
+                f"{', '.join(sorted(node.interfaces))}): name one of them",
+            )
         elif not any(node.interfaces[known] for known in matching):
             say("error", "interfaces", f"{name}={wanted}: {', '.join(matching)} is down: bring it up or name another")
         elif nodes > 1 and all(known == "lo" for known in matching):
-            say("error", "interfaces", f"{name}={wanted} is the loopback, and there are {nodes} nodes: name the "
-                "interface that joins them")  # fmt: skip
+            say(
+                "error",
+                "interfaces",
+                f"{name}={wanted} is the loopback, and there are {nodes} nodes: name the interface that joins them",
+            )
     both = list(chosen.values())
     if len(both) == 2 and both[0] and both[1] and not both[0] & both[1]:
-        say("warning", "interfaces", f"NCCL_SOCKET_IFNAME={environ['NCCL_SOCKET_IFNAME']} and GLOO_SOCKET_IFNAME="
-            f"{environ['GLOO_SOCKET_IFNAME']} are different networks: is that meant?")  # fmt: skip
+        say(
+            "warning",
+            "interfaces",
+            f"NCCL_SOCKET_IFNAME={environ['NCCL_SOCKET_IFNAME']} and GLOO_SOCKET_IFNAME="
+            f"{environ['GLOO_SOCKET_IFNAME']} are different networks: is that meant?",
+        )
 
 
 def _transports(environ: Mapping[str, str], node: Node, nodes: int, local: int, say: Say) -> None:
     devices = ", ".join(node.ib_devices)
     if nodes > 1 and node.ib_devices and _is_on(environ, "NCCL_IB_DISABLE"):
-        say("warning", "transports", f"NCCL_IB_DISABLE=1 with {devices} active: NCCL falls back to TCP between nodes; "
-            "unset it")  # fmt: skip
+        say(
+            "warning",
+            "transports",
+            f"NCCL_IB_DISABLE=1 with {devices} active: NCCL falls back to TCP between nodes; unset it",
+        )
     hca = environ.get("NCCL_IB_HCA", "").strip()
     if hca and not hca.startswith("^"):
         names = [part.partition(":")[0] for part in hca.lstrip("=").split(",") if part]
-        if not any(device == n or (not hca.startswith("=") and device.startswith(n))
-                   for device in node.ib_devices for n in names):  # fmt: skip
-            say("error", "transports", f"NCCL_IB_HCA={hca} names no active device of this node ({devices or 'none'}): "
-                "name one, or unset it")  # fmt: skip
+        if not any(
+            device == n or (not hca.startswith("=") and device.startswith(n))
+            for device in node.ib_devices
+            for n in names
+        ):
+            say(
+                "error",
+                "transports",
+                f"NCCL_IB_HCA={hca} names no active device of this node ({devices or 'none'}): name one, or unset it",
+            )
     # accelerate sets both itself on GeForce RTX 40 cards, which have no peer-to-peer.
     if len(node.gpus) > 1 and not any("RTX 40" in gpu for gpu in node.gpus):
         for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
             if _is_on(environ, name):
-                say("warning", "transports", f"{name}=1 with {len(node.gpus)} GPUs: traffic inside the node takes a "
-                    "slower way; unset it unless these GPUs cannot do without")  # fmt: skip
+                say(
+                    "warning",
+                    "transports",
+                    f"{name}=1 with {len(node.gpus)} GPUs: traffic inside the node takes a "
+                    "slower way; unset it unless these GPUs cannot do without",
+                )
 
 
 def _errors_and_debugging(environ: Mapping[str, str], node: Node, nodes: int, local: int, say: Say) -> None:
     handling = environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", environ.get("NCCL_ASYNC_ERROR_HANDLING"))
     if handling == "0":
-        say("warning", "errors", "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: after a rank dies the others hang for ever; "
-            "unset it")  # fmt: skip
+        say(
+            "warning",
+            "errors",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: after a rank dies the others hang for ever; unset it",
+        )
     if _is_on(environ, "TORCH_NCCL_BLOCKING_WAIT") and handling not in (None, "0"):
-        say("warning", "errors", "TORCH_NCCL_BLOCKING_WAIT and TORCH_NCCL_ASYNC_ERROR_HANDLING are both set: the "
-            "first makes every collective block the host; unset it")  # fmt: skip
+        say(
+            "warning",
+            "errors",
+            "TORCH_NCCL_BLOCKING_WAIT and TORCH_NCCL_ASYNC_ERROR_HANDLING are both set: the "
+            "first makes every collective block the host; unset it",
+        )
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         if environ.get(name) == "0":
-            say("warning", "errors", f"{name}=0 turns the Flight Recorder off: a hang can then not be traced to a "
-                "collective; unset it (2,000 entries)")  # fmt: skip
+            say(
+                "warning",
+                "errors",
+                f"{name}=0 turns the Flight Recorder off: a hang can then not be traced to a "
+                "collective; unset it (2,000 entries)",
+            )
     slow = {"CUDA_LAUNCH_BLOCKING": ("1",), "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",), "NCCL_DEBUG": ("TRACE",)}
     for name, values in slow.items():
         if environ.get(name, "").upper() in values:
@@ -208,8 +247,11 @@ def _stale(environ: Mapping[str, str], node: Node, nodes: int, local: int, say: 
         if old not in environ:
             continue
         if new in environ and environ[new] != environ[old]:
-            say("warning", "variables", f"{old}={environ[old]} and {new}={environ[new]} contradict each other: "
-                f"keep {new}")  # fmt: skip
+            say(
+                "warning",
+                "variables",
+                f"{old}={environ[old]} and {new}={environ[new]} contradict each other: keep {new}",
+            )
         else:
             say("note", "variables", f"{old} is called {new} now")
 
@@ -224,33 +266,60 @@ def _devices(environ: Mapping[str, str], node: Node, nodes: int, local: int, say
         say("error", "devices", f"{local} processes on this node and {len(node.gpus)} GPUs: start one process per GPU")
     threads = environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) * local > node.cores:
-        say("warning", "cores", f"OMP_NUM_THREADS={threads} in {local} processes on {node.cores} cores: set at most "
-            f"{max(1, node.cores // local)}")  # fmt: skip
+        say(
+            "warning",
+            "cores",
+            f"OMP_NUM_THREADS={threads} in {local} processes on {node.cores} cores: set at most "
+            f"{max(1, node.cores // local)}",
+        )
 
 
 def _limits(node: Node, local: int, say: Say) -> None:
     """Thresholds are hfscale's own: what data loaders with workers, NCCL and checkpoints are known to run into."""
     if node.limits.get("nofile", float("inf")) < 4096:
-        say("warning", "limits", f"ulimit -n is {node.limits['nofile']:.0f}: data loader workers and sharded "
-            "checkpoints open thousands of files; ulimit -n 65536")  # fmt: skip
+        say(
+            "warning",
+            "limits",
+            f"ulimit -n is {node.limits['nofile']:.0f}: data loader workers and sharded "
+            "checkpoints open thousands of files; ulimit -n 65536",
+        )
     if node.ib_devices and node.limits.get("memlock", float("inf")) < 2**30:
-        say("error", "limits", f"ulimit -l is {node.limits['memlock'] / 2**20:.0f} MiB with InfiniBand: memory cannot "
-            "be registered; ulimit -l unlimited")  # fmt: skip
+        say(
+            "error",
+            "limits",
+            f"ulimit -l is {node.limits['memlock'] / 2**20:.0f} MiB with InfiniBand: memory cannot "
+            "be registered; ulimit -l unlimited",
+        )
     if node.limits.get("nproc", float("inf")) < 4096:
-        say("warning", "limits", f"ulimit -u is {node.limits['nproc']:.0f}: threads of {local} processes may not "
-            "start; ulimit -u 65536")  # fmt: skip
+        say(
+            "warning",
+            "limits",
+            f"ulimit -u is {node.limits['nproc']:.0f}: threads of {local} processes may not start; ulimit -u 65536",
+        )
     if node.shm_gib < 0.1:
         level: Level = "error" if local > 1 else "warning"
-        say(level, "shared memory", f"{_SHM} is {node.shm_gib * 1024:.0f} MiB: NCCL and data loader workers need "
-            "more; docker run --shm-size 16g, or an emptyDir of medium Memory")  # fmt: skip
+        say(
+            level,
+            "shared memory",
+            f"{_SHM} is {node.shm_gib * 1024:.0f} MiB: NCCL and data loader workers need "
+            "more; docker run --shm-size 16g, or an emptyDir of medium Memory",
+        )
     elif node.gpus and node.shm_gib < local:
         say("warning", "shared memory", f"{_SHM} is {node.shm_gib:.1f} GiB for {local} processes: give 1 GiB each")
     if node.gpus and node.cores < 2 * local:
-        say("warning", "cores", f"{node.cores} CPU cores for {local} processes: one drives the GPU, a data loader "
-            "needs more; give each at least 4, or the GPUs will wait for data")  # fmt: skip
+        say(
+            "warning",
+            "cores",
+            f"{node.cores} CPU cores for {local} processes: one drives the GPU, a data loader "
+            "needs more; give each at least 4, or the GPUs will wait for data",
+        )
     if node.gpus and node.memory_gib < 16 * local:
-        say("warning", "memory", f"{node.memory_gib:.0f} GiB of RAM for {local} processes: loading and saving a model "
-            "passes through it; give each at least 16 GiB")  # fmt: skip
+        say(
+            "warning",
+            "memory",
+            f"{node.memory_gib:.0f} GiB of RAM for {local} processes: loading and saving a model "
+            "passes through it; give each at least 16 GiB",
+        )
 
 
 def _limit(which: int) -> float:

@@ -22,10 +22,17 @@ BRAKES = {0x08: "hardware slowdown", 0x80: "power brake"}
 ECC_KINDS = ("corrected", "uncorrected")
 # NVIDIA's XID catalogue (docs.nvidia.com/deploy/xid-errors): those that take the GPU or the link away.
 FATAL_XIDS = {
-    48: "double-bit memory error", 63: "row remapping", 64: "row remapping failed", 74: "NVLink error",
-    79: "fell off the bus", 92: "high rate of corrected memory errors", 94: "contained memory error",
-    95: "uncontained memory error", 119: "GSP timeout", 120: "GSP error",
-}  # fmt: skip
+    48: "double-bit memory error",
+    63: "row remapping",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "fell off the bus",
+    92: "high rate of corrected memory errors",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "GSP timeout",
+    120: "GSP error",
+}
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
 
 

@@ -1,7 +1,7 @@
 """A thread that notices when training stands still, asks all ranks what they do, and names who keeps them waiting.
 
-Ranks answer through the launcher's store (`Board`), never through the group that hangs; a rank that is dead, stopped
-or held by a call that does not release the interpreter cannot answer, which is an answer too.
+Ranks answer through the launcher's store (`RankStore`), never through the group that hangs; a rank that is dead,
+stopped or held by a call that does not release the interpreter cannot answer, which is an answer too.
 """
 
 import json
@@ -20,7 +20,7 @@ from hfscale.health import stacks
 from hfscale.health.diagnosis import Snapshot, diagnose
 from hfscale.health.findings import Finding
 from hfscale.health.flight import positions
-from hfscale.health.rank_store import Board
+from hfscale.health.rank_store import RankStore
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -51,7 +51,7 @@ class HangWatchdog(threading.Thread):
     """Watches the thread that makes it, which tells it of its progress.
 
     Args:
-        board (`Board`): unused until now; every rank must make a watchdog.
+        board (`RankStore`): unused until now; every rank must make a watchdog.
         output_dir (`Path`): where the folder `hfscale_hang` is written.
         limits (`Limits`, *optional*): when silence is a hang.
         abort (`bool`): whether to end this process after the report (exit code 1), so that the launcher restarts all.
@@ -61,7 +61,7 @@ class HangWatchdog(threading.Thread):
 
     def __init__(
         self,
-        board: Board,
+        rank_store: RankStore,
         output_dir: Path,
         *,
         limits: Limits | None = None,
@@ -74,14 +74,14 @@ class HangWatchdog(threading.Thread):
         """Of the last hang."""
         self.folder: Path | None = None
         """What was written about it, on the rank that wrote it."""
-        self._board, self._output_dir, self._abort, self._inside = board, output_dir, abort, inside
+        self._board, self._output_dir, self._abort, self._inside = rank_store, output_dir, abort, inside
         self._watched = threading.get_ident()
         self._step, self._phase, self._error = 0, "starting", ""
         self._moved = self._began = time.monotonic()
         self._durations: deque[float] = deque(maxlen=50)
         self._incident, self._reported, self._not_before = 0, 0.0, 0.0
         self._stop_now, self._examined = threading.Event(), threading.Event()
-        board.post("hang/hello", {"host": socket.gethostname()})
+        rank_store.post("hang/hello", {"host": socket.gethostname()})
 
     def step_began(self, step: int) -> None:
         """`step` begins; called by the watched thread."""
@@ -150,10 +150,16 @@ class HangWatchdog(threading.Thread):
         topic = f"hang/{self._incident}/snapshot"
         self._incident += 1
         snapshot = Snapshot(
-            host=socket.gethostname(), step=self._step, phase=self._phase, idle_s=time.monotonic() - self._moved,
-            occupation=stacks.occupation(frames), place=stacks.place(frames), positions=tuple(positions()),
-            error=self._error or None, stacks=stacks.all_stacks(),
-        )  # fmt: skip
+            host=socket.gethostname(),
+            step=self._step,
+            phase=self._phase,
+            idle_s=time.monotonic() - self._moved,
+            occupation=stacks.occupation(frames),
+            place=stacks.place(frames),
+            positions=tuple(positions()),
+            error=self._error or None,
+            stacks=stacks.all_stacks(),
+        )
         self._board.post(topic, snapshot.to_dict())
         until = time.monotonic() + self.limits.grace_s
         while not self._board.is_complete(topic) and time.monotonic() < until:

@@ -51,15 +51,21 @@ def compare(notes: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
         )
     devices = {rank: note["device"] for rank, note in notes.items()}
     found += _odd_ones(
-        notes, devices, "warning", "devices",
+        notes,
+        devices,
+        "warning",
+        "devices",
         "is a {mine}, the others are {others}: every step waits for the slowest type; give each type a run of its own",
-    )  # fmt: skip
+    )
     for name in sorted({name for note in notes.values() for name in note["variables"]}):
         values = {rank: note["variables"].get(name, "unset") for rank, note in notes.items()}
         found += _odd_ones(
-            notes, values, "warning", "environment",
+            notes,
+            values,
+            "warning",
+            "environment",
             f"has {name}={{mine}}, the others {{others}}: set it for all ranks, or for none",
-        )  # fmt: skip
+        )
     return found
 
 

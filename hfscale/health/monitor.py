@@ -107,10 +107,13 @@ class Monitor:
         seconds = self._clock.take()
         times = self._timed_steps() if self._timer is not None else []
         row = [
-            seconds.get("data", 0.0), seconds.get("data", 0.0) + seconds.get("step", 0.0),
-            math.nan if grad_norm is None else grad_norm, self._checksum(step), *self._gpu_row(),
+            seconds.get("data", 0.0),
+            seconds.get("data", 0.0) + seconds.get("step", 0.0),
+            math.nan if grad_norm is None else grad_norm,
+            self._checksum(step),
+            *self._gpu_row(),
             *times,
-        ]  # fmt: skip
+        ]
         rows = distributed.gather_rows(row)
         waits, windows, norms, sums, heats, powers, throttled, *steps = zip(*rows, strict=True)
         judgement = self._judge.add([[step[rank] for step in steps] for rank in range(len(rows))])

@@ -1,7 +1,7 @@
 """All ranks check each other before the first step, within a deadline, whatever any of them does.
 
-The checks run on a thread, phase by phase. Each rank writes on the `Board` which phase it enters and what it found, so
-that a phase that hangs does not keep anybody from reading, at the deadline, who is not where the others are.
+The checks run on a thread, phase by phase. Each rank writes on the `RankStore` which phase it enters and what it found,
+so that a phase that hangs does not keep anybody from reading, at the deadline, who is not where the others are.
 """
 
 import threading
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hfscale.health import collectives, compute, machine
 from hfscale.health.findings import Finding
-from hfscale.health.rank_store import Board
+from hfscale.health.rank_store import RankStore
 from hfscale.health.verdict import accuse
 
 POLL_S = 0.02
@@ -66,9 +66,9 @@ class Preflight:
 class _Checks(threading.Thread):
     """The phases of this rank, one after the other."""
 
-    def __init__(self, board: Board, plan: Plan) -> None:
+    def __init__(self, rank_store: RankStore, plan: Plan) -> None:
         super().__init__(name="hfscale-preflight", daemon=True)
-        self.board, self.plan = board, plan
+        self.rank_store, self.plan = rank_store, plan
         self.phase = "arrive"
         self.results: dict[str, Any] = {"links": []}
         self.error: str | None = None
@@ -77,10 +77,10 @@ class _Checks(threading.Thread):
         try:
             self._all_phases()
             self.phase = "done"
-            self.board.post("results", self.results)
+            self.rank_store.post("results", self.results)
         except Exception as error:  # whatever it is, the others must hear of it
             self.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self.board.raise_flag("failed", str(self.board.rank))
+            self.rank_store.raise_flag("failed", str(self.rank_store.rank))
 
     def _all_phases(self) -> None:
         plan = self.plan
@@ -105,7 +105,7 @@ class _Checks(threading.Thread):
 
     def _groups(self) -> dict[str, dist.ProcessGroup | None]:
         """The world, and on several nodes with the same number of ranks in a row this node's ranks too."""
-        hosts = [note["host"] for _, note in sorted(self.board.read("hello").items())]
+        hosts = [note["host"] for _, note in sorted(self.rank_store.read("hello").items())]
         nodes = list(dict.fromkeys(hosts))
         per_node = len(hosts) // len(nodes)
         in_rows = all(hosts[i] == nodes[i // per_node] for i in range(len(hosts))) if per_node else False
@@ -127,11 +127,13 @@ class _Checks(threading.Thread):
         return best[1]
 
 
-def run(board: Board, plan: Plan, *, begun: float | None = None, is_ending: Callable[[], bool] = bool) -> Preflight:
+def run(
+    rank_store: RankStore, plan: Plan, *, begun: float | None = None, is_ending: Callable[[], bool] = bool
+) -> Preflight:
     """Check this rank with all others; every rank must call it.
 
     Args:
-        board (`Board`): unused until now.
+        board (`RankStore`): unused until now.
         plan (`Plan`): the same on all ranks, but for the device's index.
         begun (`float`, *optional*): `time.monotonic()` from which the deadline counts. By default now.
         is_ending (`Callable[[], bool]`, *optional*): whether the launcher is ending this process.
@@ -139,30 +141,30 @@ def run(board: Board, plan: Plan, *, begun: float | None = None, is_ending: Call
     begun = time.monotonic() if begun is None else begun
     grace_s = min(3.0, plan.deadline_s / 4)
     until = begun + plan.deadline_s - grace_s - MARGIN_S
-    board.post("hello", {**machine.describe_self(device=plan.device), **plan.facts})
+    rank_store.post("hello", {**machine.describe_self(device=plan.device), **plan.facts})
 
     def go_on() -> bool:
-        return time.monotonic() < until and not is_ending() and board.flag("failed") is None
+        return time.monotonic() < until and not is_ending() and rank_store.flag("failed") is None
 
-    while not board.is_complete("hello") and go_on():
+    while not rank_store.is_complete("hello") and go_on():
         time.sleep(POLL_S)
-    checks = _Checks(board, plan)
-    if board.is_complete("hello"):
+    checks = _Checks(rank_store, plan)
+    if rank_store.is_complete("hello"):
         checks.start()
-        while not board.is_complete("results") and go_on():
+        while not rank_store.is_complete("results") and go_on():
             time.sleep(POLL_S)
-    complete = board.is_complete("results")
+    complete = rank_store.is_complete("results")
     if not complete:
-        board.raise_flag("failed", str(board.rank))
-        board.post("present", {"phase": checks.phase, "error": checks.error})
+        rank_store.raise_flag("failed", str(rank_store.rank))
+        rank_store.post("present", {"phase": checks.phase, "error": checks.error})
         late = time.monotonic() + grace_s
-        while not board.is_complete("present") and time.monotonic() < late:
+        while not rank_store.is_complete("present") and time.monotonic() < late:
             time.sleep(POLL_S)
-    hello, results = board.read("hello"), board.read("results")
+    hello, results = rank_store.read("hello"), rank_store.read("results")
     hosts = {rank: note["host"] for rank, note in hello.items()}
     findings = machine.compare(hello) if hello else []
     if not complete:
-        findings = accuse(board.world_size, hello, board.read("present")) + findings
+        findings = accuse(rank_store.world_size, hello, rank_store.read("present")) + findings
     findings += compare_results(results, hosts)
     return Preflight(
         findings=tuple(findings),

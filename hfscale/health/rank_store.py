@@ -18,11 +18,11 @@ CONNECT_S = 10.0
 """Seconds to reach the store; the launcher has opened it before it starts a rank."""
 
 
-class Board:
+class RankStore:
     """What each rank has posted under a topic.
 
-    Every `Board` has a connection of its own: a client of the store serves one call at a time, and the process group's
-    may be blocked by the very call that hangs.
+    Every `RankStore` has a connection of its own: a client of the store serves one call at a time, and the process
+    group's may be blocked by the very call that hangs.
 
     Args:
         store (`torch.distributed.Store`): shared by all ranks.
@@ -38,7 +38,7 @@ class Board:
     @classmethod
     def connect(
         cls, name: str, environ: Mapping[str, str] = os.environ, *, timeout_s: float | None = None, opens: bool = False
-    ) -> "Board":
+    ) -> "RankStore":
         """A board over the store that the launcher's `MASTER_ADDR` and `MASTER_PORT` point to.
 
         Args:

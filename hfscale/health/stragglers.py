@@ -141,11 +141,14 @@ class DataWaitJudge:
         starved = {rank for rank, share in enumerate(shares) if share > WAIT_SHARE and share > 2 * median}
         found = [
             Finding(
-                level="warning", check="data wait", ranks=(rank,), host=self._hosts[rank],
+                level="warning",
+                check="data wait",
+                ranks=(rank,),
+                host=self._hosts[rank],
                 message=f"waits for data {shares[rank]:.0%} of its time, the median rank {median:.0%}: give its data "
                 "loader more workers, or look at the storage its node reads from",
             )
             for rank in sorted(starved - self._told)
-        ]  # fmt: skip
+        ]
         self._told = starved | {rank for rank in self._told if shares[rank] > WAIT_SHARE / 2}
         return found

@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.integrations.trainer import stand_first
+from hfscale.integrations.trainer import prepend_callback
 
 LogSource = Callable[[TrainerState], dict[str, float]]
 
 
-class LogKeys(TrainerCallback):
+class MetricInjector(TrainerCallback):
     """Stands first among a Trainer's callbacks and completes each training log with the keys of its sources.
 
     So a metric needs no log record of its own: it stands beside the loss of its step, in `log_history`, on the
-    console and with every integration of `report_to`. Get the one of a Trainer with `LogKeys.of(trainer)`.
+    console and with every integration of `report_to`. Get the one of a Trainer with `MetricInjector.of(trainer)`.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,13 @@ class LogKeys(TrainerCallback):
         self._last_calls: list[Callable[[], None]] = []
 
     @classmethod
-    def of(cls, trainer: Trainer) -> "LogKeys":
-        """The Trainer's `LogKeys`, put in place at the first call."""
+    def of(cls, trainer: Trainer) -> "MetricInjector":
+        """The Trainer's `MetricInjector`, put in place at the first call."""
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, cls):
                 return callback
         log_keys = cls()
-        stand_first(trainer, log_keys)
+        prepend_callback(trainer, log_keys)
         return log_keys
 
     def add(self, source: LogSource) -> None:

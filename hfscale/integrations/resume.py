@@ -102,8 +102,13 @@ def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, rank
         raise LayoutError(f"{error}; launch with the config it was begun with, {_AFRESH}") from None
     logger.info(
         "%s was written under %s by %d, and is converted for %s on %d: %.1f s",
-        source.name, manifest.strategy, manifest.world_size, strategy, ranks, time.monotonic() - began,
-    )  # fmt: skip
+        source.name,
+        manifest.strategy,
+        manifest.world_size,
+        strategy,
+        ranks,
+        time.monotonic() - began,
+    )
 
 
 def discard_conversions(output_dir: str | os.PathLike[str]) -> None:
@@ -187,6 +192,9 @@ def check_resumed(trainer: "Trainer") -> None:
             "the global batch was %d sequences and is now %d (%d processes): training goes on at sequence %d instead "
             "of %d, so that some are seen twice or never; to keep it, change per_device_train_batch_size or "
             "gradient_accumulation_steps",
-            manifest.global_batch_size, size, trainer.args.world_size,
-            manifest.step * size, manifest.step * manifest.global_batch_size,
-        )  # fmt: skip
+            manifest.global_batch_size,
+            size,
+            trainer.args.world_size,
+            manifest.step * size,
+            manifest.step * manifest.global_batch_size,
+        )

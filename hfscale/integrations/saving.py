@@ -44,8 +44,13 @@ logger = get_logger(__name__)
 
 # What a subclass of Trainer may have made its own; then its code must run, on the live model.
 _WRITING_METHODS = (
-    "_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
-)  # fmt: skip
+    "_save_checkpoint",
+    "save_model",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+    "_save_rng_state",
+)
 # Callbacks of transformers whose `on_save` reads no file of the checkpoint (wandb's only under WANDB_LOG_MODEL).
 _ON_SAVE_READS_NOTHING = ("WandbCallback", "TrackioCallback", "SwanLabCallback")
 _SHARE_OF_FREE_MEMORY = 0.8

@@ -125,7 +125,7 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
 
 def _lays_out_itself(trainer: "Trainer") -> bool:
     """Whether it is a `ParallelTrainer`, whose floor is above this one."""
-    return getattr(trainer, "laid_out", None) is not None
+    return getattr(trainer, "parallelized", None) is not None
 
 
 def describe_strategy(trainer: "Trainer") -> str:
@@ -139,8 +139,8 @@ def describe_strategy(trainer: "Trainer") -> str:
     if _lays_out_itself(trainer):
         sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
         parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
-        if trainer.laid_out.sequence_parts > 1:
-            parts.append(f"sequences cut over {trainer.laid_out.sequence_parts} ranks")
+        if trainer.parallelized.sequence_parts > 1:
+            parts.append(f"sequences cut over {trainer.parallelized.sequence_parts} ranks")
     first = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
     if first is not None:
         mesh = first.device_mesh

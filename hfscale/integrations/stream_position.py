@@ -94,8 +94,9 @@ class PlacedStream(IterableDataset[Any]):
         samples.close()
         logger.warning(
             "the stream does not go on where it was, as one with a shuffle buffer cannot: the %d sequences already "
-            "seen are read again and left out", start["samples"],
-        )  # fmt: skip
+            "seen are read again and left out",
+            start["samples"],
+        )
         self._places, self._has_ended, self._count = {}, False, 0
         for sample in self._hand_out(None):
             if self._count > start["samples"]:

@@ -6,8 +6,9 @@ The gaps are closed here and nowhere else:
 - `calling_trainer` finds the Trainer on the call stack of the event being handled;
 - `resumed_from` finds there too from which checkpoint it goes on;
 - `saved_state` keeps values in `trainer_state.json`, so they travel with each checkpoint;
-- `stand_first` puts a callback before the reporting integrations, which would otherwise run before any user callback;
-- `BatchBell` tells when a batch has come, before the ranks count their tokens together;
+- `prepend_callback` puts a callback before the reporting integrations, which would otherwise run before any user
+  callback;
+- `DataFetchHook` tells when a batch has come, before the ranks count their tokens together;
 - `training_frame` tells which call of `Trainer.train` is under way;
 - `is_training_in` tells a signal handler whether it has interrupted one.
 """
@@ -76,7 +77,7 @@ def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
     return state.stateful_callbacks.setdefault(_KEY, {}).setdefault(name, {})
 
 
-def stand_first(trainer: Trainer, callback: TrainerCallback) -> None:
+def prepend_callback(trainer: Trainer, callback: TrainerCallback) -> None:
     """Put `callback` before all others, so that what it adds to the logs reaches every reporter.
 
     The list is replaced, not changed: an event may be iterating over it right now.
@@ -90,12 +91,12 @@ def global_batch_size(trainer: Trainer) -> int:
     return trainer.get_total_train_batch_size(trainer.args)
 
 
-class BatchBell:
+class DataFetchHook:
     """Stands for a Trainer's `get_batch_samples` and rings when a batch has come.
 
     Trainer gathers the number of tokens of a step over all ranks before `on_step_begin`: until then a rank that has
     its batches waits for those that have not, and by that event all have waited alike. Get the one of a Trainer with
-    `BatchBell.of(trainer)`.
+    `DataFetchHook.of(trainer)`.
     """
 
     def __init__(self, fetch: Callable[..., Any]) -> None:
@@ -103,7 +104,7 @@ class BatchBell:
         self._listeners: list[Callable[[], object]] = []
 
     @classmethod
-    def of(cls, trainer: Trainer) -> "BatchBell":
+    def of(cls, trainer: Trainer) -> "DataFetchHook":
         """The Trainer's bell, put in place at the first call."""
         if not isinstance(trainer.get_batch_samples, cls):
             trainer.get_batch_samples = cls(trainer.get_batch_samples)

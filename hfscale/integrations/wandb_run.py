@@ -21,9 +21,15 @@ TOKENS_AXIS = "train/scaling/tokens_seen"
 """How transformers' WandbCallback names the key `scaling/tokens_seen`."""
 REPORT_NAME = "hfscale_report.html"
 _SUMMARY = (
-    "scaling/tokens_seen", "scaling/tokens_per_s", "scaling/mfu", "scaling/efficiency", "scaling/goodput",
-    "scaling/usd", "scaling/usd_per_million_tokens", "scaling/noise_scale",
-)  # fmt: skip
+    "scaling/tokens_seen",
+    "scaling/tokens_per_s",
+    "scaling/mfu",
+    "scaling/efficiency",
+    "scaling/goodput",
+    "scaling/usd",
+    "scaling/usd_per_million_tokens",
+    "scaling/noise_scale",
+)
 
 
 class WandbRun(TrainerCallback):

@@ -15,7 +15,7 @@ USEFUL_PHASE = "compute"
 START_UP, LOST, DOWN = "start_up", "lost", "down"
 
 
-class Ledger:
+class GoodputTracker:
     """Adds up where the time went, attempt after attempt.
 
     Args:

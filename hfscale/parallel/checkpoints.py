@@ -28,7 +28,7 @@ from hfscale.integrations.checkpoint_files import rng_name
 from hfscale.integrations.resume import readable_checkpoint
 from hfscale.parallel import export, state
 from hfscale.parallel.mesh import ParallelMesh
-from hfscale.parallel.model import LaidOut
+from hfscale.parallel.model import ParallelizedModel
 
 _GROUPS = 2  # of Trainer's optimizer, with and without weight decay; a mesh of several axes may make more of them
 
@@ -36,7 +36,7 @@ _GROUPS = 2  # of Trainer's optimizer, with and without weight decay; a mesh of 
 class SavesLaidOut(Trainer):
     """A Trainer whose model is laid out over a mesh, as far as its checkpoints go."""
 
-    laid_out: LaidOut
+    parallelized: ParallelizedModel
     layout: ParallelLayout
     mesh: ParallelMesh
     parameter_names: ParameterNames
@@ -61,7 +61,7 @@ class SavesLaidOut(Trainer):
         """What this rank writes of its tensors, by folder of the checkpoint and name; they share the training's
         memory, so a copy is to be made before the next step."""
         optimizer = None if self.args.save_only_model else self.optimizer.optimizer
-        return {FOLDER: state.stored_tensors(self.laid_out, optimizer)}
+        return {FOLDER: state.stored_tensors(self.parallelized, optimizer)}
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Name -> content of the small files that the main process writes beside the tensors, as of now."""
@@ -72,7 +72,7 @@ class SavesLaidOut(Trainer):
         files[PARAMETERS_NAME] = self.parameter_names.to_json().encode()
         facts = ParallelFacts(
             layout=asdict(self.layout),
-            packed={name: packed.dim for name, packed in self.laid_out.packed.items()},
+            packed={name: packed.dim for name, packed in self.parallelized.packed.items()},
             groups=self._group_options(),
         )
         return files | {PARALLEL_NAME: facts.to_json().encode()}
@@ -101,9 +101,9 @@ class SavesLaidOut(Trainer):
                 if isinstance(self.model, PeftModel):
                     self.model.peft_config[self.model.active_adapter].save_pretrained(name)
                 else:
-                    self.laid_out.model.config.save_pretrained(name)
-                    if self.laid_out.model.can_generate():
-                        self.laid_out.model.generation_config.save_pretrained(name)
+                    self.parallelized.model.config.save_pretrained(name)
+                    if self.parallelized.model.can_generate():
+                        self.parallelized.model.generation_config.save_pretrained(name)
                 if self.processing_class is not None:
                     self.processing_class.save_pretrained(name)
                 found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -118,7 +118,7 @@ class SavesLaidOut(Trainer):
             for name, tensors in self.sharded_state().items():
                 dcp.save(tensors, checkpoint_id=folder / name)
         else:
-            export.write_weights(folder, self.laid_out, self.mesh)
+            export.write_weights(folder, self.parallelized, self.mesh)
         if self.args.should_save:
             for name, content in (self.checkpoint_files() if _internal_call else self._model_files()).items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -137,14 +137,14 @@ class SavesLaidOut(Trainer):
                 "weights of a model folder with --model_name_or_path, or afresh with --resume_from_checkpoint false"
             )
         read_facts(Path(resume_from_checkpoint))  # what cannot be continued is told before its tensors are read
-        state.load_model(Path(resume_from_checkpoint), self.laid_out)
+        state.load_model(Path(resume_from_checkpoint), self.parallelized)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Of the scheduler its position alone: its lists have an entry per parameter group, and how many groups there
         are depends on the layout."""
         if checkpoint is None:
             return
-        state.load_optimizer(Path(checkpoint), self.laid_out, self.optimizer.optimizer)
+        state.load_optimizer(Path(checkpoint), self.parallelized, self.optimizer.optimizer)
         state.restore_position(self.lr_scheduler, load_archive(Path(checkpoint) / SCHEDULER_NAME))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -23,7 +23,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.mesh import make_mesh
-from hfscale.parallel.model import LaidOut, lay_out
+from hfscale.parallel.model import ParallelizedModel, parallelize_model
 from hfscale.parallel.partition import StageCut
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner.activations import kept_and_working, loss_bytes
@@ -87,16 +87,16 @@ def dry_run(
     if dist.is_initialized():
         raise UsageError("--dry_run pretends a world of its own: start it with python, not with accelerate launch")
     check_config(make_model().config, layout, plan, sequence_parallel=sequence_parallel)
-    kinds: dict[tuple[object, ...], LaidOut] = {}
+    kinds: dict[tuple[object, ...], ParallelizedModel] = {}
     cuts: list[StageCut] = []
     ranks = []
     for pp_rank in range(layout.pp):
         kind = tuple((len(cuts[i].layers), cuts[i].is_first, cuts[i].is_last) for i in plan.stages_of(pp_rank) if cuts)
         if not kind or kind not in kinds:
-            laid_out = _build(make_model(), layout, plan, args, pp_rank, sequence_parallel)
-            cuts = laid_out.cuts
-            kind = tuple((len(s.cut.layers), s.cut.is_first, s.cut.is_last) for s in laid_out.stages)
-            kinds[kind] = laid_out
+            parallelized = _build(make_model(), layout, plan, args, pp_rank, sequence_parallel)
+            cuts = parallelized.cuts
+            kind = tuple((len(s.cut.layers), s.cut.is_first, s.cut.is_last) for s in parallelized.stages)
+            kinds[kind] = parallelized
         own = [cuts[index] for index in plan.stages_of(pp_rank)]
         ranks.append(_memory(kinds[kind], own, layout, plan, args, pp_rank, block_size, sequence_parallel))
     return ranks
@@ -109,11 +109,11 @@ def _build(
     args: TrainingArguments,
     pp_rank: int,
     sequence_parallel: bool,
-) -> LaidOut:
+) -> ParallelizedModel:
     rank = pp_rank * layout.world_size // layout.pp
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        return lay_out(
+        return parallelize_model(
             model,
             make_mesh(layout, "cpu"),
             plan,
@@ -126,7 +126,7 @@ def _build(
 
 
 def _memory(
-    laid_out: LaidOut,
+    parallelized: ParallelizedModel,
     cuts: Iterable[StageCut],
     layout: ParallelLayout,
     plan: StagePlan,
@@ -136,7 +136,7 @@ def _memory(
     sequence_parallel: bool,
 ) -> RankMemory:
     cuts = list(cuts)
-    parameters = list(laid_out.model.parameters())
+    parameters = list(parallelized.model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     states = _bytes(parameters) + sum(_local(p) * (_GRADIENT_BYTES + _ADAM_BYTES) for p in trained)
     gathered = 0.0
@@ -148,7 +148,7 @@ def _memory(
         # One stage alone gathers layer by layer; in a pipeline all stay whole until the last micro-batch.
         gathered = width * max(whole) if layout.pp == 1 else width * sum(whole) + summed
     job = Job(
-        shape=ModelShape.from_config(laid_out.model.config.to_dict()),
+        shape=ModelShape.from_config(parallelized.model.config.to_dict()),
         gpu=accelerator("H100-80GB"),  # of no consequence for bytes
         layout=layout,
         seq_len=block_size,
@@ -156,7 +156,7 @@ def _memory(
         global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size,
         recompute="full" if args.activation_checkpointing or args.gradient_checkpointing else "none",
         sequence_parallel=sequence_parallel,
-        loss_parallel=laid_out.vocabulary is not None,
+        loss_parallel=parallelized.vocabulary is not None,
     )
     view, constants = view_of(job.shape), stack("hf")
     kept, working = kept_and_working(view, job, constants)

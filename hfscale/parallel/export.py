@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hfscale.parallel.mesh import ParallelMesh
-from hfscale.parallel.model import LaidOut
+from hfscale.parallel.model import ParallelizedModel
 from hfscale.parallel.state import model_tensors
 from hfscale.utils import distributed
 
@@ -21,22 +21,22 @@ ADAPTER_FILE = "adapter_model.safetensors"
 _FILE_BYTES = 5 * 10**9  # transformers' own size of a shard
 
 
-def write_weights(folder: Path, laid_out: LaidOut, mesh: ParallelMesh) -> None:
+def write_weights(folder: Path, parallelized: ParallelizedModel, mesh: ParallelMesh) -> None:
     """Write safetensors files and their index into `folder`, or an adapter's one file. Call it on every rank.
 
     One rank of each pipeline rank writes its stages' files; its host memory has to hold the tensors of one file, or
     of one layer where that is more.
     """
     writes = mesh.data_rank == mesh.cp_rank == mesh.tp_rank == 0
-    if laid_out.is_adapted:
-        _write_adapter(folder, laid_out, writes=writes)
+    if parallelized.is_adapted:
+        _write_adapter(folder, parallelized, writes=writes)
         return
     index: dict[str, str] = {}
     size = 0
-    for number, tensors in enumerate(_files(laid_out)):
+    for number, tensors in enumerate(_files(parallelized)):
         if not writes:
             continue
-        tensors = revert_weight_conversion(laid_out.model, tensors)
+        tensors = revert_weight_conversion(parallelized.model, tensors)
         name = f"model-{mesh.pp_rank:05d}-{number:05d}.safetensors"
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
         index |= dict.fromkeys(tensors, name)
@@ -50,13 +50,13 @@ def write_weights(folder: Path, laid_out: LaidOut, mesh: ParallelMesh) -> None:
     distributed.barrier()
 
 
-def _files(laid_out: LaidOut) -> Iterator[dict[str, torch.Tensor]]:
+def _files(parallelized: ParallelizedModel) -> Iterator[dict[str, torch.Tensor]]:
     """Whole tensors in host memory, in lots of a file; a layer is never in two. Every rank of a stage must go through
     all of them: putting a tensor together takes all who have a part."""
     lot: dict[str, torch.Tensor] = {}
     held, previous = 0, None
-    for name, tensor in model_tensors(laid_out).items():
-        layer = laid_out.anatomy.layer_of(name)
+    for name, tensor in model_tensors(parallelized).items():
+        layer = parallelized.structure.layer_of(name)
         if held > _FILE_BYTES and layer != previous:
             yield lot
             lot, held = {}, 0
@@ -67,8 +67,8 @@ def _files(laid_out: LaidOut) -> Iterator[dict[str, torch.Tensor]]:
         yield lot
 
 
-def _write_adapter(folder: Path, laid_out: LaidOut, *, writes: bool) -> None:
-    own = {name: _whole(tensor) for name, tensor in model_tensors(laid_out).items()}
+def _write_adapter(folder: Path, parallelized: ParallelizedModel, *, writes: bool) -> None:
+    own = {name: _whole(tensor) for name, tensor in model_tensors(parallelized).items()}
     parts = _gather(own if writes else {})
     if distributed.rank() == 0:
         # peft's name of a file leaves out the adapter's own name, and goes through its two wrappers.

@@ -16,11 +16,11 @@ from hfscale.parallel.batches import pad_to_multiple
 from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.gradients import TiedWeight
 from hfscale.parallel.mesh import ParallelMesh
-from hfscale.parallel.partition import Foreign, Stage, StageCut, cut_by_cost, layer_costs, prune, stage_view
+from hfscale.parallel.partition import IdentityStage, Stage, StageCut, cut_by_cost, layer_costs, prune, stage_view
 from hfscale.parallel.schedule import Pipeline
 from hfscale.parallel.sequence import apply_sequences, enter, plan_sequences
 from hfscale.parallel.stages import StagePlan
-from hfscale.parallel.structure import Anatomy
+from hfscale.parallel.structure import ModelStructure
 from hfscale.parallel.tensor import Packed, apply_plan, packed_parameters, tensor_parallel_plan
 from hfscale.parallel.vocabulary import VocabularyLoss, leave_logits_cut
 
@@ -28,12 +28,12 @@ Loss = Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaidOut:
-    """What `lay_out` made of a model."""
+class ParallelizedModel:
+    """What `parallelize_model` made of a model."""
 
     model: PreTrainedModel
     """The model that was given: this rank's modules alone, cut, under the names they had."""
-    anatomy: Anatomy
+    structure: ModelStructure
     """Where its parts are."""
     cuts: list[StageCut]
     """All stages of the pipeline."""
@@ -57,7 +57,7 @@ class LaidOut:
     """What cuts sequences over the context parallel ranks; None where each rank has its own."""
 
 
-def lay_out(
+def parallelize_model(
     model: PreTrainedModel,
     mesh: ParallelMesh,
     plan: StagePlan,
@@ -67,7 +67,7 @@ def lay_out(
     fill: Callable[[PreTrainedModel, Mapping[str, str]], None] | None = None,
     sequence_parallel: bool = False,
     cut_logits: bool = True,
-) -> LaidOut:
+) -> ParallelizedModel:
     """Cut `model`, in place, to what this rank holds of it.
 
     Its weights may be real, and are cut, or on the meta device: then `fill` is called for them after the cut, and no
@@ -92,43 +92,43 @@ def lay_out(
     """
     tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
     packed = packed_parameters(model)
-    anatomy = Anatomy.of(model)
+    structure = ModelStructure.of(model)
     tp_mesh = mesh.device_mesh["tp"]
-    is_cut = cut_logits and leave_logits_cut(model, tensor_plan, anatomy.head)
+    is_cut = cut_logits and leave_logits_cut(model, tensor_plan, structure.head)
     vocabulary = VocabularyLoss(group=mesh.tp_group) if is_cut else None
-    sequences = plan_sequences(model, anatomy, tensor_plan) if sequence_parallel and tensor_plan else None
+    sequences = plan_sequences(model, structure, tensor_plan) if sequence_parallel and tensor_plan else None
     sequence_parts = mesh.layout.tp if sequences is not None else 1
     context = ContextParallel.over(model, mesh.cp_mesh, sequence_parts=sequence_parts)
     balance = RouterBalance.of(model, context and context.whole)
-    cuts = cut_by_cost(*layer_costs(model, anatomy), plan.stages)
+    cuts = cut_by_cost(*layer_costs(model, structure), plan.stages)
     own = [cuts[index] for index in plan.stages_of(mesh.pp_rank)]
-    prune(model, anatomy, own)
+    prune(model, structure, own)
     partial = apply_plan(model, sequences.rest_of(tensor_plan) if sequences else tensor_plan, tp_mesh)
-    partial |= apply_sequences(model, anatomy, sequences, tp_mesh) if sequences is not None else set()
+    partial |= apply_sequences(model, structure, sequences, tp_mesh) if sequences is not None else set()
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(torch.device(mesh.device_mesh.device_type))
-    _tie(model, anatomy, plan)
+    _tie(model, structure, plan)
     stages = []
     for cut in own:
-        view = stage_view(model, anatomy, cut)
+        view = stage_view(model, structure, cut)
         if vocabulary is not None:
             view.loss_function = vocabulary
-        entrance = enter(view, anatomy, cut, tp_mesh) if sequences is not None else None
-        stages.append(Stage(view, anatomy, cut, loss, balance, entrance and entrance.stand_in_for, context))
+        entrance = enter(view, structure, cut, tp_mesh) if sequences is not None else None
+        stages.append(Stage(view, structure, cut, loss, balance, entrance and entrance.stage_hidden_states, context))
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
-        _shard(model, anatomy, stages, mesh, compute_dtype, packed)
+        _shard(model, structure, stages, mesh, compute_dtype, packed)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta and fill is not None:
         model.to_empty(device=torch.device(mesh.device_mesh.device_type))
-        _tie(model, anatomy, plan)
-        fill(model, {f"{anatomy.head}.weight": f"{anatomy.token_embedding}.weight"} if anatomy.tied else {})
-        _tie(model, anatomy, plan)
+        _tie(model, structure, plan)
+        fill(model, {f"{structure.head}.weight": f"{structure.token_embedding}.weight"} if structure.tied else {})
+        _tie(model, structure, plan)
     tied = None
-    if anatomy.tied and plan.stages > 1:
+    if structure.tied and plan.stages > 1:
         first, last = own[0].is_first, own[-1].is_last
         tied = TiedWeight(
-            model.get_submodule(anatomy.token_embedding).weight if first else None,
-            model.get_submodule(anatomy.head).weight if last else None,
+            model.get_submodule(structure.token_embedding).weight if first else None,
+            model.get_submodule(structure.head).weight if last else None,
             mesh,
             first_rank=plan.rank_of(0),
             last_rank=plan.rank_of(plan.stages - 1),
@@ -136,9 +136,9 @@ def lay_out(
         if not is_meta or fill is not None:
             tied.equalize()
     parameters = dict(model.named_parameters())
-    return LaidOut(
+    return ParallelizedModel(
         model=model,
-        anatomy=anatomy,
+        structure=structure,
         cuts=cuts,
         stages=stages,
         partial=[parameters[name] for name in sorted(partial)],
@@ -152,15 +152,15 @@ def lay_out(
     )
 
 
-def _tie(model: PreTrainedModel, anatomy: Anatomy, plan: StagePlan) -> None:
+def _tie(model: PreTrainedModel, structure: ModelStructure, plan: StagePlan) -> None:
     """Make embedding and head one parameter again: cutting them and giving them memory has made two."""
-    if anatomy.tied and plan.stages == 1:
-        model.get_submodule(anatomy.head).weight = model.get_submodule(anatomy.token_embedding).weight
+    if structure.tied and plan.stages == 1:
+        model.get_submodule(structure.head).weight = model.get_submodule(structure.token_embedding).weight
 
 
 def _shard(
     model: PreTrainedModel,
-    anatomy: Anatomy,
+    structure: ModelStructure,
     stages: list[Stage],
     mesh: ParallelMesh,
     compute_dtype: torch.dtype | None,
@@ -180,22 +180,22 @@ def _shard(
         "reshard_after_forward": stages[0].cut.stages == 1,
         "mp_policy": policy if compute_dtype is not None else MixedPrecisionPolicy(),
     }
-    shared = anatomy.tied and stages[0].cut.stages == 1  # one weight, two uses: gathered with the whole stage
-    for module in _units(model, anatomy, shared=shared):
+    shared = structure.tied and stages[0].cut.stages == 1  # one weight, two uses: gathered with the whole stage
+    for module in _units(model, structure, shared=shared):
         fully_shard(module, **options)
     for stage in stages:
         fully_shard(stage, **options)
 
 
-def _units(model: PreTrainedModel, anatomy: Anatomy, *, shared: bool) -> Iterator[Any]:
-    for layer in model.get_submodule(anatomy.layers):
-        if not isinstance(layer, Foreign):
+def _units(model: PreTrainedModel, structure: ModelStructure, *, shared: bool) -> Iterator[Any]:
+    for layer in model.get_submodule(structure.layers):
+        if not isinstance(layer, IdentityStage):
             yield layer
-    embedding = model.get_submodule(anatomy.token_embedding)
-    if not isinstance(embedding, Foreign) and not shared:
+    embedding = model.get_submodule(structure.token_embedding)
+    if not isinstance(embedding, IdentityStage) and not shared:
         yield embedding
-    tail = [model.get_submodule(name) for name in anatomy.after if not (shared and name == anatomy.head)]
-    if tail and not isinstance(tail[0], Foreign):
+    tail = [model.get_submodule(name) for name in structure.after if not (shared and name == structure.head)]
+    if tail and not isinstance(tail[0], IdentityStage):
         yield tail
 
 
@@ -203,16 +203,18 @@ class ParallelModel(nn.Module):
     """What a Trainer calls instead of the model: a forward over a whole step's micro-batches runs the pipeline.
 
     Args:
-        laid_out (`LaidOut`): the model.
+        parallelized (`ParallelizedModel`): the model.
         pipeline (`Pipeline`): its stages' schedule.
     """
 
-    def __init__(self, laid_out: LaidOut, pipeline: Pipeline) -> None:
+    def __init__(self, parallelized: ParallelizedModel, pipeline: Pipeline) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(laid_out.stages)
-        self._pipeline, self._context = pipeline, laid_out.context
-        self._multiple = laid_out.context.multiple if laid_out.context is not None else laid_out.sequence_parts
-        self._counts_tokens = laid_out.balance is not None
+        self.stages = nn.ModuleList(parallelized.stages)
+        self._pipeline, self._context = pipeline, parallelized.context
+        self._multiple = (
+            parallelized.context.multiple if parallelized.context is not None else parallelized.sequence_parts
+        )
+        self._counts_tokens = parallelized.balance is not None
 
     def forward(self, *, micro_batches: int, **inputs: torch.Tensor) -> torch.Tensor:
         """In training mode forward and backward, else forward only: see `Pipeline.train` and `Pipeline.evaluate`.

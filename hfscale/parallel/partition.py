@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from hfscale.errors import LayoutError
 from hfscale.parallel.balance import RouterBalance, WithLoss
 from hfscale.parallel.context import ContextParallel
-from hfscale.parallel.structure import Anatomy
+from hfscale.parallel.structure import ModelStructure
 
 _EMBEDDING_FACTORS = ("embedding_multiplier", "embed_scale")
 """Numbers that some decoders multiply embeddings with in their own forward, Granite's among them."""
 
 
-class Foreign(nn.Identity):
+class IdentityStage(nn.Identity):
     """Stands where another stage's module stood; hands on its first argument.
 
     Args:
@@ -73,7 +73,7 @@ class StageCut:
         return self.index == self.stages - 1
 
 
-def layer_costs(model: PreTrainedModel, anatomy: Anatomy) -> tuple[list[float], float]:
+def layer_costs(model: PreTrainedModel, structure: ModelStructure) -> tuple[list[float], float]:
     """Multiply-accumulates per token of each layer and of the head, from parameter counts (attention scores, which
     depend on the length of the sequence, are alike in all layers and left out).
 
@@ -81,13 +81,13 @@ def layer_costs(model: PreTrainedModel, anatomy: Anatomy) -> tuple[list[float], 
     """
     config = model.config.get_text_config()
     per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
-    costs = [0.0] * anatomy.depth
+    costs = [0.0] * structure.depth
     for name, parameter in model.named_parameters():
-        layer = anatomy.layer_of(name)
+        layer = structure.layer_of(name)
         if layer is not None and parameter.ndim >= 2:
             used = min(1.0, per_token / parameter.shape[0]) if parameter.ndim == 3 else 1.0
             costs[layer] += parameter.numel() * used
-    return costs, float(model.get_submodule(anatomy.head).weight.numel())
+    return costs, float(model.get_submodule(structure.head).weight.numel())
 
 
 def cut_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> list[StageCut]:
@@ -130,56 +130,56 @@ def cut_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> list[S
     ]
 
 
-def prune(model: PreTrainedModel, anatomy: Anatomy, cuts: Iterable[StageCut]) -> None:
+def prune(model: PreTrainedModel, structure: ModelStructure, cuts: Iterable[StageCut]) -> None:
     """Take out of `model`, in place, all that none of these stages holds. A head that was tied to an embedding of
     another stage gets a weight of its own, under its own name."""
     cuts = list(cuts)
     stages = cuts[0].stages
-    layers = model.get_submodule(anatomy.layers)
+    layers = model.get_submodule(structure.layers)
     kept = {layer for cut in cuts for layer in cut.layers}
-    for number in range(anatomy.depth):
+    for number in range(structure.depth):
         if number not in kept:
-            layers[number] = Foreign(layers[number])
+            layers[number] = IdentityStage(layers[number])
     if not any(cut.is_first for cut in cuts):
-        _take_out_first(model, anatomy)
+        _take_out_first(model, structure)
     if not any(cut.is_last for cut in cuts):
-        for name in anatomy.after:
-            model.set_submodule(name, Foreign())
-    elif anatomy.tied and stages > 1:
-        head = model.get_submodule(anatomy.head)
+        for name in structure.after:
+            model.set_submodule(name, IdentityStage())
+    elif structure.tied and stages > 1:
+        head = model.get_submodule(structure.head)
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
 
 
-def stage_view(model: PreTrainedModel, anatomy: Anatomy, cut: StageCut) -> PreTrainedModel:
+def stage_view(model: PreTrainedModel, structure: ModelStructure, cut: StageCut) -> PreTrainedModel:
     """A shallow copy of a pruned `model` in which `cut`'s parts alone do something; modules are shared, not copied."""
     view = _shallow(model)
     parent: nn.Module = view
-    for part in anatomy.decoder.split("."):
+    for part in structure.decoder.split("."):
         child = _shallow(getattr(parent, part))
         parent._modules[part] = child
         parent = child
-    layers = model.get_submodule(anatomy.layers)
-    own = [layer if number in cut.layers else Foreign(layer) for number, layer in enumerate(layers)]
-    parent._modules[anatomy.layers.rpartition(".")[2]] = nn.ModuleList(own)
+    layers = model.get_submodule(structure.layers)
+    own = [layer if number in cut.layers else IdentityStage(layer) for number, layer in enumerate(layers)]
+    parent._modules[structure.layers.rpartition(".")[2]] = nn.ModuleList(own)
     if not cut.is_first:
-        _take_out_first(view, anatomy)
+        _take_out_first(view, structure)
         for name, child in parent.named_children():
             if isinstance(child, nn.Dropout):  # of the embeddings
-                parent._modules[name] = Foreign()
+                parent._modules[name] = IdentityStage()
         for name in _EMBEDDING_FACTORS:
             if hasattr(parent, name):
                 setattr(parent, name, 1.0)
     if not cut.is_last:
-        for name in anatomy.after:
-            view.set_submodule(name, Foreign())
+        for name in structure.after:
+            view.set_submodule(name, IdentityStage())
     return view
 
 
-def _take_out_first(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    model.set_submodule(anatomy.token_embedding, Foreign())
-    for name in anatomy.before:
+def _take_out_first(model: PreTrainedModel, structure: ModelStructure) -> None:
+    model.set_submodule(structure.token_embedding, IdentityStage())
+    for name in structure.before:
         is_position = isinstance(model.get_submodule(name), nn.Embedding | NoPosition)
-        model.set_submodule(name, NoPosition() if is_position else Foreign())
+        model.set_submodule(name, NoPosition() if is_position else IdentityStage())
 
 
 def _shallow(module: nn.Module) -> nn.Module:
@@ -193,11 +193,11 @@ class Stage(nn.Module):
 
     Args:
         view (`PreTrainedModel`): of `stage_view`.
-        anatomy (`Anatomy`): where its parts are.
+        anatomy (`ModelStructure`): where its parts are.
         cut (`StageCut`): which stage it is.
         loss (`callable`): `loss(view, inputs)` of the last stage, a scalar; `inputs` are the model's keywords.
         balance (`RouterBalance`, *optional*): the loss of its routers, where the model has one.
-        stand_in_for (`callable`, *optional*): with sequence parallelism, takes the hidden states that come from
+        stage_hidden_states (`callable`, *optional*): with sequence parallelism, takes the hidden states that come from
             another stage, (micro-batch, sequence / tp, hidden), and returns what the decoder is given.
         context (`ContextParallel`, *optional*): where this rank has a part of each sequence.
     """
@@ -205,19 +205,19 @@ class Stage(nn.Module):
     def __init__(
         self,
         view: PreTrainedModel,
-        anatomy: Anatomy,
+        structure: ModelStructure,
         cut: StageCut,
         loss: Any,
         balance: RouterBalance | None = None,
-        stand_in_for: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        stage_hidden_states: Callable[[torch.Tensor], torch.Tensor] | None = None,
         context: ContextParallel | None = None,
     ) -> None:
         super().__init__()
         self.view = view
         self.cut = cut
-        self._stand_in_for, self._context = stand_in_for, context
+        self._stand_in_for, self._context = stage_hidden_states, context
         self._loss = loss
-        self._inner = anatomy.decoder.split(".")[0]
+        self._inner = structure.decoder.split(".")[0]
         self._balance = balance
         self._balance_losses: list[torch.Tensor] = []
         if balance is not None:

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers import PreTrainedModel
 
 from hfscale.errors import UnsupportedModelError
-from hfscale.parallel.partition import Foreign, StageCut
+from hfscale.parallel.partition import IdentityStage, StageCut
 from hfscale.parallel.shards import local_tensor
-from hfscale.parallel.structure import Anatomy
+from hfscale.parallel.structure import ModelStructure
 
 _SEQUENCE = Shard(1)
 _PER_HEAD = "replicated_with_grad_allreduce"  # norms inside attention, of which each rank has its own heads'
@@ -54,22 +54,22 @@ class SequencePlan:
         return {name: style for name, style in tensor_plan.items() if name not in replaced}
 
 
-def plan_sequences(model: PreTrainedModel, anatomy: Anatomy, tensor_plan: Mapping[str, str]) -> SequencePlan:
+def plan_sequences(model: PreTrainedModel, structure: ModelStructure, tensor_plan: Mapping[str, str]) -> SequencePlan:
     """Look at a whole `model` for what may see a part of the sequence.
 
     Raises:
         UnsupportedModelError: something in or behind its layers is neither a norm nor a block.
     """
     found: dict[str, list[str]] = {"whole": [], "lean": [], "columns": [], "rows": [], "apart": []}
-    for number in range(anatomy.depth):
-        name = f"{anatomy.layers}.{number}"
+    for number in range(structure.depth):
+        name = f"{structure.layers}.{number}"
         layer = model.get_submodule(name)
         found["apart"] += [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=False)]
         for child, module in layer.named_children():
             _place(found, f"{name}.{child}", module, tensor_plan)
-    for name in anatomy.after:
+    for name in structure.after:
         module = model.get_submodule(name)
-        if name != anatomy.head and not _is_norm(module):
+        if name != structure.head and not _is_norm(module):
             raise _not_known(model, name)
         _place(found, name, module, tensor_plan, last="colwise")  # logits stay cut
     return SequencePlan(**{kind: tuple(names) for kind, names in found.items()})
@@ -114,20 +114,22 @@ def _not_known(model: PreTrainedModel, name: str) -> UnsupportedModelError:
     )
 
 
-def apply_sequences(model: PreTrainedModel, anatomy: Anatomy, plan: SequencePlan, mesh: DeviceMesh) -> set[str]:
+def apply_sequences(
+    model: PreTrainedModel, structure: ModelStructure, plan: SequencePlan, mesh: DeviceMesh
+) -> set[str]:
     """Hook the blocks of a (pruned) `model` whose parameters have been cut over `mesh`, in place.
 
     Returns:
         Names of the parameters that every rank holds whole and has a part of the gradient of.
     """
-    modules = {name: module for name, module in model.named_modules() if not isinstance(module, Foreign)}
+    modules = {name: module for name, module in model.named_modules() if not isinstance(module, IdentityStage)}
     for name in plan.lean:
         if name in modules:
             modules[name].register_forward_pre_hook(partial(_gather, mesh, Partial()), with_kwargs=True)
     for name in plan.whole:
         if name in modules:
             modules[name].register_forward_pre_hook(partial(_gather, mesh, Replicate()), with_kwargs=True)
-            if name != anatomy.head:
+            if name != structure.head:
                 modules[name].register_forward_hook(partial(_slice_output, mesh))
     for name in plan.columns:
         if name in modules:
@@ -183,7 +185,7 @@ def _rows(linear: nn.Linear, mesh: DeviceMesh, features: torch.Tensor) -> torch.
     return hidden if linear.bias is None else hidden + local_tensor(linear.bias)
 
 
-class Enter(Foreign):
+class StageInput(IdentityStage):
     """Stands in front of a stage's first layer: what comes from the embedding is sliced, and what comes from another
     stage, in slices already, takes the place of the stand-in that went through the decoder.
 
@@ -198,7 +200,7 @@ class Enter(Foreign):
         self._mesh = mesh
         self._received: torch.Tensor | None = None
 
-    def stand_in_for(self, received: torch.Tensor) -> torch.Tensor:
+    def stage_hidden_states(self, received: torch.Tensor) -> torch.Tensor:
         """Keep this rank's part of the hidden states until the layer is called; returns zeros of the whole's shape,
         in the memory of one, from which decoders make masks and positions."""
         self._received = received
@@ -217,8 +219,8 @@ class Enter(Foreign):
         return self.layer(*args, **kwargs)
 
 
-def enter(view: PreTrainedModel, anatomy: Anatomy, cut: StageCut, mesh: DeviceMesh) -> Enter:
+def enter(view: PreTrainedModel, structure: ModelStructure, cut: StageCut, mesh: DeviceMesh) -> StageInput:
     """Put an `Enter` in front of the first layer of a stage's `view`."""
-    layers = view.get_submodule(anatomy.layers)
-    layers[cut.layers.start] = Enter(layers[cut.layers.start], mesh)
+    layers = view.get_submodule(structure.layers)
+    layers[cut.layers.start] = StageInput(layers[cut.layers.start], mesh)
     return layers[cut.layers.start]

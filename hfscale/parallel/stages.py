@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from hfscale.errors import LayoutError, UsageError
 
 SHAPES = {
-    "GPipe": "line", "1F1B": "line", "Interleaved1F1B": "loop", "InterleavedZeroBubble": "loop", "ZBV": "v",
+    "GPipe": "line",
+    "1F1B": "line",
+    "Interleaved1F1B": "loop",
+    "InterleavedZeroBubble": "loop",
+    "ZBV": "v",
     "DualPipeV": "v",
-}  # fmt: skip
+}
 """Every schedule by its name in `--pipeline_schedule`, and how it deals stages to ranks: `line`: one each; `loop`:
 several, dealt round; `v`: two, there and back."""
 
@@ -43,8 +47,8 @@ class StagePlan:
         shape, asked = SHAPES[self.schedule], self.virtual_stages
         if asked is not None and ((shape == "line" and asked != 1) or (shape == "v" and asked != 2) or asked < 1):
             mend = "use Interleaved1F1B for several" if shape == "line" else "leave it out"
-            takes = {"line": "one stage", "v": "two stages", "loop": "one or more stages"}[shape]
-            raise UsageError(f"--virtual_stages {asked}: {self.schedule} has {takes} per rank; {mend}")
+            supports = {"line": "one stage", "v": "two stages", "loop": "one or more stages"}[shape]
+            raise UsageError(f"--virtual_stages {asked}: {self.schedule} has {supports} per rank; {mend}")
 
     @property
     def per_rank(self) -> int:
@@ -66,7 +70,7 @@ class StagePlan:
         """The stages that a pipeline rank holds, in their order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
-    def takes(self, micro_batches: int) -> bool:
+    def supports(self, micro_batches: int) -> bool:
         """Whether the schedule can run so many micro-batches in a step."""
         if self.pp == 1:
             return True
@@ -77,7 +81,7 @@ class StagePlan:
 
     def micro_batches_for(self, wanted: int) -> int:
         """The least number of micro-batches from `wanted` on that the schedule can run."""
-        return next(number for number in range(wanted, wanted + 4 * self.stages + 1) if self.takes(number))
+        return next(number for number in range(wanted, wanted + 4 * self.stages + 1) if self.supports(number))
 
     def check_micro_batches(self, micro_batches: int) -> None:
         """Make sure that the schedule can run so many micro-batches (`gradient_accumulation_steps`) a step.
@@ -85,10 +89,10 @@ class StagePlan:
         Raises:
             LayoutError: it cannot; the message names the nearest number that it can.
         """
-        if self.takes(micro_batches):
+        if self.supports(micro_batches):
             return
         above = self.micro_batches_for(micro_batches)
-        below = next((number for number in range(micro_batches - 1, 0, -1) if self.takes(number)), above)
+        below = next((number for number in range(micro_batches - 1, 0, -1) if self.supports(number)), above)
         nearest = min(below, above, key=lambda number: abs(number - micro_batches))
         raise LayoutError(
             f"{micro_batches} micro-batches per step do not keep {self.schedule} on {self.pp} pipeline ranks going: "
@@ -103,7 +107,7 @@ class StagePlan:
         """
         if self.pp == 1:
             return 1.0
-        held = {
+        in_flight = {
             "GPipe": micro_batches,
             "1F1B": self.pp - rank,
             "Interleaved1F1B": self.pp + (self.pp - 1) / self.per_rank,
@@ -111,7 +115,7 @@ class StagePlan:
             "ZBV": self.pp,
             "DualPipeV": self.pp + 0.5,
         }[self.schedule]
-        return min(float(held), float(micro_batches))
+        return min(float(in_flight), float(micro_batches))
 
     def idle_fraction(self, micro_batches: int) -> float:
         """Share of the schedule's time that a rank waits, by the schedule's formula with a backward of twice the

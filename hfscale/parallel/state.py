@@ -19,54 +19,56 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hfscale.checkpoint.formats.parallel import FOLDER, PART
 from hfscale.errors import CheckpointError
-from hfscale.parallel.model import LaidOut
+from hfscale.parallel.model import ParallelizedModel
 from hfscale.parallel.shards import local_tensor, reshard, write_local_part
 from hfscale.parallel.tensor import Packed
 
 
-def model_tensors(laid_out: LaidOut) -> dict[str, torch.Tensor]:
+def model_tensors(parallelized: ParallelizedModel) -> dict[str, torch.Tensor]:
     """This rank's parameters and persistent buffers by canonical name, sharing their memory; of a model with adapters
     what is trained alone."""
-    reshard_all(laid_out)
-    if laid_out.is_adapted:
-        return {name: p.data for name, p in laid_out.model.named_parameters() if p.requires_grad}
-    tensors = {_canonical(laid_out, name): p.data for name, p in laid_out.model.named_parameters()}
-    persistent = laid_out.model.state_dict().keys()
-    return tensors | {name: b for name, b in laid_out.model.named_buffers() if name in persistent}
+    reshard_all(parallelized)
+    if parallelized.is_adapted:
+        return {name: p.data for name, p in parallelized.model.named_parameters() if p.requires_grad}
+    tensors = {_canonical(parallelized, name): p.data for name, p in parallelized.model.named_parameters()}
+    persistent = parallelized.model.state_dict().keys()
+    return tensors | {name: b for name, b in parallelized.model.named_buffers() if name in persistent}
 
 
-def reshard_all(laid_out: LaidOut) -> None:
+def reshard_all(parallelized: ParallelizedModel) -> None:
     """See `hfscale.parallel.shards.reshard`."""
-    for stage in laid_out.stages:
+    for stage in parallelized.stages:
         reshard(stage)
 
 
-def stored_tensors(laid_out: LaidOut, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+def stored_tensors(
+    parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.Tensor]:
     """What this rank writes into a checkpoint's `dcp`: of the model and, where given, of its optimizer's state.
 
     Each is one rectangle of a whole and shares its memory, so that what it shows changes with the next step.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(laid_out).items()}
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(parallelized).items()}
     if optimizer is not None:
-        for name, parameter in _stepped(laid_out, optimizer):
+        for name, parameter in _stepped(parallelized, optimizer):
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-    return dict(_unpacked(laid_out, tensors))
+    return dict(_unpacked(parallelized, tensors))
 
 
-def load_model(checkpoint: Path, laid_out: LaidOut) -> None:
+def load_model(checkpoint: Path, parallelized: ParallelizedModel) -> None:
     """Read this rank's part of the model, in place, whatever layout wrote it.
 
     Raises:
         CheckpointError: a parameter is missing, or of another shape.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(laid_out).items()}
-    _read(checkpoint, laid_out, tensors)
-    if laid_out.tied is not None:
-        laid_out.tied.equalize()
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(parallelized).items()}
+    _read(checkpoint, parallelized, tensors)
+    if parallelized.tied is not None:
+        parallelized.tied.equalize()
 
 
-def load_optimizer(checkpoint: Path, laid_out: LaidOut, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(checkpoint: Path, parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer) -> None:
     """Read this rank's part of the optimizer's state, whatever layout wrote it.
 
     Raises:
@@ -76,7 +78,7 @@ def load_optimizer(checkpoint: Path, laid_out: LaidOut, optimizer: torch.optim.O
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     states: dict[nn.Parameter, dict[str, Any]] = {}
     wanted: dict[str, torch.Tensor] = {}
-    for name, parameter in _stepped(laid_out, optimizer):
+    for name, parameter in _stepped(parallelized, optimizer):
         prefix = f"optimizer.{name}."
         keys = {key.removeprefix(prefix).split(PART)[0] for key in shapes if key.startswith(prefix)}
         states[parameter] = {}
@@ -92,20 +94,20 @@ def load_optimizer(checkpoint: Path, laid_out: LaidOut, optimizer: torch.optim.O
                     "the state of this optimizer cannot be cut"
                 )
             states[parameter][key] = wanted.setdefault(prefix + key, state)
-    _read(checkpoint, laid_out, wanted)
+    _read(checkpoint, parallelized, wanted)
     for parameter, state in states.items():
         # Both copies of a tied weight on one rank have read the same tensors; each steps its own.
         optimizer.state[parameter] = {key: tensor.clone() for key, tensor in state.items()}
 
 
-def _read(checkpoint: Path, laid_out: LaidOut, tensors: dict[str, torch.Tensor]) -> None:
+def _read(checkpoint: Path, parallelized: ParallelizedModel, tensors: dict[str, torch.Tensor]) -> None:
     """Fill `tensors`. A conversion has written packed matrices in one piece: of these each rank reads one after the
     other whole, into host memory, and keeps its part."""
     shapes = _shapes(checkpoint)
-    whole = {name for name, tensor in tensors.items() if name in shapes and _packed(laid_out, name, tensor)}
+    whole = {name for name, tensor in tensors.items() if name in shapes and _packed(parallelized, name, tensor)}
     apart = {name: tensor for name, tensor in tensors.items() if name not in whole}
     try:
-        dcp.load(dict(_unpacked(laid_out, apart)), checkpoint_id=checkpoint / FOLDER)
+        dcp.load(dict(_unpacked(parallelized, apart)), checkpoint_id=checkpoint / FOLDER)
         for name in sorted(whole):
             read = torch.empty(shapes[name], dtype=tensors[name].dtype)
             with warnings.catch_warnings():
@@ -122,34 +124,34 @@ def _shapes(checkpoint: Path) -> dict[str, torch.Size]:
     return {name: entry.size for name, entry in stored.items() if hasattr(entry, "size")}
 
 
-def _stepped(laid_out: LaidOut, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+def _stepped(parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in laid_out.model.named_parameters():
+    for name, parameter in parallelized.model.named_parameters():
         if id(parameter) in mine:
-            yield _canonical(laid_out, name), parameter
+            yield _canonical(parallelized, name), parameter
 
 
-def _canonical(laid_out: LaidOut, name: str) -> str:
+def _canonical(parallelized: ParallelizedModel, name: str) -> str:
     """The name under which a model in one piece would know a parameter: a tied head's is the embedding's."""
-    if laid_out.anatomy.tied and name == f"{laid_out.anatomy.head}.weight":
-        return f"{laid_out.anatomy.token_embedding}.weight"
+    if parallelized.structure.tied and name == f"{parallelized.structure.head}.weight":
+        return f"{parallelized.structure.token_embedding}.weight"
     return name
 
 
-def _unpacked(laid_out: LaidOut, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _unpacked(parallelized: ParallelizedModel, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor as one rectangle of a whole: a packed matrix as its parts, sharing its memory."""
     for name, tensor in tensors.items():
-        packed = _packed(laid_out, name, tensor)
+        packed = _packed(parallelized, name, tensor)
         if packed is None:
             yield name, tensor
         else:
             yield from ((f"{name}{PART}{number}", part) for number, part in enumerate(_parts(tensor, packed)))
 
 
-def _packed(laid_out: LaidOut, name: str, tensor: torch.Tensor) -> Packed | None:
+def _packed(parallelized: ParallelizedModel, name: str, tensor: torch.Tensor) -> Packed | None:
     if tensor.ndim == 0:
         return None
-    return next((p for own, p in laid_out.packed.items() if f".{own}." in f".{name}."), None)
+    return next((p for own, p in parallelized.packed.items() if f".{own}." in f".{name}."), None)
 
 
 def _parts(tensor: torch.Tensor, packed: Packed) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from hfscale.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class ModelStructure:
     """Module names within a causal language model, in the order in which a token passes them."""
 
     decoder: str
@@ -31,7 +31,7 @@ class Anatomy:
     """Whether head and token embedding share their weight."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Anatomy":
+    def of(cls, model: PreTrainedModel) -> "ModelStructure":
         """Look at a whole `model`, on any device.
 
         Raises:

@@ -16,7 +16,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
 
 from hfscale.errors import UnsupportedModelError
-from hfscale.parallel.partition import Foreign
+from hfscale.parallel.partition import IdentityStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def apply_plan(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> set[
     if not plan:
         return set()
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    present = {name for name, module in modules.items() if not isinstance(module, Foreign)} | set(parameters)
+    present = {name for name, module in modules.items() if not isinstance(module, IdentityStage)} | set(parameters)
     plan = {name: style for name, style in plan.items() if name in present}
     partial = {name for name, style in plan.items() if style == _PARTIAL}
     apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in partial})

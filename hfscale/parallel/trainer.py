@@ -24,7 +24,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hfscale.checkpoint.formats.parameter_names import trained_names
 from hfscale.errors import UsageError
-from hfscale.integrations.metric_injector import LogKeys
+from hfscale.integrations.metric_injector import MetricInjector
 from hfscale.parallel import gradients, state
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.parallel.batches import stack_batches
@@ -33,7 +33,7 @@ from hfscale.parallel.checks import check_config
 from hfscale.parallel.clock import StageTimes
 from hfscale.parallel.context import ShiftedBefore
 from hfscale.parallel.mesh import make_mesh
-from hfscale.parallel.model import LaidOut, ParallelModel, lay_out
+from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
 from hfscale.parallel.schedule import Pipeline
 from hfscale.parallel.stage_flags import check_arguments, plan_stages
 from hfscale.parallel.weights import draw_weights, read_weights
@@ -81,7 +81,7 @@ class ParallelTrainer(SavesLaidOut):
         )
         """Parameters of the whole model: all, and those that are trained."""
         self.parameter_names = trained_names(model)
-        self.laid_out: LaidOut = lay_out(
+        self.parallelized: ParallelizedModel = parallelize_model(
             causal,
             self.mesh,
             self.stage_plan,
@@ -92,9 +92,9 @@ class ParallelTrainer(SavesLaidOut):
             cut_logits=kwargs.get("compute_loss_func") is None,
         )
         super().__init__(model, args, *positional, **kwargs)
-        if self.laid_out.vocabulary is not None and self.label_smoother is not None:
-            self.label_smoother = self.laid_out.vocabulary.smoother(self.label_smoother.epsilon)
-        if self.laid_out.context is not None and self.label_smoother is not None:
+        if self.parallelized.vocabulary is not None and self.label_smoother is not None:
+            self.label_smoother = self.parallelized.vocabulary.smoother(self.label_smoother.epsilon)
+        if self.parallelized.context is not None and self.label_smoother is not None:
             self.label_smoother = ShiftedBefore(self.label_smoother)
         # The Trainer's own way to leave a model alone: no wrapper, no placement.
         self.is_distributed_loading_by_transformers = True
@@ -102,10 +102,15 @@ class ParallelTrainer(SavesLaidOut):
         hidden = causal.config.get_text_config().hidden_size
         dtype = torch.bfloat16 if args.bf16 else causal.dtype
         self.pipeline = Pipeline(
-            self.laid_out.stages, self.stage_plan, self.mesh.pp_group, args.device, hidden_size=hidden, dtype=dtype,
-            sequence_parts=self.laid_out.sequence_parts,
-        )  # fmt: skip
-        self.parallel_model = ParallelModel(self.laid_out, self.pipeline)
+            self.parallelized.stages,
+            self.stage_plan,
+            self.mesh.pp_group,
+            args.device,
+            hidden_size=hidden,
+            dtype=dtype,
+            sequence_parts=self.parallelized.sequence_parts,
+        )
+        self.parallel_model = ParallelModel(self.parallelized, self.pipeline)
         self._waiting: list[dict[str, torch.Tensor]] = []
         self._items: torch.Tensor | int | None = None
 
@@ -141,7 +146,7 @@ class ParallelTrainer(SavesLaidOut):
         _, data_loader = super()._prepare_for_training(*args, **kwargs)
         self.model_wrapped = self.parallel_model
         if self.layout.pp > 1:
-            LogKeys.of(self).add(StageTimes(self.pipeline.clock, Path(self.args.output_dir)).keys)
+            MetricInjector.of(self).add(StageTimes(self.pipeline.clock, Path(self.args.output_dir)).keys)
         return self.parallel_model, data_loader
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
@@ -165,16 +170,16 @@ class ParallelTrainer(SavesLaidOut):
         if micro_batches > len(batches) and num_items_in_batch is None:
             raise UsageError(
                 f"the last step of an epoch has {len(batches)} micro-batches, {self.stage_plan.schedule} needs "
-                f"{micro_batches}, and {type(self.laid_out.model).__name__} has no loss over counted tokens to "
+                f"{micro_batches}, and {type(self.parallelized.model).__name__} has no loss over counted tokens to "
                 "fill them up: give --max_steps, so that the run ends before"
             )
-        if self.laid_out.balance is not None:
-            self.laid_out.balance.micro_batches = len(batches)
+        if self.parallelized.balance is not None:
+            self.parallelized.balance.micro_batches = len(batches)
         loss = self._run(stack_batches(batches, micro_batches), micro_batches, num_items_in_batch)
-        gradients.align_gradients(self.laid_out.model.parameters())
-        gradients.sum_partial_gradients(self.laid_out.partial, self.mesh)
-        if self.laid_out.tied is not None:
-            self.laid_out.tied.sum_gradients()
+        gradients.align_gradients(self.parallelized.model.parameters())
+        gradients.sum_partial_gradients(self.parallelized.partial, self.mesh)
+        if self.parallelized.tied is not None:
+            self.parallelized.tied.sum_gradients()
         return loss
 
     def prediction_step(
@@ -190,10 +195,10 @@ class ParallelTrainer(SavesLaidOut):
         self.parallel_model.eval()
         micro_batches = min(self.stage_plan.stages, inputs["input_ids"].shape[0])
         self.current_gradient_accumulation_steps = micro_batches
-        if self.laid_out.balance is not None:
-            self.laid_out.balance.micro_batches = micro_batches
+        if self.parallelized.balance is not None:
+            self.parallelized.balance.micro_batches = micro_batches
         loss = self._run(dict(inputs), micro_batches, items)
-        state.reshard_all(self.laid_out)
+        state.reshard_all(self.parallelized)
         return loss, None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -222,11 +227,11 @@ class ParallelTrainer(SavesLaidOut):
         Gradients are averaged over all ranks with tokens of their own. Trainer makes up for data parallel ones; of
         those that share a sequence each has the loss of its tokens alone.
         """
-        if self.laid_out.context is not None:
+        if self.parallelized.context is not None:
             if self._items is None:
                 raise UsageError(
-                    f"cp_size {self.layout.cp}: {type(self.laid_out.model).__name__} has no loss over counted tokens, "
-                    "which the ranks of a sequence could add up: set --cp_size 1"
+                    f"cp_size {self.layout.cp}: {type(self.parallelized.model).__name__} has no loss over counted "
+                    "tokens, which the ranks of a sequence could add up: set --cp_size 1"
                 )
             if self.label_smoother is not None:
                 inputs = inputs | {"labels": inputs["shift_labels"]}
@@ -239,15 +244,15 @@ class ParallelTrainer(SavesLaidOut):
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def _counted_once(self) -> list[nn.Parameter]:
-        duplicate = self.laid_out.tied.duplicate if self.laid_out.tied is not None else None
-        return [p for p in self.laid_out.model.parameters() if p is not duplicate]
+        duplicate = self.parallelized.tied.duplicate if self.parallelized.tied is not None else None
+        return [p for p in self.parallelized.model.parameters() if p is not duplicate]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
         return gradients.gradient_norm(self._counted_once(), self.mesh) if grad_norm is None else grad_norm
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         norm = gradients.gradient_norm(self._counted_once(), self.mesh)
-        gradients.scale_gradients(self.laid_out.model.parameters(), norm, self.args.max_grad_norm)
+        gradients.scale_gradients(self.parallelized.model.parameters(), norm, self.args.max_grad_norm)
         return norm
 
     # --- what is logged ---------------------------------------------------------------------------------------------
@@ -257,7 +262,7 @@ class ParallelTrainer(SavesLaidOut):
         return 6 * inputs["input_ids"].numel() * self.whole_sizes[0] // self.layout.ranks_per_replica
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It is where it belongs since `lay_out`."""
+        """It is where it belongs since `parallelize_model`."""
 
 
 def _is_adapted(model: nn.Module) -> bool:

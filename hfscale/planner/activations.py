@@ -5,7 +5,7 @@ from dataclasses import replace
 from hfscale.planner.frameworks import Stack
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
-from hfscale.planner.pipeline import held
+from hfscale.planner.pipeline import in_flight
 
 SCORE_BYTES_KEPT = 5.0
 """Bytes kept per attention score without flash attention: the scores and their softmax in 2 bytes, the dropout mask in
@@ -92,27 +92,27 @@ def _gathered_inputs(view: ModelView, job: Job, stack: Stack) -> float:
     return job.tokens * (inputs + others)
 
 
-def in_flight(job: Job, *, last: bool = False) -> float:
+def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
     """Micro-batches whose activations the first pipeline rank holds at once, or the one with the head.
 
-    `pipeline.held`; interleaved, the last rank holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section
+    `pipeline.in_flight`; interleaved, the last rank holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section
     2.2).
     """
     pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
     if job.overlapped_experts:
         # The forward pass of one more chunk runs beside each backward pass.
-        return min(in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
+        return min(micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
     if last and pp > 1 and job.schedule == "1f1b":
         return min((pp * (v - 1) + 1) / v, float(m))
-    return held(job.schedule, pp, v, m, 0)
+    return in_flight(job.schedule, pp, v, m, 0)
 
 
 def layers_in_flight(job: Job) -> float:
     """Layers times micro-batches that the pipeline rank with most of them holds."""
     if job.rank_layers is None:
-        return in_flight(job) * job.layer_split[0]
+        return micro_batches_in_flight(job) * job.layer_split[0]
     pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
-    return max(held(job.schedule, pp, v, m, rank) * layers for rank, layers in enumerate(job.rank_layers))
+    return max(in_flight(job.schedule, pp, v, m, rank) * layers for rank, layers in enumerate(job.rank_layers))
 
 
 def loss_bytes(view: ModelView, job: Job, stack: Stack) -> float:

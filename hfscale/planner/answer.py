@@ -8,7 +8,7 @@ from hfscale.planner.cost import Cost
 from hfscale.planner.estimate import Estimate
 from hfscale.planner.launchable import recipe_of, why_not
 from hfscale.planner.pipeline import flag_of
-from hfscale.planner.request import Question, Rejected, strategy_of
+from hfscale.planner.request import PlanRequest, Rejected, strategy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Plan:
 
     model: str
     """As asked."""
-    question: Question
+    request: PlanRequest
     """What was asked."""
     tokens: float | None
     """Tokens to train on."""
@@ -66,7 +66,7 @@ class Plan:
     def unlaunchable(self) -> list[str]:
         """A line for each reason why choices of Hugging Face's stack cannot be launched."""
         found: dict[str, list[str]] = {}
-        if self.question.stack == "hf":
+        if self.request.stack == "hf":
             for number, choice in enumerate(self.choices, 1):
                 reason = why_not(choice.estimate.job)
                 if reason is not None:
@@ -75,7 +75,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that `hfscale plan --json` prints."""
-        shape, gpu = self.question.shape, self.question.gpu
+        shape, gpu = self.request.shape, self.request.gpu
         return {
             "model": {
                 "name": self.model,
@@ -86,8 +86,8 @@ class Plan:
             },
             "hardware": {
                 "gpu": gpu.name,
-                "gpus": self.question.gpus,
-                "gpus_per_node": self.question.gpus_per_node,
+                "gpus": self.request.gpus,
+                "gpus_per_node": self.request.gpus_per_node,
                 "memory_gib": gpu.memory_gib,
             },
             "choices": [choice_dict(choice) for choice in self.choices],

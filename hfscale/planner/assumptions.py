@@ -4,14 +4,14 @@ from hfscale.planner.cost import MTBF_GPU_HOURS, RESTART_S, SAVE_BYTES_S_PER_NOD
 from hfscale.planner.frameworks import stack
 from hfscale.planner.job import Job
 from hfscale.planner.network import DEFAULT_NETWORK_GB_S
-from hfscale.planner.request import Question
+from hfscale.planner.request import PlanRequest
 
 
-def assumptions(question: Question, job: Job | None, tokens: float | None, headroom: float) -> list[str]:
+def assumptions(request: PlanRequest, job: Job | None, tokens: float | None, headroom: float) -> list[str]:
     """One sentence each."""
-    gpu = question.gpu
+    gpu = request.gpu
     known = (
-        (question.network_gb_s, "given"),
+        (request.network_gb_s, "given"),
         (gpu.achieved_network_gb_s, "measured"),
         (gpu.network_gb_s, "the vendor's reference node"),
         (DEFAULT_NETWORK_GB_S, "assumed"),
@@ -21,14 +21,14 @@ def assumptions(question: Question, job: Job | None, tokens: float | None, headr
     if gpu.achieved_link_gb_s:
         link = f"{gpu.achieved_link_gb_s:g} GB/s measured"
     found = [
-        f"stack {question.stack}: {stack(question.stack).about}",
-        f"nodes of {question.gpus_per_node}: {link} inside, {network:g} GB/s per GPU and direction between ({origin})",
-        f"{question.precision} products, {question.optimizer} states, sequences packed to {question.seq_len} tokens",
+        f"stack {request.stack}: {stack(request.stack).about}",
+        f"nodes of {request.gpus_per_node}: {link} inside, {network:g} GB/s per GPU and direction between ({origin})",
+        f"{request.precision} products, {request.optimizer} states, sequences packed to {request.seq_len} tokens",
         f"at most {headroom:.0%} of {gpu.memory_gib:g} GiB is planned for",
     ]
     if job is not None:
         tokens_per_step = job.global_batch * job.seq_len
-        origin = "given" if question.global_batch else "assumed"
+        origin = "given" if request.global_batch else "assumed"
         found.append(f"global batch {job.global_batch} sequences, {tokens_per_step:,} tokens per step ({origin})")
     if job is not None and job.overlapped_experts:
         found.append(

@@ -54,9 +54,9 @@ def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
 def _chosen(plan: Plan, number: int) -> Choice:
     if not plan.choices:
         raise UsageError("nothing fits, so there is nothing to write: see the reasons, or plan for more GPUs")
-    if plan.question.stack != "hf":
+    if plan.request.stack != "hf":
         raise UsageError(
-            f"--emit writes files for Hugging Face's stack, not {plan.question.stack}: plan with --stack hf"
+            f"--emit writes files for Hugging Face's stack, not {plan.request.stack}: plan with --stack hf"
         )
     if not 1 <= number <= len(plan.choices):
         raise UsageError(f"--choice {number} is none of the {len(plan.choices)} choices: raise --top, or give another")

@@ -12,9 +12,19 @@ STAGE_OPTIMIZERS = ("adamw", "sgd")
 """Those that update parameters which are cut over several axes."""
 
 WITHOUT_CONTEXT = (
-    "bloom", "codegen", "falcon", "gpt_neo", "gpt_oss", "gptj", "hunyuan_v1_dense", "mpt", "opt", "persimmon", "phi3",
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt_neo",
+    "gpt_oss",
+    "gptj",
+    "hunyuan_v1_dense",
+    "mpt",
+    "opt",
+    "persimmon",
+    "phi3",
     "stablelm",
-)  # fmt: skip
+)
 """Model types that were not shown to compute the same with sequences cut over ranks (`hfscale.parallel.families`), and
 phi3, which has been published with angles that depend on the longest position."""
 

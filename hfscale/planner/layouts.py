@@ -5,14 +5,26 @@ from collections.abc import Iterator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.job import Offload
-from hfscale.planner.request import Question
+from hfscale.planner.request import PlanRequest
 
 LEAST_TOKENS_PER_CP_RANK = 4096
 """Tokens of a sequence below which context parallelism is not tried."""
 WITHOUT_TENSOR_PLAN = (
-    "apertus", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "hunyuan_v1_dense",
-    "mpt", "opt", "persimmon", "stablelm",
-)  # fmt: skip
+    "apertus",
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_oss",
+    "gptj",
+    "hunyuan_v1_dense",
+    "mpt",
+    "opt",
+    "persimmon",
+    "stablelm",
+)
 """Model types whose transformers config has no `base_model_tp_plan` (5.23), or one that goes wrong
 (`hfscale.parallel.families`)."""
 MOST_UNEVEN = 1.15
@@ -22,31 +34,31 @@ MOST_STAGES = 64
 """Pipeline stages up to which is searched; Llama 3 405B was trained with 16."""
 
 
-def offloads(question: Question, gpus: int) -> Iterator[tuple[ParallelLayout, int, Offload]]:
+def offloads(request: PlanRequest, gpus: int) -> Iterator[tuple[ParallelLayout, int, Offload]]:
     """Layouts that keep states in the CPU's memory, the last resort: ZeRO-2 and ZeRO-3 with offload."""
-    if question.stack == "hf":
+    if request.stack == "hf":
         yield ParallelLayout(dp_replicate=gpus), 2 if gpus > 1 else 0, "optimizer"
         yield ParallelLayout(dp_shard=gpus), 3, "full"
 
 
-def layouts(question: Question, gpus: int) -> Iterator[tuple[ParallelLayout, int, Offload]]:
+def layouts(request: PlanRequest, gpus: int) -> Iterator[tuple[ParallelLayout, int, Offload]]:
     """Layouts with their ZeRO stage and offload, the simplest first."""
-    shape, node = question.shape, question.gpus_per_node
+    shape, node = request.shape, request.gpus_per_node
     for tp in _sizes(min(node, gpus)):
         heads, kv_heads = shape.attention.heads, shape.attention.kv_heads
         if heads % tp or (kv_heads % tp and tp % kv_heads) or gpus % tp:
             continue
         for pp in _stages(shape.layers, gpus // tp):
-            if (tp > 1 or pp > 1) and question.method != "full":
+            if (tp > 1 or pp > 1) and request.method != "full":
                 continue  # adapters are trained with data parallelism
-            if tp > 1 and question.stack == "hf" and not _transformers_cuts(shape, tp, pp):
+            if tp > 1 and request.stack == "hf" and not _transformers_cuts(shape, tp, pp):
                 continue
-            for cp in _sizes(question.seq_len // LEAST_TOKENS_PER_CP_RANK):
-                if cp > 1 and question.stack == "hf" and tp > 1 and pp == 1:
+            for cp in _sizes(request.seq_len // LEAST_TOKENS_PER_CP_RANK):
+                if cp > 1 and request.stack == "hf" and tp > 1 and pp == 1:
                     continue  # Accelerate joins context parallelism with FSDP2 alone, `ParallelTrainer` with all
-                if (gpus // tp // pp) % cp or question.seq_len % (2 * cp):
+                if (gpus // tp // pp) % cp or request.seq_len % (2 * cp):
                     continue
-                yield from _data_parallel(question, tp=tp, pp=pp, cp=cp, dp=gpus // tp // pp // cp)
+                yield from _data_parallel(request, tp=tp, pp=pp, cp=cp, dp=gpus // tp // pp // cp)
 
 
 def _transformers_cuts(shape: ModelShape, tp: int, pp: int) -> bool:
@@ -68,7 +80,7 @@ def _stages(layers: int, ranks: int) -> list[int]:
 
 
 def _data_parallel(
-    question: Question, *, tp: int, pp: int, cp: int, dp: int
+    request: PlanRequest, *, tp: int, pp: int, cp: int, dp: int
 ) -> Iterator[tuple[ParallelLayout, int, Offload]]:
     def layout(shard: int) -> ParallelLayout:
         return ParallelLayout(dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp)
@@ -80,14 +92,14 @@ def _data_parallel(
         yield layout(1), 0, "none"
         yield layout(1), 1, "none"
         yield layout(1), 2, "none"
-    elif question.stack == "megatron":
+    elif request.stack == "megatron":
         yield layout(1), 1, "none"
     elif pp > 1 and cp == 1:
         yield layout(1), 0, "none"  # stages of replicas: FSDP2 whose shard axis has one rank
-    if pp > 1 and question.stack == "megatron":
+    if pp > 1 and request.stack == "megatron":
         return
     yield layout(dp), 3, "none"
-    inside = max(1, question.gpus_per_node // (tp * cp))
+    inside = max(1, request.gpus_per_node // (tp * cp))
     for shard in (inside, 4 * inside, 16 * inside):
         if 1 < shard < dp and dp % shard == 0:
             yield layout(shard), 3, "none"

@@ -6,7 +6,7 @@ pass + gathered parameters and buckets + context, times the allocator's fragment
 
 from dataclasses import dataclass
 
-from hfscale.planner.activations import in_flight, kept_and_working, layers_in_flight, loss_bytes
+from hfscale.planner.activations import kept_and_working, layers_in_flight, loss_bytes, micro_batches_in_flight
 from hfscale.planner.frameworks import Shared, Stack, shared
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
@@ -94,7 +94,7 @@ def _peak(view: ModelView, job: Job, stack: Stack, gradients: float) -> tuple[fl
     at_loss, at_layer = _buffer_bytes(view, job, stack)
     if job.layout.pp > 1:
         opening = layers_in_flight(job) * kept + working
-        closing = in_flight(job, last=True) * last * kept
+        closing = micro_batches_in_flight(job, last=True) * last * kept
         if opening >= closing + max(loss, working):
             return opening, 0.0, gradients, at_layer
         return closing + max(0.0, working - loss), loss, gradients, at_layer

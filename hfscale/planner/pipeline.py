@@ -8,8 +8,12 @@ import math
 from functools import lru_cache
 
 SCHEDULES = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble": "InterleavedZeroBubble", "zbv": "ZBV", "dualpipev": "DualPipeV",
-}  # fmt: skip
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBV",
+    "dualpipev": "DualPipeV",
+}
 """The planner's schedules, and what `--pipeline_schedule` calls them; `1f1b` of several stages per rank is
 `Interleaved1F1B`."""
 V_SHAPED = ("zbv", "dualpipev")
@@ -65,7 +69,7 @@ def rank_layers(layers: int, head: float, pp: int, virtual_stages: int, schedule
     return tuple(sum(stages[rank::pp]) for rank in range(pp))
 
 
-def held(schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: int) -> float:
+def in_flight(schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: int) -> float:
     """Micro-batches whose activations a pipeline rank holds at once, counted in its share of the layers."""
     if pp == 1:
         return 1.0
@@ -78,7 +82,7 @@ def held(schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: 
     return min(most, float(micro_batches))
 
 
-def waits(schedule: str, virtual_stages: int, forward: float, inputs: float, weights: float) -> float:
+def bubble_fraction(schedule: str, virtual_stages: int, forward: float, inputs: float, weights: float) -> float:
     """A rank's idle time over that of 1F1B with one stage per rank, whose is (p-1) (F+B).
 
     Args:
@@ -92,7 +96,7 @@ def waits(schedule: str, virtual_stages: int, forward: float, inputs: float, wei
     return part / virtual_stages
 
 
-def takes(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> bool:
+def supports(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> bool:
     """Whether the schedule can run so many micro-batches in a step."""
     if schedule == "dualpipev":
         return micro_batches >= 2 * pp

@@ -21,8 +21,8 @@ from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.frameworks import stack as find_stack
 from hfscale.planner.job import Job
 from hfscale.planner.layouts import splits_logits, splits_sequences
-from hfscale.planner.request import Question, Rejected, strategy_of
-from hfscale.planner.search import HEADROOM, TELLING, search
+from hfscale.planner.request import PlanRequest, Rejected, strategy_of
+from hfscale.planner.search import HEADROOM, TIE_TOLERANCE, search
 
 Objective = Literal["time", "cost", "gpus"]
 """What the ranking puts first."""
@@ -109,12 +109,12 @@ def plan(
         spot_interruptions (`float`, *optional*): Preemptions per node and hour.
         prices (`Path`, *optional*): A price list of your own.
         hardware (`Path`, *optional*): As in `estimate`.
-        options: Other fields of `hfscale.planner.request.Question`.
+        options: Other fields of `hfscale.planner.request.PlanRequest`.
 
     Raises:
         `UsageError`: A name, a word or a size is wrong.
     """
-    known = {field.name for field in fields(Question)} - {"shape", "gpu", "gpus"}
+    known = {field.name for field in fields(PlanRequest)} - {"shape", "gpu", "gpus"}
     if unknown := sorted(set(options) - known):
         raise UsageError(f"{unknown[0]!r} is no option of a plan: use {', '.join(sorted(known))}")
     if objective not in get_args(Objective):
@@ -131,29 +131,29 @@ def plan(
             raise UsageError(f"{name} {value} is not a number above 0: give one")
     if tokens is None and (objective == "cost" or deadline_hours or budget_usd):
         raise UsageError("hours and dollars need the number of tokens to train on: give --tokens, such as 1T or 500M")
-    question = Question(
+    request = PlanRequest(
         shape=find_model(model) if isinstance(model, str) else model,
         gpu=find_accelerator(gpu, hardware) if isinstance(gpu, str) else gpu,
         gpus=gpus,
         **options,
     )
-    find_stack(question.stack)
-    _check_question(question)
-    rows, warnings = _offers(question, all_prices(prices))
+    find_stack(request.stack)
+    _check_question(request)
+    rows, warnings = _offers(request, all_prices(prices))
     egress = all_egress(prices)
 
     def priced(estimates: Sequence[Estimate]) -> list[Choice]:
         found = [_priced(item, rows, egress, tokens, usd_per_gpu_hour, spot_interruptions) for item in estimates]
         return [choice for choice in found if _holds(choice, deadline_hours, budget_usd)]
 
-    estimates, rejected = search(question, gpus)
+    estimates, rejected = search(request, gpus)
     choices = priced(estimates)
     if not choices and estimates:
         rejected = [*rejected, *_missed(estimates, deadline_hours, budget_usd)]
     fewest = None
     if objective != "time" or min_gpus:
-        for number in _numbers(gpus, question.gpus_per_node):
-            fitting = priced(search(question, number)[0])
+        for number in _numbers(gpus, request.gpus_per_node):
+            fitting = priced(search(request, number)[0])
             if fitting and fewest is None:
                 fewest = number
                 if objective == "time":
@@ -162,28 +162,35 @@ def plan(
     choices = _ranked(choices, objective)[:top]
     return Plan(
         model=model if isinstance(model, str) else model.model_type,
-        question=question,
+        request=request,
         tokens=tokens,
         choices=tuple(choices),
         rejected=tuple(rejected),
         min_gpus=fewest if fewest is not None else (gpus if min_gpus and choices else None),
         advice=tuple(advice(choices[0].estimate, [choice.estimate for choice in choices])) if choices else (),
-        assumptions=tuple(assumptions(question, choices[0].estimate.job if choices else None, tokens, HEADROOM)),
+        assumptions=tuple(assumptions(request, choices[0].estimate.job if choices else None, tokens, HEADROOM)),
         warnings=tuple(warnings if tokens is not None and usd_per_gpu_hour is None else ()),
     )
 
 
-def _check_question(question: Question) -> None:
+def _check_question(request: PlanRequest) -> None:
     """Sizes that a search would only find wrong one layout at a time."""
-    batch = question.global_batch
+    batch = request.global_batch
     trial = Job(
-        shape=question.shape, gpu=question.gpu, layout=ParallelLayout(), seq_len=question.seq_len, micro_batch=1,
-        global_batch=1 if batch is None else batch, precision=question.precision, method=question.method,
-        optimizer=question.optimizer, gpus_per_node=question.gpus_per_node,
-    )  # fmt: skip
+        shape=request.shape,
+        gpu=request.gpu,
+        layout=ParallelLayout(),
+        seq_len=request.seq_len,
+        micro_batch=1,
+        global_batch=1 if batch is None else batch,
+        precision=request.precision,
+        method=request.method,
+        optimizer=request.optimizer,
+        gpus_per_node=request.gpus_per_node,
+    )
     trial.check()
-    if question.method != "full" and question.lora_rank < 1:
-        raise UsageError(f"LoRA rank {question.lora_rank} is below 1: give a rank such as 16")
+    if request.method != "full" and request.lora_rank < 1:
+        raise UsageError(f"LoRA rank {request.lora_rank} is below 1: give a rank such as 16")
 
 
 def _priced(
@@ -244,25 +251,25 @@ def _ranked(choices: Sequence[Choice], objective: str) -> list[Choice]:
     measure = by_time if objective == "time" else by_usd
     ranked = sorted(choices, key=lambda choice: (measure(choice), by_time(choice)))
     if ranked:
-        close = [choice for choice in ranked if measure(choice) <= measure(ranked[0]) * (1 + TELLING)]
+        close = [choice for choice in ranked if measure(choice) <= measure(ranked[0]) * (1 + TIE_TOLERANCE)]
         first = min(close, key=lambda choice: (simplicity(choice.estimate), measure(choice), by_time(choice)))
         ranked = [first, *(choice for choice in ranked if choice is not first)]
     return ranked
 
 
-def _offers(question: Question, prices: tuple[Price, ...]) -> tuple[tuple[Price, ...], list[str]]:
+def _offers(request: PlanRequest, prices: tuple[Price, ...]) -> tuple[tuple[Price, ...], list[str]]:
     """Prices of the GPU for a run of this size, and what to know about them."""
-    rows = prices_of(question.gpu, prices)
+    rows = prices_of(request.gpu, prices)
     warnings = []
-    if question.gpus > question.gpus_per_node:
+    if request.gpus > request.gpus_per_node:
         joined = tuple(row for row in rows if not row.one_node)
         if rows and not joined:
             warnings.append(
-                f"prices of {question.gpu.name} are of single nodes: several with a fast network may cost more"
+                f"prices of {request.gpu.name} are of single nodes: several with a fast network may cost more"
             )
         rows = joined or rows
     if not rows:
-        warnings.append(f"no price of {question.gpu.name} is known: give --usd-per-gpu-hour")
+        warnings.append(f"no price of {request.gpu.name} is known: give --usd-per-gpu-hour")
     today = date.today()
     for row in rows:
         if row.age_days(today) > STALE_DAYS:

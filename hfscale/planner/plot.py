@@ -34,7 +34,7 @@ def draw(plan: Plan, path: Path) -> None:
     (memory, time), (cost, pipeline) = figure.subplots(2, 2)
     labels = [f"{number} {_label(choice)}" for number, choice in enumerate(plan.choices, 1)]
     _stack(memory, labels, [vars(choice.estimate.memory) for choice in plan.choices], "GiB per GPU at the peak")
-    limit = plan.question.gpu.memory_gib
+    limit = plan.request.gpu.memory_gib
     memory.axvline(limit, color="black", linewidth=1)
     memory.axvline(HEADROOM * limit, color="black", linewidth=1, linestyle=":")
     _stack(
@@ -42,7 +42,7 @@ def draw(plan: Plan, path: Path) -> None:
     )
     _pareto(cost, plan)
     _gantt(pipeline, plan.choices[0])
-    figure.suptitle(f"{plan.model} on {plan.question.gpus} {plan.question.gpu.name}")
+    figure.suptitle(f"{plan.model} on {plan.request.gpus} {plan.request.gpu.name}")
     try:
         figure.savefig(path)
     except OSError as error:

@@ -9,7 +9,7 @@ from hfscale.planner.job import Job, Method, Optimizer, Precision, is_fine_grain
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """What a plan is for."""
 
     shape: ModelShape
@@ -70,16 +70,16 @@ def strategy_of(job: Job) -> str:
     return ("ddp", "zero1", "zero2")[job.zero]
 
 
-def usual_batch(question: Question, gpus: int) -> int:
+def usual_batch(request: PlanRequest, gpus: int) -> int:
     """Sequences per step where none are given: 4M tokens as for Llama 2, 16M from 4,096 GPUs on as for Llama 3 405B
     (arXiv 2407.21783, section 3.4.1), 64M from 1,024 GPUs on for mixtures of many small experts as for DeepSeek-V3
     (15,360 x 4,096; arXiv 2412.19437, section 4.2), 128 sequences for adapters; a multiple of the GPUs where there are
     enough of them."""
-    if question.method != "full":
+    if request.method != "full":
         wanted = 128
     else:
-        millions = 64 if gpus >= 1024 and is_fine_grained(question.shape) else 16 if gpus >= 4096 else 4
-        wanted = millions * 2**20 // question.seq_len
+        millions = 64 if gpus >= 1024 and is_fine_grained(request.shape) else 16 if gpus >= 4096 else 4
+        wanted = millions * 2**20 // request.seq_len
     if wanted < gpus:
         return 1 << max(0, wanted.bit_length() - 1)
     return round(wanted / gpus) * gpus

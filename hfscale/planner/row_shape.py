@@ -116,9 +116,15 @@ def _known_mixture(model: str, layers: int, hidden: int) -> ModelShape | None:
 
 @lru_cache(maxsize=4096)
 def _shape(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, billions: float | None,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    billions: float | None,
     experts: tuple[int, int],
-) -> ModelShape:  # fmt: skip
+) -> ModelShape:
     config = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,

@@ -8,9 +8,17 @@ from hfscale.planner.job import Method, Precision, Recompute
 from hfscale.planner.row_shape import text_of
 
 RECOMPUTE_WORDS: Mapping[str, Recompute] = {
-    "full": "full", "block": "full", "uniform": "full", "yes": "full", "true": "full", "select": "selective",
-    "partial": "selective", "no": "none", "off": "none", "false": "none",
-}  # fmt: skip
+    "full": "full",
+    "block": "full",
+    "uniform": "full",
+    "yes": "full",
+    "true": "full",
+    "select": "selective",
+    "partial": "selective",
+    "no": "none",
+    "off": "none",
+    "false": "none",
+}
 """How a kind of recomputation begins; Megatron's `block` and `uniform` are ways to do it fully."""
 LOCAL_NODE = 8
 """GPUs per node."""

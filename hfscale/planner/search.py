@@ -13,8 +13,8 @@ from hfscale.planner.launchable import why_no_stages
 from hfscale.planner.layouts import layouts, offloads, splits_logits, splits_sequences
 from hfscale.planner.memory import GIB, memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.planner.pipeline import SPLIT_BACKWARD, takes
-from hfscale.planner.request import Question, Rejected, strategy_of, usual_batch
+from hfscale.planner.pipeline import SPLIT_BACKWARD, supports
+from hfscale.planner.request import PlanRequest, Rejected, strategy_of, usual_batch
 from hfscale.planner.states import trained_parameters
 
 HEADROOM = 0.94
@@ -26,42 +26,42 @@ HOST_GIB_PER_GPU, HOST_GIB_PER_CARD = 256.0, 64.0
 assumed."""
 NO_STAGES = "no pipelines"
 """How the reason begins that holds for all pipelines, and is told once."""
-TELLING = 0.03
+TIE_TOLERANCE = 0.03
 """Difference in time below which the estimate cannot tell two plans apart, so that the simpler one goes first."""
 
 
-def search(question: Question, gpus: int) -> tuple[list[Estimate], list[Rejected]]:
+def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Rejected]]:
     """The best estimate of every layout that fits, fastest first, and the layouts that do not.
 
     Raises:
         `LayoutError`: The number of GPUs is not a whole number of nodes.
     """
-    if gpus > question.gpus_per_node and gpus % question.gpus_per_node:
-        down = gpus // question.gpus_per_node * question.gpus_per_node
+    if gpus > request.gpus_per_node and gpus % request.gpus_per_node:
+        down = gpus // request.gpus_per_node * request.gpus_per_node
         raise LayoutError(
-            f"{gpus} GPUs are no whole number of nodes of {question.gpus_per_node}: use {down} or "
-            f"{down + question.gpus_per_node}, or say --gpus-per-node"
+            f"{gpus} GPUs are no whole number of nodes of {request.gpus_per_node}: use {down} or "
+            f"{down + request.gpus_per_node}, or say --gpus-per-node"
         )
-    batch = question.global_batch or usual_batch(question, gpus)
+    batch = request.global_batch or usual_batch(request, gpus)
     chosen: list[Estimate] = []
     rejected: list[Rejected] = []
-    for candidates in (layouts(question, gpus), offloads(question, gpus)):
+    for candidates in (layouts(request, gpus), offloads(request, gpus)):
         for layout, zero, offload in candidates:
-            found = _try(question, _job(question, layout, zero, offload, batch))
+            found = _try(request, _job(request, layout, zero, offload, batch))
             if isinstance(found, Estimate):
                 chosen.append(found)
             elif not (found.reason.startswith(NO_STAGES) and any(row.reason == found.reason for row in rejected)):
                 rejected.append(found)
         if chosen:
             break
-    if question.method != "full" and gpus > 1:
+    if request.method != "full" and gpus > 1:
         rejected.append(_without_cut_adapters(gpus))
-    if question.shape.moe is not None and question.stack == "hf":
-        rejected.append(_without_expert_parallelism(question, gpus))
+    if request.shape.moe is not None and request.stack == "hf":
+        rejected.append(_without_expert_parallelism(request, gpus))
     return sorted(chosen, key=lambda estimate: estimate.time.total), rejected
 
 
-def _try(question: Question, job: Job) -> Estimate | Rejected:
+def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
     """The best estimate of a layout, or why there is none."""
 
     def because(reason: str) -> Rejected:
@@ -73,7 +73,7 @@ def _try(question: Question, job: Job) -> Estimate | Rejected:
         return because(
             f"global batch {job.global_batch} is not a multiple of its {job.data_parallel} data-parallel ranks"
         )
-    if (on_host := host_gib(job)) > (has := _host_memory(question)):
+    if (on_host := host_gib(job)) > (has := _host_memory(request)):
         return because(f"offload needs {on_host:.0f} GiB of the CPU's memory per GPU, {has:.0f} are assumed")
     best, needed = _best(job)
     if best is not None:
@@ -96,7 +96,7 @@ def _without_cut_adapters(gpus: int) -> Rejected:
     )
 
 
-def _without_expert_parallelism(question: Question, gpus: int) -> Rejected:
+def _without_expert_parallelism(request: PlanRequest, gpus: int) -> Rejected:
     """What a mixture of experts is not offered, and why."""
     return Rejected(
         layout=ParallelLayout(dp_shard=gpus),
@@ -115,31 +115,31 @@ def host_gib(job: Job) -> float:
     return each * trained_parameters(view_of(job.shape), job) / job.layout.world_size / GIB
 
 
-def _host_memory(question: Question) -> float:
-    return HOST_GIB_PER_GPU if question.gpu.link_gb_s else HOST_GIB_PER_CARD
+def _host_memory(request: PlanRequest) -> float:
+    return HOST_GIB_PER_GPU if request.gpu.link_gb_s else HOST_GIB_PER_CARD
 
 
-def _job(question: Question, layout: ParallelLayout, zero: int, offload: Offload, batch: int) -> Job:
+def _job(request: PlanRequest, layout: ParallelLayout, zero: int, offload: Offload, batch: int) -> Job:
     return Job(
-        shape=question.shape,
-        gpu=question.gpu,
+        shape=request.shape,
+        gpu=request.gpu,
         layout=layout,
-        seq_len=question.seq_len,
+        seq_len=request.seq_len,
         micro_batch=1,
         global_batch=batch,
-        stack=question.stack,
+        stack=request.stack,
         zero=zero,
-        precision=question.precision,
-        compile=question.compile,
-        method=question.method,
-        lora_rank=question.lora_rank,
-        optimizer=question.optimizer,
+        precision=request.precision,
+        compile=request.compile,
+        method=request.method,
+        lora_rank=request.lora_rank,
+        optimizer=request.optimizer,
         offload=offload,
-        fused_loss=question.fused_loss,
-        gpus_per_node=question.gpus_per_node,
-        network_gb_s=question.network_gb_s,
-        sequence_parallel=splits_sequences(question.stack, layout),
-        loss_parallel=splits_logits(question.stack, layout),
+        fused_loss=request.fused_loss,
+        gpus_per_node=request.gpus_per_node,
+        network_gb_s=request.network_gb_s,
+        sequence_parallel=splits_sequences(request.stack, layout),
+        loss_parallel=splits_logits(request.stack, layout),
     )
 
 
@@ -158,7 +158,7 @@ def _best(job: Job) -> tuple[Estimate | None, float | None]:
             trial = replace(variant, micro_batch=micro)
             if trial.overlapped_experts and not can_overlap_experts(trial):  # a single micro-batch is left
                 trial = replace(trial, overlapped_experts=False)
-            if job.stack == "hf" and not takes(
+            if job.stack == "hf" and not supports(
                 trial.schedule, trial.layout.pp, trial.virtual_stages, trial.micro_batches
             ):
                 continue
@@ -176,7 +176,7 @@ def _best(job: Job) -> tuple[Estimate | None, float | None]:
     if not best:
         return None, least
     fastest = min(estimate.time.total for estimate in best.values())
-    close = (estimate for estimate in best.values() if estimate.time.total <= fastest * (1 + TELLING))
+    close = (estimate for estimate in best.values() if estimate.time.total <= fastest * (1 + TIE_TOLERANCE))
     return next(close), least
 
 

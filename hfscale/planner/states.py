@@ -13,9 +13,14 @@ from hfscale.planner.model_view import ModelView
 from hfscale.planner.pipeline import V_SHAPED
 
 MOMENTS = {
-    "adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "sgd": 0.0, "sgd_momentum": 4.0,
-    "adafactor": 0.01, "muon": 4.0,
-}  # fmt: skip
+    "adamw": 8.0,
+    "adamw_bf16": 4.0,
+    "adamw_8bit": 2.0 + 2 * 4 / 256,
+    "sgd": 0.0,
+    "sgd_momentum": 4.0,
+    "adafactor": 0.01,
+    "muon": 4.0,
+}
 """Bytes of optimizer states per parameter: two fp32 or bf16 moments; 8 bits with an fp32 scale per 256 (Dettmers et
 al., arXiv 2110.02861); rows and columns only in Adafactor (Shazeer & Stern, arXiv 1804.04235); one moment in Muon."""
 QLORA_BYTES = 0.5 + 0.127 / 8 + 1 / 64 / 8

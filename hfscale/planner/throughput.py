@@ -14,13 +14,18 @@ from hfscale.planner.job import Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.model_view import ModelView
 from hfscale.planner.network import Group, Network, exposed_s
-from hfscale.planner.pipeline import waits
+from hfscale.planner.pipeline import bubble_fraction
 from hfscale.planner.states import trained_parameters
 
 OPTIMIZER_TRAFFIC = {
-    "adamw": 34.0, "adamw_bf16": 18.0, "adamw_8bit": 22.0, "sgd": 18.0, "sgd_momentum": 26.0, "adafactor": 26.0,
+    "adamw": 34.0,
+    "adamw_bf16": 18.0,
+    "adamw_8bit": 22.0,
+    "sgd": 18.0,
+    "sgd_momentum": 26.0,
+    "adafactor": 26.0,
     "muon": 30.0,
-}  # fmt: skip
+}
 """Bytes moved per parameter of an update: parameter, gradient and states read, parameter and states written, the bf16
 copy written, the gradient read once more to clip its norm. AdamW in fp32: 4 x 4 + 3 x 4 + 2 + 4."""
 CPU_BYTES_S = 40e9
@@ -65,7 +70,7 @@ def step_time(view: ModelView, job: Job, stack: Stack, shared: Shared) -> StepTi
     pipeline = _pipeline_sends(view, job, network)
     weights = layer.matmul if job.method == "full" else 0.0
     bubble = _bubble(job, slowest + pipeline, view.layers * (forward + backward + exposed) + head + logits)
-    bubble *= waits(job.schedule, job.virtual_stages, forward, max(0.0, backward - weights), weights)
+    bubble *= bubble_fraction(job.schedule, job.virtual_stages, forward, max(0.0, backward - weights), weights)
 
     m = job.micro_batches
     once = _once_per_step(view, job, stack, network, forward * first, backward * first) + gathered.per_step

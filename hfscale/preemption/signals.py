@@ -37,7 +37,7 @@ class SignalWatch:
     """Handlers of `SIGNALS` that post notices while a training serves them, and step aside while none does.
 
     Args:
-        board (`NoticeBoard`): where the notices go.
+        board (`NoticeRankStore`): where the notices go.
         whole_process (`bool`): the process is a recipe's: SIGTERM and SIGUSR1 before the training are served by its
             first step (were they to end this rank at once, others might have begun), and once it is over they no
             longer disturb the last evaluation and the export. Where no training comes, a repetition ends the process

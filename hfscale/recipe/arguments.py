@@ -105,8 +105,12 @@ class ScalingArguments:
 
     def __post_init__(self) -> None:
         others = (
-            "lr_scaling_rule", "asynchronous_save", "checkpoint_remote", "scaling_baseline", "noise_scale",
-        )  # fmt: skip
+            "lr_scaling_rule",
+            "asynchronous_save",
+            "checkpoint_remote",
+            "scaling_baseline",
+            "noise_scale",
+        )
         require_positive(self, *(name for name in vars(self) if name not in others))
         if self.scaling_baseline is not None and not Path(self.scaling_baseline).is_file():
             raise UsageError(f"--scaling_baseline {self.scaling_baseline} is no file: record one with hfscale sweep")
@@ -166,16 +170,39 @@ class RecipeTrainingArguments(TrainingArguments):
         if self.dataloader_num_workers == 0:
             self.dataloader_persistent_workers, self.dataloader_prefetch_factor = False, None
         require_positive(
-            self, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-            "save_total_limit", "save_steps", "logging_steps", "eval_steps", "eval_accumulation_steps",
-            "num_train_epochs", "dataloader_prefetch_factor", "ddp_bucket_cap_mb", "ddp_timeout", "powersgd_rank",
+            self,
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "save_total_limit",
+            "save_steps",
+            "logging_steps",
+            "eval_steps",
+            "eval_accumulation_steps",
+            "num_train_epochs",
+            "dataloader_prefetch_factor",
+            "ddp_bucket_cap_mb",
+            "ddp_timeout",
+            "powersgd_rank",
             "topk_fraction",
-        )  # fmt: skip
+        )
         require_from_0(
-            self, "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon", "eval_delay",
-            "neftune_noise_alpha", "data_seed", "dataloader_num_workers", "compression_start_step",
-            adam_beta1=1, adam_beta2=1, label_smoothing_factor=1, seed=2**32,
-        )  # fmt: skip
+            self,
+            "learning_rate",
+            "warmup_steps",
+            "weight_decay",
+            "max_grad_norm",
+            "adam_epsilon",
+            "eval_delay",
+            "neftune_noise_alpha",
+            "data_seed",
+            "dataloader_num_workers",
+            "compression_start_step",
+            adam_beta1=1,
+            adam_beta2=1,
+            label_smoothing_factor=1,
+            seed=2**32,
+        )
         if self.max_steps == 0 or self.max_steps < -1:
             raise UsageError(f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to go by epochs")
         if self.save_strategy == "best" and self.metric_for_best_model is None:
@@ -185,8 +212,14 @@ class RecipeTrainingArguments(TrainingArguments):
             os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"  # where accelerate reads it
         if self.recompute == "selective":
             self.activation_checkpointing_kwargs = self._selective()
-        _check_json(self, "lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "gradient_checkpointing_kwargs",
-                    "activation_checkpointing_kwargs")  # fmt: skip
+        _check_json(
+            self,
+            "lr_scheduler_kwargs",
+            "accelerator_config",
+            "fsdp_config",
+            "gradient_checkpointing_kwargs",
+            "activation_checkpointing_kwargs",
+        )
         if self.torch_compile_backend and self.torch_compile_backend.upper() not in DynamoBackend.list():
             raise UsageError(
                 f"--torch_compile_backend {self.torch_compile_backend} is none of "

@@ -120,8 +120,12 @@ def keep_global_batch(
     instead = f"instead of {trained_by}" if world_size != trained_by else "that share samples otherwise"
     logger.info(
         "%d processes %s: the global batch stays %d sequences, by %d per device x %d accumulation steps",
-        world_size, instead, wanted, per_device, args.gradient_accumulation_steps,
-    )  # fmt: skip
+        world_size,
+        instead,
+        wanted,
+        per_device,
+        args.gradient_accumulation_steps,
+    )
 
 
 def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:

@@ -121,11 +121,15 @@ def _first(run: Run) -> str:
 def _split(run: Run) -> str:
     total = sum(run.split.values())
     parts = [
-        Part(name=name, value=run.split[phase], colour=colour,
-             text=f"{percent(run.split[phase] / total)}, {duration(run.split[phase])}")
+        Part(
+            name=name,
+            value=run.split[phase],
+            colour=colour,
+            text=f"{percent(run.split[phase] / total)}, {duration(run.split[phase])}",
+        )
         for phase, (name, colour) in PHASES.items()
         if run.split.get(phase, 0.0) > 0
-    ]  # fmt: skip
+    ]
     drawn = stacked_bar(parts, label="where the time went")
     return f"<section><h2>Where the time went</h2>{drawn}</section>" if drawn else ""
 
@@ -136,10 +140,18 @@ def _timeline(run: Run) -> str:
     begin, end = run.attempts[0].begun, run.attempts[-1].ended
     rows, sizes = [], {attempt.world_size for attempt in run.attempts}
     for number, attempt in enumerate(run.attempts, 1):
-        kept = Span(start=attempt.begun, end=attempt.kept_until, colour="blue",
-                    title=f"{duration(attempt.kept_until - attempt.begun)} kept")  # fmt: skip
-        lost = Span(start=attempt.kept_until, end=attempt.ended, colour="red",
-                    title=f"{duration(attempt.ended - attempt.kept_until)} lost")  # fmt: skip
+        kept = Span(
+            start=attempt.begun,
+            end=attempt.kept_until,
+            colour="blue",
+            title=f"{duration(attempt.kept_until - attempt.begun)} kept",
+        )
+        lost = Span(
+            start=attempt.kept_until,
+            end=attempt.ended,
+            colour="red",
+            title=f"{duration(attempt.ended - attempt.kept_until)} lost",
+        )
         spans = [span for span in (kept, lost) if span.end > span.start]
         on = f" on {attempt.world_size}" if attempt.world_size and len(sizes) > 1 else ""
         rows.append((f"{number}. from step {attempt.first_step}{on}", spans, attempt.saves))

@@ -11,9 +11,15 @@ from hfscale.report.run_data import Run, restart_overhead
 
 _OVERHEAD_WORTH_SAYING = 0.05
 _KEYS = (
-    "scaling/efficiency", "scaling/data_wait_fraction", "scaling/straggler_skew", "scaling/comm_fraction",
-    "scaling/bubble_fraction", "scaling/mfu", "scaling/hfu", "gpu/throttled",
-)  # fmt: skip
+    "scaling/efficiency",
+    "scaling/data_wait_fraction",
+    "scaling/straggler_skew",
+    "scaling/comm_fraction",
+    "scaling/bubble_fraction",
+    "scaling/mfu",
+    "scaling/hfu",
+    "gpu/throttled",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

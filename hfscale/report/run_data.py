@@ -231,9 +231,9 @@ def _split(
     if ends:
         split = dict(ends[-1].get("seconds", {}))
     else:
-        ledger = _ledger(output_dir)
-        split = _numbers(ledger.get("seconds") or {})
-        as_of = ledger.get("as_of")
+        goodput_tracker = _ledger(output_dir)
+        split = _numbers(goodput_tracker.get("seconds") or {})
+        as_of = goodput_tracker.get("as_of")
         alive = max((record["time"] for record in records if "time" in record), default=None)
         if split and _is_number(as_of) and alive is not None and alive > as_of:
             split["since the last checkpoint"] = alive - as_of
@@ -252,11 +252,11 @@ def _ledger(output_dir: Path) -> dict[str, Any]:
     for checkpoint in reversed(list_checkpoints(output_dir)):
         try:
             state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-            ledger = state["stateful_callbacks"]["hfscale"]["goodput"]
+            goodput_tracker = state["stateful_callbacks"]["hfscale"]["goodput"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if isinstance(ledger, dict) and isinstance(ledger.get("seconds"), dict):
-            return ledger
+        if isinstance(goodput_tracker, dict) and isinstance(goodput_tracker.get("seconds"), dict):
+            return goodput_tracker
     return {}
 
 

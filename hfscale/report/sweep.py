@@ -97,12 +97,32 @@ class Sweep:
         """The command line of one run."""
         logs = max(1, self.steps // LOGS_PER_RUN)
         return [
-            sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(self.config_file),
-            "--num_processes", str(number), *self.recipe, *self.batch_flags(number), "--output_dir", str(output_dir),
-            "--max_steps", str(self.steps), "--logging_steps", str(logs), "--save_strategy", "no",
-            "--eval_strategy", "no", "--report_to", "none", "--disable_tqdm", "true",
-            "--resume_from_checkpoint", "false",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(self.config_file),
+            "--num_processes",
+            str(number),
+            *self.recipe,
+            *self.batch_flags(number),
+            "--output_dir",
+            str(output_dir),
+            "--max_steps",
+            str(self.steps),
+            "--logging_steps",
+            str(logs),
+            "--save_strategy",
+            "no",
+            "--eval_strategy",
+            "no",
+            "--report_to",
+            "none",
+            "--disable_tqdm",
+            "true",
+            "--resume_from_checkpoint",
+            "false",
+        ]
 
 
 @dataclass(kw_only=True)

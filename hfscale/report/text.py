@@ -47,8 +47,9 @@ def show(run: Run) -> None:
 def _tiles(run: Run) -> Table:
     table = Table.grid(padding=(0, 3))
     for tile in headline(run):
-        table.add_row(Text(tile.name, style="dim"), Text(tile.value, style="bold" if tile.is_known else "dim"),
-                      Text(tile.note))  # fmt: skip
+        table.add_row(
+            Text(tile.name, style="dim"), Text(tile.value, style="bold" if tile.is_known else "dim"), Text(tile.note)
+        )
     return table
 
 

@@ -56,9 +56,13 @@ def main():
 
     if parallel_args.dry_run:
         ranks = dry_run(
-            empty_model, layout, stages, training_args, block_size=data_args.block_size,
+            empty_model,
+            layout,
+            stages,
+            training_args,
+            block_size=data_args.block_size,
             sequence_parallel=parallel_args.sequence_parallel,
-        )  # fmt: skip
+        )
         print_dry_run(ranks, layout, stages, training_args)
         return
 

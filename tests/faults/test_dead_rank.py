@@ -27,9 +27,14 @@ def start(folder, *flags):
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    ).save_pretrained(folder / "model")  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    ).save_pretrained(folder / "model")
     (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
     config = REPOSITORY / "accelerate_configs" / "tp_pp.yaml"
     command = [

@@ -49,11 +49,26 @@ def test_healthy_runs_are_not_accused(tmp_path):
 
 
 PREFLIGHTS = (
-    "absent", "stopped:all_reduce", "stopped:neighbours", "killed:all_gather", "killed:all_to_all", "wrong:matmul",
-    "wrong:all_reduce", "wrong:all_gather", "wrong:reduce_scatter", "wrong:all_to_all", "corrupt:all_reduce",
-    "corrupt:all_gather", "corrupt:reduce_scatter", "corrupt:all_to_all", "corrupt:neighbours", "slow:3",
-    "skip:all_reduce", "skip:all_gather", "reorder",
-)  # fmt: skip
+    "absent",
+    "stopped:all_reduce",
+    "stopped:neighbours",
+    "killed:all_gather",
+    "killed:all_to_all",
+    "wrong:matmul",
+    "wrong:all_reduce",
+    "wrong:all_gather",
+    "wrong:reduce_scatter",
+    "wrong:all_to_all",
+    "corrupt:all_reduce",
+    "corrupt:all_gather",
+    "corrupt:reduce_scatter",
+    "corrupt:all_to_all",
+    "corrupt:neighbours",
+    "slow:3",
+    "skip:all_reduce",
+    "skip:all_gather",
+    "reorder",
+)
 
 
 @pytest.mark.timeout(1800)

@@ -50,9 +50,12 @@ class Chains:
             self.chains += 1
             self._chain(self.crashes.folder / f"chain-{self.chains}")
         return {
-            "kills": self.killed, "chains": self.chains, "launches": self.launches, "steps_lost_at_most": self.lost,
+            "kills": self.killed,
+            "chains": self.chains,
+            "launches": self.launches,
+            "steps_lost_at_most": self.lost,
             "seconds_per_launch": round((time.monotonic() - begun) / self.launches, 2),
-        }  # fmt: skip
+        }
 
     def _chain(self, cwd) -> None:
         committed = 0

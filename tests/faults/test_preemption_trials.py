@@ -24,9 +24,16 @@ TRIALS, SEED = int(os.environ.get("HFSCALE_TRIALS", "500")), os.environ.get("HFS
 SHARES = {"ddp": 0.7, "fsdp2": 0.1, "zero2": 0.1, "zero3": 0.1}
 GOES_ON = 8  # one trial in so many is relaunched to its end
 PHASES = {
-    "begin": 1, "epoch": 2, "step": 11, "substep": 11, "optimizer": 11, "data": 30, "save": 3, "evaluation": 8,
+    "begin": 1,
+    "epoch": 2,
+    "step": 11,
+    "substep": 11,
+    "optimizer": 11,
+    "data": 30,
+    "save": 3,
+    "evaluation": 8,
     "eval_data": 20,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +66,14 @@ def arguments_of(chance):
     """One of a few runs, so that few uninterrupted ones are needed for comparison."""
     accumulation, workers, evaluates = chance.choice([1, 2]), chance.choice([0, 2]), chance.choice([False, True])
     return SAVING | {
-        "gradient_accumulation_steps": accumulation, "dataloader_num_workers": workers, "save_steps": 4,
-        "eval_strategy": "steps" if evaluates else "no", "eval_steps": 3, "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": accumulation,
+        "dataloader_num_workers": workers,
+        "save_steps": 4,
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_steps": 3,
+        "per_device_eval_batch_size": 4,
         "lr_scheduler_type": "linear",
-    }  # fmt: skip
+    }
 
 
 def random_trial(chance):
@@ -88,9 +99,14 @@ def random_trial(chance):
         signals += [entry | {"after_s": entry["after_s"] + chance.uniform(0, 0.1)} for entry in signals]
     pauses = {name: chance.uniform(0, 0.04) for name in ("step", "evaluation", "save", "optimizer")}
     spec = {
-        "arguments": arguments, "phase": phase, "at": chance.randint(1, possible[phase]), "rank": chance.randrange(2),
-        "signals": signals, "pauses": pauses, "timeout_s": 120,
-    }  # fmt: skip
+        "arguments": arguments,
+        "phase": phase,
+        "at": chance.randint(1, possible[phase]),
+        "rank": chance.randrange(2),
+        "signals": signals,
+        "pauses": pauses,
+        "timeout_s": 120,
+    }
     if chance.random() < 0.1:
         spec["write_s"] = 60.0  # longer than a signal leaves
     return spec
@@ -134,11 +150,18 @@ def test_signals_at_any_moment(strategy, trials, environment, tmp_path, record_p
             assert losses(folder) == wholes[key], (spec, outcome)
             continued += 1
     summary = {
-        "strategy": strategy, "trials": number + 1, "preempted": preempted, "hung": 0, "relaunched": continued,
+        "strategy": strategy,
+        "trials": number + 1,
+        "preempted": preempted,
+        "hung": 0,
+        "relaunched": continued,
         "seconds_from_signal_to_exit": {
-            "median": round(statistics.median(seconds), 2), "longest": round(max(seconds), 2)
-        } if seconds else None,
-    }  # fmt: skip
+            "median": round(statistics.median(seconds), 2),
+            "longest": round(max(seconds), 2),
+        }
+        if seconds
+        else None,
+    }
     record_property("preemption", summary)
     sys.stdout.write(f"{json.dumps(summary)}\n")
 
@@ -187,7 +210,13 @@ def test_the_control_hangs(trials, tmp_path):
     for ever. Where this no longer hangs, the trials above prove less than they say."""
     arguments = SAVING | {"enable_jit_checkpoint": True, "max_steps": 100, "resume_from_checkpoint": None}
     outcome = trials.run(
-        tmp_path, arguments=arguments, stock=True, phase="step", at=3, pauses={"step": 0.1}, timeout_s=40,
+        tmp_path,
+        arguments=arguments,
+        stock=True,
+        phase="step",
+        at=3,
+        pauses={"step": 0.1},
+        timeout_s=40,
         signals=[{"to": [1], "signal": "SIGTERM"}],
-    )  # fmt: skip
+    )
     assert outcome["hung"] or len({rank["step"] for rank in outcome["ranks"]}) > 1, outcome

@@ -73,10 +73,12 @@ def under_fsdp2():
         small = [row[0] for row in distributed.gather_rows([exchanges * total])]
         scale.add(
             Sample(
-                small_square=sum(small) / 2, big_square=big, small_batch=batch * parts / exchanges,
+                small_square=sum(small) / 2,
+                big_square=big,
+                small_batch=batch * parts / exchanges,
                 big_batch=2 * batch * parts,
             )
-        )  # fmt: skip
+        )
         model.w.grad = None
     return {"noise_scale": scale.value(), "comm_fraction": sampled.last.seconds / sampled.last.step_s}
 

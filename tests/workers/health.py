@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfscale.health.rank_store import Board
+from hfscale.health.rank_store import RankStore
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,15 @@ class Ranks:
         self._all_are_forked.wait()
         torch.set_num_threads(1)
         os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.store.port),
-        )  # fmt: skip
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self.store.port),
+        )
         try:
-            answer = work(Board.connect("test"), rank, *arguments)
+            answer = work(RankStore.connect("test"), rank, *arguments)
         except BaseException as error:
             traceback.print_exc()
             answer = error if isinstance(error, AssertionError) else RuntimeError(repr(error))
@@ -103,9 +107,12 @@ def mark(name: str) -> None:
     store.set(name, "1")
 
 
-def gloo(board: Board, timeout_s: float = 60.0) -> None:
+def gloo(rank_store: RankStore, timeout_s: float = 60.0) -> None:
     """Make the default group."""
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("group", board.store), rank=board.rank, world_size=board.world_size,
+        "gloo",
+        store=dist.PrefixStore("group", rank_store.store),
+        rank=rank_store.rank,
+        world_size=rank_store.world_size,
         timeout=timedelta(seconds=timeout_s),
-    )  # fmt: skip
+    )

@@ -15,9 +15,9 @@ from hfscale.health.hang import HangWatchdog
 FAULT_STEP = 8
 
 
-def trained(board, rank, fault, guilty, limits, steps, output_dir):
+def trained(rank_store, rank, fault, guilty, limits, steps, output_dir):
     """What the watchdog found, and how long after the fault; the loop runs on a thread of its own, for it may hang."""
-    loop = Loop(board, rank, fault, guilty, limits, steps, output_dir)
+    loop = Loop(rank_store, rank, fault, guilty, limits, steps, output_dir)
     loop.start()
     until = time.monotonic() + 50
     while loop.is_alive() and not loop.found() and time.monotonic() < until:
@@ -30,18 +30,24 @@ def trained(board, rank, fault, guilty, limits, steps, output_dir):
 class Loop(threading.Thread):
     """Steps of an all-reduce and an all-gather each, with an all-reduce on a side group now and then."""
 
-    def __init__(self, board, rank, fault, guilty, limits, steps, output_dir):
+    def __init__(self, rank_store, rank, fault, guilty, limits, steps, output_dir):
         super().__init__(daemon=True)
-        self.board, self.rank, self.steps, self.limits, self.output_dir = board, rank, steps, limits, output_dir
+        self.rank_store, self.rank, self.steps, self.limits, self.output_dir = (
+            rank_store,
+            rank,
+            steps,
+            limits,
+            output_dir,
+        )
         self.fault, self.guilty, self.fault_at, self.dog = fault, guilty, None, None
 
     def found(self):
         return [(f.ranks, f.host, f.message) for f in self.dog.findings] if self.dog else []
 
     def run(self):
-        gloo(self.board)
+        gloo(self.rank_store)
         side = dist.new_group(backend="gloo")
-        self.dog = HangWatchdog(self.board, Path(self.output_dir), limits=self.limits)
+        self.dog = HangWatchdog(self.rank_store, Path(self.output_dir), limits=self.limits)
         self.dog.start()
         generator = torch.Generator().manual_seed(self.rank)
         value = torch.ones(256)

@@ -14,17 +14,21 @@ from hfscale.health import collectives, compute, machine, preflight
 CPU = torch.device("cpu")
 
 
-def checked(board, rank, fault, guilty, deadline_s):
+def checked(rank_store, rank, fault, guilty, deadline_s):
     """What one rank finds, when `guilty` has `fault`."""
-    if fault == "nodes" and rank >= board.world_size // 2:  # one machine stands for two nodes
+    if fault == "nodes" and rank >= rank_store.world_size // 2:  # one machine stands for two nodes
         machine.socket = SimpleNamespace(gethostname=lambda: "node-b")
     if rank == guilty:
         commit(fault, rank)
     plan = preflight.Plan(
-        device=CPU, deadline_s=deadline_s, connect=lambda: gloo(board, deadline_s), sizes=(4096,), rounds=3,
+        device=CPU,
+        deadline_s=deadline_s,
+        connect=lambda: gloo(rank_store, deadline_s),
+        sizes=(4096,),
+        rounds=3,
         compute_s=0.15,
-    )  # fmt: skip
-    found = preflight.run(board, plan)
+    )
+    found = preflight.run(rank_store, plan)
     return {
         "errors": [(f.ranks, f.host, f.check, f.message) for f in found.findings if f.level == "error"],
         "seconds": found.seconds,

@@ -28,9 +28,9 @@ class Work(nn.Module):
         return self.layer(x)
 
 
-def trained(board, rank, ratio, guilty, steps, drift, strategy):
+def trained(rank_store, rank, ratio, guilty, steps, drift, strategy):
     """`guilty` takes `ratio` times as long (`rotating`: another rank at each step); it changes a weight at `drift`."""
-    gloo(board)
+    gloo(rank_store)
     torch.manual_seed(0)
     work = Work()
     if strategy == "ddp":
@@ -49,7 +49,7 @@ def trained(board, rank, ratio, guilty, steps, drift, strategy):
             time.sleep(0.01)
         monitor.batch_came()
         monitor.step_began()
-        is_slow = rank == (step % board.world_size if guilty == "rotating" else guilty)
+        is_slow = rank == (step % rank_store.world_size if guilty == "rotating" else guilty)
         work.seconds = WORK_S * (ratio if is_slow else 1.0)
         optimizer.zero_grad()
         model(torch.full((2, 16), float(rank))).sum().backward()

@@ -125,9 +125,14 @@ def become_rank(spec, rank, port, pipe):
     os.dup2(log, 2)
     world = str(spec.get("world", 2))
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), **spec.get("env", {}),
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=world,
+        LOCAL_WORLD_SIZE=world,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        **spec.get("env", {}),
+    )
     code = 1
     try:
         run(lambda: train(spec, Phases(spec, rank, pipe)))

@@ -16,9 +16,14 @@ from hfscale.recipe.resume import is_finished
 
 def main() -> None:
     args = tiny_arguments(
-        "out", save_strategy="steps", save_steps=1, save_total_limit=2, max_steps=int(sys.argv[1]), learning_rate=1e-3,
+        "out",
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,
+        max_steps=int(sys.argv[1]),
+        learning_rate=1e-3,
         dataloader_num_workers=0,
-    )  # fmt: skip
+    )
     set_up_parallelism(ParallelArguments(), args)  # without it accelerate runs no FSDP on a CPU
     trainer = Trainer(model=tiny_model(), args=args, train_dataset=RandomTokens(), callbacks=[ScalingCallback()])
     checkpoint = latest_checkpoint("out")

@@ -94,8 +94,10 @@ def read_parallel(checkpoint: Path) -> CheckpointView:
     """
     folder, names, facts = checkpoint / FOLDER, read_parameter_names(checkpoint), read_facts(checkpoint)
     if len(names.groups) != len(facts.groups):
-        raise CheckpointError(f"{checkpoint / PARALLEL_NAME} has options of {len(facts.groups)} groups of parameters, "
-                              f"not of {len(names.groups)}")  # fmt: skip
+        raise CheckpointError(
+            f"{checkpoint / PARALLEL_NAME} has options of {len(facts.groups)} groups of parameters, "
+            f"not of {len(names.groups)}"
+        )
     parameters = {name.removeprefix(_ADAPTED): name for group in names.groups for name in group}
     weights: dict[str, TensorRef] = {}
     state: dict[str, dict[str, TensorRef]] = {}

@@ -19,10 +19,19 @@ from hfscale.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"
 _DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _LARGEST_HEADER = 100 * 2**20  # of the format
 
@@ -135,8 +144,10 @@ def _write(path: Path, weights: Mapping[str, TensorRef]) -> None:
     end = 0
     for name, ref in weights.items():
         header[name] = {
-            "dtype": _DTYPE_NAMES[ref.dtype], "shape": list(ref.shape), "data_offsets": [end, end := end + ref.bytes]
-        }  # fmt: skip
+            "dtype": _DTYPE_NAMES[ref.dtype],
+            "shape": list(ref.shape),
+            "data_offsets": [end, end := end + ref.bytes],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight bytes
     with path.open("wb") as file:
