@@ -1,7 +1,7 @@
 """All ranks check each other before the first step, within a deadline, whatever any of them does.
 
-The checks run on a thread, phase by phase. Each rank writes on the `RankStore` which phase it enters and what it found,
-so that a phase that hangs does not keep anybody from reading, at the deadline, who is not where the others are.
+The checks run on a thread, phase by phase. Each rank writes on the `RankStore` which phase it enters and what it
+found, so that a phase that hangs does not keep anybody from reading, at the deadline, who is not where the others are.
 """
 
 import threading
