@@ -6,8 +6,8 @@ from workers.health_preflight import run
 
 from hfscale.facts.hardware import accelerator
 from hfscale.health import collectives, compute, machine
-from hfscale.health.findings import Finding, has_errors, name_ranks
-from hfscale.health.verdict import accuse, known_hosts, one_line
+from hfscale.health.verdict import accuse, known_hosts
+from hfscale.utils.findings import Finding, has_errors, join_errors, name_ranks
 
 HELLO = {rank: {"host": f"node-{rank // 2}", "local_rank": rank % 2, "local_world_size": 2} for rank in range(4)}
 
@@ -55,8 +55,8 @@ class TestTheVerdict:
     def test_names(self):
         assert name_ranks([3], "n") == "rank 3 (n)"
         assert name_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
-        errors = [Finding(level="error", check="x", message=str(i), ranks=(i,)) for i in range(6)]
-        assert one_line(errors).endswith("; and 2 more")
+        errors = [Finding(level="error", check="x", problem=str(i), ranks=(i,)) for i in range(6)]
+        assert join_errors(errors).endswith("; and 2 more")
         assert has_errors(errors)
 
 

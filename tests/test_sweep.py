@@ -101,7 +101,7 @@ class TestArithmetic:
         assert losses["data wait"] == pytest.approx(0.1)
         assert losses["exposed communication"] == pytest.approx(0.2)
         assert losses["not measured"] == pytest.approx(0.1)
-        assert slow.finding(self.BASE).cause == "exposed communication"
+        assert slow.finding(self.BASE).check == "exposed communication"
         much = measured(8, [900.0, 450.0, 900.0], data_wait_fraction=0.51, comm_fraction=0.5)
         assert sum(much.losses(self.BASE).values()) == pytest.approx(0.1)
 

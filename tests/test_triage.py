@@ -43,20 +43,20 @@ def test_a_healthy_run_and_an_unknown_one_have_no_finding():
 )
 def test_each_cause_is_named_with_its_numbers(changed, cause, number):
     finding = triage(Measured(**(HEALTHY | changed)))
-    assert finding.cause == cause
-    assert number in finding.numbers
-    assert finding.mend
+    assert finding.check == cause
+    assert number in finding.problem
+    assert finding.fix
 
 
 def test_of_several_causes_the_largest_is_named():
     both = HEALTHY | {"data_wait_fraction": 0.2, "straggler_skew": 1.2, "comm_fraction": 0.3, "throttled": 1.0}
-    assert triage(Measured(**both)).cause == "exposed communication"
-    assert triage(Measured(**(both | {"straggler_skew": 3.0}))).cause == "straggler"
+    assert triage(Measured(**both)).check == "exposed communication"
+    assert triage(Measured(**(both | {"straggler_skew": 3.0}))).check == "straggler"
 
 
 def test_the_tokens_that_would_hide_the_exchange_are_computed():
     finding = triage(Measured(**(HEALTHY | {"comm_fraction": 0.4, "hides": 3.0})))
-    assert "24,576 tokens" in finding.mend
+    assert "24,576 tokens" in finding.fix
 
 
 SLOW = {"scaling/data_wait_fraction": 0.5, "loss": 1.0}
@@ -71,9 +71,9 @@ class TestWatch:
         watch.begin()
         found = [self.look(watch, SLOW) for _ in range(8)]
         assert [finding is not None for finding in found] == [False, False, False, True, False, False, False, False]
-        assert found[3].cause == "data wait"
+        assert found[3].check == "data wait"
         changed = [self.look(watch, {"scaling/comm_fraction": 0.6}) for _ in range(3)]
-        assert changed[-1].cause == "exposed communication"
+        assert changed[-1].check == "exposed communication"
 
     def test_one_slow_log_is_no_diagnosis(self):
         watch = TriageWatch()

@@ -12,9 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hfscale.callbacks.rank_check import check_ranks, connect_board, tell
 from hfscale.checkpoint.store import archive, latest_checkpoint
 from hfscale.errors import HealthError, StrategyMismatchError, UsageError
-from hfscale.health import verdict
 from hfscale.health.build_locks import remove_abandoned_locks
-from hfscale.health.findings import Finding
 from hfscale.health.gpu import GpuWatch, sensor_of
 from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.local_time import LocalTimer
@@ -27,6 +25,7 @@ from hfscale.integrations.strategy import check_launch, check_strategy, describe
 from hfscale.integrations.trainer import DataFetchHook, calling_trainer, training_frame
 from hfscale.metrics.records import RankLines
 from hfscale.utils import distributed
+from hfscale.utils.findings import Finding, join_errors
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -243,7 +242,7 @@ class CommHealthCallback(TrainerCallback):
         good = latest_checkpoint(output_dir) if self._args.should_save and Path(output_dir).is_dir() else None
         self._end()
         go_on = f"the relaunched command goes on from {Path(good).name}" if good else "no good checkpoint was written"
-        raise HealthError(f"stopped: {verdict.one_line(bad)}; {go_on}")
+        raise HealthError(f"stopped: {join_errors(bad)}; {go_on}")
 
     def _end(self) -> None:
         if self._watchdog is not None:

@@ -7,10 +7,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hfscale.errors import HealthError
-from hfscale.health import disk, env, preflight, verdict
-from hfscale.health.findings import Finding
+from hfscale.health import disk, env, preflight
 from hfscale.health.rank_store import RankStore
 from hfscale.utils import distributed
+from hfscale.utils.findings import Finding, join_errors
 from hfscale.utils.logging import get_logger, is_main_process
 
 logger = get_logger(__name__)
@@ -55,8 +55,8 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
     # A slow device holds a run up and does no harm: it is told, and the run's own times will show it.
     bad = [finding for finding in found.findings if finding.level == "error" and finding.check != "speed"]
     if bad:
-        raise HealthError(f"the ranks are not fit to train: {verdict.one_line(bad)}")
-    nodes = [Finding(**fields) for _, note in sorted(found.ranks.items()) for fields in note["node"]]
+        raise HealthError(f"the ranks are not fit to train: {join_errors(bad)}")
+    nodes = [Finding.from_dict(fields) for _, note in sorted(found.ranks.items()) for fields in note["node"]]
     tell([*found.findings, *nodes])
 
 

@@ -15,7 +15,7 @@ from hfscale.integrations.trainer import saved_state
 from hfscale.metrics import records
 from hfscale.metrics.goodput import GoodputTracker
 from hfscale.metrics.spending import Rate
-from hfscale.metrics.triage import Finding
+from hfscale.utils.findings import Finding
 
 PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
 _TRAINER_KEYS = ("loss", "grad_norm", "learning_rate", "epoch")
@@ -112,14 +112,7 @@ class RunFiles:
 
     def found(self, state: TrainerState, finding: Finding) -> None:
         """The triage has named a cause."""
-        self._write(
-            "finding",
-            state,
-            cause=finding.cause,
-            share=finding.share,
-            numbers=finding.numbers,
-            mend=finding.mend,
-        )
+        self._write("finding", state, **finding.to_cause())
 
     def ended(self, state: TrainerState, *, split: Mapping[str, float], advice: str | None) -> None:
         """The training has run to its end."""

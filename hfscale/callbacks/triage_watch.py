@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Mapping
 
-from hfscale.metrics.triage import Finding, Measured, triage
+from hfscale.metrics.triage import Measured, triage
+from hfscale.utils.findings import Finding
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -32,8 +33,8 @@ class TriageWatch:
         everywhere = set.intersection(*(set(keys) for keys in self._recent))
         mean = {key: sum(keys[key] for keys in self._recent) / WINDOWS for key in everywhere}
         finding = triage(Measured.of(mean, hides=hides, tokens_per_gpu=tokens_per_gpu))
-        if finding is None or finding.cause == self._named:
+        if finding is None or finding.check == self._named:
             return None
-        self._named = finding.cause
-        logger.info("triage: %s", finding)
+        self._named = finding.check
+        logger.info("triage: %s: %s", finding.check, finding)
         return finding

@@ -106,7 +106,7 @@ def to_dict(found: Sequence[Measurement], mode: str) -> dict[str, Any]:
                 "efficiency": one.efficiency(base),
                 "spread": one.spread(),
                 "losses": one.losses(base),
-                "finding": asdict(finding) if finding is not None else None,
+                "finding": finding.to_cause() if finding is not None else None,
                 "rates": one.rates,
             }
         )

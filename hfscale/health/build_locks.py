@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from hfscale.health.findings import Finding
+from hfscale.utils.findings import Finding
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -60,7 +60,7 @@ def lock_finding(path: str, host: str) -> Finding:
         f"{path} is left from a build that was killed: DeepSpeed, where it needs that extension, waits for it without "
         "end; delete it"
     )
-    return Finding(level="warning", check="build lock", message=message, host=host)
+    return Finding(level="warning", check="build lock", problem=message, host=host)
 
 
 def _locks(environ: Mapping[str, str]) -> list[Path]:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import match_device_name
 from hfscale.health import collectives, disk, env, preflight
-from hfscale.health.findings import Finding, has_errors
 from hfscale.health.rank_store import RankStore, launcher_has_store
+from hfscale.utils.findings import Finding, has_errors
 
 T = TypeVar("T")
 _SAID_S = 3.0
@@ -149,7 +149,7 @@ def check_all(request: Request, *, begun: float, environ: Mapping[str, str] = os
         environ,
         lambda: preflight.run(rank_store, plan, begun=begun, is_ending=lambda: bool(ending)),
     )
-    nodes = [_finding(fields) for note in found.ranks.values() for fields in note.pop("node")]
+    nodes = [Finding.from_dict(fields) for note in found.ranks.values() for fields in note.pop("node")]
     gpu = match_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     links = (
         [] if request.short else collectives.compare_links(found.links, gpu, env.whole(environ, "LOCAL_WORLD_SIZE", 1))
@@ -254,7 +254,3 @@ def _disk(request: Request, local_rank: int) -> list[Finding]:
         notice_s=request.notice_s,
         host=os.uname().nodename,
     )
-
-
-def _finding(fields: dict[str, Any]) -> Finding:
-    return Finding(**{**fields, "ranks": tuple(fields["ranks"])})

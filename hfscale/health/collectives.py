@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hfscale.facts.hardware import Accelerator
-from hfscale.health.findings import Finding
+from hfscale.utils.findings import Finding
 
 KINDS = ("neighbours", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """In the order in which they are run: point to point first, so that one dead link is not yet everybody's hang."""
@@ -162,17 +162,17 @@ def compare_values(results: Mapping[int, list[dict[str, Any]]], hosts: Mapping[i
             sender = blames.pop()
             text = f"sends wrong values in {kind}, which {len(receivers)} ranks received: take this device or its "
             text += "link out of the run"
-            found.append(Finding(level="error", check=kind, message=text, ranks=(sender,), host=hosts.get(sender)))
+            found.append(Finding(level="error", check=kind, problem=text, ranks=(sender,), host=hosts.get(sender)))
             continue
         for rank in sorted(receivers):
             if kind == "neighbours":
                 pair = (rank, (rank - 1) % len(results))
                 text = f"what rank {pair[1]} sends arrives wrong at rank {rank}: one of the two, or the link between"
                 host = hosts.get(rank) if hosts.get(rank) == hosts.get(pair[1]) else None
-                found.append(Finding(level="error", check=kind, message=text, ranks=pair, host=host))
+                found.append(Finding(level="error", check=kind, problem=text, ranks=pair, host=host))
                 continue
             text = f"gets wrong values from {kind}: take this device or its link out of the run"
-            found.append(Finding(level="error", check=kind, message=text, ranks=(rank,), host=hosts.get(rank)))
+            found.append(Finding(level="error", check=kind, problem=text, ranks=(rank,), host=hosts.get(rank)))
     return found
 
 
@@ -201,7 +201,7 @@ def compare_neighbours(results: Mapping[int, list[dict[str, Any]]], hosts: Mappi
         f"({max(times.values()) * 1e3:.1f} ms, median {median * 1e3:.1f} ms): look at the cables and ports between"
     )
     host = known.pop() if len(known) == 1 else None
-    return [Finding(level="warning", check="neighbours", message=text, ranks=slow, host=host)]
+    return [Finding(level="warning", check="neighbours", problem=text, ranks=slow, host=host)]
 
 
 def compare_links(rows: list[dict[str, Any]], gpu: Accelerator | None, per_node: int) -> list[Finding]:
@@ -227,5 +227,5 @@ def compare_links(rows: list[dict[str, Any]], gpu: Accelerator | None, per_node:
                 f"all-reduce {place} moves {best:.1f} GB/s past each rank, its links should give {due:.0f} or more: "
                 f"look at {look} and NCCL_DEBUG=INFO"
             )
-            found.append(Finding(level="warning", check="bandwidth", message=text))
+            found.append(Finding(level="warning", check="bandwidth", problem=text))
     return found

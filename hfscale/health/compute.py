@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hfscale.health.findings import Finding
+from hfscale.utils.findings import Finding
 
 SLOW_RATIO = 1.4
 """Time of the same product over the peers' median above which a GPU is called slow."""
@@ -87,11 +87,11 @@ def compare(results: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str]
         where = {"ranks": (rank,), "host": hosts.get(rank)}
         if result["wrong"]:
             text = f"multiplies wrongly ({result['wrong']:.0f} entries): take this device out of the run"
-            found.append(Finding(level="error", check="matmul", message=text, **where))
+            found.append(Finding(level="error", check="matmul", problem=text, **where))
         if rank in slow:
             text = (
                 f"multiplies {result['seconds'] / median:.1f}x slower than its peers ({result['seconds'] * 1e3:.2f} "
                 f"ms, median {median * 1e3:.2f} ms): look for throttling or another process on it, or leave it out"
             )
-            found.append(Finding(level="error", check="speed", message=text, **where))
+            found.append(Finding(level="error", check="speed", problem=text, **where))
     return found

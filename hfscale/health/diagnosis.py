@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hfscale.health.findings import Finding
 from hfscale.health.flight import POINT_TO_POINT, Position
+from hfscale.utils.findings import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, 
     """
 
     def blame(rank: int, message: str) -> Finding:
-        return Finding(level="error", check="hang", message=message, ranks=(rank,), host=hosts.get(rank))
+        return Finding(level="error", check="hang", problem=message, ranks=(rank,), host=hosts.get(rank))
 
     absent = [rank for rank in range(world_size) if rank not in snapshots]
     if absent:
@@ -111,7 +111,7 @@ def _all_wait(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot]
     if rest and rest[0][1] == most:
         text = "are not in the same place: " + ", ".join(f"rank {rank} {p}" for rank, p in sorted(waiting.items())[:8])
         text += "; one left a collective out, or called them in another order"
-        return [Finding(level="error", check="hang", message=text, ranks=tuple(sorted(waiting)))]
+        return [Finding(level="error", check="hang", problem=text, ranks=tuple(sorted(waiting)))]
     if rest:
         reference = next(p for rank, p in waiting.items() if places[rank] == first)
         return [
@@ -128,7 +128,7 @@ def _all_wait(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot]
         text = f"has called {first[2]} but its GPU has not begun it: an earlier kernel hangs there"
         return [blame(rank, text) for rank in sorted(not_begun)]
     text = f"all ranks are {next(iter(waiting.values()))}, and it does not end: a link, a switch or a GPU's DMA hangs"
-    return [Finding(level="error", check="hang", message=text)]
+    return [Finding(level="error", check="hang", problem=text)]
 
 
 def _nobody_waits(snapshots: Mapping[int, Snapshot], blame: Any) -> list[Finding]:
@@ -145,7 +145,7 @@ def _nobody_waits(snapshots: Mapping[int, Snapshot], blame: Any) -> list[Finding
     places = Counter(f"{snapshots[rank].phase}, at {snapshots[rank].place}" for rank in stalled)
     text = f"no rank waits for another, {len(stalled)} stand still in {places.most_common(1)[0][0]}"
     ranks = tuple(sorted(stalled)) if len(stalled) < len(snapshots) else ()
-    return [Finding(level="error", check="hang", message=text, ranks=ranks)]
+    return [Finding(level="error", check="hang", problem=text, ranks=ranks)]
 
 
 def _doing(snap: Snapshot) -> str:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from hfscale.errors import StorageError
-from hfscale.health.findings import Finding
+from hfscale.utils.findings import Finding
 
 PROBE_BYTES = 64 * 2**20
 """Written and flushed to measure the disk: enough to leave the caches of most, short enough for every start."""
@@ -60,14 +60,14 @@ def judge(
     free, found = free_bytes(folder), []
     if checkpoint_bytes is None:
         text = f"{free / 2**30:.1f} GiB are free in {folder}; the size of a checkpoint is not known (--checkpoint-gib)"
-        return [Finding(level="note", check="disk", message=text, host=host)]
+        return [Finding(level="note", check="disk", problem=text, host=host)]
     if free < 2 * checkpoint_bytes:
         needed_gib = 2 * checkpoint_bytes / 2**30
         text = (
             f"{free / 2**30:.1f} GiB are free in {folder} and two checkpoints need {needed_gib:.1f}: "
             "the old one goes only when the new one is whole; make room or name another folder"
         )
-        found.append(Finding(level="error", check="disk", message=text, host=host))
+        found.append(Finding(level="error", check="disk", problem=text, host=host))
     if bytes_per_s is not None:
         save_s = checkpoint_bytes / bytes_per_s
         if save_s > notice_s:
@@ -76,5 +76,5 @@ def judge(
                 f"{bytes_per_s / 1e6:.0f} MB/s in {folder}): a preempted machine loses what came after the last save; "
                 "save more often, or to faster storage"
             )
-            found.append(Finding(level="warning", check="disk", message=text, host=host))
+            found.append(Finding(level="warning", check="disk", problem=text, host=host))
     return found

@@ -14,7 +14,7 @@ import psutil
 
 from hfscale.errors import UsageError
 from hfscale.health.build_locks import abandoned_locks, lock_finding
-from hfscale.health.findings import Finding, Level
+from hfscale.utils.findings import Finding, Level
 
 GIB = 2**30
 STALE = {
@@ -90,7 +90,7 @@ def lint(environ: Mapping[str, str], node: Node) -> list[Finding]:
     found: list[Finding] = []
 
     def say(level: Level, check: str, message: str) -> None:
-        found.append(Finding(level=level, check=check, message=message, host=node.host))
+        found.append(Finding(level=level, check=check, problem=message, host=node.host))
 
     for check in (_launch, _interfaces, _transports, _errors_and_debugging, _stale, _devices):
         check(environ, node, nodes, local, say)

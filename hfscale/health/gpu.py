@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hfscale.health.findings import Finding
+from hfscale.utils.findings import Finding
 
 # nvml.h, nvmlClocksEventReason*: bits of nvmlDeviceGetCurrentClocksEventReasons.
 THERMAL = {0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown"}
@@ -169,7 +169,7 @@ class GpuWatch:
                 bad[f"xid {number}"] = f"the driver reports XID {number}{meaning} for its GPU: see the kernel log"
         fresh = {name: text for name, text in bad.items() if name not in self._told}
         self._told |= fresh.keys()
-        return [Finding(level="warning", check="gpu", message=text) for text in fresh.values()]
+        return [Finding(level="warning", check="gpu", problem=text) for text in fresh.values()]
 
     def _read_xids(self) -> list[tuple[str, int]]:
         return xids(_kernel_lines(self._kernel_log))

@@ -18,9 +18,9 @@ from typing import Any
 
 from hfscale.health import stacks
 from hfscale.health.diagnosis import Snapshot, diagnose
-from hfscale.health.findings import Finding
 from hfscale.health.flight import positions
 from hfscale.health.rank_store import RankStore
+from hfscale.utils.findings import Finding, join_findings
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -189,7 +189,7 @@ class HangWatchdog(threading.Thread):
         except OSError as error:
             logger.error("the hang's folder %s cannot be written: %s", self.folder, error.strerror)
         idle_s = max(snap.idle_s for snap in answers.values())
-        named = "; ".join(map(str, found[:4])) + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
+        named = join_findings(found)
         logger.error("training stands still at step %d for %.0f s: %s (see %s)", step, idle_s, named, self.folder)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hfscale.health.findings import Finding
+from hfscale.utils.findings import Finding
 
 WINDOW = 50
 """Logged losses that a new one is compared with."""
@@ -58,7 +58,7 @@ class LossGuard:
         return median, median + max(Z_SCORE * spread, LEAST_RISE * abs(median))
 
     def _finding(self, level: str, text: str) -> Finding:
-        return Finding(level=level, check="loss", message=text)  # type: ignore[arg-type]
+        return Finding(level=level, check="loss", problem=text)  # type: ignore[arg-type]
 
 
 def checksum(parameters: Iterable[torch.nn.Parameter], step: int) -> float:
@@ -98,7 +98,7 @@ def compare_replicas(
                 f"has other weights than the other replicas at step {step}: its device or its link computes wrongly; "
             )
             text += "go on from a checkpoint before that, without it"
-            found.append(Finding(level="error", check="replicas", message=text, ranks=(rank,), host=hosts[rank]))
+            found.append(Finding(level="error", check="replicas", problem=text, ranks=(rank,), host=hosts[rank]))
     if not found and all(math.isfinite(norm) for norm in norms):
         middle = statistics.median_low(norms)
         for rank, norm in enumerate(norms):
@@ -106,7 +106,7 @@ def compare_replicas(
                 text = (
                     f"has the gradient norm {norm:.6g} at step {step}, the others {middle:.6g}: they are not reduced"
                 )
-                found.append(Finding(level="error", check="replicas", message=text, ranks=(rank,), host=hosts[rank]))
+                found.append(Finding(level="error", check="replicas", problem=text, ranks=(rank,), host=hosts[rank]))
     return found
 
 

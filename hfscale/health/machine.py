@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hfscale.health.findings import Finding
+from hfscale.utils.findings import Finding
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "hfscale")
 CLOCK_SKEW_S = 1.0
@@ -78,7 +78,7 @@ def clock_skew(offsets_s: Mapping[int, float], hosts: Mapping[int, str]) -> list
     for host in sorted({hosts[rank] for rank in off}):
         ranks = tuple(rank for rank in off if hosts[rank] == host)
         text = f"its clock is {off[ranks[0]]:+.1f} s from the others': start chrony or ntpd there"
-        found.append(Finding(level="warning", check="clock", message=text, ranks=ranks, host=host))
+        found.append(Finding(level="warning", check="clock", problem=text, ranks=ranks, host=host))
     return found
 
 
@@ -93,7 +93,7 @@ def _odd_ones(
             groups.setdefault((notes[rank]["host"], value), []).append(rank)
     return [
         Finding(
-            level=level, check=check, message=text.format(mine=value, others=commonest), ranks=tuple(ranks), host=host
+            level=level, check=check, problem=text.format(mine=value, others=commonest), ranks=tuple(ranks), host=host
         )
         for (host, value), ranks in groups.items()
     ]

@@ -4,16 +4,17 @@ import math
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from hfscale.health.findings import Finding
 from hfscale.health.gpu import GpuWatch
 from hfscale.health.local_time import KEPT_STEPS, LocalTimer
 from hfscale.health.loss import checksum, compare_replicas
 from hfscale.health.stragglers import DataWaitJudge, StragglerJudge
 from hfscale.metrics.phases import PhaseClock
 from hfscale.utils import distributed
+from hfscale.utils.findings import Finding
 
 GPU_EVERY_S = 10.0
 _HOST_BYTES = 64
@@ -156,9 +157,7 @@ class Monitor:
 
     def _mine(self, finding: Finding) -> Finding:
         rank = distributed.rank()
-        return Finding(
-            level=finding.level, check=finding.check, message=finding.message, ranks=(rank,), host=self._hosts[rank]
-        )
+        return replace(finding, ranks=(rank,), host=self._hosts[rank])
 
 
 def _gpu_keys(heats: Sequence[float], powers: Sequence[float], throttled: Sequence[float]) -> dict[str, float]:

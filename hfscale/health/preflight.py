@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from hfscale.health import collectives, compute, machine
-from hfscale.health.findings import Finding
 from hfscale.health.rank_store import RankStore
 from hfscale.health.verdict import accuse
+from hfscale.utils.findings import Finding
 
 POLL_S = 0.02
 CPU_SIZES = (4096, 2**20, 2**24)

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hfscale.health.findings import Finding
+from hfscale.utils.findings import Finding
 
 WINDOW = 50
 """Steps that a judgement looks at."""
@@ -82,7 +82,7 @@ class StragglerJudge:
                 "else runs there"
             )
             found.append(
-                Finding(level="warning", check="straggler", message=text, ranks=(rank,), host=self._hosts[rank])
+                Finding(level="warning", check="straggler", problem=text, ranks=(rank,), host=self._hosts[rank])
             )
         self._told = slow | {rank for rank in self._told if ratios[rank] >= RECOVERED_RATIO}
         return [*found, *self._judge_rotation()] if not slow else found
@@ -97,7 +97,7 @@ class StragglerJudge:
             f"the slow rank is another at each step ({lead:.2f}x the next slowest): uneven batches, or other work on "
             "the nodes; sort sequences by length or pack them"
         )
-        return [Finding(level="warning", check="straggler", message=text)]
+        return [Finding(level="warning", check="straggler", problem=text)]
 
     def _lead(self) -> float:
         """The slowest rank over the next slowest, in the median step."""
@@ -145,7 +145,7 @@ class DataWaitJudge:
                 check="data wait",
                 ranks=(rank,),
                 host=self._hosts[rank],
-                message=f"waits for data {shares[rank]:.0%} of its time, the median rank {median:.0%}: give its data "
+                problem=f"waits for data {shares[rank]:.0%} of its time, the median rank {median:.0%}: give its data "
                 "loader more workers, or look at the storage its node reads from",
             )
             for rank in sorted(starved - self._told)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hfscale.health.collectives import KINDS
-from hfscale.health.findings import Finding
+from hfscale.utils.findings import Finding
 
 PHASES = ("arrive", "matmul", "connect", *KINDS, "matmul again", "clock", "done")
 """A rank's way through the pre-flight."""
@@ -31,7 +31,7 @@ def accuse(
         text = "does not answer: its process is dead, stopped or cut off from the launcher"
         if rank not in hello:
             text = "never came: its process did not start, or its node does not reach the launcher's"
-        found.append(Finding(level="error", check="presence", message=text, ranks=(rank,), host=hosts.get(rank)))
+        found.append(Finding(level="error", check="presence", problem=text, ranks=(rank,), host=hosts.get(rank)))
     if found:
         return found
     phases = {rank: str(note["phase"]) for rank, note in present.items()}
@@ -39,25 +39,25 @@ def accuse(
     if most is None:
         text = "are not in the same place: " + ", ".join(f"rank {rank} in {phases[rank]}" for rank in sorted(phases))
         text += "; one left a collective out, or called them in another order"
-        return [Finding(level="error", check="order", message=text, ranks=tuple(phases))]
+        return [Finding(level="error", check="order", problem=text, ranks=tuple(phases))]
     for rank, phase in sorted(phases.items()):
         if phase == most:
             continue
         behind = PHASES.index(phase) < PHASES.index(most)
         text = f"is {'still in' if behind else 'already in'} {phase} while the others are in {most}: "
         text += "it hangs there" if behind else f"it left out or did not finish {most} with them"
-        found.append(Finding(level="error", check=most, message=text, ranks=(rank,), host=hosts.get(rank)))
+        found.append(Finding(level="error", check=most, problem=text, ranks=(rank,), host=hosts.get(rank)))
     if found:
         return found
     errors = {rank: note["error"] for rank, note in present.items() if note.get("error")}
     if 0 < len(errors) < world_size:
         return [
-            Finding(level="error", check=most, message=f"{most} failed: {error}", ranks=(rank,), host=hosts.get(rank))
+            Finding(level="error", check=most, problem=f"{most} failed: {error}", ranks=(rank,), host=hosts.get(rank))
             for rank, error in sorted(errors.items())
         ]
     text = f"{most} ended on no rank ({next(iter(errors.values()), 'all wait')}): the links between "
     text += f"{', '.join(sorted(set(hosts.values())))} do not carry it; look at interfaces, firewalls, NCCL_DEBUG=INFO"
-    return [Finding(level="error", check=most, message=text)]
+    return [Finding(level="error", check=most, problem=text)]
 
 
 def known_hosts(world_size: int, hello: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
@@ -79,9 +79,3 @@ def _reference(phases: Mapping[int, str]) -> str | None:
     tied = [first, *(phase for phase, count in rest if count == most)]
     waiting = [phase for phase in tied if phase not in LOCAL]
     return tied[0] if len(tied) == 1 else waiting[0] if len(waiting) == 1 else None
-
-
-def one_line(findings: list[Finding]) -> str:
-    """The errors among them, shortly, for an exception or a log line."""
-    errors = [str(finding) for finding in findings if finding.level == "error"]
-    return "; ".join(errors[:4]) + (f"; and {len(errors) - 4} more" if len(errors) > 4 else "")

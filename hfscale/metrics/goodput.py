@@ -93,4 +93,4 @@ class GoodputTracker:
         return float(self._saved["gpu_seconds"]) / 3600
 
     def _gpu_seconds(self, now: float) -> float:
-        return self._base_gpu_seconds + (now - self._launched_at) * float(self._saved["world_size"])
+        return float(self._base_gpu_seconds + (now - self._launched_at) * self._saved["world_size"])

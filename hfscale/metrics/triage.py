@@ -9,6 +9,8 @@ from 8 to 128 H100s, arXiv 2410.06511, so a loss of a third needs a reason).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hfscale.utils.findings import Finding
+
 EFFICIENCY_FLOOR = 0.70
 DATA_WAIT_LIMIT = 0.10
 COMM_LIMIT = 0.15
@@ -65,24 +67,6 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One cause of lost time."""
-
-    cause: str
-    """`data wait`, `straggler`, `tokens per GPU too small`, `exposed communication`, `bubble`, `recompute`, `thermal`
-    or `not measured`."""
-    share: float | None
-    """Of the step, where it is known."""
-    numbers: str
-    """What was measured."""
-    mend: str
-    """What to change first."""
-
-    def __str__(self) -> str:
-        return f"{self.cause}: {self.numbers}; {self.mend}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Candidate:
     finding: Finding
     over_limit: bool
@@ -106,12 +90,12 @@ def _largest_or_unknown(candidates: Sequence[_Candidate], efficiency: float) -> 
     largest = max(known, key=lambda finding: finding.share or 0.0, default=None)
     if largest is not None and (largest.share or 0.0) >= EXPLAINS * (1 - efficiency):
         return largest
-    beside = f"; the largest, {largest.cause}, is {largest.share:.0%}" if largest is not None else ""
+    beside = f"; the largest, {largest.check}, is {largest.share:.0%}" if largest is not None else ""
     return Finding(
-        cause="not measured",
+        check="not measured",
         share=None,
-        numbers=f"efficiency {efficiency:.0%}, and no measured share explains it{beside}",
-        mend="trace a few steps with --profile_steps and look for gaps, or for kernels that take longer than alone",
+        problem=f"efficiency {efficiency:.0%}, and no measured share explains it{beside}",
+        fix="trace a few steps with --profile_steps and look for gaps, or for kernels that take longer than alone",
     )
 
 
@@ -119,10 +103,10 @@ def _data_wait(m: Measured) -> _Candidate | None:
     if m.data_wait_fraction is None:
         return None
     finding = Finding(
-        cause="data wait",
+        check="data wait",
         share=m.data_wait_fraction,
-        numbers=f"{m.data_wait_fraction:.0%} of the time the slowest loader's rank waits for batches",
-        mend="raise --dataloader_num_workers or --dataloader_prefetch_factor, or prepare the text beforehand",
+        problem=f"{m.data_wait_fraction:.0%} of the time the slowest loader's rank waits for batches",
+        fix="raise --dataloader_num_workers or --dataloader_prefetch_factor, or prepare the text beforehand",
     )
     return _Candidate(finding=finding, over_limit=m.data_wait_fraction > DATA_WAIT_LIMIT)
 
@@ -132,10 +116,10 @@ def _straggler(m: Measured) -> _Candidate | None:
         return None
     lost = 1 - 1 / m.straggler_skew  # every other rank idles for it
     finding = Finding(
-        cause="straggler",
+        check="straggler",
         share=lost,
-        numbers=f"the slowest rank computes {m.straggler_skew:.2f} times as long as the median one",
-        mend="the log names it: check its clocks and neighbours, and leave its host out if it stays",
+        problem=f"the slowest rank computes {m.straggler_skew:.2f} times as long as the median one",
+        fix="the log names it: check its clocks and neighbours, and leave its host out if it stays",
     )
     return _Candidate(finding=finding, over_limit=m.straggler_skew > SKEW_LIMIT)
 
@@ -149,19 +133,19 @@ def _communication(m: Measured) -> _Candidate | None:
         # The exchange does not grow with the tokens and the backward does: at this many it would be covered.
         enough = m.tokens_per_gpu * m.hides
         finding = Finding(
-            cause="tokens per GPU too small",
+            check="tokens per GPU too small",
             share=m.comm_fraction,
-            numbers=f"{numbers}: with {m.tokens_per_gpu:,} tokens per GPU and step it takes {m.hides:.1f} times as "
+            problem=f"{numbers}: with {m.tokens_per_gpu:,} tokens per GPU and step it takes {m.hides:.1f} times as "
             "long as the backward",
-            mend=f"give each GPU about {enough:,.0f} tokens per step (--per_device_train_batch_size, "
+            fix=f"give each GPU about {enough:,.0f} tokens per step (--per_device_train_batch_size, "
             "--gradient_accumulation_steps), or use fewer GPUs",
         )
     else:
         finding = Finding(
-            cause="exposed communication",
+            check="exposed communication",
             share=m.comm_fraction,
-            numbers=numbers,
-            mend="hfscale check compares the links with what they should give; then --ddp_bucket_cap_mb, "
+            problem=numbers,
+            fix="hfscale check compares the links with what they should give; then --ddp_bucket_cap_mb, "
             "--gradient_compression bf16, or sharding inside the node only (fsdp2_hsdp)",
         )
     return _Candidate(finding=finding, over_limit=over_limit)
@@ -171,10 +155,10 @@ def _bubble(m: Measured) -> _Candidate | None:
     if m.bubble_fraction is None:
         return None
     finding = Finding(
-        cause="bubble",
+        check="bubble",
         share=m.bubble_fraction,
-        numbers=f"pipeline stages idle {m.bubble_fraction:.0%} of the step",
-        mend="more micro-batches per step (--gradient_accumulation_steps), an interleaved schedule, or fewer stages",
+        problem=f"pipeline stages idle {m.bubble_fraction:.0%} of the step",
+        fix="more micro-batches per step (--gradient_accumulation_steps), an interleaved schedule, or fewer stages",
     )
     return _Candidate(finding=finding, over_limit=m.bubble_fraction > BUBBLE_LIMIT)
 
@@ -184,10 +168,10 @@ def _recompute(m: Measured) -> _Candidate | None:
         return None
     share = 1 - m.mfu / m.hfu
     finding = Finding(
-        cause="recompute",
+        check="recompute",
         share=share,
-        numbers=f"{share:.0%} of the executed FLOPs compute activations a second time",
-        mend="--recompute selective, or none where the memory peak leaves room",
+        problem=f"{share:.0%} of the executed FLOPs compute activations a second time",
+        fix="--recompute selective, or none where the memory peak leaves room",
     )
     return _Candidate(finding=finding, over_limit=share > RECOMPUTE_LIMIT)
 
@@ -196,10 +180,10 @@ def _thermal(m: Measured) -> _Candidate | None:
     if not m.throttled:
         return None
     finding = Finding(
-        cause="thermal",
+        check="thermal",
         share=None,
-        numbers=f"{m.throttled:.0%} of the GPUs run below their clock for heat or power",
-        mend="the log names the rank: check cooling and power limit of its host, or leave it out",
+        problem=f"{m.throttled:.0%} of the GPUs run below their clock for heat or power",
+        fix="the log names the rank: check cooling and power limit of its host, or leave it out",
     )
     return _Candidate(finding=finding, over_limit=True)
 

@@ -187,8 +187,8 @@ def heat_map(samples: Sequence[tuple[float, Sequence[float]]], *, label: str, fo
         cells.append([max(means[row * ranks // rows : (row + 1) * ranks // rows]) for row in range(rows)])
     top = max(max(column) for column in cells) or 1.0
     squares = []
-    for x, column in enumerate(cells):
-        for y, value in enumerate(column):
+    for x, shares in enumerate(cells):
+        for y, value in enumerate(shares):
             first = y * ranks // rows
             title = f"rank {first}, step {samples[x * len(samples) // columns][0]:.0f}: {form.format(value)}"
             squares.append(

@@ -50,9 +50,9 @@ def _inside_the_steps(run: Run) -> Sequence[Priority]:
     if finding is None:
         return []
     said = next((f for f in reversed(run.findings) if f.get("cause") == "tokens per GPU too small"), None)
-    if said is not None and finding.cause == "exposed communication":
+    if said is not None and finding.check == "exposed communication":
         return [Priority(title=said["cause"], share=finding.share, numbers=said["numbers"], mend=said["mend"])]
-    return [Priority(title=finding.cause, share=finding.share, numbers=finding.numbers, mend=finding.mend)]
+    return [Priority(title=finding.check, share=finding.share, numbers=finding.problem, mend=finding.fix)]
 
 
 def _save_interval(run: Run) -> str:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.status import read_status
@@ -122,7 +122,7 @@ def load_run(output_dir: Path) -> Run:
     status = read_status(output_dir) or {}
     said = status.get("status")
     checkpoints = [_checkpoint(path) for path in list_checkpoints(output_dir)]
-    workload = next((event for event in reversed(events) if event["event"] == "workload"), {})
+    workload: Mapping[str, Any] = next((event for event in reversed(events) if event["event"] == "workload"), {})
     attempts = _attempts(events, records)
     return Run(
         name=redact(output_dir.resolve().name),
@@ -139,7 +139,7 @@ def load_run(output_dir: Path) -> Run:
     )
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -1,0 +1,94 @@
+"""What a check or an analysis found: what is wrong, where, and how to fix it.
+
+The health checks (`hfscale.health`) report findings about nodes and ranks; the triage (`hfscale.metrics.triage`)
+reports the cause of lost time.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Level = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong or worth knowing."""
+
+    check: str
+    """What was checked (`interfaces`, `matmul`, `all_reduce` …) or, for lost time, its cause (`data wait` …)."""
+    problem: str
+    """What is wrong, with the measured value or the setting."""
+    fix: str = ""
+    """How to fix it; empty for a record without a fault."""
+    level: Level = "warning"
+    """`error`: do not train like this; `warning`: it costs time or safety; `note`: for the record."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that it is about; empty: all ranks, or a node without ranks."""
+    host: str | None = None
+    """The host of these ranks, where they share one and it is known."""
+    share: float | None = None
+    """The part of the step time that it accounts for, where that is known."""
+
+    @property
+    def message(self) -> str:
+        """Problem and fix in one line."""
+        return f"{self.problem}; {self.fix}" if self.fix else self.problem
+
+    @property
+    def where(self) -> str:
+        """`rank 3 (node-b)`, `ranks 2, 3 (node-b)`, `node-b`, or an empty string."""
+        return name_ranks(self.ranks, self.host) if self.ranks else (self.host or "")
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding of a health check for JSON, with `message` as people read it."""
+        return {
+            "level": self.level,
+            "check": self.check,
+            "message": self.message,
+            "problem": self.problem,
+            "fix": self.fix,
+            "ranks": list(self.ranks),
+            "host": self.host,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Finding":
+        """The finding that `to_dict` described."""
+        kept = {name: fields[name] for name in ("level", "check", "problem", "fix", "host")}
+        return cls(**kept, ranks=tuple(fields["ranks"]))
+
+    def to_cause(self) -> dict[str, Any]:
+        """The cause of lost time for JSON. `mend` is the older name of `fix`."""
+        return {
+            "cause": self.check,
+            "share": self.share,
+            "numbers": self.problem,
+            "mend": self.fix,
+            "fix": self.fix,
+        }
+
+
+def name_ranks(ranks: Iterable[int], host: str | None = None) -> str:
+    """`rank 3 (node-b)` or `ranks 2, 3`; ranks after the first eight are only counted."""
+    listed = sorted(ranks)
+    names = ", ".join(map(str, listed[:8])) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+    return f"rank{'s' if len(listed) > 1 else ''} {names}" + (f" ({host})" if host else "")
+
+
+def has_errors(findings: Iterable[Finding]) -> bool:
+    """Whether one of them is an error."""
+    return any(finding.level == "error" for finding in findings)
+
+
+def join_errors(findings: Iterable[Finding]) -> str:
+    """The first four errors among the findings in one line, for an exception."""
+    return join_findings([finding for finding in findings if finding.level == "error"])
+
+
+def join_findings(findings: list[Finding]) -> str:
+    """The first four findings in one line; the others are counted."""
+    return "; ".join(map(str, findings[:4])) + (f"; and {len(findings) - 4} more" if len(findings) > 4 else "")
