@@ -116,7 +116,7 @@ def bubble(schedule: str, folder: str) -> dict[str, float]:
     waits = [e["scaling/bubble_fraction"] for e in trainer.state.log_history if "scaling/bubble_fraction" in e]
     return {
         "measured": round(statistics.median(waits[UNTIMED_STEPS:]), 4),
-        "formula": round(plan.idle_fraction(MICRO_BATCHES), 4),
+        "formula": round(plan.bubble_fraction(MICRO_BATCHES), 4),
     }
 
 

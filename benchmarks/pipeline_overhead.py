@@ -89,7 +89,7 @@ def worker() -> None:
             result = {
                 "step_s_over_bare": ratios,
                 "bubble_measured": round(statistics.median(bubbles), 4),
-                "bubble_formula": round(StagePlan(pp=2).idle_fraction(MICRO_BATCHES), 4),
+                "bubble_formula": round(StagePlan(pp=2).bubble_fraction(MICRO_BATCHES), 4),
                 "first_step_s": round(statistics.median(first), 3),
                 "step_s": round(turns["trainer"]["step_s"], 3),
             }

@@ -31,10 +31,14 @@ CASES = {
     "heads": (EVEN, "--tp_size 8", "tp_size 8 does not divide the model's 4 attention heads: set --tp_size 2"),
     "vocabulary": (LLAMA, "--tp_size 2", "the model's 97 tokens of vocabulary: set --tp_size 1"),
     "layers": (EVEN, "--pp_size 8 --gradient_accumulation_steps 8", "the model has 4 layers: set --pp_size 4"),
-    "micro-batches": (EVEN, "--pp_size 4", "1 micro-batches per step .* set --gradient_accumulation_steps 4"),
+    "micro-batches": (
+        EVEN,
+        "--pp_size 4",
+        "accumulation_steps is 1: .* set --gradient_accumulation_steps 4",
+    ),
     "no plan": (OPT, "--tp_size 2", "transformers has no tensor-parallel plan for opt; set --tp_size 1"),
     "no contexts": (OPT, "--cp_size 2", "was not shown to compute the same with opt: set --cp_size 1"),
-    "schedule": (EVEN, "--pp_size 2 --pipeline_schedule ZBV --virtual_stages 1", "ZBV has two stages per rank; leave"),
+    "schedule": (EVEN, "--pp_size 2 --pipeline_schedule ZBV --virtual_stages 1", "--virtual_stages is 1, .*ZBV"),
     "no schedule": (EVEN, "--pipeline_schedule 2F2B", "--pipeline_schedule.*2F2B.*GPipe.*1F1B"),
     "quantised": (
         LlamaConfig(**TINY, **QUANTISED),

@@ -13,14 +13,14 @@ from hfscale.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from hfscale.facts.schedules import SCHEDULES
 from hfscale.integrations.strategy import check_launch
-from hfscale.parallel.arguments import SCHEDULES
 from hfscale.parallel.batches import stack_batches
 from hfscale.parallel.checks import check_config, decide_layout
 from hfscale.parallel.partition import cut_by_cost, layer_costs
 from hfscale.parallel.schedule import SCHEDULES as RUN
 from hfscale.parallel.stage_flags import check_arguments, plan_stages
-from hfscale.parallel.stages import SHAPES, StagePlan
+from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.structure import ModelStructure
 from hfscale.recipe.layout import set_up_parallelism
 
@@ -89,14 +89,14 @@ def test_anatomy_is_found_by_looking():
 
 
 def test_the_schedules_have_one_list_of_names():
-    assert tuple(SHAPES) == tuple(RUN) == SCHEDULES
+    assert tuple(RUN) == tuple(SCHEDULES)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 4])
 def test_stages_are_dealt_as_torch_deals_them(schedule, pp):
     plan = StagePlan(schedule=schedule, pp=pp)
-    style = "v" if SHAPES[schedule] == "v" else "loop"
+    style = "v" if SCHEDULES[schedule] == "v" else "loop"
     theirs = schedules.generate_stage_to_rank_mapping(pp, plan.stages, style)
     assert {stage: plan.rank_of(stage) for stage in range(plan.stages)} == theirs
     assert sorted(stage for rank in range(pp) for stage in plan.stages_of(rank)) == list(range(plan.stages))
@@ -109,7 +109,8 @@ def test_stages_are_dealt_as_torch_deals_them(schedule, pp):
 def test_too_few_micro_batches_are_named_with_the_nearest_that_work(schedule, pp, bad, nearest):
     plan = StagePlan(schedule=schedule, pp=pp)
     with pytest.raises(
-        LayoutError, match=rf"{bad} micro-batches.*--gradient_accumulation_steps [{nearest}{bad - 1}]$"
+        LayoutError,
+        match=rf"--gradient_accumulation_steps is {bad}:.*set --gradient_accumulation_steps [{nearest}{bad - 1}]$",
     ):
         plan.check_micro_batches(bad)
     assert plan.supports(nearest)
@@ -117,10 +118,10 @@ def test_too_few_micro_batches_are_named_with_the_nearest_that_work(schedule, pp
 
 
 def test_idle_time_follows_the_published_formulas():
-    assert StagePlan(pp=4).idle_fraction(12) == pytest.approx(3 / 15)  # (p-1)/(m+p-1)
+    assert StagePlan(pp=4).bubble_fraction(12) == pytest.approx(3 / 15)  # (p-1)/(m+p-1)
     one, two = StagePlan(pp=4), StagePlan(schedule="Interleaved1F1B", pp=4, virtual_stages=2)
-    assert two.idle_fraction(8) < one.idle_fraction(8)
-    assert StagePlan(pp=1).idle_fraction(1) == 0
+    assert two.bubble_fraction(8) < one.bubble_fraction(8)
+    assert StagePlan(pp=1).bubble_fraction(1) == 0
     assert [one.in_flight(rank, 8) for rank in range(4)] == [4, 3, 2, 1]
 
 
@@ -168,7 +169,7 @@ def test_a_model_without_a_plan_is_not_cut_by_matrices():
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1F1B", 2), ("ZBV", 3), ("DualPipeV", 1)])
 def test_a_schedule_has_its_own_number_of_stages_per_rank(schedule, virtual):
-    with pytest.raises(UsageError, match=f"--virtual_stages {virtual}: {schedule} has"):
+    with pytest.raises(UsageError, match=f"--virtual_stages is {virtual}, .*{schedule}"):
         StagePlan(schedule=schedule, pp=2, virtual_stages=virtual)
 
 
@@ -234,7 +235,9 @@ def test_pipelines_are_sent_to_their_recipe(tmp_path):
         set_up_parallelism(ParallelArguments(pp_size=2), args, {})
     with pytest.raises(UsageError, match="--sequence_parallel is for pipelines"):
         set_up_parallelism(ParallelArguments(tp_size=2, sequence_parallel=True), args, {})
-    with pytest.raises(LayoutError, match=r"1 micro-batches per step .* set --gradient_accumulation_steps 2"):
+    with pytest.raises(
+        LayoutError, match=r"--gradient_accumulation_steps is 1: .* set --gradient_accumulation_steps 2"
+    ):
         plan_stages(ParallelArguments(pp_size=2), args, world_size=4)
 
 

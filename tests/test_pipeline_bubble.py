@@ -9,8 +9,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.pipeline_bubble import bubble
+from hfscale.facts.schedules import SCHEDULES
 from hfscale.parallel.schedule import SCHEDULES as RUN
-from hfscale.parallel.stages import SHAPES, StagePlan
+from hfscale.parallel.stages import StagePlan
 
 SIZES = [(2, 8, 2), (4, 8, 2), (4, 32, 2), (8, 32, 2), (8, 32, 4)]
 NAMES = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
@@ -46,7 +47,7 @@ def actions_of(plan, micro_batches):
     }
 
 
-def idle_fraction(plan, todo):
+def simulated_bubble(plan, todo):
     """When each action can begin: after the one before it on its rank, and after those whose results it needs."""
     takes = {"F": 1 / plan.per_rank, "I": 1 / plan.per_rank, "W": 1 / plan.per_rank, "B": 2 / plan.per_rank}
     ended, clock, busy = {}, dict.fromkeys(todo, 0.0), 0.0
@@ -70,21 +71,21 @@ def idle_fraction(plan, todo):
     return 1 - busy / (plan.pp * max(clock.values()))
 
 
-@pytest.mark.parametrize("schedule", [name for name, shape in SHAPES.items() if shape != "line"])
+@pytest.mark.parametrize("schedule", [name for name, shape in SCHEDULES.items() if shape != "line"])
 def test_the_formulas_are_those_of_torchs_own_order(schedule):
     for pp, micro_batches, stages in SIZES:
-        if SHAPES[schedule] == "v" and stages != 2:
+        if SCHEDULES[schedule] == "v" and stages != 2:
             continue
         plan = StagePlan(schedule=schedule, pp=pp, virtual_stages=stages)
-        expected = idle_fraction(plan, actions_of(plan, micro_batches))
-        assert plan.idle_fraction(micro_batches) == pytest.approx(expected), (pp, micro_batches, stages)
+        expected = simulated_bubble(plan, actions_of(plan, micro_batches))
+        assert plan.bubble_fraction(micro_batches) == pytest.approx(expected), (pp, micro_batches, stages)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_the_formula_of_one_stage_per_rank(schedule):
     for pp, micro_batches in ((2, 8), (4, 12)):
         expected = (pp - 1) / (micro_batches + pp - 1)  # Huang et al., Narayanan et al.
-        assert StagePlan(schedule=schedule, pp=pp).idle_fraction(micro_batches) == pytest.approx(expected)
+        assert StagePlan(schedule=schedule, pp=pp).bubble_fraction(micro_batches) == pytest.approx(expected)
 
 
 def measured(job):

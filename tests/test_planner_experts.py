@@ -9,7 +9,7 @@ from hfscale import plan
 from hfscale.errors import LayoutError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.models import find_model
-from hfscale.planner.activations import in_flight, kept_and_working
+from hfscale.planner.activations import kept_and_working, micro_batches_in_flight
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.experts import OVERLAP, exchanged_s, nodes_of_a_token
 from hfscale.planner.frameworks import shared, stack
@@ -85,7 +85,8 @@ class TestExchange:
             run.check()
 
     def test_one_more_chunk_is_in_flight(self):
-        assert in_flight(deepseek()) - in_flight(deepseek(overlapped_experts=False)) == pytest.approx(1 / 2)
+        overlapped, plain = deepseek(), deepseek(overlapped_experts=False)
+        assert micro_batches_in_flight(overlapped) - micro_batches_in_flight(plain) == pytest.approx(1 / 2)
 
 
 def test_selective_recomputation_of_experts_drops_norms_activations_and_what_latents_expand_to():

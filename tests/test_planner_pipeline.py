@@ -2,6 +2,7 @@
 schedules that a simulation confirms."""
 
 import random
+from typing import get_args
 
 import pytest
 from planner_jobs import job
@@ -11,50 +12,32 @@ from hfscale import plan
 from hfscale.errors import LayoutError
 from hfscale.facts.families import FAMILIES
 from hfscale.facts.models import find_model
+from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name, stage_layers
 from hfscale.parallel.families import SEQUENCES_PROVEN, UNCUTTABLE
 from hfscale.parallel.partition import cut_by_cost, layer_costs
-from hfscale.parallel.stages import SHAPES, StagePlan
+from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.structure import ModelStructure
 from hfscale.planner.activations import kept_and_working, layer_bytes, layers_in_flight, micro_batches_in_flight
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import stack
+from hfscale.planner.job import Schedule
 from hfscale.planner.layouts import WITHOUT_TENSOR_PLAN
 from hfscale.planner.memory import memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.planner.pipeline import (
-    SCHEDULES,
-    bubble_fraction,
-    flag_of,
-    in_flight,
-    rank_layers,
-    stage_layers,
-    supports,
-)
 from hfscale.planner.states import local_parameters
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
+"""The planner's schedules with stages per rank."""
 
 
-def runtime(schedule, pp, virtual_stages):
-    name = flag_of(schedule, virtual_stages)
-    return StagePlan(schedule=name, pp=pp, virtual_stages=virtual_stages)
+def stage_plan(schedule, pp, stages_per_rank):
+    return StagePlan(schedule=schedule_name(schedule, stages_per_rank), pp=pp, virtual_stages=stages_per_rank)
 
 
-def test_every_schedule_of_the_runtime_has_a_name_here():
-    assert {flag_of(schedule, stages) for schedule, stages in KINDS} == set(SHAPES)
-    assert set(SCHEDULES) == {schedule for schedule, _ in KINDS}
-
-
-@pytest.mark.parametrize(("schedule", "stages"), KINDS)
-def test_the_runtime_holds_waits_and_takes_the_same(schedule, stages):
-    for pp in (2, 3, 8):
-        theirs = runtime(schedule, pp, stages)
-        for micro_batches in (1, 2, 3, 4, 7, 8, 12, 16, 17, 64):
-            assert supports(schedule, pp, stages, micro_batches) == theirs.supports(micro_batches)
-            for rank in range(pp):
-                assert in_flight(schedule, pp, stages, micro_batches, rank) == theirs.in_flight(rank, micro_batches)
-            idle = (pp - 1) * 3.0 * bubble_fraction(schedule, stages, 1.0, 1.0, 1.0)
-            assert idle / (idle + 3.0 * micro_batches) == pytest.approx(theirs.idle_fraction(micro_batches))
+def test_the_planner_names_every_schedule_of_the_trainer():
+    assert {schedule_name(schedule, stages) for schedule, stages in KINDS} == set(SCHEDULES)
+    assert set(PLANNER_SCHEDULES) == {schedule for schedule, _ in KINDS}
+    assert set(PLANNER_SCHEDULES) == set(get_args(Schedule))
 
 
 def test_stages_are_cut_as_the_runtime_cuts_them():
@@ -69,10 +52,10 @@ def test_stages_are_cut_as_the_runtime_cuts_them():
 
 @pytest.mark.parametrize(("schedule", "stages"), KINDS)
 def test_ranks_hold_the_layers_of_their_stages(schedule, stages):
-    theirs = runtime(schedule, 3, stages)
+    plan = stage_plan(schedule, 3, stages)
     each = stage_layers(23, 1.5, 3 * stages)
-    expected = tuple(sum(each[stage] for stage in theirs.stages_of(rank)) for rank in range(3))
-    assert rank_layers(23, 1.5, 3, stages, schedule) == expected
+    expected = tuple(sum(each[stage] for stage in plan.stages_of(rank)) for rank in range(3))
+    assert rank_layers(23, 1.5, 3, stages, plan.schedule) == expected
 
 
 def test_the_head_weighs_what_the_runtime_weighs_it():
@@ -158,8 +141,7 @@ class TestSearch:
         jobs, found = self.pipelines(global_batch=256)
         assert {run.zero for run in jobs} == {0, 3}
         for run in jobs:
-            theirs = runtime(run.schedule, run.layout.pp, run.virtual_stages)
-            theirs.check_micro_batches(run.micro_batches)
+            stage_plan(run.schedule, run.layout.pp, run.virtual_stages).check_micro_batches(run.micro_batches)
             assert run.layout.cp == 1
             assert run.sequence_parallel == (run.layout.tp > 1)
             assert run.loss_parallel == (run.layout.tp > 1)

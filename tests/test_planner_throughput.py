@@ -13,10 +13,10 @@ from planner_jobs import job
 from benchmarks import planner_choice, planner_fit, planner_memory, planner_runs
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import accelerator
+from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import shared, stack, stack_names
 from hfscale.planner.network import Group, Network
-from hfscale.planner.schedule import one_f_one_b
 from hfscale.planner.throughput import exposed_s
 
 PERFECT = replace(shared(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from hfscale.planner.answer import Choice, Plan
-from hfscale.planner.pipeline import flag_of
 from hfscale.planner.request import strategy_of
 
 REJECTED_SHOWN = 5
@@ -78,7 +77,7 @@ def _choices(plan: Plan) -> Table:
     for number, choice in enumerate(plan.choices, 1):
         estimate, job = choice.estimate, choice.estimate.job
         stages = f" x{job.virtual_stages}" if job.virtual_stages > 1 else ""
-        stages += f" {flag_of(job.schedule, job.virtual_stages)}" if job.layout.pp > 1 else ""
+        stages += f" {job.schedule_name}" if job.layout.pp > 1 else ""
         offload = f", {job.offload} offload" if job.offload != "none" else ""
         row = [
             str(number),

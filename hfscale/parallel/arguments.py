@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
+from hfscale.facts.schedules import SCHEDULES
 from hfscale.utils.flags import flag, require_positive
-
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
-"""Pipeline schedules by their names in torch.distributed.pipelining, as `hfscale.parallel.stages.SHAPES` has them."""
 
 
 @dataclass(kw_only=True)
@@ -21,7 +19,7 @@ class ParallelArguments:
     pp_size: int | None = flag("Ranks that share the layers (recipes/tp_pp).")
     sequence_parallel: bool = flag("Those of --tp_size share norms and residuals (recipes/tp_pp).", default=False)
     pipeline_schedule: str = flag(
-        "Order of the stages' work: " + ", ".join(SCHEDULES) + ".", default="1F1B", choices=SCHEDULES
+        "Order of the stages' work: " + ", ".join(SCHEDULES) + ".", default="1F1B", choices=tuple(SCHEDULES)
     )
     virtual_stages: int | None = flag("Stages per pipeline rank, for the schedules that take several.")
     dry_run: int | None = flag(

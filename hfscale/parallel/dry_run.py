@@ -194,7 +194,7 @@ def print_dry_run(ranks: list[RankMemory], layout: ParallelLayout, plan: StagePl
     held = [plan.in_flight(rank, micro_batches) for rank in range(layout.pp)]
     console.print(
         f"{plan.schedule}: {plan.stages} stages, {micro_batches} micro-batches a step, at most {max(held):g} held at "
-        f"once; a rank waits {plan.idle_fraction(micro_batches):.1%} of the time by the formula, if all stages are "
+        f"once; a rank waits {plan.bubble_fraction(micro_batches):.1%} of the time by the formula, if all stages are "
         "equally fast"
     )
     console.print("The CUDA context and NCCL's buffers come on top: about 1 to 3 GiB.")

@@ -17,9 +17,10 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from hfscale.facts.schedules import SCHEDULES as PLACEMENTS
 from hfscale.parallel.clock import BusyClock, ClockedStage
 from hfscale.parallel.partition import Stage
-from hfscale.parallel.stages import SHAPES, StagePlan
+from hfscale.parallel.stages import StagePlan
 
 _KEPT_SHAPES = 4
 
@@ -31,7 +32,7 @@ SCHEDULES = {
     "ZBV": ScheduleZBVZeroBubble,
     "DualPipeV": ScheduleDualPipeV,
 }
-"""torch's schedule for each name of `hfscale.parallel.stages.SHAPES`."""
+"""torch's schedule for each name of `hfscale.facts.schedules.SCHEDULES`."""
 
 
 class Pipeline:
@@ -153,7 +154,7 @@ class Pipeline:
                 self._schedules.popitem(last=False)
             stages = [self._torch_stage(stage, rows, length) for stage in self.stages]
             self._schedules[key] = SCHEDULES[self.plan.schedule](
-                stages[0] if SHAPES[self.plan.schedule] == "line" else stages,
+                stages[0] if PLACEMENTS[self.plan.schedule] == "line" else stages,
                 n_microbatches=micro_batches,
                 loss_fn=lambda output, target: output,
                 scale_grads=False,  # the loss is normalised by the tokens of the whole step

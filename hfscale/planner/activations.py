@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from hfscale.facts.schedules import in_flight
 from hfscale.planner.frameworks import Stack
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
-from hfscale.planner.pipeline import in_flight
 
 SCORE_BYTES_KEPT = 5.0
 """Bytes kept per attention score without flash attention: the scores and their softmax in 2 bytes, the dropout mask in
@@ -93,10 +93,11 @@ def _gathered_inputs(view: ModelView, job: Job, stack: Stack) -> float:
 
 
 def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
-    """Micro-batches whose activations the first pipeline rank holds at once, or the one with the head.
+    """Micro-batches whose activations a pipeline rank holds at once: the first rank, or with `last` the one with the
+    head.
 
-    `pipeline.in_flight`; interleaved, the last rank holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section
-    2.2).
+    The formulas are those of `hfscale.facts.schedules.in_flight`, except that the last rank of an interleaved schedule
+    holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section 2.2).
     """
     pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
     if job.overlapped_experts:
@@ -104,7 +105,7 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
         return min(micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
     if last and pp > 1 and job.schedule == "1f1b":
         return min((pp * (v - 1) + 1) / v, float(m))
-    return in_flight(job.schedule, pp, v, m, 0)
+    return in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=0)
 
 
 def layers_in_flight(job: Job) -> float:
@@ -112,7 +113,10 @@ def layers_in_flight(job: Job) -> float:
     if job.rank_layers is None:
         return micro_batches_in_flight(job) * job.layer_split[0]
     pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
-    return max(in_flight(job.schedule, pp, v, m, rank) * layers for rank, layers in enumerate(job.rank_layers))
+    return max(
+        in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=rank) * layers
+        for rank, layers in enumerate(job.rank_layers)
+    )
 
 
 def loss_bytes(view: ModelView, job: Job, stack: Stack) -> float:

@@ -7,7 +7,6 @@ from hfscale.planner.advice import Advice
 from hfscale.planner.cost import Cost
 from hfscale.planner.estimate import Estimate
 from hfscale.planner.launchable import recipe_of, why_not
-from hfscale.planner.pipeline import flag_of
 from hfscale.planner.request import PlanRequest, Rejected, strategy_of
 
 
@@ -111,7 +110,7 @@ def choice_dict(choice: Choice) -> dict[str, Any]:
         "grad_accum": job.micro_batches,
         "global_batch": job.global_batch,
         "virtual_stages": job.virtual_stages,
-        "pipeline_schedule": flag_of(job.schedule, job.virtual_stages) if job.layout.pp > 1 else None,
+        "pipeline_schedule": job.schedule_name if job.layout.pp > 1 else None,
         "expert_parallel": job.expert_parallel,
         "overlapped_experts": job.overlapped_experts,
         "offload": job.offload,

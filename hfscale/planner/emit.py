@@ -12,7 +12,6 @@ from hfscale.facts.models import catalogue
 from hfscale.planner.answer import Choice, Plan
 from hfscale.planner.job import Job
 from hfscale.planner.launchable import OPTIMIZERS, recipe_of, uses_deepspeed, why_not
-from hfscale.planner.pipeline import flag_of
 from hfscale.planner.request import strategy_of
 
 LEARNING_RATE = 1e-5
@@ -258,7 +257,7 @@ def stage_flags(job: Job) -> dict[str, Any]:
         **({"cp_size": layout.cp} if layout.cp > 1 else {}),
         "dp_replicate_size": layout.dp_replicate,
         "dp_shard_size": layout.dp_shard,
-        "pipeline_schedule": flag_of(job.schedule, job.virtual_stages),
+        "pipeline_schedule": job.schedule_name,
     }
     if job.virtual_stages > 1:
         flags["virtual_stages"] = job.virtual_stages

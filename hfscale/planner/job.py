@@ -8,8 +8,8 @@ from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
+from hfscale.facts.schedules import SCHEDULES, rank_layers, schedule_name
 from hfscale.planner.model_view import view_of
-from hfscale.planner.pipeline import V_SHAPED, rank_layers
 
 Recompute = Literal["none", "selective", "full"]
 """Activations dropped in the forward pass and computed again in the backward pass."""
@@ -123,6 +123,16 @@ class Job:
         return self.stack == "megatron" and self.zero == 1 and not self.flash_attention
 
     @cached_property
+    def schedule_name(self) -> str:
+        """The schedule's name in `hfscale.facts.schedules.SCHEDULES`."""
+        return schedule_name(self.schedule, self.virtual_stages)
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether the first pipeline rank holds both ends of the model."""
+        return SCHEDULES[self.schedule_name] == "v"
+
+    @cached_property
     def layer_split(self) -> tuple[int, int]:
         """Layers of the fullest pipeline rank, and of the one with the head.
 
@@ -132,7 +142,7 @@ class Job:
         """
         pp, layers = self.layout.pp, self.shape.layers
         if self.rank_layers is not None:
-            return max(self.rank_layers), self.rank_layers[0 if self.schedule in V_SHAPED else -1]
+            return max(self.rank_layers), self.rank_layers[0 if self.is_v_shaped else -1]
         if layers % pp == 0 or pp == 1:
             return layers // pp, layers // pp
         if (layers + 2) % pp == 0:
@@ -146,7 +156,7 @@ class Job:
         if self.stack != "hf" or self.layout.pp == 1:
             return None
         head = view_of(self.shape).head_layers
-        return rank_layers(self.shape.layers, head, self.layout.pp, self.virtual_stages, self.schedule)
+        return rank_layers(self.shape.layers, head, self.layout.pp, self.virtual_stages, self.schedule_name)
 
     def check(self) -> None:
         """Whether sizes fit together.
@@ -196,7 +206,7 @@ class Job:
             )
         if self.virtual_stages > 1 and pp == 1:
             raise LayoutError(f"virtual_stages={self.virtual_stages} needs a pipeline: set pp above 1")
-        if self.schedule in V_SHAPED and self.virtual_stages != 2 and pp > 1:
+        if self.is_v_shaped and self.virtual_stages != 2 and pp > 1:
             raise LayoutError(f"schedule {self.schedule} has 2 stages per rank, not {self.virtual_stages}: use 2")
         if self.seq_len % (2 * cp if cp > 1 else 1):
             raise LayoutError(f"cp={cp} cuts sequences into {2 * cp} parts, and {self.seq_len} tokens do not divide")

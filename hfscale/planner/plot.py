@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
+from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.answer import Choice, Plan
-from hfscale.planner.pipeline import flag_of
 from hfscale.planner.request import strategy_of
-from hfscale.planner.schedule import one_f_one_b
 from hfscale.planner.search import HEADROOM
 
 KINDS = (".svg", ".png", ".pdf")
@@ -84,7 +83,7 @@ def _gantt(axes: Any, choice: Choice) -> None:
     axes.invert_yaxis()
     axes.set_ylabel("pipeline rank")
     axes.set_xlabel("forward (blue) = 1, backward (orange) = 2")
-    flag = flag_of(job.schedule, job.virtual_stages)
+    flag = job.schedule_name
     looped = "" if flag == "1F1B" else f", drawn as 1F1B though it is {flag}"
     axes.set_title(f"first choice, {micro_batches} of {job.micro_batches} micro-batches{looped}")
 

@@ -6,6 +6,7 @@ from typing import get_args
 
 from hfscale.errors import LayoutError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.schedules import SPLIT_BACKWARD, schedule_name, supports
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.frameworks import stack as find_stack
 from hfscale.planner.job import Job, Offload, Recompute, Schedule, can_overlap_experts
@@ -13,7 +14,6 @@ from hfscale.planner.launchable import why_no_stages
 from hfscale.planner.layouts import layouts, offloads, splits_logits, splits_sequences
 from hfscale.planner.memory import GIB, memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.planner.pipeline import SPLIT_BACKWARD, supports
 from hfscale.planner.request import PlanRequest, Rejected, strategy_of, usual_batch
 from hfscale.planner.states import trained_parameters
 
@@ -159,7 +159,10 @@ def _best(job: Job) -> tuple[Estimate | None, float | None]:
             if trial.overlapped_experts and not can_overlap_experts(trial):  # a single micro-batch is left
                 trial = replace(trial, overlapped_experts=False)
             if job.stack == "hf" and not supports(
-                trial.schedule, trial.layout.pp, trial.virtual_stages, trial.micro_batches
+                trial.schedule_name,
+                pp=trial.layout.pp,
+                stages_per_rank=trial.virtual_stages,
+                micro_batches=trial.micro_batches,
             ):
                 continue
             needed = memory_of(view, trial, constants).total
@@ -185,7 +188,7 @@ def _variants(job: Job) -> Iterator[Job]:
     for schedule, stages in _schedules(job):
         for recompute in get_args(Recompute):
             # A pass for the weights that is put off holds what it needs, recomputed or not.
-            if recompute == "none" or schedule not in SPLIT_BACKWARD:
+            if recompute == "none" or schedule_name(schedule, stages) not in SPLIT_BACKWARD:
                 for experts in _expert_groups(job):
                     variant = replace(
                         job,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from hfscale.planner.frameworks import Stack
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView
-from hfscale.planner.pipeline import V_SHAPED
 
 MOMENTS = {
     "adamw": 8.0,
@@ -56,7 +55,7 @@ def local_parameters(view: ModelView, job: Job) -> float:
         whole = first * per_layer + view.embedding_parameters + view.head_parameters
     else:
         head = view.shape.vocab * view.shape.embedding_width if view.shape.tied else view.head_parameters
-        if job.schedule in V_SHAPED:
+        if job.is_v_shaped:
             head += view.embedding_parameters
         on_first = job.rank_layers[0] if job.rank_layers else last if first != last else first
         opening = on_first * per_layer + view.embedding_parameters

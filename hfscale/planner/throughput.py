@@ -8,13 +8,13 @@ step = m t + (sum of the other stages' times) / v + exposed gradient traffic + o
 import math
 from dataclasses import dataclass
 
+from hfscale.facts.schedules import idle_relative_to_1f1b
 from hfscale.planner.experts import exchanged_s
 from hfscale.planner.frameworks import Shared, Stack
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.model_view import ModelView
 from hfscale.planner.network import Group, Network, exposed_s
-from hfscale.planner.pipeline import bubble_fraction
 from hfscale.planner.states import trained_parameters
 
 OPTIMIZER_TRAFFIC = {
@@ -70,7 +70,13 @@ def step_time(view: ModelView, job: Job, stack: Stack, shared: Shared) -> StepTi
     pipeline = _pipeline_sends(view, job, network)
     weights = layer.matmul if job.method == "full" else 0.0
     bubble = _bubble(job, slowest + pipeline, view.layers * (forward + backward + exposed) + head + logits)
-    bubble *= bubble_fraction(job.schedule, job.virtual_stages, forward, max(0.0, backward - weights), weights)
+    bubble *= idle_relative_to_1f1b(
+        job.schedule_name,
+        stages_per_rank=job.virtual_stages,
+        forward=forward,
+        input_gradients=max(0.0, backward - weights),
+        weight_gradients=weights,
+    )
 
     m = job.micro_batches
     once = _once_per_step(view, job, stack, network, forward * first, backward * first) + gathered.per_step

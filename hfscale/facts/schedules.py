@@ -1,0 +1,262 @@
+"""Pipeline schedules: which rank holds which layers, how many micro-batches it holds at once, and how long it idles.
+
+Symbols: p pipeline ranks, v stages per rank, m micro-batches per step; F is a rank's forward pass of one micro-batch,
+I and W the two halves of its backward pass (gradients of the inputs and of the weights), B = I + W.
+
+| name | stages per rank | idle time per rank | micro-batches held | source |
+|---|---|---|---|---|
+| GPipe | 1 | (p-1)(F+B) | m | Huang et al., arXiv 1811.06965 |
+| 1F1B | 1 | (p-1)(F+B) | p - rank | Narayanan et al., arXiv 2006.09503 |
+| Interleaved1F1B | v | (p-1)(F+B)/v | p + (p-1)/v | Narayanan et al., arXiv 2104.04473 |
+| InterleavedZeroBubble | v | (p-1)(F+I-W)/v | p + (p-1)/v | ZB1P of Qi et al., arXiv 2401.10241 |
+| ZBV | 2, in a V | (p-1) max(F, I)/2 | p | section 6 of the same |
+| DualPipeV | 2, in a V | (p-1) max(F, I)/2 | p + 1/2 | DeepSeek-V3, arXiv 2412.19437; V-shaped by Qi et al. |
+
+A rank never holds more than m micro-batches. They are counted in the rank's share of the layers, so that one
+micro-batch in all v stages of the rank counts as 1.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Placement = Literal["line", "loop", "v"]
+"""How stages are assigned to ranks: `line`: one per rank; `loop`: several per rank, assigned in turn; `v`: two per
+rank, from the first rank to the last and back."""
+
+SCHEDULES: Mapping[str, Placement] = {
+    "GPipe": "line",
+    "1F1B": "line",
+    "Interleaved1F1B": "loop",
+    "InterleavedZeroBubble": "loop",
+    "ZBV": "v",
+    "DualPipeV": "v",
+}
+"""Every schedule by its name in `--pipeline_schedule`, which is that of torch.distributed.pipelining, and its
+placement of stages."""
+
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBV", "DualPipeV")
+"""Schedules that compute the weights' gradients later than the inputs'. With recomputation they would keep what was
+recomputed until then."""
+
+PLANNER_SCHEDULES: Mapping[str, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBV",
+    "dualpipev": "DualPipeV",
+}
+"""Names that `hfscale estimate --schedule` takes, and their schedules; see also `schedule_name`."""
+
+
+def schedule_name(planner_name: str, stages_per_rank: int) -> str:
+    """The name in `SCHEDULES` of one of `PLANNER_SCHEDULES`: `1f1b` with several stages per rank is
+    `Interleaved1F1B`."""
+    if planner_name == "1f1b" and stages_per_rank > 1:
+        return "Interleaved1F1B"
+    return PLANNER_SCHEDULES[planner_name]
+
+
+# -- what a schedule costs --------------------------------------------------------------------------------------------
+
+
+def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> float:
+    """Micro-batches whose activations a pipeline rank holds at once, counted in its share of the layers.
+
+    Args:
+        schedule (`str`): A name in `SCHEDULES`.
+        pp (`int`): Pipeline ranks.
+        stages_per_rank (`int`): Stages that each rank holds.
+        micro_batches (`int`): Micro-batches per optimizer step.
+        rank (`int`): The pipeline rank, from 0.
+    """
+    if pp == 1:
+        return 1.0
+    interleaved = pp + (pp - 1) / stages_per_rank
+    held = {
+        "GPipe": micro_batches,
+        "1F1B": pp - rank,
+        "Interleaved1F1B": interleaved,
+        "InterleavedZeroBubble": interleaved,
+        "ZBV": pp,
+        "DualPipeV": pp + 0.5,
+    }[schedule]
+    return min(float(held), float(micro_batches))
+
+
+def idle_relative_to_1f1b(
+    schedule: str, *, stages_per_rank: int, forward: float, input_gradients: float, weight_gradients: float
+) -> float:
+    """A rank's idle time divided by that of 1F1B with one stage per rank, which is (p-1)(F+B).
+
+    Args:
+        schedule (`str`): A name in `SCHEDULES`.
+        stages_per_rank (`int`): Stages that each rank holds.
+        forward, input_gradients, weight_gradients (`float`): Seconds of a rank's F, I and W.
+    """
+    forward_and_backward = forward + input_gradients + weight_gradients
+    if SCHEDULES[schedule] == "v":
+        return max(forward, input_gradients) / 2 / forward_and_backward
+    if schedule == "InterleavedZeroBubble":
+        return max(0.0, forward + input_gradients - weight_gradients) / forward_and_backward / stages_per_rank
+    return 1.0 / stages_per_rank
+
+
+def bubble_fraction(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int) -> float:
+    """Share of the schedule's time that a rank idles, with F = I = W, equal stages and free communication.
+
+    Args:
+        schedule (`str`): A name in `SCHEDULES`.
+        pp (`int`): Pipeline ranks.
+        stages_per_rank (`int`): Stages that each rank holds.
+        micro_batches (`int`): Micro-batches per optimizer step.
+    """
+    relative = idle_relative_to_1f1b(
+        schedule, stages_per_rank=stages_per_rank, forward=1.0, input_gradients=1.0, weight_gradients=1.0
+    )
+    idle = (pp - 1) * relative
+    return idle / (idle + micro_batches)
+
+
+def supports(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int) -> bool:
+    """Whether the schedule runs with so many micro-batches per step, as torch.distributed.pipelining requires.
+
+    Args:
+        schedule (`str`): A name in `SCHEDULES`.
+        pp (`int`): Pipeline ranks.
+        stages_per_rank (`int`): Stages that each rank holds.
+        micro_batches (`int`): Micro-batches per optimizer step.
+    """
+    if pp == 1:
+        return True
+    if schedule == "DualPipeV":
+        return micro_batches >= pp * stages_per_rank
+    rounds = max(1, micro_batches // pp) if SCHEDULES[schedule] == "loop" else 1
+    return micro_batches >= pp and micro_batches % rounds == 0
+
+
+# -- which rank holds which layers ------------------------------------------------------------------------------------
+
+
+def rank_of_stage(schedule: str, stage: int, pp: int) -> int:
+    """The pipeline rank that holds a stage, both counted from 0."""
+    if SCHEDULES[schedule] == "v" and stage >= pp:
+        return 2 * pp - 1 - stage
+    return stage % pp
+
+
+def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
+    """Number of layers of each stage, such that the slowest stage is as fast as possible.
+
+    It gives what `hfscale.parallel.partition.cut_by_cost` gives for layers of equal cost, and is fast enough for a
+    search; tests/test_planner_pipeline.py compares them.
+
+    Args:
+        layers (`int`): Layers of the model.
+        head (`float`): Cost of the head, which the last stage computes, in layers.
+        stages (`int`): Number of stages.
+    """
+    counts = []
+    for stages_left in range(stages, 0, -1):
+        counts.append(_best_cut(layers, head, stages_left)[2])
+        layers -= counts[-1]
+    return tuple(counts)
+
+
+@lru_cache(maxsize=65536)
+def _best_cut(layers: int, head: float, stages: int) -> tuple[float, float, int]:
+    """The best way to divide `layers` layers and the head among the last `stages` stages.
+
+    Returns:
+        `tuple`: The slowest stage's cost, the sum of the squares of all stages' costs, and the number of layers of the
+        first of these stages. The cut has the least of these, compared in this order.
+    """
+    if stages == 1:
+        return layers + head, (layers + head) ** 2, layers
+    # A stage is about as large as the average of all with the head among them, or of the others without it.
+    averages = (layers + head) / stages, (layers - 1) / (stages - 1)
+    most = layers - stages + 1
+    first = min(max(1, math.floor(min(averages)) - 1), most)
+    last = min(math.ceil(max(averages)) + 1, most)
+    best = None
+    for here in range(first, last + 1):
+        slowest, squares, _ = _best_cut(layers - here, head, stages - 1)
+        found = (max(float(here), slowest), here**2 + squares, here)
+        best = found if best is None else min(best, found)
+    assert best is not None
+    return best
+
+
+@lru_cache(maxsize=4096)
+def rank_layers(layers: int, head: float, pp: int, stages_per_rank: int, schedule: str) -> tuple[int, ...]:
+    """Number of layers of each pipeline rank; `layers` and `head` as in `stage_layers`."""
+    counts = [0] * pp
+    for stage, held in enumerate(stage_layers(layers, head, pp * stages_per_rank)):
+        counts[rank_of_stage(schedule, stage, pp)] += held
+    return tuple(counts)
+
+
+# -- a schedule in time -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One pass of one micro-batch on one rank."""
+
+    rank: int
+    """Pipeline rank, from 0."""
+    micro_batch: int
+    """Micro-batch, from 0."""
+    is_forward: bool
+    """Whether it is a forward pass; else a backward pass."""
+    start: float
+    """Time at which it begins, in the unit of the durations given."""
+    end: float
+    """Time at which it ends."""
+
+
+def one_f_one_b(pp: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0) -> list[Slot]:
+    """Simulates the 1F1B schedule, to draw it and to check its bubble.
+
+    Rank r first runs p - r - 1 forward passes, then alternates one forward and one backward pass, then runs the
+    remaining backward passes (Narayanan et al., PipeDream-Flush, arXiv 2006.09503).
+
+    Args:
+        pp (`int`): Pipeline ranks, each with one stage.
+        micro_batches (`int`): Micro-batches per optimizer step.
+        forward, backward (`float`): Duration of a pass on one rank, in any unit.
+    """
+    queues = [_order_on_rank(rank, pp, micro_batches) for rank in range(pp)]
+    ended: dict[tuple[bool, int, int], float] = {}
+    rank_is_free_at = [0.0] * pp
+    slots = []
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                is_forward, micro_batch = queue[0]
+                if is_forward:
+                    needs = None if rank == 0 else (True, rank - 1, micro_batch)
+                else:
+                    needs = (True, rank, micro_batch) if rank == pp - 1 else (False, rank + 1, micro_batch)
+                if needs is not None and needs not in ended:
+                    break
+                queue.pop(0)
+                start = max(rank_is_free_at[rank], ended[needs] if needs is not None else 0.0)
+                end = start + (forward if is_forward else backward)
+                ended[is_forward, rank, micro_batch] = end
+                rank_is_free_at[rank] = end
+                slots.append(Slot(rank=rank, micro_batch=micro_batch, is_forward=is_forward, start=start, end=end))
+    return slots
+
+
+def _order_on_rank(rank: int, pp: int, micro_batches: int) -> list[tuple[bool, int]]:
+    """The passes of a rank in order: whether it is a forward pass, and the micro-batch."""
+    warmup = min(pp - rank - 1, micro_batches)
+    order = [(True, number) for number in range(warmup)]
+    for number in range(micro_batches):
+        if number + warmup < micro_batches:
+            order.append((True, number + warmup))
+        order.append((False, number))
+    return order
