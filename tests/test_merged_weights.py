@@ -11,7 +11,7 @@ from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.formats.merged import merge, split
 from hfscale.checkpoint.formats.view import TensorRef
 from hfscale.errors import CheckpointError
-from hfscale.parallel.families import PROVEN
+from hfscale.facts.parallel_families import PIPELINE_TESTED
 from hfscale.parallel.weights import build_model
 
 ORDINARY = ("mixtral", "qwen3_moe", "llama")
@@ -22,7 +22,8 @@ def refs(tensors):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.faults]) for name in sorted(PROVEN)]
+    "family",
+    [pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.faults]) for name in sorted(PIPELINE_TESTED)],
 )
 def test_every_weight_comes_back(family):
     model = build_model(small_config(family), seed=1, dtype=torch.float32)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hfscale.checkpoint.formats.parallel import read_facts
 from hfscale.checkpoint.store import latest_checkpoint, verify
-from hfscale.parallel.families import MATRICES_UNCUTTABLE, PROVEN
+from hfscale.facts.parallel_families import PIPELINE_TESTED, TENSOR_PARALLEL_UNSUPPORTED
 from hfscale.parallel.mesh import ParallelMesh
 
 FIRST, LATER = 5e-6, 5e-4
@@ -199,9 +199,9 @@ def test_families_and_the_balance_of_experts():
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("family", sorted(PROVEN))
+@pytest.mark.parametrize("family", sorted(PIPELINE_TESTED))
 def test_every_proven_family_on_two_processes(family):
     jobs = {"pp": {"family": family, "pp": 2}}
-    if family not in MATRICES_UNCUTTABLE:
+    if family not in TENSOR_PARALLEL_UNSUPPORTED:
         jobs["tp"] = {"family": family, "tp": 2}
     assert wrong(jobs, in_world(2, compare, list(jobs.values()))) == {}

@@ -9,11 +9,12 @@ from transformers import LlamaConfig, TrainingArguments
 
 from hfscale import ParallelArguments
 from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.parallel_families import CONTEXT_PARALLEL_TESTED
 from hfscale.parallel import context
 from hfscale.parallel.arguments import SCHEDULES
 from hfscale.parallel.checks import check_config, decide_layout
 from hfscale.parallel.context import ContextParallel, in_order, own_positions
-from hfscale.parallel.families import CONTEXTS_PROVEN, check_contexts
+from hfscale.parallel.families import check_contexts
 from hfscale.parallel.mesh import ParallelMesh, make_mesh
 from hfscale.parallel.stage_flags import check_arguments, plan_stages
 from hfscale.parallel.stages import StagePlan
@@ -161,7 +162,7 @@ def test_what_breaks_it_is_seen():
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("family", sorted(CONTEXTS_PROVEN))
+@pytest.mark.parametrize("family", sorted(CONTEXT_PARALLEL_TESTED))
 def test_every_family_with_sequences_cut_over_ranks(family):
     job = {"family": family, "cp": 2}
     jobs = {"odd": job | {"length": 11}, "pp": job | {"pp": 2}}

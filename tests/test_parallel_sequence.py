@@ -11,7 +11,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hfscale.errors import UnsupportedModelError, UsageError
-from hfscale.parallel.families import MATRICES_UNCUTTABLE, PROVEN, SEQUENCES_PROVEN, check_matrices, check_sequences
+from hfscale.facts.parallel_families import PIPELINE_TESTED, SEQUENCE_PARALLEL_TESTED, TENSOR_PARALLEL_UNSUPPORTED
+from hfscale.parallel.families import check_matrices, check_sequences
 from hfscale.parallel.sequence import plan_sequences
 from hfscale.parallel.structure import ModelStructure
 from hfscale.parallel.tensor import tensor_parallel_plan
@@ -89,7 +90,7 @@ def test_losses_of_cut_logits_and_tensors_on_a_rank():
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("family", sorted(SEQUENCES_PROVEN))
+@pytest.mark.parametrize("family", sorted(SEQUENCE_PARALLEL_TESTED))
 def test_every_family_with_sequences_cut(family):
     jobs = {
         "tp": {"family": family, "tp": 2, "sequence": True, "length": 11},
@@ -140,10 +141,10 @@ def test_what_is_lean_what_is_whole_and_what_is_on_its_own_tokens():
 
 
 def test_what_cannot_be_cut_is_refused():
-    with pytest.raises(UsageError, match=r"tp_size 2: the matrices of doge cannot be cut: .*; set --tp_size 1"):
+    with pytest.raises(UsageError, match=r"--tp_size is 2: .* doge .*; set --tp_size 1"):
         check_matrices("doge", 2)
     check_matrices("doge", 1)
-    assert MATRICES_UNCUTTABLE.keys() <= PROVEN
+    assert TENSOR_PARALLEL_UNSUPPORTED.keys() <= PIPELINE_TESTED
     with pytest.raises(UsageError, match="--tp_size, which is 1: leave it out"):
         check_sequences("llama", 1)
     with pytest.raises(UsageError, match="--sequence_parallel was not shown to compute the same with mamba: leave it"):

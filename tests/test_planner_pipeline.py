@@ -12,8 +12,13 @@ from hfscale import plan
 from hfscale.errors import LayoutError
 from hfscale.facts.families import FAMILIES
 from hfscale.facts.models import find_model
+from hfscale.facts.parallel_families import (
+    PIPELINE_UNSUPPORTED,
+    SEQUENCE_PARALLEL_TESTED,
+    TENSOR_PARALLEL_PLAN_MISSING,
+    TENSOR_PARALLEL_UNSUPPORTED,
+)
 from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name, stage_layers
-from hfscale.parallel.families import SEQUENCES_PROVEN, UNCUTTABLE
 from hfscale.parallel.partition import cut_by_cost, layer_costs
 from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.structure import ModelStructure
@@ -21,7 +26,6 @@ from hfscale.planner.activations import kept_and_working, layer_bytes, layers_in
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import stack
 from hfscale.planner.job import Schedule
-from hfscale.planner.layouts import WITHOUT_TENSOR_PLAN
 from hfscale.planner.memory import memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.planner.states import local_parameters
@@ -74,8 +78,11 @@ def test_the_head_weighs_what_the_runtime_weighs_it():
 
 
 def test_every_family_can_be_cut_into_stages_and_its_sequences_where_its_matrices_can():
-    assert set(FAMILIES) & set(UNCUTTABLE) == set()
-    assert set(FAMILIES) - set(SEQUENCES_PROVEN) <= set(WITHOUT_TENSOR_PLAN)
+    assert set(FAMILIES) & set(PIPELINE_UNSUPPORTED) == set()
+    assert set(FAMILIES) - set(SEQUENCE_PARALLEL_TESTED) <= {
+        *TENSOR_PARALLEL_PLAN_MISSING,
+        *TENSOR_PARALLEL_UNSUPPORTED,
+    }
 
 
 class TestMemory:

@@ -2,6 +2,7 @@
 
 import math
 
+from hfscale.facts.parallel_families import CONTEXT_PARALLEL_TESTED
 from hfscale.planner.job import Job
 from hfscale.planner.request import strategy_of
 
@@ -11,22 +12,9 @@ OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd
 STAGE_OPTIMIZERS = ("adamw", "sgd")
 """Those that update parameters which are cut over several axes."""
 
-WITHOUT_CONTEXT = (
-    "bloom",
-    "codegen",
-    "falcon",
-    "gpt_neo",
-    "gpt_oss",
-    "gptj",
-    "hunyuan_v1_dense",
-    "mpt",
-    "opt",
-    "persimmon",
-    "phi3",
-    "stablelm",
-)
-"""Model types that were not shown to compute the same with sequences cut over ranks (`hfscale.parallel.families`), and
-phi3, which has been published with angles that depend on the longest position."""
+CONTEXT_PARALLEL_NOT_PLANNED = ("phi3",)
+"""Families whose published configs have rotary angles that depend on the longest position, which context parallelism
+does not support; the trainer checks the config itself."""
 
 
 def uses_deepspeed(job: Job) -> bool:
@@ -86,8 +74,9 @@ def why_no_stages(job: Job) -> str | None:
 
 def _why_no_context(job: Job) -> str | None:
     """Why `ParallelTrainer` cannot cut a job's sequences over ranks; None where it can."""
-    if job.shape.model_type in WITHOUT_CONTEXT:
-        return f"sequences of {job.shape.model_type} cannot be cut over ranks"
+    family = job.shape.model_type
+    if family not in CONTEXT_PARALLEL_TESTED or family in CONTEXT_PARALLEL_NOT_PLANNED:
+        return f"context parallelism was not tested with {family}"
     if job.zero != 3:
         return "ParallelTrainer shards all states (ZeRO stage 3) over the ranks that share a sequence"
     parts = job.layout.cp * math.lcm(2, job.layout.tp if job.sequence_parallel else 1)

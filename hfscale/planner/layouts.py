@@ -4,29 +4,12 @@ from collections.abc import Iterator
 
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
+from hfscale.facts.parallel_families import TENSOR_PARALLEL_PLAN_MISSING, TENSOR_PARALLEL_UNSUPPORTED
 from hfscale.planner.job import Offload
 from hfscale.planner.request import PlanRequest
 
 LEAST_TOKENS_PER_CP_RANK = 4096
 """Tokens of a sequence below which context parallelism is not tried."""
-WITHOUT_TENSOR_PLAN = (
-    "apertus",
-    "bloom",
-    "codegen",
-    "falcon",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gpt_oss",
-    "gptj",
-    "hunyuan_v1_dense",
-    "mpt",
-    "opt",
-    "persimmon",
-    "stablelm",
-)
-"""Model types whose transformers config has no `base_model_tp_plan` (5.23), or one that goes wrong
-(`hfscale.parallel.families`)."""
 MOST_UNEVEN = 1.15
 """Layers of the fullest pipeline rank over the average, up to which is searched: 61 layers on 16 ranks are four and
 1.05, 126 on 16 eight and 1.02."""
@@ -64,7 +47,9 @@ def layouts(request: PlanRequest, gpus: int) -> Iterator[tuple[ParallelLayout, i
 def _transformers_cuts(shape: ModelShape, tp: int, pp: int) -> bool:
     """Whether transformers' tensor parallelism takes the model: it has no plan for some, and copies no key-value
     heads; `ParallelTrainer` wants the vocabulary to divide too."""
-    if shape.model_type in WITHOUT_TENSOR_PLAN or shape.attention.kv_heads % tp:
+    if shape.model_type in TENSOR_PARALLEL_UNSUPPORTED or shape.model_type in TENSOR_PARALLEL_PLAN_MISSING:
+        return False
+    if shape.attention.kv_heads % tp:
         return False
     return pp == 1 or shape.vocab % tp == 0
 
