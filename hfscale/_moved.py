@@ -20,7 +20,7 @@ MOVED = {
     "hfscale.data": "hfscale.recipe.data",
     "hfscale.dry_run": "hfscale.parallel.dry_run",
     "hfscale.entrypoint": "hfscale.recipe.entrypoint",
-    "hfscale.export": "hfscale.recipe.export",
+    "hfscale.export": "hfscale.recipe.entrypoint",
     "hfscale.models": "hfscale.recipe.models",
     "hfscale.parallelism": "hfscale.recipe.layout",
     "hfscale.parsing": "hfscale.recipe.parsing",
@@ -28,7 +28,7 @@ MOVED = {
     "hfscale.sequence_parallel": "hfscale.integrations.sequence_parallel",
     "hfscale.stage_flags": "hfscale.parallel.stage_flags",
     "hfscale.strategy": "hfscale.integrations.strategy",
-    "hfscale.summary": "hfscale.recipe.summary",
+    "hfscale.summary": "hfscale.recipe.entrypoint",
 }
 """Old path to new path."""
 

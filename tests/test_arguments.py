@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -11,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from hfscale import ParallelArguments
 from hfscale.errors import CheckpointError, ConfigFileError, HfScaleError, UsageError
 from hfscale.recipe.arguments import (
     DataArguments,
     ModelArguments,
     RecipeTrainingArguments,
     ScalingArguments,
-    blaming,
     check_evaluation,
+    errors_name_flag,
 )
-from hfscale.recipe.parsing import EMBEDDED_DEFAULTS, parse_arguments
+from hfscale.recipe.parsing import EMBEDDED_DEFAULTS, help_text, parse_arguments
 
 GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
 ON_FILE = ("--train_file", "text.txt")
@@ -247,7 +249,7 @@ def test_a_broken_yaml_file_is_named_with_the_fault(text: str | bytes, parts: tu
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("max_steps: [1, 2]", ("'2' is no flag",)),
+        ("max_steps: [1, 2]", ("'2' is not a flag",)),
         ("max_steps: {a: 1}", ("--max_steps", "invalid int value")),
         ("max_steps: many", ("--max_steps", "'many'")),
         ("bf16: maybe", ("--bf16", "maybe")),
@@ -279,9 +281,9 @@ def test_a_config_that_is_not_there_or_not_one(tmp_path: Path) -> None:
         (["--max-step=1"], ("unknown flag --max-step", "did you mean --max_steps?")),
         (["--evaluation_strategy", "no"], ("did you mean --eval_strategy?",)),
         (["--foo"], ("unknown flag --foo", "--help")),
-        (["--no_max_steps", "3"], ("'--no_max_steps' is no flag",)),
-        (["stray"], ("'stray' is no flag",)),
-        (["-x"], ("'-x' is no flag",)),
+        (["--no_max_steps", "3"], ("'--no_max_steps' is not a flag",)),
+        (["stray"], ("'stray' is not a flag",)),
+        (["-x"], ("'-x' is not a flag",)),
         (["--max_steps"], ("--max_steps: expected one argument",)),
         (["--max_steps", "1.5"], ("--max_steps: invalid int value: '1.5'",)),
         (["--learning_rate", "fast"], ("--learning_rate: invalid float value: 'fast'",)),
@@ -355,28 +357,28 @@ def test_no_number_may_be_negative_or_none_at_all(name: str) -> None:
 @pytest.mark.parametrize(
     "error", [OSError("gone\nfor good"), ValueError("odd"), KeyError("odd"), TypeError("odd"), Exception("odd")]
 )
-def test_blaming_names_the_flag_in_one_line(error: Exception) -> None:
-    with pytest.raises(UsageError) as caught, blaming("--config_name", "tiny"):
+def test_errors_name_flag_names_the_flag_in_one_line(error: Exception) -> None:
+    with pytest.raises(UsageError) as caught, errors_name_flag("--config_name", "tiny"):
         raise error
     assert str(caught.value).startswith("--config_name tiny cannot be used: ")
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is error
 
 
-def test_blaming_says_that_a_path_is_not_there(tmp_path: Path) -> None:
+def test_errors_name_flag_says_that_a_path_is_not_there(tmp_path: Path) -> None:
     for path in (str(tmp_path / "gone"), "./gone", "~/gone-for-good"):
-        with pytest.raises(UsageError, match=r"does not exist$"), blaming("--config_name", path):
+        with pytest.raises(UsageError, match=r"does not exist$"), errors_name_flag("--config_name", path):
             raise OSError("a repo id must be in the form …")
-    with pytest.raises(UsageError, match="must be in the form"), blaming("--config_name", str(tmp_path)):
+    with pytest.raises(UsageError, match="must be in the form"), errors_name_flag("--config_name", str(tmp_path)):
         raise OSError("a repo id must be in the form …")
 
 
-def test_blaming_leaves_alone_what_is_not_the_flags_fault() -> None:
+def test_errors_name_flag_leaves_alone_what_is_not_the_flags_fault() -> None:
     for error in (MemoryError(), torch.OutOfMemoryError("out of memory"), CheckpointError("corrupt")):
-        with pytest.raises(type(error)) as caught, blaming("--config_name", "tiny"):
+        with pytest.raises(type(error)) as caught, errors_name_flag("--config_name", "tiny"):
             raise error
         assert caught.value is error
-    with contextlib.suppress(KeyboardInterrupt), blaming("--config_name", "tiny"):
+    with contextlib.suppress(KeyboardInterrupt), errors_name_flag("--config_name", "tiny"):
         raise KeyboardInterrupt
 
 
@@ -395,3 +397,59 @@ def test_patience_waits_for_the_loss_unless_told_otherwise() -> None:
     arguments = parse_arguments(["--eval_strategy", "steps", "--eval_steps", "5"])[-1]
     check_evaluation(arguments, has_evaluation=True, patience=2)
     assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("loss", False)
+
+
+# The help.
+
+
+def test_help_begins_with_the_config_file_and_what_wins() -> None:
+    usage, _, flags = help_text().partition("Model:")
+    assert "[--config FILE.yaml]" in usage.splitlines()[0]
+    assert re.search(r"--config FILE\.yaml\n +Read flags from a YAML file.*command line win", usage)
+    assert "--model_name_or_path" in flags
+
+
+def test_help_has_every_flag_once_with_ours_before_those_of_transformers() -> None:
+    text = help_text([ParallelArguments])
+    shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    known = [flag.name for group in (*GROUPS, ParallelArguments) for flag in fields(group) if flag.init]
+    assert sorted(shown) == sorted([*known, "config"])
+    titles = re.findall(r"^([A-Z]\w+).*:$", text, re.MULTILINE)
+    assert titles == ["Model", "Data", "Learning", "Parallel", "Training", "Training"]
+    inherited = shown[shown.index("topk_fraction") :]
+    assert shown.index("tp_size") < shown.index("output_dir") < shown.index("adam_beta1")
+    assert {"learning_rate", "seed", "fsdp"} <= set(inherited)
+    assert not {"lora_r", "block_size", "save_minutes", "tp_size", "report_to"} & set(inherited)
+    assert len(text.splitlines()) < 500
+
+
+def test_help_shows_choices_and_defaults() -> None:
+    text = " ".join(help_text([ParallelArguments]).split())
+    assert "--lora_r N Rank of the LoRA adapters. [16]" in text
+    assert "--recompute {full,selective}" in text
+    assert "--lr_scheduler_type {linear,cosine," in text
+    assert re.search(r"--use_peft true\|false [^\[]*\[false\]", text)
+    assert "%%" not in text
+
+
+# A broken DeepSpeed config, which the libraries report without its name.
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b'{\n  "a": 1,\n  "b" 2\n}', ("is not JSON: line 3 column 7",)),
+        (b"[1]", ("is not a JSON mapping",)),
+        (b'{"a": "\xe9"}', ("is not UTF-8 text",)),
+        (b"", ("is not JSON: line 1 column 1",)),
+    ],
+)
+def test_a_broken_deepspeed_config_is_named_with_the_position(
+    content: bytes, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "broken.json"
+    path.write_bytes(content)
+    refuses("--deepspeed", str(path), parts=(f"--deepspeed {path}", *parts))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    refuses(parts=(f"deepspeed_config_file {path}", *parts))

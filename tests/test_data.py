@@ -347,24 +347,24 @@ def test_utf16_and_cut_off_text_are_told_apart(tmp_path: Path, load: Any) -> Non
         ("short.txt", b"hi", ["short.txt is shorter than one block of 16 tokens", "--block_size"]),
         ("blank.txt", b"\n\n", ["shorter than one block"]),
         ("notes.md", b"hello", ["ends in none of .txt, .json, .jsonl, .csv, .parquet", "rename or convert"]),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', ["cannot be read as json", "row 1", "mend it"]),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', ["cannot be read as json", "row 1", "fix it"]),
         ("a.json", b'{"text": "a"', ["cannot be read as json"]),
         ("a.json", b"42", ["cannot be read as json"]),
-        ("a.json", b"[]", ["a.json holds no records"]),
-        ("a.csv", b"text\n", ["a.csv holds no records"]),
+        ("a.json", b"[]", ["a.json has no records"]),
+        ("a.csv", b"text\n", ["a.csv has no records"]),
         ("a.csv", b'text\n"never closed\n', ["cannot be read as csv"]),
         ("lies.json", b"just text\n", ["cannot be read as json", "rename it"]),
         ("lies.parquet", b"just text\n", ["cannot be read as parquet", "rename it"]),
-        ("lies.txt", b"\x00\x01\x02\x93" * 99, ["lies.txt is not UTF-8 text", "binary data", "another kind"]),
-        ("a.jsonl", b'{"a": "x", "b": "y"}\n', ["has no column 'text' but 'a', 'b'", "rename"]),
-        ("a.csv", b"a,b\n1,2\n", ["has no column 'text' but 'a', 'b'"]),
+        ("lies.txt", b"\x00\x01\x02\x93" * 99, ["lies.txt is not UTF-8 text", "binary data", "another format"]),
+        ("a.jsonl", b'{"a": "x", "b": "y"}\n', ["has no column 'text', only 'a', 'b'", "rename"]),
+        ("a.csv", b"a,b\n1,2\n", ["has no column 'text', only 'a', 'b'"]),
         ("a.jsonl", b'{"text": 1}\n', ["not every 'text' is a string"]),
         ("a.jsonl", b'{"text": ["a", "b"]}\n', ["not every 'text' is a string"]),
         ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', ["not every 'text' is a string"]),
         ("a.csv", b"text\n1\n2\n", ["not every 'text' is a string"]),
     ],
 )
-def test_a_broken_file_is_named_with_the_mend(
+def test_a_broken_file_is_named_with_how_to_fix_it(
     name: str, content: bytes | None, parts: list[str], tmp_path: Path, load: Any
 ) -> None:
     path = tmp_path / name
@@ -409,7 +409,7 @@ def test_datasets_that_cannot_be_loaded_are_named(tmp_path: Path, load: Any) -> 
     folder.mkdir()
     fails(load, f"--dataset_name {folder} cannot be loaded", dataset_name=str(folder))
     write(folder / "test.jsonl", DOCUMENTS)
-    fails(load, "has no split 'train' but test", dataset_name=str(folder))
+    fails(load, "has no split 'train', only test", dataset_name=str(folder))
 
 
 def test_without_a_source_it_is_the_embedded_corpus(

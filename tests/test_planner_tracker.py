@@ -19,7 +19,7 @@ from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.frameworks import stack
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.recipe.recompute import checkpointing_kwargs
+from hfscale.recipe.arguments import checkpointing_kwargs
 
 RANKS = 8
 TOKENS = 2048

@@ -230,6 +230,34 @@ def test_old_import_paths_of_recipes_give_the_moved_modules():
         assert module.__spec__.name == new
 
 
+RECIPES_IMPORTED = {
+    "hfscale.arguments": ("ParallelArguments", "blaming", "check_evaluation"),
+    "hfscale.compatibility": ("check_pairs",),
+    "hfscale.compression": ("compress_gradients",),
+    "hfscale.continuation": ("readable_checkpoint",),
+    "hfscale.data": ("load_packed_datasets",),
+    "hfscale.dry_run": ("dry_run", "print_dry_run"),
+    "hfscale.entrypoint": ("check_output_dir", "end_if_preempted", "run"),
+    "hfscale.export": ("save_final_model",),
+    "hfscale.models": ("add_lora", "load_config", "load_empty_model", "load_model", "load_tokenizer"),
+    "hfscale.parallelism": ("check_model", "finish_on_cpu", "set_up_parallelism"),
+    "hfscale.parsing": ("parse_arguments",),
+    "hfscale.resume": ("is_finished", "keep_global_batch", "resume_point"),
+    "hfscale.sequence_parallel": ("collate_with_positions", "mend_sequence_parallel"),
+    "hfscale.stage_flags": ("plan_stages",),
+    "hfscale.strategy": ("check_launch",),
+    "hfscale.summary": ("print_summary",),
+}
+"""The names that recipes of earlier versions imported from the old paths."""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_old_import_paths_of_recipes_give_the_names_that_recipes_imported():
+    assert RECIPES_IMPORTED.keys() == MOVED.keys()
+    for old, names in RECIPES_IMPORTED.items():
+        assert [name for name in names if not callable(getattr(import_module(old), name, None))] == [], old
+
+
 def test_nothing_unpickles_or_calls_a_shell():
     banned = ("import pickle", "shell=True", "os.system", "weights_only=False", "yaml.load(", "eval(")
     for name, path in modules():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, Finished
+from conftest import RECIPE, REPOSITORY, Finished
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -146,7 +146,12 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_whole(recipe: Any, m
 
 
 @pytest.mark.world(2)
-def test_two_processes_say_it_once(launch: Callable[..., Finished]) -> None:
-    done = launch(2, RECIPE, "--block_size", "-1")
+def test_two_processes_report_a_broken_deepspeed_config_once(launch: Callable[..., Finished], tmp_path: Path) -> None:
+    """The config is named in the launcher's config, and the main process alone prints the line."""
+    shipped = REPOSITORY / "ds_configs" / "zero1.json"
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "zero1.json").write_text(shipped.read_text().replace(",", "", 1))
+    done = launch(2, RECIPE, config=REPOSITORY / "accelerate_configs" / "zero1.yaml")
     assert done.code != 0
-    assert done.lines("hfscale: error") == ["hfscale: error: --block_size -1 must be greater than 0"]
+    (line,) = done.lines("hfscale: error")
+    assert "ds_configs/zero1.json is not JSON: line 4 column 5" in line, line

@@ -4,7 +4,7 @@ import pytest
 from tiny import logged, tiny_model, tiny_trainer
 from torch.utils.flop_counter import FlopCounterMode
 
-from hfscale.recipe.recompute import checkpointing_kwargs
+from hfscale.recipe.arguments import checkpointing_kwargs
 
 
 def flops_of_a_step(policy):

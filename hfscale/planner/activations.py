@@ -40,7 +40,7 @@ def layer_bytes(view: ModelView, job: Job, stack: Stack) -> float:
 def selective_bytes(view: ModelView, job: Job) -> float:
     """What selective recomputation keeps of a layer and micro-batch: its input, the attention's output, and every
     second matrix product (queries, values, the MLP's first, and the last of a gated one), 2 bytes each, as
-    torchtitan's policy and hfscale/recipe/recompute.py do. A compiled backward pass reads no output of the last one.
+    torchtitan's policy and hfscale/recipe/arguments.py do. A compiled backward pass reads no output of the last one.
     """
     tp = job.layout.tp
     boundary = view.hidden / (tp if job.sequence_parallel else 1)

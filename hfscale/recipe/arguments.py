@@ -1,44 +1,66 @@
-"""The flags of the recipes, as dataclasses for `HfArgumentParser`, and what each may be.
+"""The flags of the recipes as dataclasses for `HfArgumentParser`, with the checks of their values.
 
-Names are those of Hugging Face's `run_clm.py` where it has them, and every `TrainingArguments` flag is taken as well.
+Flag names are those of Hugging Face's `run_clm.py` where it has them. Every `TrainingArguments` flag is accepted as
+well.
 """
 
 import importlib.util
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, parse_flag_from_env
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
+from hfscale.callbacks.comm_health import CommHealthCallback
+from hfscale.callbacks.lr_scaling import LRScalingCallback
+from hfscale.callbacks.scaling import ScalingCallback
+from hfscale.callbacks.scaling_metrics import ScalingMetricsCallback
+from hfscale.callbacks.spot_checkpoint import SpotCheckpointCallback
 from hfscale.errors import HfScaleError, MissingDependencyError, UsageError
 from hfscale.facts.lr_rules import RULES
-from hfscale.parallel.arguments import ParallelArguments as ParallelArguments
+from hfscale.parallel.arguments import ParallelArguments as ParallelArguments  # recipes once imported it from here
 from hfscale.recipe.compression import METHODS
-from hfscale.recipe.recompute import POLICIES, checkpointing_kwargs
 from hfscale.utils.flags import flag, require_from_0, require_positive
+
+RECOMPUTE_POLICIES = ("full", "selective")
+"""Values of `--recompute`."""
+
+JSON_FLAGS = (
+    "lr_scheduler_kwargs",
+    "accelerator_config",
+    "fsdp_config",
+    "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs",
+)
+"""Flags of transformers whose value is a JSON mapping or, unless they end in `kwargs`, a file that holds one."""
 
 
 @dataclass(kw_only=True)
 class ModelArguments:
-    """Which model, and how much of it is trained."""
+    """Which model is trained, and which part of it."""
 
     model_name_or_path: str | None = flag("Checkpoint to start from: a hub id or a folder.")
     config_name: str | None = flag("Train from scratch: a config.json, its folder or a hub id.")
-    tokenizer_name: str | None = flag("Tokenizer, where it is not the model's: a hub id or a folder.")
-    attn_implementation: str | None = flag("sdpa, flash_attention_2, … (transformers chooses by default).")
-    use_peft: bool = flag("Train LoRA adapters instead of the whole model.", default=False)
-    load_in_4bit: bool = flag("Hold the frozen base of --use_peft in 4 bits (QLoRA; bitsandbytes).", default=False)
+    tokenizer_name: str | None = flag("Tokenizer, if it is not the model's: a hub id or a folder.")
+    attn_implementation: str | None = flag("sdpa, flash_attention_2, … Default: transformers chooses.")
+    use_peft: bool = flag("Train LoRA adapters instead of the full model.", default=False)
+    load_in_4bit: bool = flag(
+        "Load the frozen base model of --use_peft in 4 bits (QLoRA; needs bitsandbytes).", default=False
+    )
     lora_r: int = flag("Rank of the LoRA adapters.", default=16)
-    lora_alpha: int = flag("LoRA scaling numerator.", default=32)
-    lora_dropout: float = flag("Dropout in front of the adapters.", default=0.0)
+    lora_alpha: int = flag("Numerator of the LoRA scaling factor.", default=32)
+    lora_dropout: float = flag("Dropout on the input of the adapters.", default=0.0)
     lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules to adapt; default: every linear layer but the head."}
+        default=None, metadata={"help": "Modules to adapt. Default: every linear layer except the head."}
     )
 
     def __post_init__(self) -> None:
@@ -48,7 +70,8 @@ class ModelArguments:
             )
         if self.load_in_4bit and not (self.use_peft and self.model_name_or_path):
             raise UsageError(
-                "--load_in_4bit is for the frozen base of adapters: give --use_peft true and --model_name_or_path"
+                "--load_in_4bit is for the frozen base model of adapters: give --use_peft true and "
+                "--model_name_or_path too"
             )
         require_positive(self, "lora_r", "lora_alpha")
         require_from_0(self, lora_dropout=1)
@@ -56,18 +79,20 @@ class ModelArguments:
 
 @dataclass(kw_only=True)
 class DataArguments:
-    """What text is trained on."""
+    """Which text the model is trained on."""
 
-    dataset_name: str | None = flag("Dataset of the hub, or a folder that `datasets` loads.")
+    dataset_name: str | None = flag("Dataset of the hub, or a folder that `datasets` can load.")
     dataset_config_name: str | None = flag("Configuration of that dataset.")
     train_file: str | None = flag("Training text: .txt, .json, .jsonl, .csv or .parquet.")
-    validation_file: str | None = flag("Evaluation text, of the same kinds.")
-    validation_split_percentage: int = flag("Share of the training text set apart when there is no other.", default=5)
-    streaming: bool = flag("Read the dataset while training instead of preparing it first.", default=False)
+    validation_file: str | None = flag("Evaluation text, in one of the same formats.")
+    validation_split_percentage: int = flag(
+        "Share of the training text used for evaluation if there is no evaluation text.", default=5
+    )
+    streaming: bool = flag("Read the dataset during training instead of preparing it first.", default=False)
     block_size: int = flag("Tokens per sequence; text is packed into full blocks.", default=1024)
-    max_train_samples: int | None = flag("Use only so many training sequences.")
-    max_eval_samples: int | None = flag("Use only so many evaluation sequences.")
-    preprocessing_num_workers: int | None = flag("Processes that tokenise.")
+    max_train_samples: int | None = flag("Limit on the number of training sequences.")
+    max_eval_samples: int | None = flag("Limit on the number of evaluation sequences.")
+    preprocessing_num_workers: int | None = flag("Number of processes that tokenise.")
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.train_file:
@@ -77,31 +102,39 @@ class DataArguments:
         if self.streaming and not (self.train_file or self.dataset_name):
             raise UsageError("--streaming is given without --train_file or --dataset_name: give one of them too")
         if self.dataset_config_name and not self.dataset_name:
-            raise UsageError(f"--dataset_config_name {self.dataset_config_name} is given without --dataset_name")
+            raise UsageError(
+                f"--dataset_config_name {self.dataset_config_name} is given without --dataset_name: give both"
+            )
         require_positive(self, "block_size", "max_train_samples", "max_eval_samples", "preprocessing_num_workers")
         require_from_0(self, validation_split_percentage=100)
 
 
 @dataclass(kw_only=True)
 class ScalingArguments:
-    """What hfscale's callbacks do."""
+    """Options of hfscale's callbacks."""
 
     lr_scaling_rule: str = flag(
         "How the learning rate follows the global batch: " + ", ".join(RULES) + ".", default="auto", choices=RULES
     )
-    base_global_batch_size: int | None = flag("Sequences per step that --learning_rate was tuned for.")
-    base_block_size: int | None = flag("Tokens per sequence it was tuned for, where that was another length.")
-    critical_batch_size: int | None = flag("Sequences per step beyond which the learning rate stops growing.")
-    warmup_scale: float = flag("What the warm-up steps are multiplied by.", default=1.0)
-    save_minutes: float | None = flag("Save after so many minutes at the latest.", default=15.0)
-    notice_s: float | None = flag("Seconds from a signal to the end of the process; default: what the launcher waits.")
-    asynchronous_save: bool = flag("Write checkpoints while training goes on, where that is exact.", default=True)
-    checkpoint_remote: str | None = flag("Second home of the checkpoints: s3://bucket/run, gs://…, file://…")
-    peak_tflops: float | None = flag("Dense peak of one device in TFLOP/s, for MFU on hardware not in the table.")
-    usd_per_gpu_hour: float | None = flag("Price of one device, for scaling/usd; default: of the price list.")
-    scaling_baseline: str | None = flag("A file of `hfscale sweep` that scaling/efficiency is measured against.")
-    noise_scale: bool = flag("Measure the gradient noise scale on the steps that are logged.", default=False)
-    early_stopping_patience: int | None = flag("Stop after so many evaluations without a better loss.")
+    base_global_batch_size: int | None = flag("Sequences per step for which --learning_rate was tuned.")
+    base_block_size: int | None = flag("Tokens per sequence for which it was tuned, if that was another length.")
+    critical_batch_size: int | None = flag("Sequences per step above which the learning rate stops growing.")
+    warmup_scale: float = flag("Factor on the number of warm-up steps.", default=1.0)
+    save_minutes: float | None = flag("Longest time between two checkpoints, in minutes.", default=15.0)
+    notice_s: float | None = flag(
+        "Seconds from a signal to the end of the process. Default: the time that the launcher waits."
+    )
+    asynchronous_save: bool = flag(
+        "Write checkpoints in the background during training, if the result is exact.", default=True
+    )
+    checkpoint_remote: str | None = flag("Remote copy of the checkpoints: s3://bucket/run, gs://…, file://…")
+    peak_tflops: float | None = flag(
+        "Dense peak of one device in TFLOP/s, for MFU on hardware that is not in the table."
+    )
+    usd_per_gpu_hour: float | None = flag("Price of one device, for scaling/usd. Default: from the price list.")
+    scaling_baseline: str | None = flag("File of `hfscale sweep` with which scaling/efficiency is compared.")
+    noise_scale: bool = flag("Measure the gradient noise scale at the steps that are logged.", default=False)
+    early_stopping_patience: int | None = flag("Stop after this many evaluations without a lower loss.")
 
     def __post_init__(self) -> None:
         others = (
@@ -113,62 +146,102 @@ class ScalingArguments:
         )
         require_positive(self, *(name for name in vars(self) if name not in others))
         if self.scaling_baseline is not None and not Path(self.scaling_baseline).is_file():
-            raise UsageError(f"--scaling_baseline {self.scaling_baseline} is no file: record one with hfscale sweep")
+            raise UsageError(
+                f"--scaling_baseline {self.scaling_baseline} is not a file: record one with hfscale sweep"
+            )
 
 
 @dataclass(kw_only=True)
 class RecipeTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the defaults of the recipes; every flag means what transformers says it means."""
+    """`TrainingArguments` with the defaults of the recipes; every flag keeps the meaning it has in transformers."""
 
-    output_dir: str | None = flag("Where checkpoints, metrics and the model go.", default="runs/default")
-    logging_steps: float = flag("Steps between logs.", default=10)
-    save_total_limit: int | None = flag("Committed checkpoints to keep.", default=3)
+    output_dir: str | None = flag("Folder for checkpoints, metrics and the model.", default="runs/default")
+    logging_steps: float = flag("Steps between two logs.", default=10)
+    save_total_limit: int | None = flag("Number of committed checkpoints to keep.", default=3)
     report_to: list[str] | None = field(
-        default_factory=lambda: ["none"], metadata={"help": "Where metrics go besides files: wandb, tensorboard, …"}
+        default_factory=lambda: ["none"],
+        metadata={"help": "Trackers that receive the metrics: wandb, tensorboard, … Files are always written."},
     )
-    bf16: bool | None = flag("bf16 mixed precision; default: where the hardware has it.")
+    bf16: bool | None = flag("bf16 mixed precision. Default: on if the hardware has it.")
     recompute: str = flag(
-        "What --activation_checkpointing computes again: whole layers (full), or all but attention and every second "
+        "What --activation_checkpointing recomputes: complete layers (full), or all but attention and every second "
         "matrix product (selective).",
         default="full",
-        choices=POLICIES,
+        choices=RECOMPUTE_POLICIES,
     )
     torch_compile_regional: bool = flag(
-        "Compile one layer for all of its kind instead of the whole model: far shorter compilation.", default=False
+        "Compile one layer and reuse it for all equal ones instead of compiling the full model: much faster to "
+        "compile.",
+        default=False,
     )
     profile_steps: list[int] | None = field(
         default=None, metadata={"help": "Optimizer steps whose trace is written to output_dir/profile."}
     )
     gradient_compression: str = flag(
-        "What DDP makes of its gradients on the way: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
+        "How DDP compresses the gradients that it sends: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
     )
     powersgd_rank: int = flag("Rank of PowerSGD's approximation.", default=4)
-    topk_fraction: float = flag("Share of the gradient that topk sends.", default=0.01)
-    compression_start_step: int = flag("Plain steps before powersgd or topk.", default=1000)
+    topk_fraction: float = flag("Fraction of the gradient's elements that topk sends.", default=0.01)
+    compression_start_step: int = flag("Uncompressed steps before powersgd or topk starts.", default=1000)
     ddp_find_unused_parameters: bool | None = flag(
-        "Search each backward for parameters without a gradient; needed only by models that skip some.", default=False
+        "Search each backward pass for parameters without a gradient; only models that skip some need it.",
+        default=False,
     )
     dataloader_num_workers: int = flag("Processes per rank that load batches.", default=2)
-    dataloader_persistent_workers: bool = flag("Keep them between epochs.", default=True)
-    dataloader_prefetch_factor: int | None = flag("Batches each of them reads ahead.", default=4)
+    dataloader_persistent_workers: bool = flag("Keep these processes between epochs.", default=True)
+    dataloader_prefetch_factor: int | None = flag("Batches that each of them loads in advance.", default=4)
     resume_from_checkpoint: str | None = flag(
-        "true: from the newest verified checkpoint of output_dir, afresh where there is none; "
-        "false: afresh; a path: from that checkpoint.",
+        "true: resume from the newest verified checkpoint of output_dir, or start from scratch if there is none; "
+        "false: start from scratch; a path: resume from that checkpoint.",
         default="true",
     )
 
     def __post_init__(self) -> None:
-        if self.hub_token:  # where huggingface_hub looks as well, and no checkpoint's training_args.bin will hold it
-            os.environ["HF_TOKEN"], self.hub_token = self.hub_token, None
+        if self.hub_token:  # huggingface_hub also reads the variable, and no checkpoint's training_args.bin holds it
+            os.environ["HF_TOKEN"] = self.hub_token
+            self.hub_token = None
+        self._set_hardware_defaults()
+        self._check_numbers()
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise UsageError(f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to count epochs")
+        if self.save_strategy == "best" and self.metric_for_best_model is None:
+            raise UsageError("--save_strategy best needs a metric: give --metric_for_best_model, such as loss")
+        if self.torch_compile_regional:
+            self.torch_compile = True
+            os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"  # accelerate reads it from here
+        if self.recompute == "selective":
+            self.activation_checkpointing_kwargs = self._selective_kwargs()
+        for name in JSON_FLAGS:
+            _check_json(f"--{name}", getattr(self, name), is_text=name.endswith("kwargs"))
+        if self.torch_compile_backend and self.torch_compile_backend.upper() not in DynamoBackend.list():
+            raise UsageError(
+                f"--torch_compile_backend {self.torch_compile_backend} is not known: choose one of "
+                f"{', '.join(DynamoBackend.list()).lower()}"
+            )
+        if self.deepspeed and importlib.util.find_spec("deepspeed") is None:
+            raise MissingDependencyError('--deepspeed needs DeepSpeed: pip install "hfscale[deepspeed]"')
+        _check_deepspeed_config(self.deepspeed)
+        super().__post_init__()
+        for name in self.report_to or []:
+            if name not in INTEGRATION_TO_CALLBACK:
+                raise UsageError(
+                    f"--report_to {name} is not known: choose one of all, none, {', '.join(INTEGRATION_TO_CALLBACK)}"
+                )
+        _check_scheduler(self)
+
+    def _set_hardware_defaults(self) -> None:
         has_accelerator = torch.accelerator.is_available()
         self.use_cpu = self.use_cpu or not has_accelerator
-        if self.bf16 is None:  # a launcher's config that asks for fp8 is not to be overruled
+        if self.bf16 is None:  # a launcher's config that asks for fp8 is not overruled
             is_open = not (self.fp16 or self.use_cpu or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8")
             self.bf16 = is_open and torch.cuda.is_bf16_supported(including_emulation=False)
         if self.use_cpu:
-            self.dataloader_pin_memory = False  # there is nothing to copy to
+            self.dataloader_pin_memory = False  # there is no device to copy to
         if self.dataloader_num_workers == 0:
-            self.dataloader_persistent_workers, self.dataloader_prefetch_factor = False, None
+            self.dataloader_persistent_workers = False
+            self.dataloader_prefetch_factor = None
+
+    def _check_numbers(self) -> None:
         require_positive(
             self,
             "per_device_train_batch_size",
@@ -203,39 +276,12 @@ class RecipeTrainingArguments(TrainingArguments):
             label_smoothing_factor=1,
             seed=2**32,
         )
-        if self.max_steps == 0 or self.max_steps < -1:
-            raise UsageError(f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to go by epochs")
-        if self.save_strategy == "best" and self.metric_for_best_model is None:
-            raise UsageError("--save_strategy best needs to know by what: give --metric_for_best_model, such as loss")
-        if self.torch_compile_regional:
-            self.torch_compile = True
-            os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"  # where accelerate reads it
-        if self.recompute == "selective":
-            self.activation_checkpointing_kwargs = self._selective()
-        _check_json(
-            self,
-            "lr_scheduler_kwargs",
-            "accelerator_config",
-            "fsdp_config",
-            "gradient_checkpointing_kwargs",
-            "activation_checkpointing_kwargs",
-        )
-        if self.torch_compile_backend and self.torch_compile_backend.upper() not in DynamoBackend.list():
-            raise UsageError(
-                f"--torch_compile_backend {self.torch_compile_backend} is none of "
-                f"{', '.join(DynamoBackend.list()).lower()}"
-            )
-        if self.deepspeed and importlib.util.find_spec("deepspeed") is None:
-            raise MissingDependencyError('--deepspeed needs DeepSpeed: pip install "hfscale[deepspeed]"')
-        super().__post_init__()
-        for name in self.report_to or []:
-            if name not in INTEGRATION_TO_CALLBACK:
-                raise UsageError(f"--report_to {name} is none of all, none, {', '.join(INTEGRATION_TO_CALLBACK)}")
-        _check_scheduler(self)
 
-    def _selective(self) -> dict[str, object]:
+    def _selective_kwargs(self) -> dict[str, object]:
         if not self.activation_checkpointing:
-            raise UsageError("--recompute selective says what is computed again: give --activation_checkpointing true")
+            raise UsageError(
+                "--recompute selective chooses what is recomputed: give --activation_checkpointing true too"
+            )
         if self.activation_checkpointing_kwargs:
             raise UsageError(
                 "--recompute selective and --activation_checkpointing_kwargs exclude each other: give one"
@@ -243,34 +289,153 @@ class RecipeTrainingArguments(TrainingArguments):
         return checkpointing_kwargs(self.recompute)
 
 
-def _check_json(arguments: object, *names: str) -> None:
-    for name in names:
-        value = getattr(arguments, name)
-        if not isinstance(value, str):
-            continue
-        try:
-            is_text = value.startswith("{") or name.endswith("kwargs")
-            content = json.loads(value if is_text else Path(value).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"--{name} {value} is neither a JSON mapping nor a readable file") from error
-        except ValueError as error:
-            raise UsageError(f"--{name} {value} is not JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise UsageError(f"--{name} {value} is not a JSON mapping")
+def scaling_callback(args: ScalingArguments, data_args: DataArguments) -> ScalingCallback:
+    """Build the callback of a recipe from its flags: health, learning rate, checkpoints and metrics.
+
+    Args:
+        args (`ScalingArguments`): the options of the callbacks.
+        data_args (`DataArguments`): its `block_size` is the number of tokens per sequence, by which the learning
+            rate is scaled if `--base_block_size` is another.
+
+    Returns:
+        `ScalingCallback`: to be passed to `Trainer(callbacks=[...])`.
+    """
+    return ScalingCallback(
+        comm_health=CommHealthCallback(),
+        lr_scaling=LRScalingCallback(
+            rule=args.lr_scaling_rule,
+            base_global_batch_size=args.base_global_batch_size,
+            block_size=data_args.block_size,
+            base_block_size=args.base_block_size,
+            critical_batch_size=args.critical_batch_size,
+            warmup_scale=args.warmup_scale,
+        ),
+        spot_checkpoint=SpotCheckpointCallback(
+            every_minutes=args.save_minutes,
+            asynchronous=args.asynchronous_save,
+            remote=args.checkpoint_remote,
+            notice_s=args.notice_s,
+        ),
+        metrics=ScalingMetricsCallback(
+            peak_tflops=args.peak_tflops,
+            usd_per_gpu_hour=args.usd_per_gpu_hour,
+            baseline=args.scaling_baseline,
+            noise_scale=args.noise_scale,
+        ),
+    )
+
+
+_aten = torch.ops.aten
+_MATMULS = (_aten.mm.default, _aten.addmm.default)
+_ATTENTION = (  # its computation grows with the square of the length, its output linearly
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def checkpointing_kwargs(policy: str) -> dict[str, Any]:
+    """Return the value of `TrainingArguments.activation_checkpointing_kwargs` for one of `RECOMPUTE_POLICIES`.
+
+    `full` recomputes a complete layer. `selective` keeps the outputs of attention and of every second matrix product,
+    as torchtitan does by default: it saves most of the memory for about a quarter of the recomputation.
+    """
+    return {"context_fn": _selective_contexts, "use_reentrant": False} if policy == "selective" else {}
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    """The contexts of the forward pass and of its recomputation, for `torch.utils.checkpoint`'s `context_fn`."""
+    seen: Counter[bool] = Counter()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _MATMULS:
+            seen[ctx.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def check_evaluation(args: TrainingArguments, *, has_evaluation: bool, patience: int | None) -> None:
+    """Check the flags that need an evaluation text, and complete those of early stopping.
+
+    Args:
+        args (`TrainingArguments`): with a patience, its metric becomes the loss if none is given.
+        has_evaluation (`bool`): whether there is an evaluation text.
+        patience (`int`, *optional*): `--early_stopping_patience`.
+
+    Raises:
+        UsageError: evaluations or early stopping are requested without an evaluation text.
+    """
+    if patience is not None:
+        args.metric_for_best_model = args.metric_for_best_model or "loss"
+        args.greater_is_better = False
+        if args.eval_strategy == "no":
+            raise UsageError(
+                "--early_stopping_patience counts evaluations: give --eval_strategy steps --eval_steps N too"
+            )
+    if args.eval_strategy != "no" and not has_evaluation:
+        raise UsageError(
+            f"--eval_strategy {args.eval_strategy.value} needs text to evaluate on: give --validation_file"
+        )
+
+
+def _check_json(name: str, value: object, *, is_text: bool) -> None:
+    """Raise a UsageError if a value, `name` in the message, is not a JSON mapping or a file with one.
+
+    Args:
+        name (`str`): how the user gave the value, such as `--fsdp_config`.
+        value (`object`): JSON text or the path of a file; anything but a string has been parsed already.
+        is_text (`bool`): whether the value cannot be a path. Text that begins with `{` never is one.
+    """
+    if not isinstance(value, str):
+        return
+    try:
+        is_text = is_text or value.startswith("{")
+        content = json.loads(value if is_text else Path(value).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{name} {value} is neither a JSON mapping nor a readable file") from error
+    except json.JSONDecodeError as error:
+        position = f"line {error.lineno} column {error.colno}"
+        raise UsageError(f"{name} {value} is not JSON: {position}: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} {value} is not UTF-8 text: byte {error.start}: save it as UTF-8") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{name} {value} is not a JSON mapping")
+
+
+def _check_deepspeed_config(deepspeed: object) -> None:
+    """Name the file of a broken DeepSpeed config, which transformers and accelerate do not.
+
+    Args:
+        deepspeed (`object`): the value of `--deepspeed`, which wins over the launcher's config.
+    """
+    name, value = "--deepspeed", deepspeed
+    if not value and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        name = "deepspeed_config_file"  # the key of the Accelerate config
+        value = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if isinstance(value, str) and Path(value).is_file():  # the libraries refuse other wrong values and name them
+        _check_json(name, value, is_text=False)
 
 
 def _check_scheduler(args: TrainingArguments) -> None:
-    """Some schedules need arguments, and none takes those of another: ask transformers before a model is loaded."""
+    """Let transformers check the schedule and its arguments before a model is loaded."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     kwargs = args.lr_scheduler_kwargs or {}
     name = f"{args.lr_scheduler_type.value} with --lr_scheduler_kwargs '{json.dumps(kwargs)}'"
-    with blaming("--lr_scheduler_type", name):
+    with errors_name_flag("--lr_scheduler_type", name):
         get_scheduler(args.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs))
 
 
 @contextmanager
-def blaming(flag: str, value: object) -> Iterator[None]:
-    """Turn whatever transformers raises about a name or a file into a UsageError that names the flag it came from."""
+def errors_name_flag(flag: str, value: object) -> Iterator[None]:
+    """Turn whatever a library raises about a name or a file into a UsageError that names the flag it came from.
+
+    Args:
+        flag (`str`): the flag, such as `--config_name`.
+        value (`object`): its value.
+    """
     try:
         yield
     except (HfScaleError, MemoryError, torch.OutOfMemoryError):
@@ -282,23 +447,10 @@ def blaming(flag: str, value: object) -> Iterator[None]:
         raise UsageError(f"{flag} {value} cannot be used: {kind}{one_line(error)}") from error
 
 
+blaming = errors_name_flag  # the name that recipes once imported
+
+
 def one_line(error: Exception) -> str:
-    """An error's words without their line breaks, cut where they go on."""
-    words = " ".join(str(error).split())
-    return words if len(words) <= 300 else f"{words[:300]}…"
-
-
-def check_evaluation(args: TrainingArguments, *, has_evaluation: bool, patience: int | None) -> None:
-    """Complete and check the arguments that need an evaluation text.
-
-    Raises:
-        UsageError: evaluations or early stopping are asked for, and there is nothing to evaluate on.
-    """
-    if patience is not None:
-        args.metric_for_best_model, args.greater_is_better = args.metric_for_best_model or "loss", False
-        if args.eval_strategy == "no":
-            raise UsageError("--early_stopping_patience counts evaluations: give --eval_strategy steps --eval_steps N")
-    if args.eval_strategy != "no" and not has_evaluation:
-        raise UsageError(
-            f"--eval_strategy {args.eval_strategy.value} needs text to evaluate on: give --validation_file"
-        )
+    """Return an error's message without line breaks, at most about 300 characters long."""
+    message = " ".join(str(error).split())
+    return message if len(message) <= 300 else f"{message[:300]}…"

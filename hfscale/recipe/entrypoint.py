@@ -1,53 +1,70 @@
-"""How a recipe starts and ends: one line for a user's mistake, a clean end of the process group, an exit code."""
+"""How a recipe starts and ends: errors as one line, the output directory, exit codes, the exported model, the summary.
+
+A recipe calls `run(main)`. Its `main` calls `check_output_dir` before it loads anything and, after training,
+`end_if_preempted`, `save_final_model` and `print_summary`.
+"""
 
 import errno
 import gc
 import os
 import re
+import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch.distributed as dist
 import transformers
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
 
 from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.health.build_locks import remove_abandoned_locks
+from hfscale.metrics.records import JSONL_NAME
 from hfscale.preemption import Preempted, end_workers, watch_signals
 from hfscale.utils.logging import is_main_process
 
 if TYPE_CHECKING:
+    from transformers import Trainer
+
     from hfscale.callbacks.scaling import ScalingCallback
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
-_ERRNO_IN_TEXT = re.compile(r"\bOs \{ code: (\d+)|\(os error (\d+)\)")  # how safetensors and tokenizers word an errno
-_TORCH_WRITE_FAILED = re.compile(  # torch.save, whose C++ drops the errno
+_ERRNO_IN_TEXT = re.compile(r"\bOs \{ code: (\d+)|\(os error (\d+)\)")  # the form in safetensors and tokenizers
+_TORCH_WRITE_FAILED = re.compile(  # torch.save, whose C++ code drops the errno
     r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos|write\(\): fd \d+ failed"
 )
 _SAYS_WHAT_TO_INSTALL = re.compile(r"pip install|requires \S+ to be installed")
 _MAIN_PROCESS_GRACE_S = 10.0
+_LAUNCHERS = ("accelerate", "torchrun", "accelerate-launch")
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe's `main` and exit the process as its users expect.
+    """Run a recipe's `main` and exit the process with a meaningful code.
 
-    An `HfScaleError` becomes one line on standard error and its exit code (2: wrong usage, 1: it cannot be done); so
-    do a full or read-only output directory and a package that transformers says to install. Any other exception keeps
-    its traceback. With several ranks the line comes from the main process: the others wait for the launcher to end
-    them, and speak only if the fault was theirs.
+    An `HfScaleError` becomes one line on standard error and its exit code (2: wrong usage, 1: it cannot be done). So
+    does a full or read-only output directory, and a missing package that transformers asks to install. Any other
+    exception keeps its traceback. With several ranks the main process prints the line: the other ranks wait until the
+    launcher ends them, and print a line of their own only if the main process did not fail.
 
-    Signals are watched from here on. A run that was preempted (`end_if_preempted`) ends with exit code 75 on every
-    rank, and one line that says so.
+    Preemption signals are handled from here on. A run that was preempted (`end_if_preempted`) ends with exit code 75
+    on every rank, and the main process prints one line about it.
+
+    Args:
+        main (`Callable[[], None]`): the recipe.
     """
     watch = watch_signals(whole_process=True)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and os.environ.get("LOCAL_RANK", "0") == "0":
-        remove_abandoned_locks(os.environ)  # on a CPU DeepSpeed loads an extension with the process group already
+        remove_abandoned_locks(os.environ)  # on a CPU DeepSpeed loads an extension as soon as the process group exists
     preempted = None
-    transformers.utils.logging.disable_progress_bar()  # a bar per saved file would cut through the training's own
+    transformers.utils.logging.disable_progress_bar()  # one bar per saved file would interrupt the training's own bar
     try:
         with watch.restored_by_an_error():
             main()
@@ -62,8 +79,8 @@ def run(main: Callable[[], None]) -> None:
         _exit_with_line(known)
     end_workers()
     if dist.is_available() and dist.is_initialized():
-        dist.barrier()  # without it a rank that ends early can abort the others' last collective (SIGABRT)
-        gc.collect()  # without it a sharded model holds on to process groups, and one exit in eight aborts
+        dist.barrier()  # without it a rank that ends early can abort the last collective of the others (SIGABRT)
+        gc.collect()  # without it a sharded model keeps process groups alive, and one exit in eight aborts
         dist.destroy_process_group()
     if preempted is None:
         watch.restore()
@@ -74,22 +91,11 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(preempted.code)
 
 
-def end_if_preempted(scaling: "ScalingCallback") -> None:
-    """To be called when `Trainer.train` has returned: evaluating and exporting are for the run that gets to its end.
-
-    Raises:
-        Preempted: the training was stopped before its end; it ends the process with exit code 75.
-    """
-    reason = scaling.spot_checkpoint.preempted
-    if reason is not None:
-        raise Preempted(f"preempted by {reason}; relaunch the same command to go on (exit code 75)")
-
-
 def _exit_with_line(error: HfScaleError) -> None:
-    sys.last_value = error  # as for an uncaught one, so that what runs at exit can tell why
+    sys.last_value = error  # as Python does for an uncaught error, so that exit handlers can read the reason
     message = " ".join(str(error).split())
     if not is_main_process():
-        time.sleep(_MAIN_PROCESS_GRACE_S)  # ended by the launcher meanwhile, if the main process failed too
+        time.sleep(_MAIN_PROCESS_GRACE_S)  # if the main process failed too, the launcher ends this one meanwhile
         print(f"hfscale: error on rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
     else:
         print(f"hfscale: error: {message}", file=sys.stderr, flush=True)
@@ -97,11 +103,14 @@ def _exit_with_line(error: HfScaleError) -> None:
 
 
 def check_output_dir(output_dir: str) -> None:
-    """Make the output directory, write a file in it and keep other runs out, before any time is spent on training.
+    """Create the output directory, write a file in it and lock it against other runs, before anything is loaded.
+
+    Args:
+        output_dir (`str`): the run's `--output_dir`.
 
     Raises:
-        UsageError: it is a file, or lies in one; or another run is using it.
-        StorageError: it cannot be made or written.
+        UsageError: it is a file or lies in one, or another run is using it.
+        StorageError: it cannot be created or written.
     """
     folder = Path(output_dir)
     probe = folder / f".hfscale-write-probe-{os.getpid()}"
@@ -110,7 +119,7 @@ def check_output_dir(output_dir: str) -> None:
         try:
             probe.write_bytes(b"\0" * 4096)
         finally:
-            probe.unlink(missing_ok=True)  # ranks of two machines can share a process id, and so a probe
+            probe.unlink(missing_ok=True)  # processes on two machines can have the same id, and so the same probe
     except OSError as error:
         if isinstance(error, FileExistsError | NotADirectoryError):
             raise UsageError(f"--output_dir {output_dir} is a file, or lies in one: name a folder") from None
@@ -122,9 +131,15 @@ def check_output_dir(output_dir: str) -> None:
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """A StorageError where `error`, or what caused it, is a full, read-only or forbidden disk; else None.
+    """Return a StorageError if `error`, or an error that caused it, is a full, read-only or forbidden disk.
 
-    safetensors and torch raise errors of their own that carry the errno in their text, or not at all.
+    safetensors and torch raise errors of their own, which have the errno in their text or not at all.
+
+    Args:
+        error (`BaseException`): any error.
+
+    Returns:
+        `StorageError`, or None if the disk is not the cause.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -135,17 +150,113 @@ def storage_error(error: BaseException) -> StorageError | None:
         if code in _FULL or _TORCH_WRITE_FAILED.search(str(cause)):
             reason = os.strerror(code) if code else "a checkpoint file could not be written"
             return StorageError(
-                f"writing stopped{where}: {reason}; the checkpoints committed before are whole: make room and "
+                f"writing stopped{where}: {reason}; the checkpoints committed before are complete: make room and "
                 "relaunch the same command"
             )
-        if code in _FORBIDDEN and (name or found):  # without a file it may be a socket
+        if code in _FORBIDDEN and (name or found):  # an error without a file may come from a socket
             return StorageError(f"no access{where}: {os.strerror(code)}: make it writable, then relaunch the command")
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
 
 
 def missing_dependency(error: BaseException) -> MissingDependencyError | None:
-    """A MissingDependencyError where transformers says what to install; None for an import that fails by itself."""
-    words = str(error)
-    says_so = (isinstance(error, ImportError) and error.name is None) or _SAYS_WHAT_TO_INSTALL.search(words)
-    return MissingDependencyError(words) if says_so else None
+    """Return a MissingDependencyError if transformers says what to install, None for any other failed import."""
+    message = str(error)
+    says_so = (isinstance(error, ImportError) and error.name is None) or _SAYS_WHAT_TO_INSTALL.search(message)
+    return MissingDependencyError(message) if says_so else None
+
+
+def end_if_preempted(scaling: "ScalingCallback") -> None:
+    """End a preempted run. Call it after `Trainer.train`: only a completed run is evaluated and exported.
+
+    Args:
+        scaling (`ScalingCallback`): the callback of the run.
+
+    Raises:
+        Preempted: the training was stopped before its end; `run` turns it into exit code 75.
+    """
+    reason = scaling.spot_checkpoint.preempted
+    if reason is not None:
+        raise Preempted(f"preempted by {reason}; relaunch the same command to resume (exit code 75)")
+
+
+def save_final_model(trainer: "Trainer") -> None:
+    """Write the model (or adapter) and its tokenizer into the run's `output_dir`. Call it on every rank.
+
+    Parameters are gathered one at a time into the host memory of rank 0, never on one GPU. That machine needs memory
+    for the full model: 2 bytes per parameter after DeepSpeed in bf16, else 4. `check_pairs` has checked before the
+    training that a ZeRO-3 config allows the shards to be gathered.
+
+    Args:
+        trainer (`Trainer`): the trainer of the completed run.
+    """
+    if trainer.is_fsdp_enabled:
+        # Checkpoints are written in shards; the exported model is a single state dict.
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model()
+
+
+def print_summary(trainer: "Trainer", callback: "ScalingCallback", metrics: dict[str, float]) -> None:
+    """Print the summary of a completed run, on the main process.
+
+    Args:
+        trainer (`Trainer`): the trainer of the run.
+        callback (`ScalingCallback`): its callback.
+        metrics (`dict[str, float]`): the results of `trainer.train()` and `trainer.evaluate()`.
+    """
+    if not trainer.is_world_process_zero():
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _summary_rows(trainer, callback, metrics):
+        table.add_row(name, value)
+    Console().print(Panel(table, title=f"{trainer.state.global_step} steps done", title_align="left", expand=False))
+
+
+def _summary_rows(trainer: "Trainer", callback: "ScalingCallback", metrics: dict[str, float]) -> list[tuple[str, str]]:
+    """The lines of the summary as pairs of a name and a text; an unknown value has no line."""
+    history = trainer.state.log_history
+    output_dir = Path(trainer.args.output_dir)
+    rows: list[tuple[str, str]] = []
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    if losses:
+        rows.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}"))
+    if "eval_loss" in metrics:
+        rows.append(("evaluation loss", f"{metrics['eval_loss']:.4f}"))
+    rates = [entry["scaling/tokens_per_s_per_gpu"] for entry in history if "scaling/tokens_per_s_per_gpu" in entry]
+    if rates:
+        processes = trainer.args.world_size
+        rows.append(("throughput", f"{statistics.median(rates):,.0f} tokens/s per process, {processes} processes"))
+    utilisation = [entry["scaling/mfu"] for entry in history if "scaling/mfu" in entry]
+    if utilisation:
+        rows.append(("MFU", f"{statistics.median(utilisation):.1%}"))
+    scaling = callback.lr_scaling.scaling
+    if scaling is not None:
+        rows.append(("learning rate", f"x {scaling.factor:.4g}: {scaling.reason}"))
+    committed = callback.spot_checkpoint.last_committed
+    if committed is not None:
+        rows.append(("checkpoint", f"{output_dir / committed} (committed, every file hashed)"))
+    rows.append(("metrics", str(output_dir / JSONL_NAME)))
+    rows.append(("model", str(output_dir)))
+    longer = _with_flag(_launch_command(), "--max_steps", str(2 * trainer.state.max_steps))
+    rows.append(("continue with", shlex.join(longer)))
+    return rows
+
+
+def _launch_command() -> list[str]:
+    """The command that started this run, as a user can type it again; it includes a launcher that is the parent."""
+    parent = psutil.Process().parent()
+    command = parent.cmdline() if parent is not None else []
+    for index, token in enumerate(command[:3]):
+        if Path(token).name in _LAUNCHERS:
+            return [Path(token).name, *command[index + 1 :]]
+    return ["python", *sys.argv]
+
+
+def _with_flag(command: list[str], flag: str, value: str) -> list[str]:
+    """`command` with `flag value` at its end; an earlier value of the flag is removed."""
+    if flag in command:
+        index = command.index(flag)
+        command = command[:index] + command[index + 2 :]
+    return [*command, flag, value]

@@ -24,7 +24,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.strategy import requested_family
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
-from hfscale.recipe.arguments import ModelArguments, blaming
+from hfscale.recipe.arguments import ModelArguments, errors_name_flag
 from hfscale.recipe.layout import distributed_config
 from hfscale.utils import distributed
 
@@ -42,7 +42,7 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     if name is None:
         return corpus.default_tokenizer()
     flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path or --config_name (for its tokenizer)"
-    with blaming(flag, name):
+    with errors_name_flag(flag, name):
         return AutoTokenizer.from_pretrained(name)
 
 
@@ -55,7 +55,7 @@ def load_config(
         UsageError: there is none of that name, or it is too small for the tokenizer or the sequences.
     """
     name = args.model_name_or_path or args.config_name
-    with blaming("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
+    with errors_name_flag("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
         config = AutoConfig.from_pretrained(name) if name else corpus.default_config(tokenizer)
     text = config.get_text_config()
     if tokenizer is not None and not args.model_name_or_path and len(tokenizer) > text.vocab_size:
@@ -95,11 +95,11 @@ def load_model(
     if args.model_name_or_path:
         if args.load_in_4bit:
             options |= _four_bits(training_args)
-        with blaming("--model_name_or_path", args.model_name_or_path):
+        with errors_name_flag("--model_name_or_path", args.model_name_or_path):
             return AutoModelForCausalLM.from_pretrained(
                 args.model_name_or_path, config=config, distributed_config=sharding, **options
             )
-    with blaming("--attn_implementation", args.attn_implementation):
+    with errors_name_flag("--attn_implementation", args.attn_implementation):
         if sharding is None:
             return build_model(config, seed=training_args.seed, **options)
         return _build_sharded(config, training_args, sharding, options)
@@ -115,7 +115,7 @@ def load_empty_model(
     """
     dtype = torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32
     options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
-    with blaming("--attn_implementation", args.attn_implementation), torch.device("meta"):
+    with errors_name_flag("--attn_implementation", args.attn_implementation), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
 
 
@@ -133,7 +133,7 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         task_type="CAUSAL_LM",
     )
     set_seed(training_args.seed)  # how far loading has moved the generator depends on the strategy
-    with blaming("--lora_target_modules", args.lora_target_modules):
+    with errors_name_flag("--lora_target_modules", args.lora_target_modules):
         adapted = get_peft_model(model, config)
     if training_args.activation_checkpointing or training_args.gradient_checkpointing:
         adapted.enable_input_require_grads()  # recomputed layers need an input that asks for a gradient

@@ -1,24 +1,20 @@
-"""Reading the recipes' flags from a YAML file and the command line, whose flags win."""
+"""Reading the flags of a recipe from a YAML file and the command line, and the text of `--help`."""
 
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, NoReturn
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field, fields
+from enum import Enum
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers import HfArgumentParser
 
 from hfscale.errors import HfScaleError, UsageError
+from hfscale.parallel.arguments import ParallelArguments
 from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, one_line
 from hfscale.utils.config_file import nearest, read_yaml_mapping, split_off_config, to_argv
-
-
-class _Parser(HfArgumentParser):
-    """Raises a UsageError where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message))
-
+from hfscale.utils.logging import is_main_process
 
 EMBEDDED_DEFAULTS = {
     "block_size": "256",
@@ -33,68 +29,166 @@ EMBEDDED_DEFAULTS = {
     "max_eval_samples": "64",
     "weight_decay": "0.1",
 }
-"""Flags of the embedded default run, for what the user leaves open: a minute on two CPU cores."""
+"""Flags of the embedded default run, unless the user gives others: it takes a minute on two CPU cores."""
 
 _NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file")
 _EXCLUDES = {"num_train_epochs": "max_steps"}
 
 
 GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
-"""The flags that every recipe has."""
+"""The dataclasses of flags that every recipe has."""
+
+
+class _Parser(HfArgumentParser):
+    """Raises a UsageError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message))
 
 
 def parse_arguments(argv: Sequence[str] | None = None, *, also: Sequence[type] = ()) -> tuple[Any, ...]:
-    """Read `--config FILE.yaml` and the command line, whose flags win.
+    """Read `--config FILE.yaml` and the command line, whose flags win. `--help` prints all flags and exits.
 
     Args:
-        argv (`Sequence[str]`, *optional*): the flags; absent: those of this process.
+        argv (`Sequence[str]`, *optional*): the flags. Default: those of this process.
         also (`Sequence[type]`): further dataclasses of flags.
 
     Returns:
-        One instance of each of `GROUPS`, then one of each of `also`.
+        `tuple`: one instance of each of `GROUPS`, then one of each of `also`.
 
     Raises:
         ConfigFileError: the YAML file is missing, broken or has an unknown key.
         UsageError: an unknown flag, a value of the wrong type or range, flags that contradict each other.
     """
     groups = (*GROUPS, *also)
-    parser = _Parser(groups, allow_abbrev=False)
-    known = {flag.name for group in groups for flag in fields(group) if flag.init}
     rest, config = split_off_config(list(sys.argv[1:] if argv is None else argv))
+    if "--help" in rest or "-h" in rest:
+        if is_main_process():
+            print(help_text(also))
+        sys.exit(0)
+    parser = _Parser(groups, allow_abbrev=False, add_help=False)
+    known = {flag.name for group in groups for flag in fields(group) if flag.init}
     from_file = to_argv(config, read_yaml_mapping(config, known)) if config else []
     for flag in (token.partition("=")[0] for token in rest):
         name = flag[2:].replace("-", "_")
-        if flag.startswith("--") and not {name, name.removeprefix("no_")} & {*known, "help"}:
-            mend = nearest(flag[2:], known, prefix="--") or "; --help lists all"
-            raise UsageError(f"unknown flag {flag}{mend}")
+        if flag.startswith("--") and not {name, name.removeprefix("no_")} & known:
+            fix = nearest(flag[2:], known, prefix="--") or "; --help lists all"
+            raise UsageError(f"unknown flag {flag}{fix}")
     tokens = _embedded_defaults([*from_file, *rest]) + from_file + rest
     try:
         *parsed, left = parser.parse_args_into_dataclasses(args=tokens, return_remaining_strings=True)
     except HfScaleError:
         raise
-    except (ValueError, TypeError, OSError, ImportError) as error:  # what TrainingArguments makes of the values
+    except (ValueError, TypeError, OSError, ImportError) as error:  # raised by TrainingArguments
         raise UsageError(one_line(error)) from error
     if left:
-        raise UsageError(f"'{left[0]}' is no flag, and belongs to none: flags begin with --, and most take one value")
+        raise UsageError(
+            f"'{left[0]}' is not a flag and belongs to none: flags begin with --, and most take one value"
+        )
     _, data, _, training, *_ = parsed
     if data.streaming and training.max_steps < 0:
-        raise UsageError("--streaming reads a text whose length is not known: give --max_steps")
+        raise UsageError("--streaming reads a text of unknown length: give --max_steps")
     if data.streaming and "dataloader_num_workers" not in _given(tokens):
-        # Where processes are in a stream is not known; `PlacedStream`'s thread, which reads ahead without them, is.
-        training.dataloader_num_workers, training.dataloader_persistent_workers = 0, False
+        # The positions of worker processes in a stream are unknown; a thread in this process reads ahead instead.
+        training.dataloader_num_workers = 0
+        training.dataloader_persistent_workers = False
         training.dataloader_prefetch_factor = None
     return tuple(parsed)
 
 
 def _given(tokens: Sequence[str]) -> set[str]:
+    """The names of the flags among some command-line tokens."""
     return {token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")}
 
 
 def _embedded_defaults(tokens: Sequence[str]) -> list[str]:
-    """The flags of the embedded default run, where neither a model nor a text is named."""
+    """The flags of the embedded default run, if neither a model nor a text is named."""
     given = _given(tokens)
     if given.intersection(_NAMES_A_RUN):
         return []
     excluded = {_EXCLUDES[name] for name in given if name in _EXCLUDES}
     defaults = {flag: value for flag, value in EMBEDDED_DEFAULTS.items() if flag not in excluded}
     return [token for flag, value in defaults.items() for token in (f"--{flag}", value)]
+
+
+_HELP_WIDTH, _HELP_INDENT = 100, 6
+_USAGE = """\
+usage: accelerate launch --config_file ACCELERATE.yaml {script} [--config FILE.yaml] [--FLAG VALUE ...]
+
+  --config FILE.yaml
+      Read flags from a YAML file, one `flag: value` per line; the flags on the command line win over it.
+  -h, --help
+      Print this text and exit.
+
+A flag may also be written with hyphens (--block-size) or with an equals sign (--block_size=256). A list takes
+several values. Most true|false flags may be given without a value, which means true. Defaults are in brackets.
+
+Without --model_name_or_path, --config_name, --dataset_name and --train_file the recipe trains a small Llama on
+the source files of the Python standard library, with these defaults:
+{embedded}
+"""
+_TITLES = {
+    ModelArguments: "Model",
+    DataArguments: "Data",
+    ScalingArguments: "Learning rate, checkpoints and metrics (hfscale)",
+    ParallelArguments: "Parallel axes",
+}
+
+
+def help_text(also: Sequence[type] = ()) -> str:
+    """Return the text of a recipe's `--help`: hfscale's flags by group first, then transformers' own.
+
+    Args:
+        also (`Sequence[type]`): further dataclasses of flags, as in `parse_arguments`.
+    """
+    embedded = " ".join(f"--{flag} {value}" for flag, value in EMBEDDED_DEFAULTS.items())
+    sections = [_USAGE.format(script=sys.argv[0], embedded=textwrap.fill(embedded, _HELP_WIDTH))]
+    for group in (*GROUPS[:-1], *also):
+        sections += _section(_TITLES.get(group, group.__name__), group, fields(group))
+    own = [
+        flag
+        for flag in fields(RecipeTrainingArguments)
+        if flag.name in vars(RecipeTrainingArguments)["__annotations__"]
+    ]
+    inherited = [flag for flag in fields(RecipeTrainingArguments) if flag not in own]
+    sections += _section("Training: flags and defaults of the recipes", RecipeTrainingArguments, own)
+    sections += _section(
+        "Training: all other flags of transformers' TrainingArguments", RecipeTrainingArguments, inherited
+    )
+    return "\n".join(sections)
+
+
+def _section(title: str, group: type, flags: Iterable[Field[Any]]) -> list[str]:
+    """The help of some flags of a dataclass, below a title."""
+    types = get_type_hints(group)
+    lines = [f"{title}:", ""]
+    for flag in flags:
+        if not flag.init:
+            continue
+        default = flag.default if flag.default_factory is MISSING else flag.default_factory()
+        default = default.value if isinstance(default, Enum) else default
+        shown = "" if default in (None, MISSING, "") else f" [{_plain(default)}]"
+        text = " ".join(str(flag.metadata.get("help", "")).replace("%%", "%").split()) + shown
+        indent = " " * _HELP_INDENT
+        lines.append(f"  --{flag.name} {_value_name(types[flag.name], flag)}")
+        lines += textwrap.wrap(text, _HELP_WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return [*lines, ""]
+
+
+def _plain(value: object) -> str:
+    """A default value as it is written on the command line."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _value_name(kind: Any, flag: Field[Any]) -> str:
+    """What `--help` writes for the value of a flag of this type: its choices, or the kind of value."""
+    kinds = [part for part in get_args(kind) or (kind,) if part is not type(None)]
+    if any(isinstance(part, type) and issubclass(part, Enum) for part in kinds):
+        return "{" + ",".join(str(choice.value) for choice in kinds[0]) + "}"
+    if flag.metadata.get("choices"):
+        return "{" + ",".join(flag.metadata["choices"]) + "}"
+    names = {bool: "true|false", int: "N", float: "X"}
+    name = names.get(kinds[0], "VALUE") if len(kinds) == 1 else "VALUE"
+    return f"{name} ..." if "list" in str(kind) and str not in kinds else name

@@ -18,29 +18,19 @@ checkpoint, on this or another layout. Copy this file and change it.
 
 from transformers import EarlyStoppingCallback, default_data_collator, set_seed
 
-from hfscale import (
-    CommHealthCallback,
-    LRScalingCallback,
-    ParallelArguments,
-    ParallelTrainer,
-    ScalingCallback,
-    ScalingMetricsCallback,
-    SpotCheckpointCallback,
-)
+from hfscale import ParallelArguments, ParallelTrainer
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
 from hfscale.integrations.strategy import check_launch
 from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.parallel.stage_flags import plan_stages
-from hfscale.recipe.arguments import check_evaluation
+from hfscale.recipe.arguments import check_evaluation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.data import load_packed_datasets
-from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, run
-from hfscale.recipe.export import save_final_model
+from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
 from hfscale.recipe.models import add_lora, load_config, load_empty_model, load_tokenizer
 from hfscale.recipe.parsing import parse_arguments
 from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
-from hfscale.recipe.summary import print_summary
 
 
 def main():
@@ -79,29 +69,7 @@ def main():
     patience = scaling_args.early_stopping_patience
     check_evaluation(training_args, has_evaluation=eval_dataset is not None, patience=patience)
 
-    scaling = ScalingCallback(
-        comm_health=CommHealthCallback(),
-        lr_scaling=LRScalingCallback(
-            rule=scaling_args.lr_scaling_rule,
-            base_global_batch_size=scaling_args.base_global_batch_size,
-            block_size=data_args.block_size,
-            base_block_size=scaling_args.base_block_size,
-            critical_batch_size=scaling_args.critical_batch_size,
-            warmup_scale=scaling_args.warmup_scale,
-        ),
-        spot_checkpoint=SpotCheckpointCallback(
-            every_minutes=scaling_args.save_minutes,
-            asynchronous=scaling_args.asynchronous_save,
-            remote=scaling_args.checkpoint_remote,
-            notice_s=scaling_args.notice_s,
-        ),
-        metrics=ScalingMetricsCallback(
-            peak_tflops=scaling_args.peak_tflops,
-            usd_per_gpu_hour=scaling_args.usd_per_gpu_hour,
-            baseline=scaling_args.scaling_baseline,
-            noise_scale=scaling_args.noise_scale,
-        ),
-    )
+    scaling = scaling_callback(scaling_args, data_args)
     trainer = ParallelTrainer(
         model=empty_model(),
         args=training_args,
