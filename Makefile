@@ -1,6 +1,7 @@
 # make train   set up .venv and run the main job        make check        ruff, mypy
-# make test    the test suite (two cores, < 20 minutes) make test-faults  the long fault suite
-# make bench   paired measurements -> benchmarks/       make test-gpu     what needs a CUDA GPU
+# make test    the test suite                           make test-faults  the long fault suite
+# make docs    the documentation site -> site/          make test-gpu     what needs a CUDA GPU
+# make bench   paired measurements -> benchmarks/
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -12,7 +13,7 @@ OUTPUT_DIR ?= runs/train
 OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true HFSCALE_CLOUD=none
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test check test-faults test-gpu bench clean
+.PHONY: train test check docs test-faults test-gpu bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -29,6 +30,10 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "site/index.html"
+
 test-faults: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 HFSCALE_TEST_LAUNCH=agent $(BIN)/python -m pytest -q -m faults $(ARGS)
 
@@ -39,7 +44,7 @@ bench: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) runs dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs dist build site .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # DeepSpeed builds from source and looks for torch, so torch comes first.
@@ -57,4 +62,9 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) -e ".[dev]"
 	@rm -rf $(VENV)/torch_extensions
 	$(BIN)/python tests/build_extensions.py
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@echo "Adding what the documentation needs …"
+	$(PIP) -e ".[docs]"
 	@touch $@

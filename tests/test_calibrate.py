@@ -217,5 +217,5 @@ def test_a_gpu_is_measured(tmp_path, monkeypatch):
     assert find_accelerator(room.write(found, tmp_path / "h.toml").name, tmp_path / "h.toml").memory_gib > 1
 
 
-def test_the_readme_names_the_default_file():
-    assert "~/.config/hfscale/hardware.toml" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+def test_the_documentation_names_the_default_file():
+    assert "~/.config/hfscale/hardware.toml" in (REPOSITORY / "docs" / "planner.md").read_text(encoding="utf-8")

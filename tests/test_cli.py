@@ -93,6 +93,17 @@ class TestConfigs:
         assert "exists" in capsys.readouterr().err
         assert main(["configs", "copy", "ddp", str(tmp_path), "--force"]) == 0
 
+    def test_copy_brings_the_deepspeed_file_that_a_config_reads(self, tmp_path, capsys):
+        assert main(["configs", "copy", "zero2", str(tmp_path / "mine.yaml")]) == 0
+        copied = tmp_path / "ds_configs" / "zero2.json"
+        assert capsys.readouterr().out.split() == [str(tmp_path / "mine.yaml"), str(copied)]
+        assert copied.read_bytes() == (REPOSITORY / "ds_configs" / "zero2.json").read_bytes()
+        assert main(["configs", "copy", "zero2", str(tmp_path)]) == 0  # the same JSON file again is no conflict
+        copied.write_text("{}")
+        assert main(["configs", "copy", "zero2", str(tmp_path / "other.yaml")]) == 2
+        assert copied.read_text() == "{}"
+        assert not (tmp_path / "other.yaml").exists()
+
     def test_copy_into_nowhere(self, tmp_path, capsys):
         assert main(["configs", "copy", "ddp", str(tmp_path / "a" / "b")]) == 1
         assert "cannot be written: No such file" in capsys.readouterr().err
@@ -103,17 +114,3 @@ class TestConfigs:
         writer.stdout.close()  # before it writes: the pipe is broken from the start
         assert writer.stderr.read() == ""
         writer.wait(60)
-
-
-def test_the_wheel_brings_the_configs_and_recipes(tmp_path):
-    """Built as it will be published, unpacked, and used with nothing of the repository on the path."""
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(REPOSITORY)]
-    subprocess.run(build, check=True, capture_output=True, timeout=120)
-    wheel = next(tmp_path.glob("*.whl"))
-    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "site")], check=True, timeout=60)
-    code = "import sys; sys.path.insert(0, 'site'); from hfscale.cli import main; main(['configs', 'list', '--json'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert {row["name"] for row in json.loads(done.stdout)} == {config.name for config in list_configs()}
-    assert (tmp_path / "site" / "hfscale" / "shipped" / "recipes" / "ddp" / "train.py").is_file()

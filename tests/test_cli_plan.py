@@ -16,7 +16,7 @@ from hfscale.planner.row_shape import number
 
 PLAN = ["plan", "llama-3.1-8b", "--gpu", "H100-80GB", "--gpus", "8"]
 ESTIMATE = ["estimate", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8"]
-README = REPOSITORY / "README.md"
+PLANNER_PAGE = REPOSITORY / "docs" / "planner.md"
 TABLE = REPOSITORY / "benchmarks" / "data" / "throughput.csv"
 MEMORY = {"parameters", "gradients", "optimizer", "activations", "loss", "buffers", "context", "total"}
 
@@ -62,8 +62,10 @@ class TestPlan:
             assert word in out
         assert max(map(len, out.splitlines())) <= 120
 
-    def test_the_readme_shows_what_is_printed(self, capsys):
-        command, shown = re.search(r"^\$ hfscale (plan .*)\n([^`]*)```", README.read_text(), re.MULTILINE).groups()
+    def test_the_documentation_shows_what_is_printed(self, capsys):
+        command, shown = re.search(
+            r"^\$ hfscale (plan .*)\n([^`]*)```", PLANNER_PAGE.read_text(), re.MULTILINE
+        ).groups()
         out = [line.rstrip() for line in run(capsys, *command.split()).out.splitlines()]
         assert out[: shown.count("\n")] == shown.splitlines()
 

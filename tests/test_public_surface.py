@@ -6,7 +6,6 @@ import sys
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -267,20 +266,6 @@ def test_nothing_unpickles_or_calls_a_shell():
         assert not [word for word in banned if word in text], name
 
 
-def test_contributing_names_every_layer():
-    contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert [layer for layer in LAYERS if f"`{layer}" not in contributing] == []
-
-
 @pytest.mark.parametrize("name", benchmarks.NAMES)
 def test_every_benchmark_can_be_begun(name):
     assert callable(import_module(f"benchmarks.{name}").measure)
-
-
-def test_paths_in_the_readme_exist():
-    import re
-
-    for document in ("README.md", "CONTRIBUTING.md"):
-        text = (REPOSITORY / document).read_text(encoding="utf-8")
-        for found in re.findall(r"(?:recipes|accelerate_configs|ds_configs|benchmarks|tests)/[\w./-]+\w", text):
-            assert Path(REPOSITORY / found).exists(), f"{document} names {found}"

@@ -19,7 +19,11 @@ from hfscale.recipe.parsing import GROUPS, parse_arguments
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 A_RECIPE = REPOSITORY / "recipes" / "ddp" / "smollm2-135m-full.yaml"
 READMES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "recipes").rglob("README.md"))]
-FLAGS = {"config", *(flag.name for group in (*GROUPS, ParallelArguments) for flag in fields(group) if flag.init)}
+FLAGS = {
+    "config",
+    "help",
+    *(flag.name for group in (*GROUPS, ParallelArguments) for flag in fields(group) if flag.init),
+}
 SHELL_BLOCK = re.compile(r"^ *```(?:bash|sh|shell|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 REPOSITORY_PATH = re.compile(r"(?:accelerate_configs|ds_configs|recipes)/")
 SCRIPT = re.compile(r"recipes/.+\.py")

@@ -1,0 +1,388 @@
+"""README, CONTRIBUTING and docs/: every path, flag, command, link and Python block in them is real."""
+
+import ast
+import functools
+import inspect
+import io
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from conftest import REPOSITORY
+from test_public_surface import LAYERS
+from test_recipe_yamls import FLAGS, command_problems, shell_commands
+from tiny import RandomTokens, tiny_arguments, tiny_model
+from transformers import Trainer
+
+import hfscale
+from benchmarks.__main__ import NAMES as BENCHMARKS
+from hfscale.cli import COMMANDS, main
+
+README = REPOSITORY / "README.md"
+CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+DOCUMENTS = [README, CONTRIBUTING, *PAGES, *sorted((REPOSITORY / "recipes").rglob("README.md"))]
+DOCUMENTS += [REPOSITORY / "CHANGELOG.md", REPOSITORY / "launch" / "README.md"]
+
+GROUPS_OF_COMMANDS = ("checkpoints", "configs")
+NEEDS_MORE_THAN_ARITHMETIC = ("--calibrate", "--plot", "--table", "local-")
+OF_OTHER_TOOLS = {"--shm-size", "--stop-timeout", "--signal", "--version", "--help", "--strict", "--save-dir"}
+COMMANDS_IN_PROSE = ("hfscale ", "make ", "python -m benchmarks", "accelerate launch ")
+FOLDERS = ("accelerate_configs", "benchmarks", "docs", "ds_configs", "hfscale", "launch", "recipes", "tests")
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: [^>]+ -->\s*\Z")
+REPOSITORY_PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
+CALLBACK = re.compile(r"\w+Callback\(.*\)")
+
+
+def named(path):
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def text_of(path):
+    return path.read_text(encoding="utf-8")
+
+
+def code_spans(markdown):
+    """The inline code of a document, outside of its fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", markdown))
+
+
+@functools.cache
+def flags_of(*command):
+    """The flags that `hfscale COMMAND --help` prints."""
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        main([*command, "--help"])
+    return set(re.findall(r"--[a-z][\w-]*", shown.getvalue()))
+
+
+def commands_of(group):
+    """The commands of `hfscale checkpoints` and `hfscale configs`."""
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        main([group, "--help"])
+    return re.findall(r"^  ([a-z]+) ", shown.getvalue().split("Commands:")[1], re.MULTILINE)
+
+
+def hfscale_problems(command):
+    """What is wrong with the `hfscale …` part of a command: an unknown subcommand or flag."""
+    starts = [i for i, word in enumerate(command) if word == "hfscale" and (i == 0 or command[i - 1] == "-m")]
+    if not starts:
+        return []
+    words = command[starts[0] + 1 :]
+    if not words or words[0].startswith("--") or words[0] == "COMMAND":
+        return []
+    path, rest = words[:1], words[1:]
+    if path[0] not in COMMANDS:
+        return [f"no command hfscale {path[0]}"]
+    if path[0] in GROUPS_OF_COMMANDS and rest:
+        if rest[0] not in commands_of(path[0]):
+            return [f"no command hfscale {path[0]} {rest[0]}"]
+        path, rest = [*path, rest[0]], rest[1:]
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    given = [token.partition("=")[0] for token in own if token.startswith("--")]
+    return [f"hfscale {' '.join(path)} has no {flag}" for flag in given if flag not in flags_of(*path)]
+
+
+def make_problems(command):
+    if command[0] != "make":
+        return []
+    targets = set(re.findall(r"^([\w-]+):", text_of(REPOSITORY / "Makefile"), re.MULTILINE))
+    return [f"no target {word}" for word in command[1:2] if word not in targets]
+
+
+def benchmark_problems(command):
+    joined = " ".join(command)
+    modules = re.findall(r"-m benchmarks\.(\w+)", joined)
+    problems = [f"no module benchmarks.{name}" for name in modules if not find_spec(f"benchmarks.{name}")]
+    found = re.search(r"-m benchmarks ([\w ]+)", joined)
+    return problems + [
+        f"no benchmark {name}" for name in (found[1].split() if found else ()) if name not in BENCHMARKS
+    ]
+
+
+def path_problems(words):
+    paths = [match[0].rstrip("/") for word in words for match in [REPOSITORY_PATH.match(word)] if match]
+    return [f"no path {path}" for path in paths if not any(REPOSITORY.glob(path))]
+
+
+def shell_problems(markdown):
+    """What is wrong with the shell blocks of a document, and with the commands in its inline code."""
+    commands = list(shell_commands(markdown))
+    for span in code_spans(markdown):
+        if span.startswith(("hfscale ", "make ", "python -m benchmarks", "accelerate launch ")) and not set(
+            "…|"
+        ) & set(span):
+            commands.append(shlex.split(span))
+    problems = []
+    for command in commands:
+        problems += command_problems(command) + hfscale_problems(command) + make_problems(command)
+        problems += benchmark_problems(command) + path_problems(" ".join(command).replace("=", " ").split())
+    return problems
+
+
+@functools.cache
+def all_flags():
+    of_accelerate = set(launch_command_parser()._option_string_actions)
+    of_hfscale = [flags_of(name) for name in COMMANDS if name not in GROUPS_OF_COMMANDS]
+    of_hfscale += [flags_of(group, name) for group in GROUPS_OF_COMMANDS for name in commands_of(group)]
+    of_recipes = {f"--{name}" for name in FLAGS} | {f"--no_{name}" for name in FLAGS}
+    return of_accelerate.union(*of_hfscale, of_recipes, OF_OTHER_TOOLS)
+
+
+def prose_problems(markdown):
+    """Flags and repository paths in inline code that do not exist."""
+    spans = code_spans(markdown)
+    problems = path_problems(spans)
+    for span in spans:
+        flag = re.match(r"(?:… )?(--[a-z][\w-]*)", span)
+        if flag and flag[1] not in all_flags():
+            problems.append(f"no flag {flag[1]}")
+    return problems
+
+
+def slugs(path):
+    """The anchors of a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(path)), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings]
+    return {"#" + heading.replace(" ", "-") for heading in plain}
+
+
+def link_problems(path):
+    problems = []
+    for target, anchor in LINK.findall(FENCE.sub("", text_of(path))):
+        goal = (path.parent / target).resolve() if target else path
+        if not goal.exists():
+            problems.append(f"no file {target}")
+        elif anchor and goal.suffix == ".md" and anchor not in slugs(goal):
+            problems.append(f"no heading {target}{anchor}")
+    return problems
+
+
+def python_blocks(markdown):
+    """Of each Python block: its code, and whether the document says that it is not to be run."""
+    for found in FENCE.finditer(markdown):
+        if found["language"] == "python":
+            yield inspect.cleandoc(found["code"]), bool(NOT_RUN.search(markdown[: found.start()]))
+
+
+def scripts_of_diff(markdown):
+    """Of each diff block the script before and after."""
+    for found in FENCE.finditer(markdown):
+        if found["language"] == "diff":
+            lines = found["code"].splitlines()
+            yield tuple("\n".join(line[1:] for line in lines if not line.startswith(mark)) for mark in "+-")
+
+
+def names_for_blocks(tmp_path):
+    """What the blocks take for granted: a model, arguments, a dataset."""
+    arguments = tiny_arguments(tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=1)
+    return {"model": tiny_model(), "args": arguments, "dataset": RandomTokens(16)}
+
+
+def public_names():
+    return set(hfscale.__all__) - {"__version__"}
+
+
+def module_list():
+    """The block of CONTRIBUTING.md that lists every module of the package."""
+    lines = []
+    for folder in sorted(path.parent for path in (REPOSITORY / "hfscale").rglob("__init__.py")):
+        modules = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+        lines += [f"{named(folder)}/", *wrapped(modules)]
+    return "\n".join(lines)
+
+
+def wrapped(names, width=100):
+    lines = [""]
+    for name in names:
+        if len(lines[-1]) + len(name) > width:
+            lines.append("")
+        lines[-1] += f"  {name}"
+    return [f"  {line}" for line in lines if line]
+
+
+def test_the_readme_is_short():
+    assert len(text_of(README).splitlines()) <= 200
+    assert len(text_of(README).split()) <= 1500
+
+
+def test_the_readme_shows_the_installation_before_any_code():
+    first = next(FENCE.finditer(text_of(README)))
+    assert "pip install" in first["code"]
+
+
+def test_pictures_are_small():
+    pictures = list((REPOSITORY / "docs" / "images").iterdir())
+    assert {picture.name for picture in pictures} == {"plan.png", "report.png"}
+    assert max(picture.stat().st_size for picture in pictures) < 150_000
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_commands_are_real(path):
+    assert shell_problems(text_of(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("block", "problem"),
+    [
+        ("hfscale plan x --gpuss 8", "hfscale plan has no --gpuss"),
+        ("accelerate launch -m hfscale check --deadlin 3", "hfscale check has no --deadlin"),
+        ("hfscale checkpoints covert a b", "no command hfscale checkpoints covert"),
+        ("hfscale checkpoints convert a b --to_ zero3", "hfscale checkpoints convert has no --to_"),
+        ("hfscale sweep --gpus 1 -- recipes/ddp/train.py --block_sise 4", "no flag --block_sise"),
+        ("NODE_RANK=0 launch/multinode/accelerat.sh", "no path launch/multinode/accelerat.sh"),
+        ("python -m benchmarks callback_overhed", "no benchmark callback_overhed"),
+        ("make trian", "no target trian"),
+        ("accelerate launch --num_process_es 2 recipes/ddp/train.py", "accelerate rejects"),
+    ],
+)
+def test_a_wrong_command_is_seen(block, problem):
+    found = shell_problems(f"text\n```bash\n{block}\n```\n")
+    assert [one for one in found if one.startswith(problem)]
+
+
+def test_a_wrong_command_in_prose_is_seen():
+    assert shell_problems("or `hfscale plan x --gpuss 8`, inline") == ["hfscale plan has no --gpuss"]
+
+
+@pytest.mark.parametrize("path", [README, CONTRIBUTING, *PAGES], ids=named)
+def test_flags_and_paths_in_prose_are_real(path):
+    assert prose_problems(text_of(path)) == []
+
+
+def test_a_wrong_flag_or_path_in_prose_is_seen():
+    assert prose_problems("use `--block_sise 4` and `recipes/ddp/trian.py`") == [
+        "no path recipes/ddp/trian.py",
+        "no flag --block_sise",
+    ]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_links_lead_somewhere(path):
+    assert link_problems(path) == []
+
+
+def test_a_wrong_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One heading\n[a](page.md#one-heading) [b](page.md#two) [c](none.md)\n")
+    assert link_problems(page) == ["no heading page.md#two", "no file none.md"]
+
+
+def planning_commands():
+    for path in (README, *PAGES):
+        for command in shell_commands(text_of(path)):
+            joined = shlex.join(command)
+            is_plan = command[0] == "hfscale" and command[1] in ("plan", "estimate", "configs")
+            if is_plan and not any(word in joined for word in NEEDS_MORE_THAN_ARITHMETIC):
+                yield joined
+
+
+@pytest.mark.parametrize("command", sorted(set(planning_commands())))
+def test_planning_commands_run(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_python_blocks_compile(path):
+    for code, _ in python_blocks(text_of(path)):
+        compile(code, named(path), "exec")
+
+
+@pytest.mark.parametrize("path", [path for path in (README, *PAGES) if any(python_blocks(text_of(path)))], ids=named)
+def test_python_blocks_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = names_for_blocks(tmp_path)
+    for code, not_run in python_blocks(text_of(path)):
+        if not not_run:
+            exec(compile(code, named(path), "exec"), names)  # noqa: S102 - our own documentation
+    if "scaling" in names:
+        trainer = Trainer(
+            model=names["model"], args=names["args"], train_dataset=names["dataset"], callbacks=[names["scaling"]]
+        )
+        assert trainer.train().global_step == 2
+
+
+@pytest.mark.parametrize("path", [README, REPOSITORY / "docs" / "own_trainer.md"], ids=named)
+def test_the_script_runs_before_and_after_its_diff(path, tmp_path):
+    (before, after), *others = scripts_of_diff(text_of(path))
+    assert not others
+    for script, steps, checkpoint in ((before, 2, None), (after, 2, None), (after, 4, "checkpoint-2")):
+        names = names_for_blocks(tmp_path / ("after" if script == after else "before"))
+        names["args"].max_steps = steps
+        if checkpoint:
+            assert Path(hfscale.latest_checkpoint(names["args"].output_dir)).name == checkpoint
+        exec(compile(script, named(path), "exec"), names)  # noqa: S102 - our own documentation
+        assert names["trainer"].state.global_step == steps
+
+
+@pytest.mark.parametrize("path", [README, *PAGES], ids=named)
+def test_callbacks_in_prose_can_be_made(path):
+    for span in code_spans(text_of(path)):
+        if CALLBACK.fullmatch(span) and "…" not in span:
+            call = ast.parse(span, mode="eval").body
+            keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            getattr(hfscale, call.func.id)(**keywords)
+
+
+def test_the_api_page_lists_every_public_name():
+    listed = re.findall(r"^::: hfscale\.(\w+)$", text_of(REPOSITORY / "docs" / "api.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(public_names())
+
+
+def site_config():
+    return yaml.safe_load(text_of(REPOSITORY / "mkdocs.yml"))
+
+
+def test_the_site_lists_every_page():
+    def pages(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]
+
+    assert sorted(pages(site_config()["nav"])) == sorted(path.name for path in PAGES)
+
+
+def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra docs: make docs")
+    argv = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?https?:[^\s\">]+")
+    for page in tmp_path.rglob("*.html"):
+        assert not loaded.findall(text_of(page)), page.name
+    for style in tmp_path.rglob("*.css"):
+        assert not re.findall(r"url\([\"']?https?:", text_of(style)), style.name
+    assert public_names() <= set(re.findall(r"[\w]+", text_of(tmp_path / "api.html")))
+
+
+@pytest.mark.parametrize("path", [CONTRIBUTING, REPOSITORY / "docs" / "architecture.md"], ids=named)
+def test_every_layer_is_named(path):
+    assert [layer for layer in LAYERS if not re.search(rf"`(hfscale/)?{layer}\b", text_of(path))] == []
+
+
+def listed_modules():
+    """The block of CONTRIBUTING.md, as it stands there."""
+    blocks = [found["code"] for found in FENCE.finditer(text_of(CONTRIBUTING))]
+    return next(block for block in blocks if block.startswith("hfscale/"))
+
+
+def test_contributing_lists_every_module():
+    assert listed_modules().rstrip("\n") == module_list(), "run `python tests/test_docs.py`, which writes the list"
+
+
+if __name__ == "__main__":
+    text = text_of(CONTRIBUTING).replace(listed_modules(), module_list() + "\n")
+    CONTRIBUTING.write_text(text, encoding="utf-8")

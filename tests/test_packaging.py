@@ -1,0 +1,132 @@
+"""Wheel and sdist: their contents, and the wheel installed in an empty environment and used from another folder."""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, run_process
+from recipe_runs import FLAGS, make_workplace
+
+from hfscale import __version__
+from hfscale.utils.shipped import list_configs
+
+SHIPPED = ("accelerate_configs", "ds_configs", "recipes")
+USE_THE_CALLBACK = """
+import hfscale
+from hfscale import ScalingCallback, latest_checkpoint
+from tiny import RandomTokens, tiny_arguments, tiny_model
+from transformers import Trainer
+
+arguments = tiny_arguments("run", max_steps=2, save_strategy="steps", save_steps=1)
+trainer = Trainer(model=tiny_model(), args=arguments, train_dataset=RandomTokens(), callbacks=[ScalingCallback()])
+trainer.train()
+print(hfscale.__file__, latest_checkpoint("run"), sep="\\n")
+"""
+
+
+def project():
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def tracked_files(*folders):
+    """The repository's files in these folders, without what running it leaves behind."""
+    paths = [path for folder in folders for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
+    return {path.relative_to(REPOSITORY).as_posix() for path in paths if "__pycache__" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """The wheel and the sdist, built without a network from this checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    argv = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--sdist", "--outdir", str(folder)]
+    done = subprocess.run([*argv, str(REPOSITORY)], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def installed(distributions, tmp_path_factory):
+    """The `bin` of an environment that has the wheel, and the dependencies of the tests but not this checkout."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    # A folder that a .pth file names is searched, but its own .pth files (the editable install) are not read.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet"]
+    subprocess.run([*pip, "--no-index", "--no-deps", str(distributions[0])], check=True, timeout=100)
+    return folder / "bin"
+
+
+@pytest.fixture
+def use(installed, tmp_path):
+    """Run a program of that environment in a folder of its own; returns its standard output."""
+
+    def run(program, *argv):
+        done = run_process([str(installed / program), *argv], tmp_path, {"PYTHONPATH": ""})
+        assert done.code == 0, done.out + done.err
+        return done.out
+
+    return run
+
+
+def test_the_wheel_has_the_package_and_what_people_copy(distributions):
+    names = zipfile.ZipFile(distributions[0]).namelist()
+    files = {name for name in names if ".dist-info/" not in name}
+    expected = tracked_files("hfscale") | {f"hfscale/shipped/{name}" for name in tracked_files(*SHIPPED)}
+    assert files == expected
+
+
+def test_the_sdist_has_what_building_and_testing_need(distributions):
+    with tarfile.open(distributions[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert tracked_files("hfscale", *SHIPPED, "launch", "docs", "tests", "benchmarks") <= names
+    assert {"pyproject.toml", "constraints.txt", "Makefile", "mkdocs.yml", "README.md", "LICENSE"} <= names
+
+
+def test_the_metadata_is_complete(distributions):
+    wheel = zipfile.ZipFile(distributions[0])
+    metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith("METADATA"))).decode()
+    lines = metadata.splitlines()
+    assert f"Version: {__version__}" in lines
+    assert "License-Expression: Apache-2.0" in lines
+    assert "Requires-Python: >=3.11" in lines
+    extras = set(project()["optional-dependencies"])
+    assert {line.removeprefix("Provides-Extra: ") for line in lines if line.startswith("Provides-Extra")} == extras
+    assert "# hfscale" in lines  # the README is the long description
+
+
+def test_the_readme_names_every_extra():
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert [extra for extra in project()["optional-dependencies"] if f"`{extra}`" not in readme] == []
+
+
+def test_the_callback_works_in_an_installed_package(use, installed, tmp_path):
+    shutil.copy(REPOSITORY / "tests" / "tiny.py", tmp_path)
+    (tmp_path / "train.py").write_text(USE_THE_CALLBACK)
+    package, checkpoint = use("python", "train.py").splitlines()[-2:]
+    assert Path(package).is_relative_to(installed.parent)
+    assert Path(checkpoint).name == "checkpoint-2"
+
+
+def test_the_configs_come_with_an_installed_package(use, tmp_path):
+    listed = json.loads(use("hfscale", "configs", "list", "--json"))
+    assert {row["name"] for row in listed} == {config.name for config in list_configs()}
+    use("hfscale", "configs", "copy", "zero2")
+    for name in ("accelerate_configs/zero2.yaml", "ds_configs/zero2.json"):
+        copied = tmp_path / name.replace("accelerate_configs/", "")
+        assert copied.read_bytes() == (REPOSITORY / name).read_bytes()
+
+
+def test_a_recipe_of_an_installed_package_trains(use, installed, tmp_path):
+    make_workplace(tmp_path)
+    script = next(installed.parent.glob("lib/python*/site-packages/hfscale/shipped/recipes/ddp/train.py"))
+    use("python", str(script), *FLAGS, "--max_steps", "2", "--per_device_train_batch_size", "2")
+    status = json.loads((tmp_path / "out" / "hfscale_status.json").read_text())
+    assert (status["status"], status["step"]) == ("completed", 2)
