@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hfscale.checkpoint.status import write_status
+from hfscale.checkpoint.store import write_status
 from hfscale.cli import main
 from hfscale.cli.autostop import files_sign, parse_duration, process_sign, run_pid, wait_until_idle
 from hfscale.errors import UsageError

@@ -14,11 +14,10 @@ from ports import free_port
 from tiny import tiny_trainer
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
-from hfscale.checkpoint import uploader
+from hfscale.checkpoint import remote as remote_module
 from hfscale.checkpoint.manifest import MANIFEST_NAME
-from hfscale.checkpoint.remote import RemoteStore, redacted
+from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest, redacted_message
 from hfscale.checkpoint.store import commit, verify
-from hfscale.checkpoint.uploader import Uploader, bring_newest
 from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
 from hfscale.recipe.resume import resume_point
 
@@ -27,7 +26,7 @@ SECRET = "not-a-real-secret"  # noqa: S105 of the server below
 
 @pytest.fixture(autouse=True)
 def forget_what_was_fetched(monkeypatch):
-    monkeypatch.setattr(uploader, "_brought", set())
+    monkeypatch.setattr(remote_module, "_fetched", set())
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +140,7 @@ class TestAStore:
         with pytest.raises(CheckpointError, match="corrupt"):
             store.download(4, tmp_path / "other", tmp_path / "other" / "down")
         assert not (tmp_path / "other" / "checkpoint-4").exists()
-        bring_newest(store, tmp_path / "other")  # the one before it
+        fetch_newest(store, tmp_path / "other")  # the one before it
         assert latest_checkpoint(tmp_path / "other") == str(tmp_path / "other" / "checkpoint-2")
 
     @each("file")
@@ -175,11 +174,11 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("url", "words"),
         [
-            ("runs/out", "no URL"),
-            ("s3://", "no URL"),
+            ("runs/out", "is not a URL"),
+            ("s3://", "is not a URL"),
             ("s3://key:secret@bucket/run", "credentials"),
             ("s3://bucket/run?secret=1", "credentials"),
-            ("nosuch://bucket/run", "knows no nosuch://"),
+            ("nosuch://bucket/run", "nosuch://"),
         ],
     )
     def test_one_line_and_no_secret(self, url, words):
@@ -192,7 +191,9 @@ class TestMistakes:
             RemoteStore("gs://bucket/run")
 
     def test_what_a_store_quotes_of_credentials_is_not_repeated(self):
-        told = redacted(OSError("403 for AWS_SECRET_ACCESS_KEY=abc123 X-Amz-Signature=f00 token: 'xyz' at bucket"))
+        told = redacted_message(
+            OSError("403 for AWS_SECRET_ACCESS_KEY=abc123 X-Amz-Signature=f00 token: 'xyz' at bucket")
+        )
         assert not [secret for secret in ("abc123", "f00", "xyz") if secret in told]
         assert "at bucket" in told
 
@@ -203,7 +204,7 @@ class TestMistakes:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
         fsspec.filesystem("s3").clear_instance_cache()
         with pytest.raises(StorageError, match="could not be read") as caught:
-            bring_newest(quick(remote[0]), tmp_path / "out")
+            fetch_newest(quick(remote[0]), tmp_path / "out")
         assert "another-secret" not in str(caught.value)
 
 
@@ -235,7 +236,7 @@ class TestTheUploader:
 
     def test_a_store_that_refuses_is_told_once(self, tmp_path, monkeypatch):
         told = []
-        monkeypatch.setattr(uploader.logger, "log", lambda level, *words: told.append(level))
+        monkeypatch.setattr(remote_module.logger, "log", lambda level, *words: told.append(level))
         (tmp_path / "remote").write_text("a file where the folder should be")
         sender = Uploader(quick(f"file://{tmp_path}/remote"), limit=2, links=tmp_path / "links")
         for step in (1, 2):
@@ -255,7 +256,7 @@ class TestATraining:
         assert store.committed_steps()[-1] == 6  # 4 is passed over where the disk was quicker than the store
         assert list((tmp_path / "out" / ".unfinished").rglob("*.*")) == []
         shutil.rmtree(tmp_path / "out")
-        uploader._brought.clear()
+        remote_module._fetched.clear()
         again = tiny_trainer(
             tmp_path / "out", SpotCheckpointCallback(remote=remote[0]), **(self.ARGUMENTS | {"max_steps": 8})
         )
@@ -270,7 +271,7 @@ class TestATraining:
     def test_resume_point_fetches_and_a_fresh_start_sets_the_later_aside(self, remote, tmp_path):
         tiny_trainer(tmp_path / "a", SpotCheckpointCallback(remote=remote[0]), **self.ARGUMENTS).train()
         arguments = tiny_trainer(tmp_path / "b", resume_from_checkpoint="true").args
-        uploader._brought.clear()
+        remote_module._fetched.clear()
         assert resume_point(arguments, remote[0]) == str(tmp_path / "b" / "checkpoint-6")
         again = tiny_trainer(
             tmp_path / "c", SpotCheckpointCallback(remote=remote[0]), **(self.ARGUMENTS | {"max_steps": 2})

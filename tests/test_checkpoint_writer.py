@@ -22,7 +22,7 @@ from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import UNFINISHED, verify
-from hfscale.checkpoint.writer import CheckpointWriter, clear_unfinished, finish_renames, owner
+from hfscale.checkpoint.writer import CheckpointWriter, clear_unfinished, finish_renames, rank_of_file
 from hfscale.errors import StorageError
 from hfscale.integrations import saving as trainer_saving
 from hfscale.recipe import corpus
@@ -345,12 +345,12 @@ class TestHostSnapshot:
 
 
 def test_each_file_has_one_owner():
-    assert owner("rng_state_1.pth", 2) == 1
-    assert owner("pytorch_model_fsdp_0/__1_0.distcp", 2) == 1
-    assert owner("global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 2) == 1
-    assert owner("global_step4/mp_rank_00_model_states.pt", 2) == 0
-    assert owner("model-00001-of-00002.safetensors", 2) == 0
-    assert owner("rng_state_7.pth", 2) == 0  # of nobody here: somebody must
+    assert rank_of_file("rng_state_1.pth", 2) == 1
+    assert rank_of_file("pytorch_model_fsdp_0/__1_0.distcp", 2) == 1
+    assert rank_of_file("global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 2) == 1
+    assert rank_of_file("global_step4/mp_rank_00_model_states.pt", 2) == 0
+    assert rank_of_file("model-00001-of-00002.safetensors", 2) == 0
+    assert rank_of_file("rng_state_7.pth", 2) == 0  # of nobody here: somebody must
 
 
 def test_the_methods_of_trainer_that_are_replaced_or_stood_in_for_are_there():

@@ -16,7 +16,8 @@ from conftest import EXTENSIONS, REPOSITORY, accelerate_launch
 
 from hfscale.checkpoint.lock import LOCK_NAME
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
-from hfscale.recipe.entrypoint import check_output_dir, missing_dependency, storage_error
+from hfscale.recipe.entrypoint import check_output_dir, missing_dependency
+from hfscale.utils.disk_errors import storage_error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from parallel_families import compare
 from parallel_world import Tokens, in_world, train
 from transformers import AutoModelForCausalLM
 
-from hfscale.checkpoint.formats.parallel import read_facts
+from hfscale.checkpoint.formats.parallel import read_parallel_metadata
 from hfscale.checkpoint.store import latest_checkpoint, verify
 from hfscale.facts.parallel_families import PIPELINE_TESTED, TENSOR_PARALLEL_UNSUPPORTED
 from hfscale.parallel.mesh import ParallelMesh
@@ -130,7 +130,7 @@ def test_replicas_of_shards_go_on_in_any_layout(tmp_path):
         same(whole, expected)
         assert len(resumed["loss"]) == 2
         same(resumed, rest)
-    layout = read_facts(tmp_path / "replicas" / "checkpoint-2").layout
+    layout = read_parallel_metadata(tmp_path / "replicas" / "checkpoint-2").layout
     assert layout == {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1}
     alone = jobs[1] | {"parallel": {}, "output_dir": str(tmp_path / "alone")}
     same(in_world(1, train, [alone])[0], rest)

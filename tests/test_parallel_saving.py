@@ -13,9 +13,9 @@ from test_checkpoint_writer import At, Save, held
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfscale import SpotCheckpointCallback
-from hfscale.checkpoint.dcp_metadata import read_dcp_metadata
 from hfscale.checkpoint.formats import read_view
-from hfscale.checkpoint.formats.parallel import PARALLEL_NAME, read_facts
+from hfscale.checkpoint.formats.parallel import PARALLEL_NAME, read_parallel_metadata
+from hfscale.checkpoint.pickles import read_dcp_metadata
 from hfscale.checkpoint.store import list_checkpoints, verify
 from hfscale.cli import main
 from hfscale.errors import CheckpointError
@@ -158,9 +158,7 @@ def test_a_checkpoint_of_an_earlier_version_is_told_before_its_tensors_are_read(
     (checkpoint / "dcp").mkdir(parents=True)
     (checkpoint / "scheduler.json").write_text('{"last_epoch": 2, "base_lrs": [0.01]}')
     trainer = SavesLaidOut.__new__(SavesLaidOut)
-    with pytest.raises(
-        CheckpointError, match=r"written by an earlier version of hfscale, as its scheduler\.json says: go"
-    ):
+    with pytest.raises(CheckpointError, match=r"written by an earlier version of hfscale.*scheduler\.json"):
         trainer._load_from_checkpoint(str(checkpoint))
 
 
@@ -196,7 +194,7 @@ def test_an_adapter_is_exported(adapted, tmp_path, capsys):
 )
 def test_a_broken_description_is_told(runs, tmp_path, text, message):
     checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
-    assert read_facts(checkpoint).layout == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 1}
+    assert read_parallel_metadata(checkpoint).layout == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 1}
     (checkpoint / PARALLEL_NAME).unlink()
     if text is not None:
         (checkpoint / PARALLEL_NAME).write_text(text)

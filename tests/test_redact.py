@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfscale.checkpoint.status import read_status, write_status
+from hfscale.checkpoint.store import read_status, write_status
 from hfscale.utils.redaction import MASK, is_secret_name, redact, redact_argv
 
 NO_ENVIRONMENT: dict[str, str] = {}

@@ -15,15 +15,12 @@ from tiny import tiny_arguments, tiny_trainer
 from transformers import AutoModelForCausalLM
 
 from hfscale import SpotCheckpointCallback
-from hfscale.checkpoint.dcp_metadata import read_dcp_metadata
+from hfscale.checkpoint.conversion import CONVERSION_NAME, convert, derived_rng_state, infer_manifest
 from hfscale.checkpoint.export import export
-from hfscale.checkpoint.foreign import describe
 from hfscale.checkpoint.formats import read_view
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames, read_parameter_names
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hfscale.checkpoint.pickles import check_pickles
-from hfscale.checkpoint.reshape import CONVERSION_NAME, convert
-from hfscale.checkpoint.rng import derived_state
+from hfscale.checkpoint.pickles import check_pickles, read_dcp_metadata
 from hfscale.checkpoint.store import commit, list_checkpoints, verify
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.integrations.resume import CONVERSIONS, readable_checkpoint
@@ -156,7 +153,7 @@ def test_a_converted_checkpoint_counts_as_of_those_who_trained_it(runs, tmp_path
 
 def test_new_ranks_draw_numbers_of_their_own_the_same_each_time(runs, tmp_path):
     first = checkpoint_of(runs["ddp"]) / "rng_state_0.pth"
-    states = [derived_state(first, rank) for rank in (2, 2, 3)]
+    states = [derived_rng_state(first, rank) for rank in (2, 2, 3)]
     drawn = []
     for state in states:
         generator = torch.Generator()
@@ -170,7 +167,7 @@ def test_new_ranks_draw_numbers_of_their_own_the_same_each_time(runs, tmp_path):
     assert "cuda" not in states[0]
     known = torch.load(first, weights_only=False)
     torch.save(known | {"cuda": torch.zeros(16, dtype=torch.uint8)}, tmp_path / "rng")
-    assert derived_state(tmp_path / "rng", 2)["cuda"].shape == (16,)
+    assert derived_rng_state(tmp_path / "rng", 2)["cuda"].shape == (16,)
 
 
 class RunsCode:
@@ -285,11 +282,11 @@ def test_a_checkpoint_of_plain_trainer_describes_itself(runs, tmp_path):
         checkpoint = shutil.copytree(checkpoint_of(runs[strategy]), tmp_path / strategy)
         (checkpoint / MANIFEST_NAME).unlink()
         (checkpoint / PARAMETERS_NAME).unlink(missing_ok=True)
-        found = describe(checkpoint, global_batch_size=12)
+        found = infer_manifest(checkpoint, global_batch_size=12)
         assert (found.strategy, found.step, found.world_size) == (strategy, 4, 2)
-    assert describe(tmp_path / "zero3", global_batch_size=None).global_batch_size == 12
+    assert infer_manifest(tmp_path / "zero3", global_batch_size=None).global_batch_size == 12
     with pytest.raises(UsageError, match="give --global-batch-size"):
-        describe(tmp_path / "ddp", global_batch_size=None)
+        infer_manifest(tmp_path / "ddp", global_batch_size=None)
 
 
 def test_an_export_of_any_strategy_is_for_from_pretrained(runs, tmp_path):

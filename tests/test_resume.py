@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import set_seed
 
 from hfscale import SpotCheckpointCallback
-from hfscale.checkpoint.store import commit, is_visible
+from hfscale.checkpoint.store import commit, wait_until_visible
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.recipe.resume import RESULTS_NAME, is_finished, keep_global_batch, resume_point
 
@@ -50,7 +50,7 @@ def _resume_late(folder, appears, limit_s):
         folder = folder.with_name("late")
         if appears:
             threading.Timer(1.0, folder.symlink_to, [folder.with_name("run")]).start()
-    with patch("hfscale.recipe.resume.is_visible", partial(is_visible, within_s=limit_s)):
+    with patch("hfscale.recipe.resume.wait_until_visible", partial(wait_until_visible, timeout_s=limit_s)):
         sys.stdout.write(f"found {point(folder, 'true')}\n")
 
 

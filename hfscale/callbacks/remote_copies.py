@@ -4,9 +4,8 @@ from pathlib import Path
 
 from transformers import TrainerState
 
-from hfscale.checkpoint.remote import RemoteStore
+from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest
 from hfscale.checkpoint.store import UNFINISHED
-from hfscale.checkpoint.uploader import Uploader, bring_newest
 from hfscale.errors import StorageError
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
@@ -33,7 +32,7 @@ class RemoteCopies:
 
     def fetch(self, output_dir: Path) -> None:
         """Bring the newest checkpoint of the store into `output_dir` where that has none as new."""
-        bring_newest(self.store, output_dir)
+        fetch_newest(self.store, output_dir)
 
     def begin(self, output_dir: Path, state: TrainerState, *, limit: int | None, committed: str | None) -> None:
         """On rank 0: what the store has of later steps gives way, and it gets the checkpoint the run begins at."""

@@ -15,8 +15,7 @@ from hfscale.callbacks.remote_copies import RemoteCopies
 from hfscale.callbacks.save_cadence import DEFAULT_EVERY_MINUTES, SaveCadence
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hfscale.checkpoint.status import read_status, write_status
-from hfscale.checkpoint.store import archive, checkpoint_step, rotate
+from hfscale.checkpoint.store import archive, checkpoint_step, read_status, rotate, write_status
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.errors import StorageError
 from hfscale.health.build_locks import remove_abandoned_locks

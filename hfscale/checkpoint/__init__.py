@@ -1,1 +1,1 @@
-"""Checkpoints that can be trusted: a manifest that is written last, verification, rotation."""
+"""Writes, verifies, converts and exports checkpoints; a manifest that is written last marks a complete one."""

@@ -1,4 +1,4 @@
-"""One run per output directory: two that save into one would delete and overwrite each other's checkpoints."""
+"""Locks an output directory: two runs that save into one would delete and overwrite each other's checkpoints."""
 
 import errno
 import fcntl
@@ -16,17 +16,20 @@ logger = get_logger(__name__)
 
 LOCK_NAME = ".hfscale_lock"
 _NOT_SUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _held: dict[Path, int] = {}
+"""Lock files that this process holds, with their open descriptors."""
 
 
 def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
-    """Keep other runs out of `output_dir` until this process ends, however it ends, or `unlock_output_dir`.
+    """Keep other runs out of `output_dir` until this process ends or calls `unlock_output_dir`.
 
-    Call it on one process of the run; calling it again in that process does nothing. It is a POSIX record lock: the
-    system drops it with the process, forks do not inherit it, and NFS carries it from machine to machine.
+    Call it on one process of the run; calling it again in that process has no effect. The lock is a POSIX record lock:
+    the system releases it however the process ends, forked children do not inherit it, and NFS passes it from machine
+    to machine.
 
     Raises:
-        UsageError: another process holds it; the message names its host, process and start.
+        UsageError: another process holds the lock; the message names its host, process id and start time.
     """
     path = Path(output_dir).resolve() / LOCK_NAME
     if path in _held:
@@ -40,10 +43,10 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
         if error.errno in _NOT_SUPPORTED:
             logger.warning("%s cannot be locked on this file system: do not start a second run in it", output_dir)
             return
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
+        if error.errno not in _LOCKED_BY_ANOTHER:
             raise
         raise UsageError(
-            f"{output_dir} is in use by {_describe(holder)}: wait for its end, end it, or name another output_dir"
+            f"{output_dir} is in use by {_describe(holder)}: wait until it ends, stop it, or use another output_dir"
         ) from None
     since = datetime.now(UTC).isoformat(timespec="seconds")
     os.ftruncate(descriptor, 0)
@@ -51,8 +54,8 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     _held[path] = descriptor
 
 
-def is_held_by_another(output_dir: str | os.PathLike[str]) -> bool:
-    """Whether another process holds `output_dir` at this moment."""
+def is_locked_by_another_process(output_dir: str | os.PathLike[str]) -> bool:
+    """Return whether another process holds the lock of `output_dir` now."""
     path = Path(output_dir).resolve() / LOCK_NAME
     if path in _held or not path.exists():
         return False
@@ -60,20 +63,22 @@ def is_held_by_another(output_dir: str | os.PathLike[str]) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
+        return error.errno in _LOCKED_BY_ANOTHER
     finally:
-        os.close(descriptor)  # and with it goes the lock
+        os.close(descriptor)  # this also releases the lock
     return False
 
 
 def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -> None:
-    """Make the output directory where there is none, and lock it. Call it on every rank.
+    """Create the output directory if it does not exist, and lock it. Call it on every rank.
 
     Args:
-        is_holder (`bool`): this rank locks it: the main process, or one on each node where each has a disk of its own.
+        output_dir (`str`): output directory of the run.
+        is_holder (`bool`): whether this rank locks it: the main process, or one process on each node if each node has
+            a disk of its own.
 
     Raises:
-        UsageError: another run holds it; on every rank.
+        UsageError: another run holds the lock; raised on every rank.
     """
     error: UsageError | None = None
     if is_holder:
@@ -83,11 +88,11 @@ def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -
         except UsageError as refused:
             error = refused
     if distributed.all_max([float(error is not None)])[0]:
-        raise error or UsageError(f"{output_dir} is in use by another run")
+        raise error or UsageError(f"{output_dir} is in use by another run: use another output_dir")
 
 
 def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:
-    """Let other runs in again."""
+    """Release the lock of `output_dir` if this process holds it."""
     descriptor = _held.pop(Path(output_dir).resolve() / LOCK_NAME, None)
     if descriptor is not None:
         os.close(descriptor)

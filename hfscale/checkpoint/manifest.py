@@ -1,10 +1,10 @@
-"""The manifest of a checkpoint: which files belong to it, how long they are and what they hash to.
+"""The manifest of a checkpoint: which files belong to it, their lengths and their hashes.
 
 `checkpoint-N/hfscale_manifest.json` is written after every other file has reached the disk, so its presence is the
-commit. It holds
+commit. It contains
 
     {"format": 1, "step": N, "strategy": "ddp", "world_size": 2, "global_batch_size": 16,
-     "files": {"model.safetensors": {"bytes": 123, "xxh3_128": "…32 hex digits…"}, …}}
+     "files": {"model.safetensors": {"bytes": 123, "xxh3_128": "…32 hexadecimal digits…"}, …}}
 
 with paths relative to the checkpoint, in POSIX form.
 """
@@ -25,7 +25,7 @@ _CHUNK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """One file of a checkpoint."""
+    """Length and hash of one file of a checkpoint."""
 
     bytes: int
     """Length in bytes."""
@@ -34,8 +34,9 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
-        """Read `path` once and record it."""
-        digest, length = xxhash.xxh3_128(), 0
+        """Read the file `path` once and return its record."""
+        digest = xxhash.xxh3_128()
+        length = 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
@@ -45,14 +46,14 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What `hfscale_manifest.json` says."""
+    """The content of `hfscale_manifest.json`."""
 
     step: int
     """Optimizer steps taken when the checkpoint was written."""
     strategy: str
     """`single`, `ddp`, `fsdp2`, `zero1`, `zero2`, `zero3` or `parallel`."""
     world_size: int
-    """Processes that wrote it."""
+    """Number of processes that wrote it."""
     global_batch_size: int
     """Sequences per optimizer step of the run."""
     files: dict[str, FileRecord]
@@ -61,7 +62,7 @@ class Manifest:
     """Version of this format."""
 
     def to_json(self) -> str:
-        """The manifest as indented JSON."""
+        """Return the manifest as indented JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
@@ -69,7 +70,8 @@ def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, not JSON, of another format, or names a file outside the checkpoint.
+        CheckpointError: the manifest is missing, is not JSON, has another format, or names a file outside the
+            checkpoint.
     """
     path = Path(checkpoint) / MANIFEST_NAME
     try:
@@ -86,19 +88,25 @@ def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a manifest: {type(error).__name__} {error}") from None
     for name in manifest.files:
-        _check_name(path, name)
+        _check_file_name(path, name)
     return manifest
 
 
-def _check_name(manifest_path: Path, name: str) -> None:
-    """A manifest may have come from anywhere: no name may lead out of the checkpoint."""
+def _check_file_name(manifest_path: Path, name: str) -> None:
+    """Reject a path that leads out of the checkpoint: the manifest may come from an untrusted source."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or "\\" in name or ".." in parts or MANIFEST_NAME in parts:
         raise CheckpointError(f"{manifest_path} names '{name}', which is not a plain path inside the checkpoint")
 
 
 def checkpoint_files(checkpoint: Path) -> list[str]:
-    """Every regular file below `checkpoint` but the manifest, as sorted relative POSIX paths; links are left out."""
+    """List every regular file below `checkpoint` except the manifest.
+
+    Symbolic links are left out.
+
+    Returns:
+        `list[str]`: sorted relative POSIX paths.
+    """
     found = []
     for folder, _, names in os.walk(checkpoint, followlinks=False):
         for name in names:
@@ -109,5 +117,5 @@ def checkpoint_files(checkpoint: Path) -> list[str]:
 
 
 def record_files(checkpoint: Path) -> dict[str, FileRecord]:
-    """A record of every file that belongs to the checkpoint."""
+    """Read every file of the checkpoint and return the records by relative path."""
     return {name: FileRecord.of(checkpoint / name) for name in checkpoint_files(checkpoint)}

@@ -1,38 +1,312 @@
-"""What is pickled inside a checkpoint, followed without running it.
+"""Reads the pickles of a checkpoint without running code that may be hidden in them.
 
-A pickle is a program: loading one runs what it names. hfscale itself loads none, but torch, Accelerate and DeepSpeed
-load some when they resume (`optimizer.pt`, ZeRO's `*_states.pt`, the values in a distributed checkpoint). So before
-they may, every pickle is followed with stand-ins for all that it names, and refused where it names anything but what
-these libraries themselves put into checkpoints.
+A pickle is a program: loading it imports and calls whatever it names. hfscale therefore never calls `pickle.load`. It
+reads the three kinds of pickle that a checkpoint contains like this:
+
+- *Archives of `torch.save`* (`optimizer.pt`, `scheduler.pt`, DeepSpeed's `*_states.pt`): `load_archive` calls
+  `torch.load(weights_only=True)` and never retries without it. The few classes that DeepSpeed and NumPy add are
+  replaced by the placeholders of this module, so none of their code runs.
+- *The metadata of a torch distributed checkpoint (DCP)*: a bare pickle, which torch reads with `pickle.load` and which
+  `weights_only=True` cannot read. `read_dcp_metadata` restricts globals as the Python manual describes: each name in
+  the pickle must be one of those that torch writes, and is replaced by a placeholder that only stores fields.
+- *Pickles that another library loads itself* when it resumes (torch, Accelerate, DeepSpeed): `check_pickles` reads
+  each of them with inert placeholders first and rejects the checkpoint if one names anything that these libraries do
+  not put into checkpoints.
 """
 
+import contextlib
 import io
 import pickle
 import zipfile
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import torch
 
-from hfscale.checkpoint.dcp_metadata import METADATA_NAME, read_dcp_metadata
 from hfscale.checkpoint.manifest import checkpoint_files
 from hfscale.errors import CheckpointError
 
+METADATA_NAME = ".metadata"
+_MAX_METADATA_BYTES = 2**30  # 10,000 tensors on 1,000 ranks take a tenth of it
+_DTYPES = {name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
+
+
+class _ForbiddenNameError(Exception):
+    """A pickle names something that is not on the list of allowed names; the message is that name."""
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Unpickles a stream and calls nothing but the placeholders that it is given.
+
+    Args:
+        stream (`IO[bytes]`): the pickle.
+        placeholder (`Callable[[str, str], Any]`): returns the object to use for a module and a name in it, or None if
+            the name is forbidden.
+        persistent_object (`Callable[[], Any]`, *optional*): returns the object to use for each persistent id (which
+            `torch.save` writes for a tensor's storage); by default persistent ids are forbidden.
+    """
+
+    def __init__(
+        self,
+        stream: IO[bytes],
+        placeholder: Callable[[str, str], Any],
+        persistent_object: Callable[[], Any] | None = None,
+    ) -> None:
+        super().__init__(stream)
+        self._placeholder = placeholder
+        self._persistent_object = persistent_object
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._placeholder(module, name)
+        if found is None:
+            raise _ForbiddenNameError(f"{module}.{name}")
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent_object is None:
+            raise _ForbiddenNameError("a persistent object")
+        return self._persistent_object()
+
+
+# ---- Archives of torch.save
+
+
+class _NumpyPart:
+    """Replaces the parts of a NumPy random state, which hfscale does not use."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class _FragmentAddress:
+    """Replaces DeepSpeed's `fragment_address`: where a parameter's fragment lies in a flat partition."""
+
+    numel: int
+    start: int
+
+
+class _ZeroStage(int):
+    """Replaces DeepSpeed's `ZeroStageEnum`."""
+
+
+class _LossScaler:
+    """Replaces DeepSpeed's loss scalers for fp16."""
+
+
+RNG_STATE_CLASSES: tuple[tuple[type, str], ...] = tuple(
+    (_NumpyPart, name)
+    for name in (
+        "numpy._core.multiarray._reconstruct",
+        "numpy.core.multiarray._reconstruct",
+        "numpy.ndarray",
+        "numpy.dtype",
+        "numpy.dtypes.UInt32DType",
+    )
+)
+"""Placeholders for `load_archive`: what `rng_state*.pth` contains besides tensors and plain values."""
+
+DEEPSPEED_CLASSES: tuple[tuple[type, str], ...] = (
+    (_FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+)
+"""Placeholders for `load_archive`: what DeepSpeed's files contain besides tensors and plain values."""
+
+
+def load_archive(path: Path, allowed: Iterable[tuple[type, str]] = ()) -> Any:
+    """Load a file of `torch.save` with `weights_only=True`; tensors are memory-mapped and read when they are used.
+
+    Args:
+        path (`Path`): the file.
+        allowed: pairs of a placeholder class and the full name that it replaces, as `torch.serialization.safe_globals`
+            takes them.
+
+    Raises:
+        CheckpointError: the file is missing, broken, or names a class that is neither torch's own nor in `allowed`.
+    """
+    try:
+        with torch.serialization.safe_globals(list(allowed)) if allowed else contextlib.nullcontext():
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}") from None
+    except Exception as error:  # a broken archive raises exceptions of any type
+        first = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error).split("\n")[0])
+        raise CheckpointError(f"{path} cannot be read without unpickling it: {first.strip()[:300]}") from None
+
+
+# ---- The metadata of a torch distributed checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One stored piece of a tensor, or the complete value of an entry that is not a tensor."""
+
+    offsets: tuple[int, ...]
+    """Index of the piece's first element in the full tensor, per dimension."""
+    sizes: tuple[int, ...]
+    """Elements of the piece per dimension."""
+    file: str
+    """Name of the file that holds the piece, in the checkpoint's folder."""
+    start: int
+    """Offset of the piece in that file, in bytes."""
+    length: int
+    """Length of the piece in that file, in bytes; it is a torch archive of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One entry of a distributed checkpoint."""
+
+    shape: tuple[int, ...] | None
+    """Shape of the full tensor; None for a value that is not a tensor."""
+    dtype: torch.dtype | None
+    """Data type of the tensor; None for a value that is not a tensor."""
+    chunks: tuple[Chunk, ...]
+    """The stored pieces."""
+
+
+class _Fields:
+    """Replaces a dataclass of torch: all fields that the pickle sets are stored in `__dict__`."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        self.__dict__.update(fields, args=args)
+
+
+class _BytesEntry(_Fields):
+    """Replaces `BytesStorageMetadata`, the entry of a value that is not a tensor."""
+
+
+class _TensorProperties(_Fields):
+    """Replaces `TensorProperties`, whose state is (dtype, layout, requires_grad, memory format, pin_memory)."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["dtype"] = state[0] if isinstance(state, tuple) and state else None
+
+
+def _first_argument(*args: Any) -> str:
+    return str(args[0]) if args else ""
+
+
+def _path(*parts: str) -> PurePosixPath:
+    return PurePosixPath(*parts)
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_METADATA_PLACEHOLDERS: dict[tuple[str, str], Any] = {
+    (_METADATA, "Metadata"): _Fields,
+    (_METADATA, "TensorStorageMetadata"): _Fields,
+    (_METADATA, "BytesStorageMetadata"): _BytesEntry,
+    (_METADATA, "ChunkStorageMetadata"): _Fields,
+    # It is a key of a dictionary. Like every class without __eq__ it is hashable before its fields are set.
+    (_METADATA, "MetadataIndex"): _Fields,
+    (_METADATA, "TensorProperties"): _TensorProperties,
+    (_METADATA, "StorageMeta"): _Fields,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _first_argument,
+    (_FILESYSTEM, "_StorageInfo"): _Fields,
+    ("torch.serialization", "_get_layout"): _first_argument,
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib", "WindowsPath"): _path,
+    ("pathlib._local", "PosixPath"): _path,  # as Python 3.13 writes it
+    ("pathlib._local", "WindowsPath"): _path,
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+}
+
+
+def _metadata_placeholder(module: str, name: str) -> Any:
+    return _METADATA_PLACEHOLDERS.get((module, name))
+
+
+def read_dcp_metadata(folder: Path) -> dict[str, Entry]:
+    """Read which tensors and values the distributed checkpoint `folder` holds, and where.
+
+    Call it before torch's own loader reads a checkpoint of unknown origin: a file that passes names nothing but
+    torch's metadata classes.
+
+    Returns:
+        `dict[str, Entry]`: the entries by flattened name, such as `model.lm_head.weight`.
+
+    Raises:
+        CheckpointError: `.metadata` is missing, is not the metadata of a checkpoint, or names anything else.
+    """
+    path = folder / METADATA_NAME
+    try:
+        if path.stat().st_size > _MAX_METADATA_BYTES:
+            raise CheckpointError(f"{path} is larger than 1 GiB: it is not the metadata of a checkpoint")
+        found = _RestrictedUnpickler(io.BytesIO(path.read_bytes()), _metadata_placeholder).load()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is not a complete distributed checkpoint: it has no {METADATA_NAME}"
+        ) from None
+    except _ForbiddenNameError as error:
+        raise CheckpointError(f"{path} is refused: it would load '{error}', which no checkpoint needs") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # a broken pickle raises exceptions of any type
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {error}") from None
+    try:
+        return _entries(found)
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} is not the metadata of a checkpoint: {error}") from None
+
+
+def _entries(found: Any) -> dict[str, Entry]:
+    stored: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
+    for index, info in found.storage_data.items():
+        offset = getattr(index, "offset", None)
+        stored.setdefault(index.fqn, []).append((tuple(offset) if offset is not None else (), info))
+    entries = {}
+    for name, entry in found.state_dict_metadata.items():
+        if isinstance(entry, _BytesEntry):
+            chunks = [_chunk(name, (), (), info) for _, info in stored[name]]
+            entries[name] = Entry(shape=None, dtype=None, chunks=tuple(chunks))
+            continue
+        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        chunks = [_chunk(name, offset, sizes[offset], info) for offset, info in stored[name]]
+        if len(chunks) != len(sizes):
+            raise ValueError(f"'{name}' has {len(sizes)} pieces, of which {len(chunks)} are stored")
+        if not isinstance(entry.properties.dtype, torch.dtype):
+            raise ValueError(f"'{name}' has no dtype")
+        entries[name] = Entry(shape=tuple(entry.size), dtype=entry.properties.dtype, chunks=tuple(chunks))
+    return entries
+
+
+def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Chunk:
+    if info.__dict__.get("transform_descriptors"):
+        raise ValueError(f"'{name}' is compressed: save it without DCP extensions")
+    file = str(info.relative_path)
+    if PurePosixPath(file).name != file or file.startswith("."):
+        raise ValueError(f"'{name}' is stored in '{file}', which is not a plain file name")
+    return Chunk(offsets=offsets, sizes=sizes, file=file, start=int(info.offset), length=int(info.length))
+
+
+# ---- Pickles that other libraries load
+
 _SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
-_NEVER_LOADED = ("training_args.bin",)  # Trainer writes it and reads it back nowhere
-_ALLOWED = {
+_NEVER_LOADED = ("training_args.bin",)  # Trainer writes it and never reads it
+_CHECKPOINT_NAMES = {
     "collections": ("OrderedDict", "defaultdict"),
     **dict.fromkeys(
         ("builtins", "__builtin__"),
         ("set", "frozenset", "slice", "complex", "bytearray", "list", "dict", "tuple", "int", "float", "bool"),
-    ),  # the second: as protocol 2 writes it
+    ),  # protocol 2 writes the second name
     "_codecs": ("encode",),  # how older protocols write bytes
     "numpy": ("dtype", "ndarray"),
     "numpy.dtypes": ("UInt32DType", "Int64DType", "Float64DType", "BoolDType"),
     "numpy.core.multiarray": ("_reconstruct", "scalar"),
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "torch": ("Size", "device", "Tensor", "strided", "preserve_format", "contiguous_format", *_DTYPES),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"),
-    # Tensors and parameters with attributes, as ZeRO-3's have; torch's own list for `weights_only` names both.
+    # Tensors and parameters with attributes, as ZeRO-3 has them; torch's own list for `weights_only` has both names.
     "torch._tensor": ("_rebuild_from_type_v2",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.tensor": ("Replicate", "Shard", "Partial"),
@@ -40,63 +314,10 @@ _ALLOWED = {
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
-_TORCH_VALUES = ("Size", "device", "Tensor", "strided", "preserve_format", "contiguous_format")
-
-
-def check_pickles(checkpoint: Path) -> None:
-    """Read every pickle of `checkpoint` that a library may load, and make sure that it only builds tensors and plain
-    values.
-
-    Raises:
-        CheckpointError: naming the first file that names something else, or that cannot be read as a pickle.
-    """
-    for name in checkpoint_files(checkpoint):
-        path = checkpoint / name
-        if path.name in _NEVER_LOADED or not (path.suffix in _SUFFIXES or path.name == METADATA_NAME):
-            continue
-        try:
-            _check_file(path)
-        except _ForeignNameError as error:
-            raise CheckpointError(
-                f"{path} is refused: loading it would run {error}, which no training writes into a checkpoint; do not "
-                "use this checkpoint"
-            ) from None
-        except CheckpointError:
-            raise
-        except Exception as error:  # a broken pickle raises anything
-            raise CheckpointError(f"{path} cannot be read as what its name says: {error}") from None
-
-
-def _check_file(path: Path) -> None:
-    if path.name == METADATA_NAME:
-        _check_distributed(path.parent)
-        return
-    with path.open("rb") as file:
-        _check_archive(file)
-
-
-def _check_archive(file: IO[bytes]) -> None:
-    """A file of `torch.save`: a zip archive with one pickle in it."""
-    with zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            if name.endswith(".pkl"):
-                with archive.open(name) as stream:
-                    _Reader(stream).load()
-
-
-def _check_distributed(folder: Path) -> None:
-    """Values that are no tensors lie pickled between the tensors of a distributed checkpoint, and torch unpickles
-    them whole. (Its tensors it reads with `weights_only`.)"""
-    for entry in read_dcp_metadata(folder).values():
-        if entry.shape is None:
-            for chunk in entry.chunks:
-                with (folder / chunk.file).open("rb") as file:
-                    file.seek(chunk.start)
-                    _check_archive(io.BytesIO(file.read(chunk.length)))
 
 
 class _Inert:
-    """Stands for everything that a pickle names: it can be called, filled and put into sets, and does nothing."""
+    """Replaces everything that a pickle names: it can be called, filled and put into sets, and has no effect."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         pass
@@ -108,24 +329,61 @@ class _Inert:
         pass
 
     def append(self, value: Any) -> None:
-        """As the opcodes that fill lists and sets call it."""
+        """Ignore `value`; the opcodes that fill lists and sets call this."""
 
     extend = add = update = append
 
 
-class _Reader(pickle.Unpickler):
-    """Follows a pickle with stand-ins for all that it names, so that no name hides behind another."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_torch_value = module == "torch" and (name in _TORCH_VALUES or name.endswith("Storage"))
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not (is_torch_value or is_dtype or name in _ALLOWED.get(module, ())):
-            raise _ForeignNameError(f"{module}.{name}")
-        return _Inert
-
-    def persistent_load(self, pid: Any) -> Any:
-        return _Inert()
+def _inert_placeholder(module: str, name: str) -> Any:
+    is_storage = module == "torch" and name.endswith("Storage")
+    return _Inert if is_storage or name in _CHECKPOINT_NAMES.get(module, ()) else None
 
 
-class _ForeignNameError(Exception):
-    pass
+def check_pickles(checkpoint: Path) -> None:
+    """Check that the pickles of `checkpoint` that a library may load build only tensors and plain values.
+
+    Raises:
+        CheckpointError: a file names something else, or cannot be read as a pickle; the message names the first one.
+    """
+    for name in checkpoint_files(checkpoint):
+        path = checkpoint / name
+        if path.name in _NEVER_LOADED or not (path.suffix in _SUFFIXES or path.name == METADATA_NAME):
+            continue
+        try:
+            if path.name == METADATA_NAME:
+                _check_distributed(path.parent)
+            else:
+                with path.open("rb") as file:
+                    _check_archive(file)
+        except _ForbiddenNameError as error:
+            raise CheckpointError(
+                f"{path} is refused: loading it would run '{error}', which no training writes into a checkpoint; do "
+                "not use this checkpoint"
+            ) from None
+        except CheckpointError:
+            raise
+        except Exception as error:  # a broken pickle raises exceptions of any type
+            raise CheckpointError(f"{path} cannot be read as a {path.suffix or path.name} file: {error}") from None
+
+
+def _check_archive(file: IO[bytes]) -> None:
+    """Check a file of `torch.save`: a zip archive that contains one pickle."""
+    with zipfile.ZipFile(file) as archive:
+        for name in archive.namelist():
+            if name.endswith(".pkl"):
+                with archive.open(name) as stream:
+                    _RestrictedUnpickler(stream, _inert_placeholder, _Inert).load()
+
+
+def _check_distributed(folder: Path) -> None:
+    """Check the pickled values of a distributed checkpoint.
+
+    They are stored between the tensors, and torch unpickles them without restriction. (It reads the tensors with
+    `weights_only`.)
+    """
+    for entry in read_dcp_metadata(folder).values():
+        if entry.shape is None:
+            for chunk in entry.chunks:
+                with (folder / chunk.file).open("rb") as file:
+                    file.seek(chunk.start)
+                    _check_archive(io.BytesIO(file.read(chunk.length)))

@@ -1,19 +1,28 @@
-"""A second home for committed checkpoints: any store that fsspec reaches (s3://, gs://, file://, memory:// …).
+"""Remote copies of committed checkpoints, in any store that fsspec reaches (s3://, gs://, file://, memory:// …).
 
-The protocol is that of the disk: files first, the manifest last, so that its presence is the commit; and a deletion
-takes the manifest first. What comes back is compared with the manifest before it gets its name.
+The protocol is that of the local disk: the manifest is uploaded last, so its presence is the commit, and a deletion
+removes the manifest first. A downloaded checkpoint is compared with its manifest before it gets its final name.
+
+`Uploader` copies checkpoints in the background while training runs; `fetch_newest` brings the newest one back before
+training starts.
 """
 
+import logging
+import os
 import re
+import shutil
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hfscale.checkpoint.store import archive, verify
-from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
+from hfscale.checkpoint.store import UNFINISHED, archive, checkpoint_step, latest_checkpoint, verify
+from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, StorageError, UsageError
+from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -21,12 +30,15 @@ logger = get_logger(__name__)
 SUPERSEDED_MANIFEST_NAME = "hfscale_manifest.superseded.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ATTEMPTS = 5
-_FIRST_PAUSE_S = 1.0  # then twice as long each time: 15 s in all
-# Credentials belong into the environment or the provider's own file; those that an error quotes are not repeated.
+_FIRST_PAUSE_S = 1.0  # each later pause is twice as long: 15 s in all
+_MAX_DOWNLOAD_TIME = timedelta(hours=24)
+# Credentials belong in the environment or the provider's own file. An error of a store may quote them.
 _SECRET = re.compile(
     r"(?i)((?:key|secret|token|signature|password|credential)[\w-]*['\"]?\s*[=:]\s*['\"]?)[^\s'\"&,]+"
 )
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_fetched: set[tuple[str, str]] = set()
+"""Pairs of URL and output directory for which this process has called `fetch_newest`."""
 
 Result = TypeVar("Result")
 
@@ -35,23 +47,24 @@ class RemoteStore:
     """The checkpoints of one run in a remote folder.
 
     Args:
-        url (`str`): the folder, such as `s3://bucket/run`. Credentials and endpoints are the provider's usual
-            environment variables or files.
-        attempts (`int`): tries of each action before it counts as failed.
-        first_pause_s (`float`): seconds before the second try; each later pause is twice as long.
+        url (`str`): URL of the folder, such as `s3://bucket/run`. Credentials and endpoints come from the provider's
+            usual environment variables or files.
+        attempts (`int`): number of times each operation is tried before it fails.
+        first_pause_s (`float`): seconds before the second attempt; each later pause is twice as long.
 
     Raises:
-        UsageError: not a URL, of an unknown kind, or with credentials in it.
-        MissingDependencyError: the package for that kind of store is not installed.
+        UsageError: the URL is not valid, has an unknown protocol, or contains credentials.
+        MissingDependencyError: the package for this protocol is not installed.
     """
 
     def __init__(self, url: str, *, attempts: int = _ATTEMPTS, first_pause_s: float = _FIRST_PAUSE_S) -> None:
         self.url = url.rstrip("/")
-        self._attempts, self._first_pause_s = attempts, first_pause_s
+        self._attempts = attempts
+        self._first_pause_s = first_pause_s
         self._fs, self._root = _open(self.url)
 
     def committed_steps(self) -> list[int]:
-        """Steps of the checkpoints that are there whole, rising.
+        """Return the steps of the complete checkpoints in the store, rising.
 
         Raises:
             StorageError: the store cannot be read.
@@ -59,11 +72,11 @@ class RemoteStore:
         return self._retry("read", self._committed_steps)
 
     def upload(self, checkpoint: Path) -> None:
-        """Copy a committed checkpoint there, its manifest last. One of the same step is replaced.
+        """Copy a committed checkpoint to the store, its manifest last; one of the same step is replaced.
 
         Raises:
-            StorageError: the store refuses, after all tries; the checkpoint there then counts for nothing.
-            FileNotFoundError: a file of the checkpoint is gone here.
+            StorageError: the store refuses after all attempts; its copy then has no manifest and is ignored.
+            FileNotFoundError: a local file of the checkpoint no longer exists.
         """
         manifest = read_manifest(checkpoint)
         folder = f"{self._root}/{checkpoint.name}"
@@ -76,26 +89,38 @@ class RemoteStore:
         """Fetch the checkpoint of `step`, compare it with its manifest and move it to `output_dir/checkpoint-N`.
 
         Args:
-            folder (`Path`): where it is put together; on the same file system.
+            step (`int`): its step.
+            output_dir (`Path`): output directory of the run.
+            folder (`Path`): folder on the same file system, into which the files are downloaded first.
+
+        Returns:
+            `Path`: the checkpoint.
 
         Raises:
             StorageError: the store cannot be read.
-            CheckpointError: what came does not match its manifest.
+            CheckpointError: the downloaded files do not match the manifest.
         """
         name = f"checkpoint-{step}"
         temporary = folder / name
         temporary.mkdir(parents=True, exist_ok=True)
         self._retry("read", partial(self._get, name, MANIFEST_NAME, temporary))
-        manifest = read_manifest(temporary)  # refuses names that lead out of the folder
+        manifest = read_manifest(temporary)  # rejects names that lead out of the folder
         for file in manifest.files:
             self._retry("read", partial(self._get, name, file, temporary))
         verify(temporary)
-        for moved in archive(output_dir, after_step=step - 1):  # of this step or later, and none of them whole
-            logger.info("set aside for the checkpoint from %s: %s", self.url, moved)
+        for moved in archive(output_dir, after_step=step - 1):  # of this step or later, and none of them good
+            logger.info("archived in favour of the checkpoint from %s: %s", self.url, moved)
         return temporary.rename(output_dir / name)
 
     def rotate(self, *, limit: int, keep: str | None = None) -> list[int]:
-        """Delete the oldest checkpoints beyond `limit` but the one named `keep`; returns their steps.
+        """Delete the oldest checkpoints beyond `limit`.
+
+        Args:
+            limit (`int`): checkpoints to keep, at least 1.
+            keep (`str`, *optional*): name of a checkpoint that is not deleted.
+
+        Returns:
+            `list[int]`: the steps of the deleted checkpoints.
 
         Raises:
             StorageError: the store refuses.
@@ -109,7 +134,10 @@ class RemoteStore:
         return to_delete
 
     def archive(self, *, after_step: int) -> list[int]:
-        """Rename the manifests of later steps, which this run will write anew; the files stay. Returns the steps.
+        """Rename the manifests of later steps than `after_step`, which this run will write again; the files stay.
+
+        Returns:
+            `list[int]`: the steps of the archived checkpoints.
 
         Raises:
             StorageError: the store refuses.
@@ -117,7 +145,8 @@ class RemoteStore:
         later = [step for step in self.committed_steps() if step > after_step]
         for step in later:
             folder = f"{self._root}/checkpoint-{step}"
-            source, target = f"{folder}/{MANIFEST_NAME}", f"{folder}/{SUPERSEDED_MANIFEST_NAME}"
+            source = f"{folder}/{MANIFEST_NAME}"
+            target = f"{folder}/{SUPERSEDED_MANIFEST_NAME}"
             self._retry("written", partial(self._fs.mv, source, target))
         return later
 
@@ -139,8 +168,8 @@ class RemoteStore:
         self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
         self._fs.put_file(str(checkpoint / name), target)
         self._fs.invalidate_cache(target.rsplit("/", 1)[0])
-        if size is not None and (there := self._fs.size(target)) != size:
-            raise OSError(f"{name} has {there} bytes there, not {size}")
+        if size is not None and (stored := self._fs.size(target)) != size:
+            raise OSError(f"{name} has {stored} bytes there, not {size}")
 
     def _get(self, checkpoint: str, name: str, folder: Path) -> None:
         target = folder / name
@@ -152,16 +181,16 @@ class RemoteStore:
         if self._fs.exists(path):
             self._fs.rm_file(path)
 
-    def _retry(self, what: str, action: Callable[[], Result]) -> Result:
-        """Stores fail in ways of their own (each library has its exceptions), and most of them pass."""
+    def _retry(self, what: str, operation: Callable[[], Result]) -> Result:
+        """Call `operation` until it succeeds: each store has its own exceptions, and most failures are temporary."""
         for attempt in range(self._attempts):
             try:
-                return action()
+                return operation()
             except FileNotFoundError:
                 raise
             except Exception as error:
                 if attempt == self._attempts - 1:
-                    raise StorageError(f"{self.url} could not be {what}: {redacted(error)}") from None
+                    raise StorageError(f"{self.url} could not be {what}: {redacted_message(error)}") from None
                 time.sleep(self._first_pause_s * 2**attempt)
         raise AssertionError("unreachable")
 
@@ -170,12 +199,12 @@ def _open(url: str) -> tuple[Any, str]:
     protocol, separator, rest = url.partition("://")
     if not separator or not rest:
         raise UsageError(
-            f"the remote '{url}' is no URL: give one like s3://bucket/run, gs://bucket/run or file:///path"
+            f"the remote '{url}' is not a URL: give one like s3://bucket/run, gs://bucket/run or file:///path"
         )
     if "@" in rest.split("/", 1)[0] or "?" in rest:
         raise UsageError(
             f"the remote {protocol}://… has credentials or options in it: put those into the environment or the "
-            "provider's own file, and give the bucket and path alone"
+            "provider's own file, and give only the bucket and the path"
         )
     from fsspec.core import url_to_fs
 
@@ -186,12 +215,193 @@ def _open(url: str) -> tuple[Any, str]:
         package = f'"hfscale[{extra}]"' if extra else f"the fsspec package for {protocol}://"
         raise MissingDependencyError(f"the remote {url} needs pip install {package}") from None
     except ValueError:
-        raise UsageError(f"the remote {url}: fsspec knows no {protocol}://; try s3, gs, file or memory") from None
+        raise UsageError(
+            f"the remote {url} has the protocol {protocol}://, which fsspec does not know: use s3, gs, file or memory"
+        ) from None
     return filesystem, root.rstrip("/")
 
 
-def redacted(error: Exception) -> str:
-    """An error in one line, without the credentials that its words may quote."""
-    words = " ".join(str(error).split())
-    shown = words if isinstance(error, StorageError | CheckpointError) else f"{type(error).__name__}: {words}"
+def redacted_message(error: Exception) -> str:
+    """Return the error in one line, without credentials that it may quote."""
+    text = " ".join(str(error).split())
+    shown = text if isinstance(error, StorageError | CheckpointError) else f"{type(error).__name__}: {text}"
     return _SECRET.sub(r"\1…", shown)[:400]
+
+
+class Uploader:
+    """Copies checkpoints to a remote store in a background thread, the newest first.
+
+    If the store refuses, one warning is logged, training continues, and the next checkpoint is tried again.
+
+    Args:
+        store (`RemoteStore`): the store.
+        limit (`int`, *optional*): number of checkpoints to keep in the store; None keeps all.
+        links (`Path`): a folder on the run's file system. A checkpoint is hard-linked there before it is copied, so
+            that rotation cannot delete its files while they are being copied.
+    """
+
+    def __init__(self, store: RemoteStore, *, limit: int | None, links: Path) -> None:
+        self.store = store
+        self.limit = limit
+        self._links = links
+        self._next: tuple[Path, str | None] | None = None
+        self._changed = threading.Condition()
+        self._busy = False
+        self._has_warned = False
+        self.last_uploaded: str | None = None
+        """Name of the newest checkpoint that this process has copied completely."""
+        self.last_upload_s = 0.0
+        """Seconds that the last copy took; 0 before the first."""
+
+    def offer(self, checkpoint: Path, best: str | None = None) -> None:
+        """Queue `checkpoint` for copying. It replaces one that is still waiting, since the newest is worth most.
+
+        Args:
+            checkpoint (`Path`): a committed checkpoint.
+            best (`str`, *optional*): name of the best checkpoint, which rotation leaves in the store.
+        """
+        linked = _link(checkpoint, self._links)
+        with self._changed:
+            waiting = self._next
+            self._next = (linked, best)
+            if not self._busy:
+                self._busy = True
+                threading.Thread(target=self._work, name="hfscale-upload", daemon=True).start()
+        if waiting is not None and waiting[0] != linked:
+            logger.info(
+                "%s is not copied to %s: %s is newer and is copied instead",
+                waiting[0].name,
+                self.store.url,
+                checkpoint.name,
+            )
+            _unlink(waiting[0], self._links)
+
+    @property
+    def expected_s(self) -> float:
+        """Estimated seconds until a checkpoint that were offered now would be in the store, from the last copy."""
+        return self.last_upload_s * (2 if self._busy else 1)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being copied, or for `timeout_s` seconds; return whether nothing is being copied."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._busy, timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                task = self._next
+                self._next = None
+                if task is None:
+                    self._busy = False
+                    self._changed.notify_all()
+                    return
+            self._copy(*task)
+
+    def _copy(self, checkpoint: Path, best: str | None) -> None:
+        started_at = time.monotonic()
+        try:
+            self.store.upload(checkpoint)
+            self.last_uploaded = checkpoint.name
+            self.last_upload_s = time.monotonic() - started_at
+            logger.debug("%s has been copied to %s", checkpoint.name, self.store.url)
+            if self.limit is not None:
+                self.store.rotate(limit=self.limit, keep=best)
+        except Exception as error:
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            self._has_warned = True
+            message = "%s was not copied: %s; training continues with the local checkpoints"
+            logger.log(level, message, checkpoint.name, redacted_message(error))
+        finally:
+            _unlink(checkpoint, self._links)
+
+
+def _link(checkpoint: Path, links: Path) -> Path:
+    """Hard-link the files of `checkpoint` in `links`; return the new folder, or `checkpoint` if links fail."""
+    target = links / checkpoint.name
+    try:
+        manifest = read_manifest(checkpoint)
+        for name in (*manifest.files, MANIFEST_NAME):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).unlink(missing_ok=True)
+            (target / name).hardlink_to(checkpoint / name)
+    except OSError:
+        return checkpoint
+    return target
+
+
+def _unlink(checkpoint: Path, links: Path) -> None:
+    if checkpoint.parent == links:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def fetch_newest(store: RemoteStore, output_dir: Path) -> None:
+    """Fetch the newest complete checkpoint of the store if it is newer than those of `output_dir`.
+
+    Every rank must call it. Rank 0 downloads first, then the first rank of each other node whose `output_dir` does not
+    show the checkpoint, so on shared storage it is downloaded once. It does its work once per process. If the store
+    cannot be read and a local checkpoint exists, it logs a warning.
+
+    Args:
+        store (`RemoteStore`): the store.
+        output_dir (`Path`): output directory of the run.
+
+    Raises:
+        StorageError: on every rank: the store cannot be read and there is no local checkpoint, so the run would
+            restart from scratch although it has checkpoints; or a download failed.
+    """
+    if (store.url, str(output_dir)) in _fetched:
+        return
+    _fetched.add((store.url, str(output_dir)))
+    group = distributed.own_group(_MAX_DOWNLOAD_TIME)
+    step: int | None = None
+    problem: str | None = None
+    if distributed.rank() == 0:
+        step, problem = _result_or_problem(lambda: _fetch_newest(store, output_dir))
+    (step, problem), *_ = distributed.gather_json([step, problem], group)
+    if problem is None and step is not None:
+        leads_node = distributed.rank() != 0 and os.environ.get("LOCAL_RANK") == "0"
+        if leads_node and not _is_good(output_dir / f"checkpoint-{step}"):
+            download = partial(store.download, step, output_dir, output_dir / UNFINISHED / "download")
+            _, problem = _result_or_problem(download)
+        problems = distributed.gather_json(problem, group)
+        problem = next((found for found in problems if found is not None), None)
+    if problem is not None:
+        raise StorageError(f"{problem}; make the store readable, or start without the remote")
+
+
+def _result_or_problem(operation: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    """Return the result of `operation`, or the message of its error for the other ranks."""
+    try:
+        return operation(), None
+    except (HfScaleError, OSError) as error:
+        return None, redacted_message(error)
+
+
+def _fetch_newest(store: RemoteStore, output_dir: Path) -> int | None:
+    """Fetch a checkpoint that is newer than the local ones; return its step, or None if there is none."""
+    local = latest_checkpoint(output_dir)
+    local_step = checkpoint_step(Path(local)) if local else -1
+    try:
+        steps = store.committed_steps()
+    except StorageError as error:
+        if local is None:
+            raise
+        logger.warning("%s; using the newest local checkpoint", error)
+        return None
+    for step in reversed([step for step in steps if step > local_step]):
+        try:
+            fetched = store.download(step, output_dir, output_dir / UNFINISHED / "download")
+        except CheckpointError as error:
+            logger.warning("checkpoint in %s skipped: %s", store.url, error)
+            continue
+        logger.info("fetched %s from %s", fetched.name, store.url)
+        return step
+    return None
+
+
+def _is_good(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except CheckpointError:
+        return False
+    return True

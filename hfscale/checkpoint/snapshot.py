@@ -1,4 +1,4 @@
-"""A copy of a training's state in host memory, taken quickly and again and again into the same buffers."""
+"""Copies a training's state to host memory, into buffers that are reused for every copy."""
 
 import copy
 import os
@@ -11,16 +11,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 _SLICE_BYTES = 16 * 2**20
-_MOST_THREADS = 4  # two to four cores fill the memory channels of a socket
+_MAX_THREADS = 4  # two to four cores saturate the memory channels of a socket
 
 
 class HostSnapshot:
     """Copies nested dictionaries, lists and tuples of tensors to host memory.
 
-    The copy keeps what saving looks at: shapes, strides, which tensors share a storage, which containers are one. The
-    buffers are pinned where the source is on an accelerator, and those of one snapshot are filled again by the next:
-    **a snapshot is valid until the next `take`**. No accelerator memory is used. Buffers cost as much host memory as
-    the state; CUDA's allocator of pinned memory rounds each up to a power of two.
+    The copy keeps everything that saving depends on: shapes, strides, which tensors share a storage, and which
+    containers are the same object. Buffers for tensors on an accelerator are pinned. The next snapshot reuses the
+    buffers, so **a snapshot is valid until the next `take`**. No accelerator memory is used. The buffers need as much
+    host memory as the state; CUDA's allocator of pinned memory rounds each up to a power of two.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class HostSnapshot:
 
     @torch.no_grad()
     def take(self, tree: Any) -> Any:
-        """The copy of `tree`; when it returns, changes to the originals no longer reach it."""
+        """Return a copy of `tree`; changes to the originals after the call do not affect it."""
         used: dict[tuple[torch.device, int, int], torch.Tensor] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -43,12 +43,15 @@ class HostSnapshot:
 
         copied = _copy_tree(tree, buffer, {})
         _transfer(copies)
-        self._buffers = used  # of tensors that are gone, the buffers go too
+        self._buffers = used  # frees the buffers of tensors that no longer exist
         return copied
 
 
 def tensor_bytes(tree: Any) -> int:
-    """Bytes of the tensors of `tree` on this rank, each storage once: what a snapshot of it takes in host memory."""
+    """Return the bytes of the tensors of `tree` on this rank, counting each storage once.
+
+    A snapshot of `tree` needs that much host memory.
+    """
     storages = {}
     for tensor in _tensors(tree):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -74,10 +77,10 @@ def _host_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_tree(value: Any, buffer: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any]) -> Any:
-    """Copies containers; what cannot change (numbers, strings, functions) is taken as it is.
+    """Copy containers and tensors; immutable values (numbers, strings, functions) are used as they are.
 
-    One object that stands in two places stays one: serialisers write it once, and the files are then those that
-    saving the originals would give.
+    An object that occurs twice is copied once. Serializers write such an object once, so the files are the same as if
+    the originals were saved.
     """
     if id(value) in memo:
         return memo[id(value)]
@@ -95,7 +98,7 @@ def _copy_tree(value: Any, buffer: Callable[[torch.Tensor], torch.Tensor], memo:
         items = tuple(_copy_tree(item, buffer, memo) for item in value)
         unchanged = all(new is old for new, old in zip(items, value, strict=True))
         copied = value if unchanged else items
-    elif isinstance(value, dict):  # a defaultdict, say
+    elif isinstance(value, dict):  # for example a defaultdict
         copied = memo[id(value)] = value.copy()
         for key, item in value.items():
             copied[key] = _copy_tree(item, buffer, memo)
@@ -107,14 +110,14 @@ def _copy_tree(value: Any, buffer: Callable[[torch.Tensor], torch.Tensor], memo:
 
 def _copy_tensor(tensor: torch.Tensor, buffer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     if isinstance(tensor, DTensor):
-        # By the protocol of tensors that wrap others: `from_local` would send the copy to the mesh's devices.
+        # Uses the protocol of tensors that wrap others: `from_local` would move the copy to the mesh's device.
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
         copies = {n: _copy_tensor(p, buffer) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
         return DTensor.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain:
-        return tensor.detach().to("cpu", copy=True)  # a subclass (quantised states): it knows how to copy itself
+        return tensor.detach().to("cpu", copy=True)  # a subclass (quantised states) implements its own copy
     host = buffer(tensor)
     return torch.empty(0, dtype=tensor.dtype).set_(
         host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -122,8 +125,13 @@ def _copy_tensor(tensor: torch.Tensor, buffer: Callable[[torch.Tensor], torch.Te
 
 
 def _transfer(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """All copies, as (to, from): those from accelerators in one go with one wait, those in host memory by threads."""
-    devices, pieces = set(), []
+    """Fill the buffers: from accelerators asynchronously with one synchronization, in host memory with threads.
+
+    Args:
+        copies: pairs of target and source, both flat and of bytes.
+    """
+    devices = set()
+    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target, source in copies:
         if source.device.type != "cpu":
             devices.add(source.device)
@@ -138,26 +146,26 @@ def _transfer(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copy_in_threads(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    left = iter(pieces)  # a task for each of hundreds of pieces would cost more than the small ones take
+    left = iter(pieces)  # shared by the threads: a task per piece would take longer than copying a small piece
 
     def copy_some() -> None:
         for target, source in left:
             target.copy_(source)
 
     size = sum(target.numel() for target, _ in pieces)
-    helpers = min(_copy_threads() - 1, size // _SLICE_BYTES)
-    if helpers == 0:
+    extra_threads = min(_copy_threads() - 1, size // _SLICE_BYTES)
+    if extra_threads == 0:
         copy_some()
         return
-    with ThreadPoolExecutor(helpers) as pool:
-        helping = [pool.submit(copy_some) for _ in range(helpers)]
+    with ThreadPoolExecutor(extra_threads) as pool:
+        futures = [pool.submit(copy_some) for _ in range(extra_threads)]
         copy_some()
-    for thread in helping:
-        thread.result()
+    for future in futures:
+        future.result()
 
 
 def _copy_threads() -> int:
     if torch.get_num_threads() > 1:
-        return 1  # each copy is cut over several cores by torch itself
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks_here))
+        return 1  # torch itself divides each copy over several cores
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // local_ranks))

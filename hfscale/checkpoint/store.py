@@ -1,33 +1,62 @@
-"""The checkpoints of a run's output directory: commit, verify, find the newest good one, rotate."""
+"""The files of a run's output directory: its checkpoints and its status. This module imports no torch.
 
+It commits, verifies, lists, inspects, archives and rotates checkpoints, finds the newest good one, and reads and
+writes `hfscale_status.json`. How a checkpoint gets here while training runs is described in
+`hfscale.checkpoint.writer`.
+"""
+
+import json
 import os
 import re
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest, record_files
-from hfscale.errors import CheckpointError
+from hfscale.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    checkpoint_files,
+    read_manifest,
+    record_files,
+)
+from hfscale.errors import CheckpointError, UsageError
 from hfscale.utils.logging import get_logger
+from hfscale.utils.redaction import redact
 
 logger = get_logger(__name__)
 
 UNFINISHED = ".unfinished"
-"""Folder in the output directory, on the same file system: what is being written, fetched or deleted. Nobody looks for
-checkpoints there, and the next launch clears it."""
-VISIBLE_WITHIN_S = 75.0
-"""How long another machine may not see a new file: NFS keeps what it knows of a folder for up to 60 s (nfs(5),
-acdirmax), and clocks and servers take their time."""
+"""Folder in the output directory, and so on the same file system: checkpoints that are being written, fetched or
+deleted. No program searches it for checkpoints, and the next launch empties it."""
+VISIBILITY_TIMEOUT_S = 75.0
+"""How long a new file may be invisible to another machine: NFS caches the attributes of a folder for up to 60 s
+(nfs(5), acdirmax); the rest allows for slow servers and clocks that differ."""
+STATUS_NAME = "hfscale_status.json"
+STATUSES = ("running", "completed", "preempted", "failed")
+GOOD, INCOMPLETE, CORRUPT = "good", "incomplete", "corrupt"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+-\d+\.tmp")
+
+
+# ---- Committing and verifying
 
 
 def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, global_batch_size: int) -> Manifest:
     """Make `checkpoint` durable and valid: flush its files to the disk, then write the manifest.
 
     Call it on one process, after every process has written its files.
+
+    Args:
+        checkpoint (`Path`): the folder with the files.
+        step (`int`): optimizer steps taken.
+        strategy (`str`): strategy under which the files were written.
+        world_size (`int`): processes that wrote the files.
+        global_batch_size (`int`): sequences per optimizer step.
 
     Raises:
         OSError: the disk is full or read-only; the checkpoint then stays uncommitted.
@@ -48,17 +77,20 @@ def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, globa
 
 
 def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
-    """Read every file of `checkpoint` and compare it with the manifest, which is returned when all is well.
+    """Read every file of `checkpoint` and compare it with the manifest.
+
+    Returns:
+        `Manifest`: the manifest, if all files match it.
 
     Raises:
-        CheckpointError: naming the first file that is missing, of another length or of other content; or the folder is
-            named for another step.
+        CheckpointError: a file is missing or has another length or content (the message names the first one), or the
+            folder's name has another step than the manifest.
     """
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     named = _CHECKPOINT.fullmatch(checkpoint.name)
     if named is not None and int(named[1]) != manifest.step:
-        raise CheckpointError(f"{checkpoint} is corrupt: its manifest is that of step {manifest.step}")
+        raise CheckpointError(f"{checkpoint} is corrupt: its manifest is for step {manifest.step}")
     for name, expected in manifest.files.items():
         path = checkpoint / name
         if path.is_symlink() or not path.is_file():
@@ -71,35 +103,38 @@ def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The newest checkpoint of `output_dir` whose every file matches its manifest, or None.
+# ---- Finding
 
-    Reads the whole of each candidate, newest first; why one was passed over is logged.
+
+def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the newest checkpoint of `output_dir` whose files all match its manifest, or None if there is none.
+
+    Candidates are read completely, newest first. A warning says why a candidate was skipped.
     """
     for checkpoint in reversed(list_checkpoints(output_dir)):
         try:
             verify(checkpoint)
         except CheckpointError as error:
-            logger.warning("passed over: %s", error)
+            logger.warning("checkpoint skipped: %s", error)
             continue
         return str(checkpoint)
     return None
 
 
-def is_visible(path: Path, within_s: float = VISIBLE_WITHIN_S) -> bool:
-    """Whether a file that another machine has just made is there, asked again and again for so many seconds."""
-    deadline = time.monotonic() + within_s
+def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_TIMEOUT_S) -> bool:
+    """Wait for a file that another machine has just created; return whether it appeared within `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
     while not path.is_file():
         if time.monotonic() > deadline:
             return False
         if path.parent.is_dir():
-            list(path.parent.iterdir())  # has a network file system look again
+            list(path.parent.iterdir())  # makes a network file system refresh its cache
         time.sleep(0.2)
     return True
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """Every folder `checkpoint-N` of `output_dir`, whatever its condition, by rising N; [] where it does not exist."""
+    """List every folder `checkpoint-N` of `output_dir` in any state, by rising N; [] if it does not exist."""
     folder = Path(output_dir)
     if not folder.is_dir():
         return []
@@ -108,18 +143,28 @@ def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The N of `checkpoint-N`."""
+    """Return the N of `checkpoint-N`.
+
+    Raises:
+        CheckpointError: the folder is not named like that.
+    """
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     if match is None:
         raise CheckpointError(f"{checkpoint} is not named checkpoint-N")
     return int(match[1])
 
 
-def archive(output_dir: str | os.PathLike[str], *, after_step: int) -> list[Path]:
-    """Rename checkpoints of later steps than `after_step` to `checkpoint-N.superseded`; returns the new paths.
+# ---- Archiving and deleting
 
-    A run that begins at `after_step` will write those steps anew. Left in place, they would pass for its own at the
-    next relaunch, or be overwritten half.
+
+def archive(output_dir: str | os.PathLike[str], *, after_step: int) -> list[Path]:
+    """Rename the checkpoints of later steps than `after_step` to `checkpoint-N.superseded`.
+
+    A run that starts at `after_step` will write those steps again. If the old checkpoints stayed, the next relaunch
+    would take them for this run's own, or a crash could leave one half overwritten.
+
+    Returns:
+        `list[Path]`: the new paths.
     """
     moved = []
     for checkpoint in list_checkpoints(output_dir):
@@ -135,20 +180,28 @@ def archive(output_dir: str | os.PathLike[str], *, after_step: int) -> list[Path
 
 
 def rotate(output_dir: str | os.PathLike[str], *, limit: int, keep: Path | None = None) -> list[Path]:
-    """Delete the oldest committed checkpoints beyond `limit`; returns those deleted.
+    """Delete the oldest committed checkpoints beyond `limit`.
 
-    Only committed checkpoints count, so an unfinished one never costs a good one its place; and each leaves its place
-    in one piece before it is deleted, so that a deletion cut short leaves no part of it there. `keep` (the best one,
-    say) stays beside the newest `limit`.
+    Only committed checkpoints count, so an incomplete one never causes a good one to be deleted. A checkpoint is moved
+    to `.unfinished` in one rename before its files are deleted, so an interrupted deletion leaves no partial
+    checkpoint.
+
+    Args:
+        output_dir (`str`): output directory of the run.
+        limit (`int`): checkpoints to keep, at least 1.
+        keep (`Path`, *optional*): a checkpoint, such as the best one, to keep in addition to the newest `limit`.
+
+    Returns:
+        `list[Path]`: the former paths of the deleted checkpoints.
     """
     committed = [path for path in list_checkpoints(output_dir) if (path / MANIFEST_NAME).is_file()]
     to_delete = list(_beyond(committed, limit, keep))
     for checkpoint in to_delete:
-        condemned = checkpoint.parent / UNFINISHED / f"{checkpoint.name}.deleted"
-        condemned.parent.mkdir(exist_ok=True)
-        shutil.rmtree(condemned, ignore_errors=True)
-        checkpoint.rename(condemned)
-        shutil.rmtree(condemned)
+        moved = checkpoint.parent / UNFINISHED / f"{checkpoint.name}.deleted"
+        moved.parent.mkdir(exist_ok=True)
+        shutil.rmtree(moved, ignore_errors=True)
+        checkpoint.rename(moved)
+        shutil.rmtree(moved)
     return to_delete
 
 
@@ -158,9 +211,148 @@ def _beyond(committed: list[Path], limit: int, keep: Path | None) -> Iterator[Pa
             yield checkpoint
 
 
+# ---- Inspecting
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """Description of one checkpoint; an unknown value is None."""
+
+    name: str
+    path: str
+    state: str
+    """`good` (every file matches the manifest), `incomplete` (no manifest) or `corrupt`."""
+    reason: str | None
+    """Why it is not good."""
+    step: int | None
+    strategy: str | None
+    world_size: int | None
+    global_batch_size: int | None
+    bytes: int
+    """Total length of its files."""
+    age_s: float
+    """Seconds since the newest file was written."""
+    best: bool
+    """Whether the run's newest `trainer_state.json` names it as the best checkpoint."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary for JSON."""
+        return asdict(self)
+
+
+def inspect(path: Path, *, read_files: bool = True) -> list[CheckpointInfo]:
+    """Describe the checkpoint at `path`, or all checkpoints of the run at `path`, by rising step.
+
+    Args:
+        path (`Path`): a checkpoint or the output directory of a run.
+        read_files (`bool`): compare the content of every file with its hash; if False, compare only its length.
+
+    Raises:
+        UsageError: `path` is not a folder.
+    """
+    if not path.is_dir():
+        raise UsageError(f"{path} is not a folder: name a run's output directory or one checkpoint")
+    found = [path] if is_checkpoint(path) else list_checkpoints(path)
+    best = _best_name(found)
+    return [_inspect(checkpoint, best, read_files) for checkpoint in found]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether the folder is one checkpoint, and not an output directory with several."""
+    return (path / MANIFEST_NAME).is_file() or ((path / "trainer_state.json").is_file() and not list_checkpoints(path))
+
+
+def _best_name(checkpoints: list[Path]) -> str | None:
+    for checkpoint in reversed(checkpoints):
+        try:
+            state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+            return Path(state["best_model_checkpoint"]).name if state.get("best_model_checkpoint") else None
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue
+    return None
+
+
+def _inspect(checkpoint: Path, best: str | None, read_files: bool) -> CheckpointInfo:
+    manifest, state, reason = _state_of(checkpoint, read_files)
+    stats = [(checkpoint / name).stat() for name in checkpoint_files(checkpoint)]
+    newest = max(stat.st_mtime for stat in stats or [checkpoint.stat()])
+    step = checkpoint.name.rpartition("-")[2]
+    return CheckpointInfo(
+        name=checkpoint.name,
+        path=str(checkpoint),
+        state=state,
+        reason=reason,
+        step=manifest.step if manifest else int(step) if step.isdigit() else None,
+        strategy=manifest.strategy if manifest else None,
+        world_size=manifest.world_size if manifest else None,
+        global_batch_size=manifest.global_batch_size if manifest else None,
+        bytes=sum(stat.st_size for stat in stats),
+        age_s=round(max(0.0, time.time() - newest), 1),
+        best=checkpoint.name == best,
+    )
+
+
+def _state_of(checkpoint: Path, read_files: bool) -> tuple[Manifest | None, str, str | None]:
+    if not (checkpoint / MANIFEST_NAME).is_file():
+        return None, INCOMPLETE, f"it has no {MANIFEST_NAME}"
+    manifest = None
+    try:
+        manifest = read_manifest(checkpoint)
+        if read_files:
+            verify(checkpoint)
+        else:
+            _compare_lengths(checkpoint, manifest)
+    except CheckpointError as error:
+        return manifest, CORRUPT, str(error).removeprefix(f"{checkpoint} is corrupt: ")
+    return manifest, GOOD, None
+
+
+def _compare_lengths(checkpoint: Path, manifest: Manifest) -> None:
+    for name, record in manifest.files.items():
+        path = checkpoint / name
+        length = path.stat().st_size if path.is_file() and not path.is_symlink() else None
+        if length != record.bytes:
+            raise CheckpointError(f"{name} " + ("is missing" if length is None else f"has {length} bytes"))
+
+
+# ---- The status of the run
+
+
+def write_status(output_dir: Path, status: str, *, step: int, checkpoint: str | None, reason: str | None) -> None:
+    """Write `hfscale_status.json`, from which schedulers and people see the state of a run.
+
+    Call it on one process per run.
+
+    Args:
+        output_dir (`Path`): output directory of the run.
+        status (`str`): one of `STATUSES`.
+        step (`int`): optimizer steps taken.
+        checkpoint (`str`, *optional*): name of the newest committed checkpoint, `checkpoint-N`.
+        reason (`str`, *optional*): why the run ended; secrets in it are redacted.
+    """
+    reason = redact(reason) if reason is not None else None
+    fields = {"status": status, "step": step, "checkpoint": checkpoint, "reason": reason}
+    write_atomically(output_dir / STATUS_NAME, json.dumps(fields) + "\n")
+
+
+def read_status(output_dir: Path) -> dict[str, Any] | None:
+    """Return the content of `hfscale_status.json`, or None if the file is missing or not readable JSON."""
+    try:
+        fields = json.loads((output_dir / STATUS_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+# ---- Atomic and durable writes
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, or a crash, finds the old content or the new, never a part."""
-    # The thread, too: a save beside the training writes the status as the training does.
+    """Write `text` to `path` so that a reader, and a crash at any point, finds the old content or the new one.
+
+    The text is written to a temporary file, flushed to the disk and renamed to `path`; then the folder is flushed.
+    """
+    # The name has the thread's id too: a background save can write the status at the same time as the training loop.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -174,14 +366,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Delete what `write_atomically` leaves in `folder` when its process is killed."""
+    """Delete the temporary files that `write_atomically` leaves in `folder` when its process is killed."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
-    """fsync a file or a folder: what it holds reaches the disk."""
+    """Call fsync on a file or a folder, so that its content reaches the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,56 @@
-"""Writes checkpoints beside the training, one at a time, and commits each when every rank has written its part.
+"""Writes checkpoints, in the background or in the calling thread, and commits each with one rename.
 
-A checkpoint grows in `.unfinished/checkpoint-N` of the run's folder, which neither Trainer nor anyone else looks into.
-Each rank flushes and hashes what it wrote, and all learn how the others fared. Then one rank writes the manifest,
-flushes the folders and renames the checkpoint to `checkpoint-N`: it is there whole, or not at all.
+A checkpoint is written in `.unfinished/checkpoint-N` of the output directory, where neither Trainer nor any other
+program looks for checkpoints. When every rank has written and flushed its files, one rank writes the manifest and
+renames the folder to `checkpoint-N`. So a `checkpoint-N` is complete, or it does not exist.
+
+The on-disk protocol
+--------------------
+
+Files in the output directory:
+
+    checkpoint-N/                      a committed checkpoint, with its hfscale_manifest.json
+    checkpoint-N.superseded/           a committed checkpoint that a run which restarted before step N has archived
+    .unfinished/checkpoint-N/          a checkpoint that is being written; with a manifest: complete, not yet renamed
+    .unfinished/checkpoint-N.replaced/ the earlier save of step N while a second save of that step replaces it
+    .unfinished/checkpoint-N.deleted/  a checkpoint that rotation is deleting
+    .unfinished/{upload,download}/     remote copies in transfer (hfscale.checkpoint.remote)
+    .hfscale_lock                      held by the run (hfscale.checkpoint.lock)
+    .NAME.PID-THREAD.tmp               temporary files of `store.write_atomically`
+
+All ranks write one checkpoint in this order (`_write_and_commit`):
+
+1. Each rank creates `.unfinished/checkpoint-N` and writes its own files into it (`CheckpointJob.write`).
+2. The ranks exchange their errors. If there is one, the committing rank deletes the folder and every rank raises a
+   `StorageError`. The same happens in steps 4 and 6.
+3. The ranks write the files that need collectives (`CheckpointJob.write_collectively`). Then each rank hashes its own
+   files and calls fsync on each.
+4. The ranks exchange their errors, and the lengths and hashes of their files.
+5. The committing rank
+   a. calls fsync on each folder of the checkpoint;
+   b. writes the manifest: to a temporary file, fsync, rename to `hfscale_manifest.json`, fsync of the folder;
+   c. renames an existing `checkpoint-N` to `.unfinished/checkpoint-N.replaced`;
+   d. renames `.unfinished/checkpoint-N` to `checkpoint-N`: **this rename is the commit**;
+   e. calls fsync on the output directory and on `.unfinished`;
+   f. deletes `.unfinished/checkpoint-N.replaced`, and calls `CheckpointJob.on_commit` (which rotates).
+6. The ranks exchange their errors again.
+
+What a crash leaves behind, and how the next start repairs it (`finish_renames`, which any rank may call before it
+looks for the newest checkpoint; then `clear_unfinished`, which the main process calls when training starts):
+
+| crash | left in `.unfinished` | repair |
+|---|---|---|
+| in steps 1 to 5a | `checkpoint-N` without a manifest | deleted |
+| in step 5b | `checkpoint-N`, with or without a manifest, and perhaps a temporary file | as above or below |
+| after 5b | `checkpoint-N` with its manifest | renamed to `checkpoint-N` |
+| between 5c and 5d | both saves of step N, each with its manifest | the new one is renamed, the old one deleted |
+| a crash loses the rename of 5d before 5e | as after 5b or 5c | as there |
+| in step 5f | `checkpoint-N.replaced` | deleted |
+| during rotation | `checkpoint-N.deleted` | deleted |
+
+If the machine loses power, files that were not flushed may lose their content. No committed file is among them, since
+each is flushed before its manifest is written. `store.verify` compares every file with the manifest before a
+checkpoint is used.
 """
 
 import os
@@ -18,69 +66,75 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hfscale.checkpoint.lock import is_held_by_another
+from hfscale.checkpoint.lock import is_locked_by_another_process
 from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, checkpoint_files
 from hfscale.checkpoint.store import UNFINISHED, flush, remove_temporaries, write_atomically
 from hfscale.errors import StorageError
 from hfscale.utils import distributed
+from hfscale.utils.disk_errors import is_failed_torch_write
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
 _REPLACED = ".replaced"
-# Files that carry the number of the rank that writes them: Trainer's RNG states, torch's distributed checkpoints and
-# DeepSpeed's partitions. All others are written by rank 0.
+# Files whose name has the number of the rank that writes them: Trainer's RNG states, torch's distributed checkpoints
+# and DeepSpeed's partitions. Rank 0 writes all others.
 _RANK_OF_FILE = re.compile(r"rng_state_(\d+)\.pth$|__(\d+)_\d+\.distcp$|zero_pp_rank_(\d+)_")
-_TORCH_WRITE_FAILED = re.compile(r"PytorchStreamWriter failed|inline_container\.cc")  # its C++ drops the errno
-_last_writers: dict[Path, "CheckpointWriter"] = {}  # of this process, by the folder of the run
+_last_writers: dict[Path, "CheckpointWriter"] = {}
+"""The writer of this process that was last started, by output directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointJob:
-    """One checkpoint to be written. Every rank makes one for the same step."""
+    """One checkpoint to write. Every rank makes one for the same step."""
 
     run_dir: Path
-    """Folder of the run; the checkpoint becomes `checkpoint-N` of it."""
+    """Output directory of the run; the checkpoint becomes its `checkpoint-N`."""
     step: int
+    """Optimizer steps taken."""
     strategy: str
+    """Strategy of the run, for the manifest."""
     global_batch_size: int
+    """Sequences per optimizer step, for the manifest."""
     commits: bool
     """Whether this rank writes the manifest."""
     is_shared: bool = True
-    """Whether all ranks see one folder. If not, a committing rank answers for what it sees in its own."""
+    """Whether all ranks see one folder. If not, a committing rank is responsible for all files in its own folder."""
     write: Callable[[Path], None] | None = None
-    """Writes this rank's own files into the folder it is given; None where they stand there already."""
-    write_together: Callable[[Path, dist.ProcessGroup | None], None] | None = None
-    """Writes what needs exchanges between the ranks, on the group it is given. Called when no `write` has failed."""
-    failed: Exception | None = None
-    """What went wrong on this rank before the job was handed over."""
-    committed: Callable[[Manifest], None] | None = None
-    """Called on the committing rank once the checkpoint stands at its place."""
-    begun: float = field(default_factory=time.monotonic)
-    """When the save began, on the clock of `time.monotonic`."""
+    """Writes this rank's own files into the folder that it is given; None if they are already there."""
+    write_collectively: Callable[[Path, dist.ProcessGroup | None], None] | None = None
+    """Writes what needs collectives between the ranks, on the group that it is given. It is called only if no `write`
+    has failed."""
+    error: Exception | None = None
+    """An error on this rank that occurred before the job was handed over."""
+    on_commit: Callable[[Manifest], None] | None = None
+    """Called on the committing rank when the checkpoint has been renamed to its final path."""
+    started_at: float = field(default_factory=time.monotonic)
+    """Start of the save, on the clock of `time.monotonic`."""
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint grows."""
+        """Folder in which the checkpoint is written."""
         return unfinished_folder(self.run_dir, self.step)
 
     @property
     def target(self) -> Path:
-        """Where it stands when it is committed."""
+        """Final path of the checkpoint."""
         return self.run_dir / f"checkpoint-{self.step}"
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, on a thread of its own or in the calling one.
+    """Writes one checkpoint at a time, in a background thread or in the calling one.
 
-    Every rank makes one at the same point: its exchanges run on a group that nothing else uses.
+    Every rank must create one at the same point, because its exchanges run on a process group of their own.
     """
 
     def __init__(self) -> None:
         self._group = distributed.own_group()
         self._thread: threading.Thread | None = None
         self._failure: StorageError | None = None
-        self._begun = self._last_s = 0.0
+        self._started_at = 0.0
+        self._last_s = 0.0
 
     @property
     def in_flight(self) -> bool:
@@ -89,24 +143,24 @@ class CheckpointWriter:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the save in flight is committed if it takes as long as the last; 0 where there is none."""
-        return max(self._begun + self._last_s - time.monotonic(), 0.0) if self.in_flight else 0.0
+        """Seconds until the save in flight is committed if it takes as long as the last one; 0 if there is none."""
+        return max(self._started_at + self._last_s - time.monotonic(), 0.0) if self.in_flight else 0.0
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last checkpoint could not be written, and `wait` has not said so yet."""
+        """Whether the last checkpoint could not be written and `wait` has not yet raised its error."""
         return self._failure is not None
 
     def start(self, job: CheckpointJob) -> None:
-        """Write `job` beside the caller. One that is being written is waited for first.
+        """Write `job` in the background, after waiting for a checkpoint that is still being written.
 
         Raises:
-            StorageError: that earlier one could not be written.
+            StorageError: that earlier checkpoint could not be written.
         """
         self.wait()
-        self._begun = job.begun
+        self._started_at = job.started_at
         _last_writers[job.run_dir.resolve()] = self
-        # A daemon: what must not be lost at the end of a process is waited for by whoever knows how long it may take.
+        # A daemon thread: the callers that know how long they may wait do so before the process ends.
         self._thread = threading.Thread(target=self._run, args=(job,), name="hfscale-checkpoint", daemon=True)
         self._thread.start()
 
@@ -114,7 +168,7 @@ class CheckpointWriter:
         """Write `job` in the calling thread.
 
         Raises:
-            StorageError: it, or an earlier one, could not be written. Raised on every rank.
+            StorageError: it, or an earlier checkpoint, could not be written. Raised on every rank.
         """
         self.wait()
         self._run(job)
@@ -131,12 +185,13 @@ class CheckpointWriter:
             if self._thread.is_alive():
                 return
             self._thread = None
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure is not None:
             raise failure
 
-    def wait_as_another(self) -> None:
-        """Wait as one who did not begin the save: its failure is a warning here, an error in its owner's `wait`."""
+    def wait_without_raising(self) -> None:
+        """Wait until nothing is being written; log a failure as a warning and leave it for the owner's `wait`."""
         if self._thread is not None:
             self._thread.join()
         if self._failure is not None:
@@ -145,52 +200,56 @@ class CheckpointWriter:
     def _run(self, job: CheckpointJob) -> None:
         try:
             _write_and_commit(job, self._group)
-            self._last_s = time.monotonic() - job.begun
+            self._last_s = time.monotonic() - job.started_at
         except StorageError as error:
             self._failure = error
-        except Exception as error:  # a rank that is gone, say: the exchange with it fails
-            self._failure = StorageError(_explain(job.step, str(distributed.rank()), error))
+        except Exception as error:  # for example, the exchange fails because another rank has ended
+            self._failure = StorageError(_failure_message(job.step, str(distributed.rank()), _summary(error)))
             self._failure.__cause__ = error
 
 
 def unfinished_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` grows until it is committed."""
+    """Return the folder in which the checkpoint of `step` is written until it is committed."""
     return run_dir / UNFINISHED / f"checkpoint-{step}"
 
 
 def finish_renames(run_dir: Path) -> list[Path]:
-    """Put in place what a process left complete but unnamed: it was ended between its manifest and its renames.
+    """Commit the checkpoints that an ended process left complete but not yet renamed.
 
-    Any rank may call it at any time. Nothing is done while another process holds the folder: it will do so itself. A
-    save that this process still writes there, of a training that was broken off, is waited for.
+    Any rank may call it at any time. It does nothing while another process holds the lock of the folder, since that
+    process will finish its own renames. If this process is still writing a checkpoint there, for a training that an
+    exception ended, it waits for it.
+
+    Returns:
+        `list[Path]`: the checkpoints that were renamed.
     """
-    put: list[Path] = []
+    renamed: list[Path] = []
     last_writer = _last_writers.get(run_dir.resolve())
     if last_writer is not None:
-        last_writer.wait_as_another()
+        last_writer.wait_without_raising()
     left = sorted((run_dir / UNFINISHED).glob("checkpoint-*"))
-    if not left or is_held_by_another(run_dir):
-        return put
+    if not left or is_locked_by_another_process(run_dir):
+        return renamed
     for folder in left:
         name = folder.name.removesuffix(_REPLACED)
         target = run_dir / name
         if re.fullmatch(r"checkpoint-\d+", name) and (folder / MANIFEST_NAME).is_file() and not target.exists():
-            with suppress(FileNotFoundError):  # another rank was quicker
+            with suppress(FileNotFoundError):  # another rank has renamed it already
                 folder.rename(target)
-                put.append(target)
-    return put
+                renamed.append(target)
+    return renamed
 
 
 def clear_unfinished(run_dir: Path) -> None:
-    """Delete what an ended process left behind half-written. Call it where no other process writes to the folder."""
+    """Delete what an ended process left incomplete. Call it when no other process writes to the folder."""
     finish_renames(run_dir)
     shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)
     remove_temporaries(run_dir)
 
 
 def _write_and_commit(job: CheckpointJob, group: dist.ProcessGroup | None) -> None:
-    """All ranks run this side by side; an exchange after each part keeps any from going on when one has failed."""
-    problem = job.failed
+    """Write and commit the checkpoint, on all ranks at once; the exchange after each part stops all if one fails."""
+    problem = job.error
     if problem is None:
         try:
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -198,64 +257,68 @@ def _write_and_commit(job: CheckpointJob, group: dist.ProcessGroup | None) -> No
                 job.write(job.folder)
         except Exception as error:
             problem = error
-    _agree(job, group, problem)
+    _exchange(job, group, problem)
     records: dict[str, FileRecord] = {}
     try:
-        if job.write_together is not None:
-            job.write_together(job.folder, group)
+        if job.write_collectively is not None:
+            job.write_collectively(job.folder, group)
         records = _record_own_files(job)
     except Exception as error:
         problem = error
-    everyones = _agree(job, group, problem, {name: asdict(record) for name, record in records.items()})
+    all_files = _exchange(job, group, problem, {name: asdict(record) for name, record in records.items()})
     if job.commits:
         try:
             if job.is_shared:
-                records = {name: FileRecord(**record) for files in everyones for name, record in files.items()}
+                records = {name: FileRecord(**record) for files in all_files for name, record in files.items()}
             _commit(job, records)
         except Exception as error:
             problem = error
-    _agree(job, group, problem)
+    _exchange(job, group, problem)
 
 
-def _agree(
+def _exchange(
     job: CheckpointJob,
     group: dist.ProcessGroup | None,
     problem: Exception | None,
     files: dict[str, dict[str, Any]] | None = None,
 ) -> list[dict[str, dict[str, Any]]]:
-    """The files of every rank; raises on every rank where one of them has a problem."""
-    mine = {"problem": None if problem is None else _words(problem), "files": files or {}}
-    rows = distributed.gather_json(mine, group)
-    troubled = [number for number, row in enumerate(rows) if row["problem"] is not None]
-    if troubled:
+    """Gather the file records of every rank.
+
+    Raises:
+        StorageError: on every rank, if one of them has a problem.
+    """
+    own = {"problem": None if problem is None else _summary(problem), "files": files or {}}
+    rows = distributed.gather_json(own, group)
+    failed = [number for number, row in enumerate(rows) if row["problem"] is not None]
+    if failed:
         if job.commits:
-            shutil.rmtree(job.folder, ignore_errors=True)  # on a full disk, make room for the message's mend
-        error = StorageError(_explain(job.step, str(troubled[0]), rows[troubled[0]]["problem"]))
+            shutil.rmtree(job.folder, ignore_errors=True)  # frees its space if the disk is full
+        error = StorageError(_failure_message(job.step, str(failed[0]), rows[failed[0]]["problem"]))
         raise error from problem
     return [row["files"] for row in rows]
 
 
-def _explain(step: int, rank: str, problem: Exception | str) -> str:
-    words = problem if isinstance(problem, str) else _words(problem)
+def _failure_message(step: int, rank: str, problem: str) -> str:
     where = f" on rank {rank}" if distributed.is_distributed() else ""
     return (
-        f"checkpoint-{step} could not be written{where}: {words}; the checkpoints committed before are whole: make "
-        "room and relaunch the same command"
+        f"checkpoint-{step} could not be written{where}: {problem}; the checkpoints committed before are complete: "
+        "make room and relaunch the same command"
     )
 
 
-def _words(error: Exception) -> str:
-    words = " ".join(str(error).split()) or type(error).__name__
-    if _TORCH_WRITE_FAILED.search(words):
-        return "a file could not be written to its end; is the disk full?"
-    return words if isinstance(error, OSError) else f"{type(error).__name__}: {words}"
+def _summary(error: Exception) -> str:
+    """Return the error in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if is_failed_torch_write(text):
+        return "a file could not be written completely; is the disk full?"
+    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 
 def _record_own_files(job: CheckpointJob) -> dict[str, FileRecord]:
-    """Flush and hash the files that this rank wrote, while they lie in its page cache."""
+    """Hash and flush the files that this rank wrote, while they are in its page cache."""
     if job.is_shared:
         rank, ranks = distributed.rank(), distributed.world_size()
-        names = [name for name in checkpoint_files(job.folder) if owner(name, ranks) == rank]
+        names = [name for name in checkpoint_files(job.folder) if rank_of_file(name, ranks) == rank]
     else:
         names = checkpoint_files(job.folder) if job.commits else []
     records = {}
@@ -265,14 +328,20 @@ def _record_own_files(job: CheckpointJob) -> dict[str, FileRecord]:
     return records
 
 
-def owner(name: str, ranks: int) -> int:
-    """The rank that writes the file `name` of a checkpoint of `ranks` processes, by the number in its name."""
+def rank_of_file(name: str, ranks: int) -> int:
+    """Return the rank that writes the file `name` of a checkpoint, from the number in the name.
+
+    Args:
+        name (`str`): relative path of the file.
+        ranks (`int`): number of processes that write the checkpoint.
+    """
     found = _RANK_OF_FILE.search(name)
     number = int(next(group for group in found.groups() if group)) if found else 0
     return number if number < ranks else 0
 
 
 def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
+    """Write the manifest and rename the checkpoint to its final path: step 5 of the protocol."""
     manifest = Manifest(
         step=job.step,
         strategy=job.strategy,
@@ -284,11 +353,11 @@ def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
         flush(Path(folder))
     write_atomically(job.folder / MANIFEST_NAME, manifest.to_json())
     replaced = job.folder.with_name(f"{job.folder.name}{_REPLACED}")
-    if job.target.exists():  # the same step saved again, at the end of an epoch say
+    if job.target.exists():  # the same step is saved twice, for example by save_steps and at the end of an epoch
         job.target.rename(replaced)
     job.folder.rename(job.target)
     flush(job.run_dir)
     flush(job.folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    if job.committed is not None:
-        job.committed(manifest)
+    if job.on_commit is not None:
+        job.on_commit(manifest)

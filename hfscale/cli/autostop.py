@@ -19,7 +19,7 @@ from typing import Annotated
 import psutil
 import typer
 
-from hfscale.checkpoint.status import STATUS_NAME, read_status
+from hfscale.checkpoint.store import STATUS_NAME, read_status
 from hfscale.cli import COMMANDS
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.metrics.records import JSONL_NAME, TIMELINE_NAME, read_events

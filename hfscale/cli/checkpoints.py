@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfscale.checkpoint.inventory import GOOD, CheckpointInfo, inspect, is_checkpoint
 from hfscale.checkpoint.manifest import MANIFEST_NAME
-from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale.checkpoint.store import GOOD, CheckpointInfo, inspect, is_checkpoint, latest_checkpoint, verify
 from hfscale.cli import COMMANDS
 from hfscale.errors import CheckpointError, StorageError, UsageError
 
@@ -66,7 +65,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Make a checkpoint that another strategy reads, or another number of processes; relaunching does it by itself."""
-    from hfscale.checkpoint.reshape import STRATEGIES, convert
+    from hfscale.checkpoint.conversion import STRATEGIES, convert
 
     if to not in STRATEGIES:
         raise UsageError(f"--to {to} is none of {', '.join(STRATEGIES)}")
@@ -140,9 +139,9 @@ def _open(source: Path, global_batch_size: int | None) -> tuple[Path, "Manifest"
         source = Path(newest)
     if (source / MANIFEST_NAME).is_file():
         return source, verify(source)
-    from hfscale.checkpoint.foreign import describe
+    from hfscale.checkpoint.conversion import infer_manifest
 
-    return source, describe(source, global_batch_size=global_batch_size)
+    return source, infer_manifest(source, global_batch_size=global_batch_size)
 
 
 def _check_new(target: Path) -> None:

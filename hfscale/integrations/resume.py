@@ -14,13 +14,13 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
+from hfscale.checkpoint.conversion import can_read, convert
 from hfscale.checkpoint.formats import STRATEGIES, layout_of
 from hfscale.checkpoint.formats.merged import load_merged
 from hfscale.checkpoint.formats.safetensors_files import read_weights
-from hfscale.checkpoint.formats.universal import LATEST as UNIVERSAL
+from hfscale.checkpoint.formats.zero import UNIVERSAL_LATEST
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from hfscale.checkpoint.reshape import can_read, convert
-from hfscale.checkpoint.store import VISIBLE_WITHIN_S, is_visible, verify
+from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError
 from hfscale.integrations.strategy import requested_strategy, running_strategy
 from hfscale.integrations.trainer import global_batch_size, resumed_from
@@ -70,12 +70,12 @@ def readable_checkpoint(
         if distributed.rank() == 0:
             _convert(source, target, manifest, asked, ranks)
         distributed.barrier()
-        patience_s = 0.0 if args.save_on_each_node else VISIBLE_WITHIN_S
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not is_visible(target / MANIFEST_NAME, patience_s):
+        patience_s = 0.0 if args.save_on_each_node else VISIBILITY_TIMEOUT_S
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not wait_until_visible(target / MANIFEST_NAME, patience_s):
             _convert(source, target, manifest, asked, ranks)  # a node with a disk of its own
         distributed.barrier()
         checkpoint = str(target)
-    if asked.startswith("zero") and (Path(checkpoint) / UNIVERSAL).is_file():
+    if asked.startswith("zero") and (Path(checkpoint) / UNIVERSAL_LATEST).is_file():
         _load_universal(args)
     return checkpoint
 
@@ -158,7 +158,7 @@ def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
     model = trainer.model
     if checkpoint is None or not isinstance(model, PreTrainedModel):
         return
-    if layout_of(running_strategy(trainer)) != "whole":
+    if layout_of(running_strategy(trainer)) != "unsharded":
         return
     stored = read_weights(Path(checkpoint), "model")
     names = load_merged(model, stored) if stored is not None else []

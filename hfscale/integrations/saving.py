@@ -122,12 +122,12 @@ class TrainerSaving:
         trainer.store_flos()
         run_dir = Path(trainer.args.output_dir)
         _note_best(trainer, run_dir)
-        failed, write, write_together = None, None, None
+        failed, write, write_collectively = None, None, None
         try:
-            write, write_together = self._capture()
+            write, write_collectively = self._capture()
         except Exception as error:  # the other ranks must learn of it, not wait for this one
             failed = error
-        return self._job(run_dir, begun, write=write, write_together=write_together, failed=failed)
+        return self._job(run_dir, begun, write=write, write_collectively=write_collectively, error=failed)
 
     def _capture(self) -> tuple[Callable[[Path], None], Callable[[Path, Any], None] | None]:
         """Copies what the next step changes; returns what writes the copies."""
@@ -136,10 +136,10 @@ class TrainerSaving:
         state = frozen_state(trainer) if trainer.args.should_save else None
         files = trainer.checkpoint_files() if _hands_over(trainer) and trainer.args.should_save else {}
         live = self._live_state()
-        write_together = self._fsdp.take() if self._fsdp is not None else None
+        write_collectively = self._fsdp.take() if self._fsdp is not None else None
         copied = self._snapshot.take(live)
         if _SHARDS in copied:
-            write_together = partial(_write_shards, copied[_SHARDS])
+            write_collectively = partial(_write_shards, copied[_SHARDS])
 
         def write(folder: Path) -> None:
             if "model" in copied:
@@ -156,7 +156,7 @@ class TrainerSaving:
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
                 complete_checkpoint(trainer, folder)
 
-        return write, write_together
+        return write, write_collectively
 
     def _live_state(self) -> dict[str, Any]:
         """What this rank has to copy, by the name of its file; not yet copied."""
@@ -207,7 +207,7 @@ class TrainerSaving:
             if self._deferred is not None:
                 self._deferred.end()
         _note_best(trainer, run_dir)
-        job = self._job(run_dir, begun, failed=failed, write=self._deferred.write if self._deferred else None)
+        job = self._job(run_dir, begun, error=failed, write=self._deferred.write if self._deferred else None)
         if failed is None and trainer.args.should_save:  # it may name the best checkpoint by the folder it grew in
             trainer.state.save_to_json(str(job.folder / TRAINER_STATE_NAME))
             complete_checkpoint(trainer, job.folder)
@@ -224,8 +224,8 @@ class TrainerSaving:
             global_batch_size=self._global_batch_size,
             commits=args.should_save,
             is_shared=not args.save_on_each_node,
-            committed=lambda manifest: self._committed(target, manifest, best, time.monotonic() - begun),
-            begun=begun,
+            on_commit=lambda manifest: self._committed(target, manifest, best, time.monotonic() - begun),
+            started_at=begun,
             **parts,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.checkpoint.status import read_status
+from hfscale.checkpoint.store import read_status
 from hfscale.errors import HfScaleError
 from hfscale.integrations.trainer import saved_state
 from hfscale.utils.logging import get_logger

@@ -19,9 +19,9 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hfscale.checkpoint.formats.archives import load_archive
-from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, ParallelFacts, read_facts
+from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, ParallelMetadata, read_parallel_metadata
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
+from hfscale.checkpoint.pickles import load_archive
 from hfscale.errors import CheckpointError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.checkpoint_files import rng_name
@@ -70,7 +70,7 @@ class SavesLaidOut(Trainer):
         if scheduler is not None:
             files[SCHEDULER_NAME] = scheduler
         files[PARAMETERS_NAME] = self.parameter_names.to_json().encode()
-        facts = ParallelFacts(
+        facts = ParallelMetadata(
             layout=asdict(self.layout),
             packed={name: packed.dim for name, packed in self.parallelized.packed.items()},
             groups=self._group_options(),
@@ -136,7 +136,9 @@ class SavesLaidOut(Trainer):
                 f"`hfscale checkpoints convert {resume_from_checkpoint} NEW_FOLDER --to parallel`, begin from the "
                 "weights of a model folder with --model_name_or_path, or afresh with --resume_from_checkpoint false"
             )
-        read_facts(Path(resume_from_checkpoint))  # what cannot be continued is told before its tensors are read
+        read_parallel_metadata(
+            Path(resume_from_checkpoint)
+        )  # what cannot be continued is told before its tensors are read
         state.load_model(Path(resume_from_checkpoint), self.parallelized)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -150,7 +152,7 @@ class SavesLaidOut(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Each rank its own; in another layout all the first rank's, as they all began with one seed: ranks that share
         a matrix must drop out the same elements."""
-        if checkpoint is None or read_facts(Path(checkpoint)).layout == asdict(self.layout):
+        if checkpoint is None or read_parallel_metadata(Path(checkpoint)).layout == asdict(self.layout):
             super()._load_rng_state(checkpoint)
             return
         known = [Path(checkpoint) / name for name in ("rng_state_0.pth", "rng_state.pth")]

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hfscale.errors import DataError, HfScaleError, StorageError
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments
+from hfscale.utils import disk_errors
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -27,7 +28,6 @@ _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", "
 """The builder of `datasets` for each file name extension."""
 _BUILDER_OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True, "encoding": "utf-8-sig"}}
 _STRINGS = ("string", "large_string")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 # One batch of packing holds about this many tokens or blocks, whichever is more.
 _BATCH_TOKENS = 2**20
@@ -280,7 +280,7 @@ def _errors_name_source(args: DataArguments, split: str) -> Iterator[None]:
 
 
 def _explain(cause: BaseException, args: DataArguments, split: str) -> HfScaleError:
-    if isinstance(cause, OSError) and cause.errno in _FULL_DISK:
+    if isinstance(cause, OSError) and cause.errno in (*disk_errors.FULL, errno.EROFS):
         return StorageError(
             f"the cache {datasets.config.HF_DATASETS_CACHE} cannot be written: {cause.strerror}: make room, or set "
             "HF_DATASETS_CACHE to a folder that has it"

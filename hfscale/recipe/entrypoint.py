@@ -4,7 +4,6 @@ A recipe calls `run(main)`. Its `main` calls `check_output_dir` before it loads 
 `end_if_preempted`, `save_final_model` and `print_summary`.
 """
 
-import errno
 import gc
 import os
 import re
@@ -28,6 +27,7 @@ from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, U
 from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.metrics.records import JSONL_NAME
 from hfscale.preemption import Preempted, end_workers, watch_signals
+from hfscale.utils.disk_errors import storage_error
 from hfscale.utils.logging import is_main_process
 
 if TYPE_CHECKING:
@@ -35,12 +35,6 @@ if TYPE_CHECKING:
 
     from hfscale.callbacks.scaling import ScalingCallback
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
-_ERRNO_IN_TEXT = re.compile(r"\bOs \{ code: (\d+)|\(os error (\d+)\)")  # the form in safetensors and tokenizers
-_TORCH_WRITE_FAILED = re.compile(  # torch.save, whose C++ code drops the errno
-    r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos|write\(\): fd \d+ failed"
-)
 _SAYS_WHAT_TO_INSTALL = re.compile(r"pip install|requires \S+ to be installed")
 _MAIN_PROCESS_GRACE_S = 10.0
 _LAUNCHERS = ("accelerate", "torchrun", "accelerate-launch")
@@ -128,35 +122,6 @@ def check_output_dir(output_dir: str) -> None:
         ) from None
     if is_main_process():
         lock_output_dir(output_dir)
-
-
-def storage_error(error: BaseException) -> StorageError | None:
-    """Return a StorageError if `error`, or an error that caused it, is a full, read-only or forbidden disk.
-
-    safetensors and torch raise errors of their own, which have the errno in their text or not at all.
-
-    Args:
-        error (`BaseException`): any error.
-
-    Returns:
-        `StorageError`, or None if the disk is not the cause.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        found = _ERRNO_IN_TEXT.search(str(cause))
-        code = getattr(cause, "errno", None) or (int(found[1] or found[2]) if found else None)
-        name = getattr(cause, "filename", None)
-        where = f" at {name}" if name else ""
-        if code in _FULL or _TORCH_WRITE_FAILED.search(str(cause)):
-            reason = os.strerror(code) if code else "a checkpoint file could not be written"
-            return StorageError(
-                f"writing stopped{where}: {reason}; the checkpoints committed before are complete: make room and "
-                "relaunch the same command"
-            )
-        if code in _FORBIDDEN and (name or found):  # an error without a file may come from a socket
-            return StorageError(f"no access{where}: {os.strerror(code)}: make it writable, then relaunch the command")
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return None
 
 
 def missing_dependency(error: BaseException) -> MissingDependencyError | None:

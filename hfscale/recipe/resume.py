@@ -5,12 +5,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.pickles import check_pickles
-from hfscale.checkpoint.remote import RemoteStore
-from hfscale.checkpoint.reshape import read_origin
-from hfscale.checkpoint.store import checkpoint_step, is_visible, latest_checkpoint, verify
-from hfscale.checkpoint.uploader import bring_newest
+from hfscale.checkpoint.remote import RemoteStore, fetch_newest
+from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify, wait_until_visible
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.integrations.resume import discard_conversions
@@ -54,7 +53,7 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     if distributed.rank() == 0:
         finish_renames(Path(args.output_dir))
     if store is not None:
-        bring_newest(store, Path(args.output_dir))
+        fetch_newest(store, Path(args.output_dir))
     found = latest_checkpoint(args.output_dir) if distributed.rank() == 0 else None
     if found is not None:
         check_pickles(Path(found))  # its files are those of its manifest, but who wrote that?
@@ -69,7 +68,7 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
 
 def _check_seen(checkpoint: Path) -> None:
     """Whether every rank sees what the main process has verified; some may see it later."""
-    sees = is_visible(checkpoint / MANIFEST_NAME)
+    sees = wait_until_visible(checkpoint / MANIFEST_NAME)
     blind = int(distributed.all_max([float(-1 if sees else distributed.rank())])[0])
     if blind >= 0:
         raise CheckpointError(

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hfscale.checkpoint.status import read_status
-from hfscale.checkpoint.store import checkpoint_step, list_checkpoints
+from hfscale.checkpoint.store import checkpoint_step, list_checkpoints, read_status
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.metrics.goodput import DOWN, LOST, USEFUL_PHASE
 from hfscale.metrics.records import JSONL_NAME, RANKS_NAME, read_events, read_records

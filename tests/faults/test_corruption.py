@@ -119,7 +119,7 @@ def test_a_damaged_manifest_commits_nothing(victim, trials):
 
 def test_the_checkpoint_of_another_step_is_found_by_its_name(victim, tmp_path):
     shutil.copytree(victim.before, tmp_path / "checkpoint-2")
-    with pytest.raises(CheckpointError, match="checkpoint-2 is corrupt: its manifest is that of step 1"):
+    with pytest.raises(CheckpointError, match="checkpoint-2 is corrupt: its manifest is for step 1"):
         verify(tmp_path / "checkpoint-2")
 
 

@@ -1,25 +1,31 @@
-"""One room per layout of a checkpoint on disk; `reader` and `writer` find the one of a strategy.
+"""The formats of a checkpoint on disk: for each training strategy, one reader and one writer.
 
-| strategy | layout | read | written |
-|---|---|---|---|
-| `single`, `ddp` | Trainer's whole files | whole.py | whole.py |
-| `fsdp2` | two torch distributed checkpoints | fsdp2.py | fsdp2.py |
-| `parallel` | one torch distributed checkpoint under canonical names | parallel.py | parallel.py |
-| `zero1` to `zero3` | DeepSpeed's files of each rank, or universal ones | zero.py, universal.py | universal.py |
+| strategy | files | module |
+|---|---|---|
+| `single`, `ddp` | Trainer's unsharded files | unsharded.py |
+| `fsdp2` | two torch distributed checkpoints | dcp.py |
+| `parallel` | one torch distributed checkpoint with canonical names | parallel.py |
+| `zero1` to `zero3` | read: the files of each DeepSpeed rank, or universal ones; written: universal ones | zero.py |
 
-To add a layout, write `read_NAME(checkpoint) -> CheckpointView` and `write_NAME(view, folder, step=…, world_size=…)`
-in a room of its own and give it a line here: it then converts to and from all others.
+Every reader returns a `CheckpointView` (view.py), and every writer takes one. To add a format, write a module with
+`read_NAME(checkpoint) -> CheckpointView` and `write_NAME(view, folder, step=…, world_size=…)` and add it to the
+functions below: it can then be converted from and to all others.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
-from hfscale.checkpoint.formats.fsdp2 import read_fsdp2, write_fsdp2
+from hfscale.checkpoint.formats.dcp import read_fsdp2, write_fsdp2
 from hfscale.checkpoint.formats.parallel import read_parallel, write_parallel
-from hfscale.checkpoint.formats.universal import check_for_stage_3, is_universal, read_universal, write_universal
+from hfscale.checkpoint.formats.unsharded import read_unsharded, write_unsharded
 from hfscale.checkpoint.formats.view import CheckpointView
-from hfscale.checkpoint.formats.whole import read_whole, write_whole
-from hfscale.checkpoint.formats.zero import read_zero
+from hfscale.checkpoint.formats.zero import (
+    check_for_stage_3,
+    is_universal,
+    read_universal,
+    read_zero,
+    write_universal,
+)
 from hfscale.errors import CheckpointError
 
 STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "parallel")
@@ -27,18 +33,21 @@ Writer = Callable[..., None]
 
 
 def layout_of(strategy: str) -> str:
-    """The layout's name; strategies of one layout read each other's files on any number of ranks, but for `zero…`."""
-    return "whole" if strategy in ("single", "ddp") else strategy
+    """Return the name of the file layout that `strategy` uses.
+
+    Strategies of one layout read each other's files on any number of ranks, except for `zero1`, `zero2` and `zero3`.
+    """
+    return "unsharded" if strategy in ("single", "ddp") else strategy
 
 
 def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
-    """The view of a checkpoint that was written under `strategy`.
+    """Return the view of a checkpoint that was written under `strategy`.
 
     Raises:
-        CheckpointError: a strategy without a reader, or a file that is missing, broken or would have to be unpickled.
+        CheckpointError: the strategy has no reader, or a file is missing, broken or would have to be unpickled.
     """
-    if layout_of(strategy) == "whole":
-        return read_whole(checkpoint)
+    if layout_of(strategy) == "unsharded":
+        return read_unsharded(checkpoint)
     if strategy == "fsdp2":
         return read_fsdp2(checkpoint)
     if strategy == "parallel":
@@ -49,13 +58,13 @@ def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
 
 
 def writer(strategy: str) -> Writer:
-    """What writes a view as `strategy` reads it: `write(view, folder, step=…, world_size=…)`.
+    """Return the function that writes a view for `strategy`: `write(view, folder, step=…, world_size=…)`.
 
     Raises:
-        CheckpointError: a strategy without a writer.
+        CheckpointError: the strategy has no writer.
     """
-    if layout_of(strategy) == "whole":
-        return write_whole
+    if layout_of(strategy) == "unsharded":
+        return write_unsharded
     if strategy == "fsdp2":
         return write_fsdp2
     if strategy == "parallel":
@@ -66,6 +75,10 @@ def writer(strategy: str) -> Writer:
 
 
 def check_target(view: CheckpointView, strategy: str) -> None:
-    """Raise a CheckpointError where `strategy` cannot load all that `view` holds."""
+    """Check that `strategy` can load everything that `view` holds.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
     if strategy == "zero3":
         check_for_stage_3(view)

@@ -1,8 +1,8 @@
-"""Weights that transformers holds merged in memory and writes apart, such as the experts of a layer.
+"""Weights that transformers merges in memory and saves separately, such as the experts of a layer.
 
-`save_pretrained` gives every expert its own tensors, under the names that the model was first published with; the
-model in memory has one stacked parameter per layer, and so have the optimizer and every sharded checkpoint.
-transformers' own tables say how one becomes the other; here they are applied one parameter at a time.
+`save_pretrained` saves a separate tensor for every expert, under the names with which the model was first published.
+The model in memory has one stacked parameter per layer, and so have the optimizer and every sharded checkpoint.
+transformers' own conversion tables are applied here to one parameter at a time.
 """
 
 import copy
@@ -26,24 +26,26 @@ from hfscale.errors import CheckpointError
 
 
 def merge(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, TensorRef]:
-    """`weights` as safetensors files name them, under the names and in the shapes that `model` has in memory.
+    """Return `weights` with the names and shapes that `model` has in memory.
 
-    What goes by the model's names already stays as it is; so does what the model does not know.
+    Weights that already have one of the model's names, and those that the model does not know, stay as they are.
 
     Args:
-        model (`nn.Module`): of transformers, without adapters, on any device; its weights are not looked at.
+        weights (`Mapping[str, TensorRef]`): the weights by their names in the safetensors files.
+        model (`nn.Module`): a transformers model without adapters, on any device; its weights are not read.
 
     Raises:
-        CheckpointError: some of a parameter's parts are there and others are not.
+        CheckpointError: some of the parts of a parameter are stored and others are not.
     """
-    merged, used = dict(weights), set()
-    for name, tensor in _tensors_of(model):
+    merged = dict(weights)
+    used: set[str] = set()
+    for name, tensor in _meta_tensors(model):
         if name in weights:
             continue
         parts = list(revert_weight_conversion(model, {name: tensor}))  # type: ignore[arg-type]
         found = [part for part in parts if part in weights]
         if not found:
-            continue  # tied, or not saved
+            continue  # the parameter is tied, or was not saved
         if len(found) < len(parts):
             raise CheckpointError(f"'{name}' is made of {len(parts)} tensors, of which {len(found)} are stored")
         used.update(parts)
@@ -56,30 +58,38 @@ def merge(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, Tenso
 
 @torch.no_grad()
 def load_merged(model: nn.Module, stored: Mapping[str, TensorRef]) -> list[str]:
-    """Fill those weights of `model` that `stored`, by the names of its files, holds in parts; the names of them."""
+    """Load those weights of `model` that are stored as separate parts.
+
+    Args:
+        model (`nn.Module`): a transformers model; its weights are overwritten.
+        stored (`Mapping[str, TensorRef]`): the weights by their names in the safetensors files.
+
+    Returns:
+        `list[str]`: the names of the weights that were loaded.
+    """
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
-    whole = merge(stored, model) if tensors else {}
-    found = [name for name in tensors if name in whole]
+    merged = merge(stored, model) if tensors else {}
+    found = [name for name in tensors if name in merged]
     for name in found:
-        tensors[name].copy_(whole[name].read())
+        tensors[name].copy_(merged[name].read())
     return found
 
 
 def split(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, TensorRef]:
-    """`weights` by the model's names, as `save_pretrained` writes them: the way back from `merge`."""
+    """Return `weights`, which have the model's names, as `save_pretrained` saves them: the inverse of `merge`."""
     if not get_model_conversion_mapping(model, add_legacy=False):  # type: ignore[arg-type]
         return dict(weights)
-    apart: dict[str, TensorRef] = {}
+    separate: dict[str, TensorRef] = {}
     for name, ref in weights.items():
-        whole = torch.empty(ref.shape, dtype=ref.dtype, device="meta")
-        parts = revert_weight_conversion(model, {name: whole})  # type: ignore[arg-type]
-        read = _Splitting(model, name, ref)
+        merged = torch.empty(ref.shape, dtype=ref.dtype, device="meta")
+        parts = revert_weight_conversion(model, {name: merged})  # type: ignore[arg-type]
+        splitting = _Splitting(model, name, ref)
         for part, tensor in parts.items():
-            apart[part] = TensorRef(shape=tuple(tensor.shape), dtype=ref.dtype, read=read.part(part))
-    return apart
+            separate[part] = TensorRef(shape=tuple(tensor.shape), dtype=ref.dtype, read=splitting.reader(part))
+    return separate
 
 
-def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _meta_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor.to("meta")) for name, tensor in model.state_dict().items()]
 
 
@@ -87,16 +97,16 @@ def _merging(
     model: nn.Module, name: str, parts: Mapping[str, TensorRef], shape: tuple[int, ...]
 ) -> Callable[[], torch.Tensor]:
     def read() -> torch.Tensor:
-        whole = _merged(model, {part: ref.read() for part, ref in parts.items()})
-        if tuple(whole.shape) != shape:
-            raise CheckpointError(f"'{name}' would be of the shape {list(whole.shape)}, the model's is {list(shape)}")
-        return whole
+        merged = _merged(model, {part: ref.read() for part, ref in parts.items()})
+        if tuple(merged.shape) != shape:
+            raise CheckpointError(f"'{name}' would have the shape {list(merged.shape)}, the model has {list(shape)}")
+        return merged
 
     return read
 
 
 def _merged(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """One parameter from its parts, by the table that `from_pretrained` loads by."""
+    """Merge one parameter from its parts, with the conversion table that `from_pretrained` uses."""
     table = [
         entry
         for entry in get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
@@ -109,30 +119,32 @@ def _merged(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> torch.Tensor
     for part, tensor in sorted(parts.items(), key=lambda item: dot_natural_key(item[0])):
         target, pattern = rename_source_key(part, renamings, converters)
         if pattern is None:
-            return tensor  # under another name, and that is all
+            return tensor  # it is only renamed
         if chosen is None:
             chosen = copy.deepcopy(next(entry for entry in converters if pattern in entry.source_patterns))
         chosen.add_tensor(target, part, pattern, tensor)  # type: ignore[arg-type]
     assert chosen is not None
     realized: Any = next(iter(chosen.convert(target, model=model, config=model.config).values()))
-    whole: torch.Tensor = realized[0] if isinstance(realized, list) else realized
-    return whole
+    merged: torch.Tensor = realized[0] if isinstance(realized, list) else realized
+    return merged
 
 
 class _Splitting:
-    """Parts of one parameter; what is read for the first is kept until the last."""
+    """Splits one parameter: it is read for the first part and kept until the last part has been read."""
 
     def __init__(self, model: nn.Module, name: str, ref: TensorRef) -> None:
-        self._model, self._name, self._ref = model, name, ref
+        self._model = model
+        self._name = name
+        self._ref = ref
         self._parts: dict[str, torch.Tensor] = {}
 
-    def part(self, name: str) -> Callable[[], torch.Tensor]:
-        """What reads the part `name`."""
+    def reader(self, part: str) -> Callable[[], torch.Tensor]:
+        """Return the function that reads the part `part`."""
 
         def read() -> torch.Tensor:
-            if name not in self._parts:
-                whole = self._ref.read()
-                self._parts = revert_weight_conversion(self._model, {self._name: whole})  # type: ignore[arg-type]
-            return self._parts.pop(name)
+            if part not in self._parts:
+                merged = self._ref.read()
+                self._parts = revert_weight_conversion(self._model, {self._name: merged})  # type: ignore[arg-type]
+            return self._parts.pop(part)
 
         return read

@@ -1,14 +1,14 @@
-"""`hfscale_parameters.json`: which parameter is which in the optimizer's numbered states.
+"""`hfscale_parameters.json`: the names of the parameters that the optimizer's state only numbers.
 
-Trainer's `optimizer.pt` numbers its parameters; to give the states to another strategy their names are needed, and
-those only the run knows. The file holds
+Trainer's `optimizer.pt` numbers its parameters. To convert the states for another strategy, their names are needed,
+and only the run knows them. The file contains
 
     {"format": 1, "groups": [["model.embed_tokens.weight", …], ["model.norm.weight", …]],
      "aliases": {"lm_head.weight": "model.embed_tokens.weight"}}
 
-one list for each of the optimizer's groups, in its order, and the second names of tied parameters. It is written into
-every checkpoint. For a checkpoint without it the names are those of the model that its config.json describes, grouped
-as Trainer groups them.
+with one list for each of the optimizer's groups, in its order, and the second names of tied parameters. It is written
+into every checkpoint. For a checkpoint without it, the names are those of the model that its config.json describes,
+grouped as Trainer groups them.
 """
 
 import json
@@ -28,16 +28,21 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterNames:
-    """What the file says."""
+    """The content of `hfscale_parameters.json`."""
 
     groups: list[list[str]]
-    """Names of the optimizer's parameters, by group, in its order."""
+    """Names of the optimizer's parameters by group, in the optimizer's order."""
     aliases: dict[str, str]
     """Tied parameters: second name -> first name."""
 
     @classmethod
     def of(cls, model: nn.Module, param_groups: Iterable[Mapping[str, Any]]) -> "ParameterNames":
-        """Of a model and the `param_groups` of its optimizer, which hold its parameters themselves."""
+        """Return the names for a model and the `param_groups` of its optimizer.
+
+        Args:
+            model (`nn.Module`): the model.
+            param_groups: the groups; `params` of each contains the parameters themselves.
+        """
         names: dict[int, str] = {}
         for name, parameter in model.named_parameters():
             names[id(parameter)] = canonical_name(name.removeprefix("module."))
@@ -45,12 +50,12 @@ class ParameterNames:
         return cls(groups=groups, aliases=aliases_of(model))
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Return the content of the file."""
         return json.dumps({"format": _FORMAT, "groups": self.groups, "aliases": self.aliases}) + "\n"
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """Second names of the parameters that `model` uses twice -> their first names."""
+    """Return the tied parameters of `model`: second name -> first name."""
     first: dict[int, str] = {}
     aliases = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -61,10 +66,10 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 
 def read_parameter_names(checkpoint: Path) -> ParameterNames:
-    """The names that `checkpoint` states, or those of the model in its config.json.
+    """Return the parameter names from the checkpoint's file, or else those of the model in its config.json.
 
     Raises:
-        CheckpointError: the file is broken, or there is neither it nor a config.json of a known model.
+        CheckpointError: the file is broken, or the checkpoint has neither the file nor a config.json of a known model.
     """
     path = checkpoint / PARAMETERS_NAME
     if not path.is_file():
@@ -86,17 +91,17 @@ def read_parameter_names(checkpoint: Path) -> ParameterNames:
 def _of_the_config(checkpoint: Path) -> ParameterNames:
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
-            f"{checkpoint} numbers its optimizer states and has neither {PARAMETERS_NAME} nor a config.json to tell "
-            "their names: only checkpoints that were saved with SpotCheckpointCallback can be converted"
+            f"{checkpoint} numbers its optimizer states and has neither {PARAMETERS_NAME} nor a config.json to name "
+            "them: only checkpoints that were saved with SpotCheckpointCallback can be converted"
         )
     return trained_names(model_of_config(checkpoint))
 
 
 def trained_names(model: nn.Module) -> ParameterNames:
-    """The names of what Trainer's own optimizer steps of a whole `model`, grouped by its rule."""
+    """Return the names of the trainable parameters of an unsharded `model`, grouped as Trainer's optimizer does."""
     import transformers
 
-    # The rule of Trainer itself; it looks at nothing but the model.
+    # Trainer's own rule; it uses only the model.
     decayed = set(transformers.Trainer.get_decay_parameter_names(cast(Any, None), model))
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [[parameter for name, parameter in trained if (name in decayed) == is_decayed] for is_decayed in (1, 0)]
@@ -104,10 +109,10 @@ def trained_names(model: nn.Module) -> ParameterNames:
 
 
 def model_of_config(checkpoint: Path) -> nn.Module:
-    """The model that the config.json of `checkpoint` describes, on the meta device: without memory, no weights read.
+    """Build the model that the config.json of `checkpoint` describes, on the meta device, without its weights.
 
     Raises:
-        CheckpointError: there is none, or transformers makes no model of it.
+        CheckpointError: there is no config.json, or transformers cannot build a model from it.
     """
     import torch
     import transformers
@@ -119,9 +124,9 @@ def model_of_config(checkpoint: Path) -> nn.Module:
             build = getattr(model_class, "from_config", model_class)
             model: Any = build(config)
         model.tie_weights()
-    except Exception as error:  # a config can be wrong in any way
+    except Exception as error:  # a broken config raises exceptions of any type
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"the model of {checkpoint} has to be known, and its config.json gives none: {reason}"
+            f"{checkpoint} has no config.json from which transformers can build the model: {reason}"
         ) from None
     return cast(nn.Module, model)

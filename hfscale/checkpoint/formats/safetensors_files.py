@@ -1,8 +1,8 @@
-"""safetensors files, one tensor in memory at a time.
+"""Reads and writes safetensors files with one tensor in memory at a time.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the length of the header, little-endian; the
-header, JSON with dtype, shape and byte range of each tensor; the data. safetensors' own `save_file` wants all tensors
-at once, so the header is written here and the tensors after it.
+header, which is JSON with the dtype, shape and byte range of each tensor; the data. safetensors' own `save_file` needs
+all tensors at once, so this module writes the header and then each tensor.
 """
 
 import json
@@ -33,18 +33,22 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_LARGEST_HEADER = 100 * 2**20  # of the format
+_MAX_HEADER_BYTES = 100 * 2**20  # a limit of the format
 
 
 def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
-    """The tensors of `stem.safetensors`, or of the shards that `stem.safetensors.index.json` names; None without.
+    """Return the tensors of `stem.safetensors`, or of the shards that `stem.safetensors.index.json` names.
+
+    Returns:
+        `dict[str, TensorRef]`: the tensors by name, or None if neither file exists.
 
     Raises:
-        CheckpointError: a file is broken, or the index leads elsewhere.
+        CheckpointError: a file is broken, or the index names a file outside the folder.
     """
-    whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors{INDEX_SUFFIX}"
-    if whole.is_file():
-        return dict(_tensors(whole))
+    single = folder / f"{stem}.safetensors"
+    index = folder / f"{stem}.safetensors{INDEX_SUFFIX}"
+    if single.is_file():
+        return dict(_tensors(single))
     if not index.is_file():
         return None
     try:
@@ -54,7 +58,7 @@ def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
     weights: dict[str, TensorRef] = {}
     for name in sorted(files):
         if Path(name).name != name:
-            raise CheckpointError(f"{index} names '{name}', which is not a file beside it")
+            raise CheckpointError(f"{index} names '{name}', which is not a file next to it")
         weights.update(_tensors(folder / name))
     return weights
 
@@ -62,14 +66,14 @@ def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
 def _tensors(path: Path) -> Iterator[tuple[str, TensorRef]]:
     header = _header(path)
     try:
-        file = safe_open(path, framework="pt", device="cpu")  # mapped: a tensor is read when it is asked for
+        file = safe_open(path, framework="pt", device="cpu")  # memory-mapped: tensors are read when needed
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(f"{path}: '{name}' has the dtype {entry['dtype']}, which is not converted")
+            raise CheckpointError(f"{path}: '{name}' has the dtype {entry['dtype']}, which hfscale cannot convert")
 
         def read(name: str = name) -> torch.Tensor:
             return torch.as_tensor(file.get_tensor(name))  # type: ignore[no-untyped-call]
@@ -81,13 +85,13 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > _LARGEST_HEADER:
-                raise ValueError(f"its header would be {length} bytes long")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header would have {length} bytes")
             header = json.loads(file.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is not a safetensors file: its header is no object")
+        raise CheckpointError(f"{path} is not a safetensors file: its header is not a JSON object")
     return header
 
 
@@ -99,11 +103,15 @@ def write_weights(
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write `stem.safetensors`, or numbered shards of it and their index, as `from_pretrained` and Trainer read them.
+    """Write `stem.safetensors`, or numbered shards and their index, as `from_pretrained` and Trainer read them.
 
     Args:
-        max_shard_bytes (`int`, *optional*): no file holds more, unless one tensor alone does; absent: one file.
-        dtype (`torch.dtype`, *optional*): for all floating-point tensors; absent: each keeps its own.
+        folder (`Path`): folder of the files.
+        stem (`str`): `model` or `adapter_model`.
+        weights (`Mapping[str, TensorRef]`): the tensors by name.
+        max_shard_bytes (`int`, *optional*): maximal bytes of tensors per file, unless a single tensor is larger; by
+            default all tensors are written to one file.
+        dtype (`torch.dtype`, *optional*): data type for all floating-point tensors; by default each keeps its own.
     """
     if dtype is not None:
         weights = {name: _cast(ref, dtype) for name, ref in weights.items()}
@@ -133,7 +141,8 @@ def _shards(weights: Mapping[str, TensorRef], limit: int | None) -> Iterator[dic
     for name, ref in weights.items():
         if shard and limit is not None and size + ref.bytes > limit:
             yield shard
-            shard, size = {}, 0
+            shard = {}
+            size = 0
         shard[name] = ref
         size += ref.bytes
     yield shard
@@ -149,7 +158,7 @@ def _write(path: Path, weights: Mapping[str, TensorRef]) -> None:
             "data_offsets": [end, end := end + ref.bytes],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight bytes
+    text += b" " * (-len(text) % 8)  # aligns the data to eight bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for ref in weights.values():

@@ -1,12 +1,13 @@
-"""A checkpoint as every layout on disk is seen: names, tensors that are read when they are wanted, optimizer groups.
+"""The representation of a checkpoint that is common to all formats: weights, optimizer groups and optimizer states.
 
-A layout is a reader and a writer of this view, so that n layouts need 2n rooms, not n x n.
+Each format has a reader that returns a `CheckpointView` and a writer that takes one, so n formats need 2n functions
+and not n x n. Tensors are references (`TensorRef`) that are read when they are needed.
 
-Names are those of `model.named_parameters()`. Under PEFT the optimizer keeps them as they are, while the weights are
-saved without the adapter's name (`lora_A.weight`, not `lora_A.default.weight`): `saved_name` goes from one to the
-other.
+Names are those of `model.named_parameters()`. Under PEFT the optimizer uses them as they are, while weights are saved
+without the adapter's name (`lora_A.weight`, not `lora_A.default.weight`): `saved_name` converts one to the other.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,24 +23,23 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRef:
-    """A tensor that still lies on the disk."""
+    """A reference to a tensor on disk."""
 
     shape: tuple[int, ...]
+    """Shape of the full tensor."""
     dtype: torch.dtype
+    """Its data type."""
     read: Callable[[], torch.Tensor]
-    """Brings the whole tensor into memory, on the CPU."""
+    """Reads the full tensor into CPU memory."""
 
     @property
     def bytes(self) -> int:
-        """Length of its data."""
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        """Length of its data in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorRef":
-        """A tensor that is in memory, or mapped, already."""
+        """Return a reference to a tensor that is already in memory or memory-mapped."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, read=tensor.detach)
 
 
@@ -50,26 +50,27 @@ class ParameterGroup:
     options: dict[str, Any]
     """Learning rate, weight decay, betas …, without `params`."""
     names: list[str]
-    """Of its parameters, in the optimizer's order."""
+    """Names of its parameters, in the optimizer's order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointView:
-    """What training needs of a checkpoint, beside its small files."""
+    """What training needs from a checkpoint, besides its small files."""
 
     weights: Mapping[str, TensorRef]
-    """By saved name. Where the layout keeps fp32 masters (DeepSpeed in bf16 or fp16), these."""
+    """Weights by saved name; the fp32 master weights if the format has them (DeepSpeed in bf16 or fp16)."""
     groups: list[ParameterGroup]
+    """The optimizer's parameter groups."""
     state: Mapping[str, Mapping[str, TensorRef]]
-    """Of the optimizer, by parameter name, then by key: `exp_avg`, `exp_avg_sq`, `step` …"""
+    """Optimizer states by parameter name, then by key: `exp_avg`, `exp_avg_sq`, `step` …"""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Tied parameters: the second name -> the one under which `weights` has it."""
+    """Tied parameters: the second name -> the name under which `weights` has it."""
 
     def weight_of(self, parameter: str) -> TensorRef:
-        """The weight of an optimizer's parameter.
+        """Return the weight of an optimizer's parameter.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: there is no weight of that name.
         """
         for name in (parameter, saved_name(parameter), self.aliases.get(parameter, parameter)):
             if name in self.weights:
@@ -78,7 +79,7 @@ class CheckpointView:
 
 
 def saved_name(parameter: str) -> str:
-    """Under which name PEFT saves a parameter of the adapter `default`; the same name for all others."""
+    """Return the name under which PEFT saves a parameter of the adapter `default`; other names stay as they are."""
     if not parameter.startswith("base_model.model."):
         return parameter
     name = parameter.replace(".modules_to_save.default.", ".")
@@ -87,17 +88,17 @@ def saved_name(parameter: str) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    """Return a parameter's name without the parts that torch.compile, FSDP and activation checkpointing insert."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Names end in paths: each must be a plain one.
+    """Check that each name is a plain one, since names become parts of paths.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: a name is not plain.
     """
     for name in names:
         if not _PLAIN_NAME.fullmatch(name) or ".." in name:
@@ -105,10 +106,10 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_states(view: CheckpointView) -> None:
-    """Every optimizer state is a scalar, or has the shape of its weight.
+    """Check that every optimizer state is a scalar or has the shape of its weight.
 
     Raises:
-        CheckpointError: one is neither, so names and states do not belong together (or the optimizer factors them).
+        CheckpointError: a state is neither, so names and states do not match, or the optimizer factors its states.
     """
     for group in view.groups:
         for name in group.names:

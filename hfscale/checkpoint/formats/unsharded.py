@@ -1,38 +1,36 @@
-"""Trainer's own files, as one process or DDP's rank 0 writes them: model.safetensors and optimizer.pt."""
+"""Trainer's own unsharded files, which one process or DDP's rank 0 writes: model.safetensors and optimizer.pt."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hfscale.checkpoint.formats.archives import load_archive
 from hfscale.checkpoint.formats.merged import merge
 from hfscale.checkpoint.formats.parameter_names import ParameterNames, model_of_config, read_parameter_names
 from hfscale.checkpoint.formats.safetensors_files import read_weights, write_weights
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, canonical_name
+from hfscale.checkpoint.pickles import load_archive
 from hfscale.errors import CheckpointError
 
 OPTIMIZER_NAME = "optimizer.pt"
 _SCRATCH_NAME = ".optimizer-scratch"
 
 
-def read_whole(checkpoint: Path) -> CheckpointView:
-    """The view of a checkpoint of `single` or `ddp`.
+def read_unsharded(checkpoint: Path) -> CheckpointView:
+    """Return the view of a `single` or `ddp` checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or broken, or the optimizer's parameters cannot be told apart.
+        CheckpointError: a file is missing or broken, or the names of the optimizer's parameters cannot be determined.
     """
-    weights = read_weights(checkpoint, "model") or read_weights(checkpoint, "adapter_model")
-    if weights is None:
-        raise CheckpointError(f"{checkpoint} has neither model.safetensors nor adapter_model.safetensors")
+    weights = read_unsharded_weights(checkpoint)
     weights = {canonical_name(name): ref for name, ref in weights.items()}
     optimizer = load_archive(checkpoint / OPTIMIZER_NAME)
     names = read_parameter_names(checkpoint)
-    numbers = _numbers(checkpoint, optimizer, names)
+    name_of = _names_by_number(checkpoint, optimizer, names)
     if not any(name.startswith("base_model.model.") for name in weights):
         weights = _as_in_memory(checkpoint, weights, names)
     state = {
-        numbers[number]: {key: _ref(value) for key, value in values.items() if value is not None}
+        name_of[number]: {key: _ref(value) for key, value in values.items() if value is not None}
         for number, values in optimizer["state"].items()
     }
     groups = [
@@ -45,22 +43,35 @@ def read_whole(checkpoint: Path) -> CheckpointView:
     return CheckpointView(weights=weights, groups=groups, state=state, aliases=aliases)
 
 
+def read_unsharded_weights(checkpoint: Path) -> dict[str, TensorRef]:
+    """Return the weights of a `single` or `ddp` checkpoint, or of its adapter, by the names in the file.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+    """
+    weights = read_weights(checkpoint, "model") or read_weights(checkpoint, "adapter_model")
+    if weights is None:
+        raise CheckpointError(f"{checkpoint} has neither model.safetensors nor adapter_model.safetensors")
+    return weights
+
+
 def _as_in_memory(checkpoint: Path, weights: dict[str, TensorRef], names: ParameterNames) -> dict[str, TensorRef]:
-    """The weights under the names that the optimizer's parameters have: `save_pretrained` renames some of them."""
-    steps = {names.aliases.get(name, name) for group in names.groups for name in group}
-    return weights if steps <= weights.keys() else merge(weights, model_of_config(checkpoint))
+    """Return the weights by the names of the optimizer's parameters: `save_pretrained` renames some of them."""
+    trained = {names.aliases.get(name, name) for group in names.groups for name in group}
+    return weights if trained <= weights.keys() else merge(weights, model_of_config(checkpoint))
 
 
-def _numbers(checkpoint: Path, optimizer: Any, names: ParameterNames) -> dict[int, str]:
+def _names_by_number(checkpoint: Path, optimizer: Any, names: ParameterNames) -> dict[int, str]:
+    """Return the name of each number that the optimizer's state uses for a parameter."""
     try:
         groups = [group["params"] for group in optimizer["param_groups"]]
     except (KeyError, TypeError):
         raise CheckpointError(f"{checkpoint / OPTIMIZER_NAME} is not the state of a torch optimizer") from None
     if [len(group) for group in groups] != [len(group) for group in names.groups]:
         raise CheckpointError(
-            f"{checkpoint / OPTIMIZER_NAME} has groups of {[len(group) for group in groups]} parameters, the model of "
-            f"{[len(group) for group in names.groups]}: its optimizer was not grouped as Trainer does it, and the "
-            "checkpoint does not name its parameters"
+            f"{checkpoint / OPTIMIZER_NAME} has groups of {[len(group) for group in groups]} parameters, the model "
+            f"has groups of {[len(group) for group in names.groups]}: its optimizer was not grouped as Trainer does "
+            "it, and the checkpoint does not name its parameters"
         )
     pairs = zip(groups, names.groups, strict=True)
     return {number: name for ids, group in pairs for number, name in zip(ids, group, strict=True)}
@@ -70,14 +81,14 @@ def _ref(value: Any) -> TensorRef:
     return TensorRef.of(value if isinstance(value, torch.Tensor) else torch.tensor(float(value)))
 
 
-def write_whole(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
+def write_unsharded(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
     """Write the files that Trainer reads under `single` and `ddp`."""
     is_adapter = any(name.startswith("base_model.model.") for name in view.weights)
     weights = {name: ref for name, ref in view.weights.items() if name not in view.aliases}
     write_weights(folder, "adapter_model" if is_adapter else "model", weights)
     names = [name for group in view.groups for name in group.names]
     order = {name: number for number, name in enumerate(names)}
-    with _scratch(folder) as scratch:
+    with _ScratchFiles(folder) as scratch:
         state = {
             order[name]: {key: scratch.keep(ref) for key, ref in view.state[name].items()}
             for name in names
@@ -87,14 +98,18 @@ def write_whole(view: CheckpointView, folder: Path, *, step: int, world_size: in
         torch.save({"state": state, "param_groups": groups}, folder / OPTIMIZER_NAME)
 
 
-class _scratch:  # noqa: N801 - used like a function
-    """Tensors for one `torch.save`, which wants them all at once, in a file instead of in memory."""
+class _ScratchFiles:
+    """Keeps the tensors of one `torch.save`, which needs all of them at once, in files instead of in memory.
+
+    Args:
+        folder (`Path`): folder in which a temporary folder for the files is created.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _SCRATCH_NAME
         self._number = 0
 
-    def __enter__(self) -> "_scratch":
+    def __enter__(self) -> "_ScratchFiles":
         self._path.mkdir()
         return self
 
@@ -104,7 +119,7 @@ class _scratch:  # noqa: N801 - used like a function
         self._path.rmdir()
 
     def keep(self, ref: TensorRef) -> torch.Tensor:
-        """The tensor, mapped from a file that it has just been written to; small ones stay in memory."""
+        """Write the tensor to a file and return it memory-mapped from there; small tensors stay in memory."""
         tensor = ref.read()
         if ref.bytes <= 2**16:
             return tensor.clone()

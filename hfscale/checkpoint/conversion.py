@@ -1,0 +1,318 @@
+"""Converts a checkpoint to another strategy or number of ranks: weights, optimizer, schedule, counters, RNG states.
+
+    read_view(source)  ->  CheckpointView  ->  writer(target)
+
+Tensors are converted one at a time, so the memory needed is that of the largest tensor, not that of the model.
+(DeepSpeed's flat partitions are larger than a tensor; they are memory-mapped.) A checkpoint that plain Trainer wrote
+has no manifest; `infer_manifest` makes one from its files.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from hfscale.checkpoint import store
+from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read_view, writer
+from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
+from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME
+from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
+from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, check_states, saved_name
+from hfscale.checkpoint.formats.zero import is_universal, tag_folder
+from hfscale.checkpoint.manifest import Manifest, checkpoint_files
+from hfscale.checkpoint.pickles import RNG_STATE_CLASSES, load_archive
+from hfscale.errors import CheckpointError, UsageError
+from hfscale.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+CONVERSION_NAME = "hfscale_conversion.json"
+# Small files that every strategy reads. training_args.bin is never among them: it is a pickle.
+_SMALL_FILE = re.compile(r"scheduler\.pt|[^.].*\.(json|jsonl|txt|jinja|model|md)")
+_RNG_FILE = re.compile(r"rng_state(_\d+)?\.pth")
+_RNG_FILE_OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
+_FORMAT_FILES = (PARALLEL_NAME, PARAMETERS_NAME)
+_NOT_COPIED = re.compile(rf".*\.safetensors\.index\.json|hfscale_manifest\.json|{CONVERSION_NAME}|training_args\.bin")
+
+
+def can_read(manifest: Manifest, *, strategy: str, world_size: int) -> bool:
+    """Return whether a launch can read the checkpoint without conversion, including the RNG states of every rank.
+
+    `ParallelTrainer` reads its own checkpoints with any layout and restores the RNG states itself.
+
+    Args:
+        manifest (`Manifest`): manifest of the checkpoint.
+        strategy (`str`): strategy of the launch.
+        world_size (`int`): number of processes of the launch.
+    """
+    if manifest.strategy == strategy == "parallel":
+        return True
+    return layout_of(manifest.strategy) == layout_of(strategy) and manifest.world_size == world_size
+
+
+def convert(
+    source: Path, target: Path, *, manifest: Manifest, strategy: str, world_size: int, link: bool = False
+) -> Manifest:
+    """Write `target`, a checkpoint that `strategy` reads on `world_size` ranks, from the checkpoint `source`.
+
+    It is written to a temporary folder next to `target` and renamed when it is complete and committed, so `target` is
+    either complete or does not exist. The source is not changed.
+
+    Args:
+        source (`Path`): a checkpoint.
+        target (`Path`): path of the new checkpoint.
+        manifest (`Manifest`): manifest of the source, which has been verified.
+        strategy (`str`): one of `hfscale.checkpoint.formats.STRATEGIES`.
+        world_size (`int`): number of processes that will resume from `target`.
+        link (`bool`): hard-link the files that do not change, if the file system has hard links; else copy them.
+
+    Returns:
+        `Manifest`: manifest of the new checkpoint.
+
+    Raises:
+        CheckpointError: the conversion is not possible, or a file would have to be unpickled.
+        OSError: the disk is full or read-only.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        if _same_files(manifest, source, strategy, world_size):
+            files = [name for name in checkpoint_files(source) if not _is_rewritten(name)]
+            _copy(source, unfinished, files, link=link)
+        else:
+            view = read_view(source, manifest.strategy)
+            _write_view(
+                view, source, unfinished, step=manifest.step, strategy=strategy, world_size=world_size, link=link
+            )
+        same_states = strategy == "parallel" and manifest.strategy != "parallel"
+        write_rng_states(source, unfinished, world_size=world_size, same_on_all_ranks=same_states)
+        # For a source that was itself converted, the training that wrote it first is kept.
+        written_by = {"strategy": manifest.strategy, "world_size": manifest.world_size, **(read_origin(source) or {})}
+        (unfinished / CONVERSION_NAME).write_text(json.dumps(written_by) + "\n", encoding="utf-8")
+        converted = store.commit(
+            unfinished,
+            step=manifest.step,
+            strategy=strategy,
+            world_size=world_size,
+            global_batch_size=manifest.global_batch_size,
+        )
+        unfinished.chmod(0o755)  # mkdtemp has made it private
+        unfinished.rename(target)
+    finally:
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+    return converted
+
+
+def _same_files(manifest: Manifest, source: Path, strategy: str, world_size: int) -> bool:
+    """Return whether the target has the same tensor files as the source."""
+    if strategy.startswith("zero") and manifest.strategy.startswith("zero"):
+        return is_universal(source)
+    return layout_of(manifest.strategy) == layout_of(strategy)
+
+
+def _is_rewritten(name: str) -> bool:
+    return bool(_RNG_FILE.fullmatch(name) or _NOT_COPIED.fullmatch(name)) and not name.endswith(".index.json")
+
+
+def _write_view(
+    view: CheckpointView, source: Path, folder: Path, *, step: int, strategy: str, world_size: int, link: bool
+) -> None:
+    check_states(view)
+    check_target(view, strategy)
+    view = _with_empty_group(view)
+    writer(strategy)(view, folder, step=step, world_size=world_size)
+    names = [path.name for path in sorted(source.iterdir()) if path.is_file() and not path.is_symlink()]
+    names = [name for name in names if _SMALL_FILE.fullmatch(name) and name not in _FORMAT_FILES]
+    _copy(source, folder, [name for name in names if not _NOT_COPIED.fullmatch(name)], link=link)
+    if not (folder / "scheduler.pt").is_file():
+        raise CheckpointError(
+            f"{source} has no scheduler.pt: a learning-rate schedule from DeepSpeed's config is stored in DeepSpeed's "
+            "own files and cannot be converted; let the Trainer create the schedule (--lr_scheduler_type)"
+        )
+    non_empty = sum(bool(group.names) for group in view.groups)
+    _fit_schedule(folder / "scheduler.pt", non_empty if strategy.startswith("zero") else len(view.groups))
+    if (source / "scaler.pt").is_file():
+        logger.info("the loss scale of fp16 is not converted: it restarts at its default and adapts again")
+    parameters = ParameterNames(groups=[group.names for group in view.groups], aliases=dict(view.aliases))
+    (folder / PARAMETERS_NAME).write_text(parameters.to_json(), encoding="utf-8")
+
+
+def _fit_schedule(path: Path, groups: int) -> None:
+    """Give the lists of a scheduler, which have an entry per parameter group, as many entries as the optimizer has."""
+    state = load_archive(path)
+    known = len(state.get("base_lrs", ()))
+    if known in (0, groups) or len(set(state["base_lrs"])) > 1:
+        return
+    fitted = {k: v[:1] * groups if isinstance(v, list) and len(v) == known else v for k, v in state.items()}
+    path.unlink()  # it may be a hard link to the source's file
+    torch.save(fitted, path)
+
+
+def _with_empty_group(view: CheckpointView) -> CheckpointView:
+    """Add the empty group that DeepSpeed drops.
+
+    Trainer always makes two groups, with and without weight decay, of which LoRA leaves one empty. torch's loaders
+    require the number of groups that the optimizer has.
+    """
+    if len(view.groups) != 1 or not view.groups[0].names:
+        return view
+    if any(saved_name(name) == name for name in view.groups[0].names):
+        return view  # there are no adapters
+    empty = ParameterGroup(options=view.groups[0].options | {"weight_decay": 0.0}, names=[])
+    return CheckpointView(weights=view.weights, groups=[*view.groups, empty], state=view.state, aliases=view.aliases)
+
+
+def _copy(source: Path, folder: Path, names: Iterable[str], *, link: bool) -> None:
+    for name in names:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if link:
+            try:
+                os.link(source / name, target)
+                continue
+            except OSError:  # the file systems differ, or this one has no hard links
+                pass
+        shutil.copyfile(source / name, target)
+
+
+def read_origin(checkpoint: Path) -> dict[str, object] | None:
+    """Return the strategy and number of ranks of the training that wrote a converted checkpoint; None for others.
+
+    Raises:
+        CheckpointError: `hfscale_conversion.json` is broken.
+    """
+    try:
+        fields = json.loads((checkpoint / CONVERSION_NAME).read_text(encoding="utf-8"))
+        return {"strategy": str(fields["strategy"]), "world_size": int(fields["world_size"])}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint / CONVERSION_NAME} cannot be read: {error}") from None
+
+
+# ---- States of the random number generators
+
+_SINGLE_RNG_FILE = "rng_state.pth"
+_RANK_RNG_FILE = "rng_state_{}.pth"
+
+
+def write_rng_states(source: Path, folder: Path, *, world_size: int, same_on_all_ranks: bool = False) -> None:
+    """Write into `folder` the RNG states for `world_size` ranks, from those of the checkpoint `source`.
+
+    Ranks that existed keep their states. The state of a new rank is derived from rank 0's state and its own number, so
+    it is the same at every relaunch, and no two ranks draw the same numbers. Nothing is written if the source has no
+    states, for example because it was saved with `save_only_model`.
+
+    Args:
+        source (`Path`): a checkpoint.
+        folder (`Path`): where the states are written.
+        world_size (`int`): number of ranks.
+        same_on_all_ranks (`bool`): give all ranks the state of rank 0, as they all start a run with one seed. Ranks
+            that compute one matrix together need this, because they must drop out the same elements of it.
+
+    Raises:
+        CheckpointError: a state cannot be read without unpickling it.
+    """
+    ranks = 1 if same_on_all_ranks else world_size
+    known = [path for rank in range(ranks) if (path := source / _RANK_RNG_FILE.format(rank)).is_file()]
+    if (source / _SINGLE_RNG_FILE).is_file():
+        known = [source / _SINGLE_RNG_FILE]
+    if not known:
+        return
+    for rank in range(world_size):
+        target = folder / (_SINGLE_RNG_FILE if world_size == 1 else _RANK_RNG_FILE.format(rank))
+        if rank < len(known) or same_on_all_ranks:
+            shutil.copyfile(known[0 if same_on_all_ranks else rank], target)
+        else:
+            torch.save(derived_rng_state(known[0], rank), target)
+
+
+def derived_rng_state(first: Path, rank: int) -> dict[str, Any]:
+    """Return the content of `rng_state_N.pth` for a new rank.
+
+    Args:
+        first (`Path`): the file of rank 0.
+        rank (`int`): the new rank.
+
+    Raises:
+        CheckpointError: the file cannot be read without unpickling it, or has no RNG states.
+    """
+    known = load_archive(first, RNG_STATE_CLASSES)
+    if not isinstance(known, dict) or "cpu" not in known:
+        raise CheckpointError(f"{first} has no states of random number generators")
+    digest = xxhash.xxh3_64(bytes(known["cpu"].numpy().tobytes()))
+    digest.update(f"rank {rank}".encode())
+    seed = digest.intdigest() >> 1  # torch takes seeds below 2**63
+    state = {
+        "python": random.Random(seed).getstate(),  # noqa: S311 - this is for data augmentation, not for cryptography
+        "numpy": np.random.RandomState(seed % 2**32).get_state(),
+        "cpu": torch.Generator().manual_seed(seed).get_state(),
+    }
+    if "cuda" in known:  # seed and offset, eight bytes each
+        state["cuda"] = torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8).clone()
+    return state
+
+
+# ---- Checkpoints without a manifest
+
+
+def infer_manifest(checkpoint: Path, *, global_batch_size: int | None) -> Manifest:
+    """Return a manifest, without files, for a checkpoint that plain Trainer wrote.
+
+    The strategy, step and number of ranks come from the names of its files and the counters in them.
+
+    Args:
+        checkpoint (`Path`): the checkpoint.
+        global_batch_size (`int`, *optional*): sequences per optimizer step. DeepSpeed stores it; plain Trainer does
+            not, so for other strategies it is required.
+
+    Raises:
+        UsageError: `global_batch_size` is required.
+        CheckpointError: it is not a checkpoint of a Trainer.
+    """
+    try:
+        step = int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint} is not a checkpoint of a Trainer: trainer_state.json: {error}") from None
+    world_size = sum(bool(_RNG_FILE_OF_RANK.fullmatch(path.name)) for path in checkpoint.iterdir()) or 1
+    if (checkpoint / MODEL_FOLDER).is_dir():
+        strategy = "fsdp2"
+    elif (checkpoint / FOLDER).is_dir() and (checkpoint / PARALLEL_NAME).is_file():
+        strategy = "parallel"
+    elif (checkpoint / "latest").is_file():
+        folder = tag_folder(checkpoint)
+        path = folder / "mp_rank_00_model_states.pt"
+        path = path if path.is_file() else folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        config = load_archive(path)["ds_config"]
+        strategy = f"zero{config['zero_optimization']['stage']}"
+        global_batch_size = global_batch_size or config.get("train_batch_size")
+    else:
+        strategy = "ddp" if world_size > 1 else "single"
+    if global_batch_size is None:
+        raise UsageError(
+            f"{checkpoint} has no manifest, and plain Trainer does not store the global batch size: give "
+            "--global-batch-size"
+        )
+    return Manifest(step=step, strategy=strategy, world_size=world_size, global_batch_size=global_batch_size, files={})
+
+
+__all__ = [
+    "CONVERSION_NAME",
+    "STRATEGIES",
+    "can_read",
+    "convert",
+    "derived_rng_state",
+    "infer_manifest",
+    "read_origin",
+    "write_rng_states",
+]

@@ -1,0 +1,185 @@
+"""Torch distributed checkpoints (DCP), read and written without a process group, one tensor at a time.
+
+`pickles.read_dcp_metadata` reads the metadata, which says what is stored where; each piece of a tensor is a torch
+archive of its own. `tensor_ref` and `save_refs` serve every format that is based on DCP.
+
+FSDP2's format, as Accelerate writes it, is two distributed checkpoints in one folder: `pytorch_model_fsdp_0` holds
+{"model": {name: tensor}}, `optimizer_0` holds {"optimizer": {"state": {name: {key: tensor}}, "param_groups": [{…,
+"params": [names]}]}}. DCP flattens both to names joined by dots.
+"""
+
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, check_names, saved_name
+from hfscale.checkpoint.pickles import Chunk, Entry, read_dcp_metadata
+from hfscale.errors import CheckpointError
+
+MODEL_FOLDER = "pytorch_model_fsdp_0"
+OPTIMIZER_FOLDER = "optimizer_0"
+_STATE = "optimizer.state."
+_GROUPS = "optimizer.param_groups."
+
+
+# ---- Any distributed checkpoint
+
+
+def read_value(folder: Path, chunk: Chunk) -> Any:
+    """Read one stored piece: a part of a tensor, or a value that is not a tensor.
+
+    Raises:
+        CheckpointError: it is broken or would have to be unpickled.
+    """
+    with (folder / chunk.file).open("rb") as file:
+        file.seek(chunk.start)
+        stored = file.read(chunk.length)
+    try:
+        return torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken archive raises exceptions of any type
+        raise CheckpointError(f"{folder / chunk.file} cannot be read: {str(error).splitlines()[0][:200]}") from None
+
+
+def tensor_ref(folder: Path, name: str, entry: Entry) -> TensorRef:
+    """Return a reference to the tensor `name`, which is assembled from its pieces when it is read."""
+    shape, dtype = entry.shape, entry.dtype
+    assert shape is not None
+    assert dtype is not None
+
+    def read() -> torch.Tensor:
+        full = torch.empty(shape, dtype=dtype)
+        covered = 0
+        for chunk in entry.chunks:
+            piece = read_value(folder, chunk)
+            if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != chunk.sizes:
+                raise CheckpointError(f"{folder / chunk.file}: '{name}' is not the piece that the metadata describes")
+            slices = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            full[slices] = piece
+            covered += piece.numel()
+        if covered != full.numel():
+            raise CheckpointError(f"{folder}: {covered} of the {full.numel()} elements of '{name}' are stored")
+        return full
+
+    return TensorRef(shape=shape, dtype=dtype, read=read)
+
+
+def save_refs(folder: Path, tree: Mapping[str, Any]) -> None:
+    """Write `tree` as a distributed checkpoint, reading one tensor at a time.
+
+    Args:
+        folder (`Path`): the new checkpoint.
+        tree (`Mapping`): nested dictionaries of `TensorRef` and plain values; names are joined by dots.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is intended here
+        state_dict_saver.save(
+            _without_data(tree),
+            storage_writer=filesystem.FileSystemWriter(folder),
+            planner=_ReadingPlanner(dict(_flatten(tree, ""))),
+            no_dist=True,
+        )
+
+
+def _without_data(tree: Any) -> Any:
+    """Return the tree with tensors on the meta device, which take no memory; DCP plans the files from it."""
+    if isinstance(tree, TensorRef):
+        return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
+    return {key: _without_data(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def _flatten(tree: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
+    if isinstance(tree, TensorRef):
+        yield prefix, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _flatten(value, f"{prefix}.{key}" if prefix else key)
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Reads each tensor only when DCP is about to write it."""
+
+    def __init__(self, refs: Mapping[str, TensorRef]) -> None:
+        super().__init__()
+        self._refs = refs
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        ref = self._refs.get(index.fqn)
+        return super().lookup_object(index) if ref is None else ref.read()
+
+
+# ---- FSDP2
+
+
+def read_fsdp2(checkpoint: Path) -> CheckpointView:
+    """Return the view of an `fsdp2` checkpoint of any number of ranks, HSDP included.
+
+    Raises:
+        CheckpointError: a file is missing, broken or would have to be unpickled.
+    """
+    model = checkpoint / MODEL_FOLDER
+    optimizer = checkpoint / OPTIMIZER_FOLDER
+    weights = {
+        name.removeprefix("model."): tensor_ref(model, name, entry)
+        for name, entry in read_dcp_metadata(model).items()
+        if entry.shape is not None
+    }
+    entries = read_dcp_metadata(optimizer)
+    groups = _groups(optimizer, entries)
+    state: dict[str, dict[str, TensorRef]] = {}
+    known = {name for group in groups for name in group.names}
+    for name, entry in entries.items():
+        if not name.startswith(_STATE):
+            continue
+        parameter, _, key = name.removeprefix(_STATE).rpartition(".")
+        if parameter not in known:
+            raise CheckpointError(f"{optimizer} has states of '{parameter}', which is in none of its groups")
+        if entry.shape is None:
+            value = torch.tensor(float(read_value(optimizer, entry.chunks[0])))
+            state.setdefault(parameter, {})[key] = TensorRef.of(value)
+        else:
+            state.setdefault(parameter, {})[key] = tensor_ref(optimizer, name, entry)
+    check_names([*weights, *known])
+    return CheckpointView(weights=weights, groups=groups, state=state)
+
+
+def _groups(folder: Path, entries: Mapping[str, Entry]) -> list[ParameterGroup]:
+    found: dict[int, dict[str, Any]] = {}
+    for name, entry in entries.items():
+        if name.startswith(_GROUPS):
+            number, _, key = name.removeprefix(_GROUPS).partition(".")
+            if entry.shape is None:
+                found.setdefault(int(number), {})[key] = read_value(folder, entry.chunks[0])
+            else:  # a learning rate that is a tensor
+                found.setdefault(int(number), {})[key] = tensor_ref(folder, name, entry).read()
+    if not found or any("params" not in group for group in found.values()):
+        raise CheckpointError(f"{folder} does not say which parameters its groups hold")
+    return [
+        ParameterGroup(options={k: v for k, v in group.items() if k != "params"}, names=list(group["params"]))
+        for _, group in sorted(found.items())
+    ]
+
+
+def write_fsdp2(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
+    """Write the two distributed checkpoints that Accelerate loads under FSDP2, on any number of ranks."""
+    weights = dict(view.weights)
+    for alias, name in view.aliases.items():  # FSDP2 asks for both names of a tied weight
+        if saved_name(name) in view.weights:  # adapter checkpoints do not contain the base model's weights
+            weights.setdefault(alias, view.weights[saved_name(name)])
+    save_refs(folder / MODEL_FOLDER, {"model": weights})
+    groups = [_with_defaults(group) | {"params": list(group.names)} for group in view.groups]
+    save_refs(folder / OPTIMIZER_FOLDER, {"optimizer": {"state": view.state, "param_groups": groups}})
+
+
+def _with_defaults(group: ParameterGroup) -> dict[str, Any]:
+    """Add AdamW's defaults: DCP asks for every option of the optimizer, and DeepSpeed's have fewer than torch's."""
+    if "betas" not in group.options:
+        return group.options
+    defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
+    return {name: value for name, value in defaults.items() if name not in group.options} | group.options
