@@ -255,9 +255,9 @@ def test_other_optimizers_go_where_they_can(tmp_path):
         convert(sgd, tmp_path / target, manifest=read_manifest(sgd), strategy=target, world_size=2)
         assert_equal(contents(tmp_path / target, target), contents(sgd, "single"))
     assert {key for _, key in contents(sgd, "single")[1]} == {"momentum_buffer"}
-    with pytest.raises(CheckpointError, match=r"no exp_avg of .*: ZeRO-3 loads the states of AdamW only"):
+    with pytest.raises(CheckpointError, match=r"no exp_avg of .*ZeRO-3"):
         convert(sgd, tmp_path / "zero3", manifest=read_manifest(sgd), strategy="zero3", world_size=2)
-    with pytest.raises(CheckpointError, match="only optimizers whose states have the shape"):
+    with pytest.raises(CheckpointError, match="exp_avg_sq_row|AdamW, SGD"):
         convert(adafactor, tmp_path / "no", manifest=read_manifest(adafactor), strategy="zero2", world_size=2)
 
 
