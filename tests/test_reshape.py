@@ -257,7 +257,7 @@ def test_other_optimizers_go_where_they_can(tmp_path):
     assert {key for _, key in contents(sgd, "single")[1]} == {"momentum_buffer"}
     with pytest.raises(CheckpointError, match=r"no exp_avg of .*ZeRO-3"):
         convert(sgd, tmp_path / "zero3", manifest=read_manifest(sgd), strategy="zero3", world_size=2)
-    with pytest.raises(CheckpointError, match="exp_avg_sq_row|AdamW, SGD"):
+    with pytest.raises(CheckpointError, match="AdamW, SGD"):
         convert(adafactor, tmp_path / "no", manifest=read_manifest(adafactor), strategy="zero2", world_size=2)
 
 
@@ -307,7 +307,7 @@ def test_an_export_of_any_strategy_is_for_from_pretrained(runs, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
     bare = shutil.copytree(checkpoint_of(runs["fsdp2"]), tmp_path / "bare")
     (bare / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no config\.json: name a folder that has it.*by --model"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json.*--model"):
         export(bare, tmp_path / "no", strategy="fsdp2")
     export(bare, tmp_path / "named", strategy="fsdp2", model=checkpoint_of(runs["ddp"]))
     assert not (tmp_path / "no").exists()
