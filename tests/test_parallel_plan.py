@@ -231,9 +231,9 @@ def test_megatron_is_told_where_it_comes_from_or_that_a_trainer_does_not_drive_i
 
 def test_pipelines_are_sent_to_their_recipe(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(UsageError, match=r"--pp_size 2 is for pipelines: launch recipes/tp_pp/train\.py"):
+    with pytest.raises(UsageError, match=r"--pp_size 2 needs recipes/tp_pp/train\.py"):
         set_up_parallelism(ParallelArguments(pp_size=2), args, {})
-    with pytest.raises(UsageError, match="--sequence_parallel is for pipelines"):
+    with pytest.raises(UsageError, match="--sequence_parallel needs recipes/tp_pp"):
         set_up_parallelism(ParallelArguments(tp_size=2, sequence_parallel=True), args, {})
     with pytest.raises(
         LayoutError, match=r"--gradient_accumulation_steps is 1: .* set --gradient_accumulation_steps 2"

@@ -110,7 +110,7 @@ class TestMistakes:
         says(sharded(4, "fsdp2_tp", "--tp_size", "4"), "tp_size 4", "2 key-value heads: choose one of 1, 2")
 
     def test_one_bit_adam_without_nccl(self, sharded):
-        says(sharded(2, "onebit_adam"), "OneBitAdam compresses over NCCL, and this machine has no GPU")
+        says(sharded(2, "onebit_adam"), "OneBitAdam compresses over NCCL", "no GPU")
 
 
 def test_deepspeed_that_is_not_installed(folder):

@@ -1,7 +1,7 @@
-"""The command line: one file per subcommand, imported only when it is called.
+"""The command line: one file per subcommand, imported only when its command runs.
 
-To add a subcommand, write `hfscale/cli/NAME.py` with a function `register(app)` that adds it to a typer app, and give
-it a line in `COMMANDS`. Exit codes: 0 done, 1 the thing checked is bad, 2 wrong usage.
+To add a subcommand, write `hfscale/cli/NAME.py` with a function `register(app)` that adds it to a typer app, and add a
+line to `COMMANDS`. Exit codes: 0 done, 1 the thing checked is bad, 2 wrong usage.
 """
 
 import sys
@@ -27,7 +27,14 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; an error is one line on standard error, never a traceback."""
+    """Run one command. An error is printed as one line on standard error, never as a traceback.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): the command and its arguments. Default: those of this process.
+
+    Returns:
+        `int`: the exit code.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = _build(arguments[0])(args=arguments, prog_name="hfscale", standalone_mode=False)
@@ -43,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(code or 0)
 
 
-def _build(wanted: str) -> typer.Typer:
-    """The app, with the wanted command loaded and the others as lines of the help."""
+def _build(requested: str) -> typer.Typer:
+    """Build the app with the requested command loaded and the others as lines of the help."""
     app = typer.Typer(
         help="Scale any Hugging Face Trainer run: plan it, launch it, keep it alive, know what it costs.",
         add_completion=False,
@@ -53,15 +60,15 @@ def _build(wanted: str) -> typer.Typer:
     )
     app.callback()(_global_options)
     for name, summary in COMMANDS.items():
-        if name == wanted:
+        if name == requested:
             import_module(f"hfscale.cli.{name}").register(app)
         else:
             app.command(name, help=summary)(_not_loaded)
     return app
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"hfscale {__version__}")
         raise typer.Exit
 
@@ -71,11 +78,11 @@ def _global_options(
         False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
     ),
 ) -> None:
-    """What stands before the command."""
+    """Options that are given before the command."""
 
 
 def _not_loaded() -> None:
-    raise AssertionError("the wanted command is always loaded")
+    raise AssertionError("the requested command is always loaded")
 
 
 def _help_path(arguments: list[str]) -> str:

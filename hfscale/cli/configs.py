@@ -12,7 +12,10 @@ from hfscale.cli import COMMANDS
 from hfscale.errors import StorageError, UsageError
 from hfscale.utils.shipped import ShippedConfig, find_config, list_configs, shipped_root
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A config as `list` prints it, or its file name or stem.")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A config as `list` prints it, or its file name with or without extension."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -45,8 +48,8 @@ def show(name: Name, as_json: Annotated[bool, typer.Option("--json", help="One J
 
 def copy(
     name: Name,
-    dest: Annotated[Path, typer.Argument(metavar="[DEST]", help="A folder or a new file.")] = Path(),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    dest: Annotated[Path, typer.Argument(metavar="[DEST]", help="A folder, or the path of a new file.")] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Copy a config to your own project, with the DeepSpeed JSON file that it refers to, in a folder ds_configs."""
     config = find_config(name)

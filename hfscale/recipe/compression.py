@@ -1,13 +1,13 @@
-"""Smaller gradients on slow networks: what DDP exchanges, compressed by a communication hook.
+"""Gradient compression for slow networks, by a communication hook of DDP.
 
 | name | sent per gradient element | error |
 |---|---|---|
 | `fp16`, `bf16` | 2 bytes instead of 4 | rounding |
 | `powersgd` | rank x (rows + columns) instead of rows x columns (Vogels 2019, arXiv 1905.13727) | fed back |
-| `topk` | the largest few, with their places (Stich 2018, arXiv 1809.07599; Lin 2017, arXiv 1712.01887) | fed back |
+| `topk` | the largest few, with their indices (Stich 2018, arXiv 1809.07599; Lin 2017, arXiv 1712.01887) | fed back |
 
-What the last two leave out of one step is added to the next (error feedback). That rest is not part of a checkpoint: a
-resumed run begins it from zero.
+What the last two leave out of one step is added to the next (error feedback). This residual is not part of a
+checkpoint: a resumed run starts with a residual of zero.
 """
 
 from dataclasses import dataclass, field
@@ -27,10 +27,15 @@ METHODS = ("none", "fp16", "bf16", "powersgd", "topk")
 
 
 def check_compression(method: str, *, is_ddp: bool, use_cpu: bool) -> None:
-    """Make sure that the run can compress its gradients so.
+    """Check that the run can compress its gradients with this method.
+
+    Args:
+        method (`str`): one of `METHODS`.
+        is_ddp (`bool`): whether the run is DDP on two processes or more.
+        use_cpu (`bool`): whether it runs on CPUs.
 
     Raises:
-        UsageError: the run is not DDP, or a method for GPUs is asked for on CPUs.
+        UsageError: the run is not DDP, or a method for GPUs is requested on CPUs.
     """
     if method == "none":
         return
@@ -40,23 +45,24 @@ def check_compression(method: str, *, is_ddp: bool, use_cpu: bool) -> None:
             "two processes or more, or leave it out (DeepSpeed has 1-bit Adam: accelerate_configs/onebit_adam.yaml)"
         )
     if method in ("bf16", "powersgd") and use_cpu:
-        # torch refuses bf16 on gloo, and there the collectives that PowerSGD chains in callbacks get out of order.
-        raise UsageError(f"--gradient_compression {method} needs GPUs: torch's hook is for NCCL; give fp16 or topk")
+        # On gloo torch refuses bf16, and the collectives that PowerSGD chains in callbacks change their order.
+        raise UsageError(f"--gradient_compression {method} needs GPUs (torch's hook is for NCCL): give fp16 or topk")
 
 
 def compress_gradients(
     trainer: "Trainer", method: str, *, powersgd_rank: int, topk_fraction: float, start_step: int
 ) -> None:
-    """Let DDP compress its gradients. Call it between the making of the Trainer and `train()`.
+    """Let DDP compress its gradients. Call it after the Trainer is created and before `train()`.
 
     Args:
+        trainer (`Trainer`): the trainer whose gradients are compressed.
         method (`str`): one of `METHODS`.
         powersgd_rank (`int`): rank of PowerSGD's approximation.
         topk_fraction (`float`): share of a bucket's elements that `topk` sends.
-        start_step (`int`): steps before `powersgd` and `topk` set in; early gradients are large and change fast.
+        start_step (`int`): steps before `powersgd` and `topk` start; early gradients are large and change fast.
 
     Raises:
-        UsageError: the run is not DDP, or a method for GPUs is asked for on CPUs.
+        UsageError: the run is not DDP, or a method for GPUs is requested on CPUs.
     """
     if method == "none":
         return
@@ -68,7 +74,7 @@ def compress_gradients(
         trainer.accelerator.ddp_handler = TopKKwargs(**options, fraction=topk_fraction, start_step=start_step)
         return
     hook = {"powersgd": DDPCommunicationHookType.POWER_SGD}.get(method) or DDPCommunicationHookType(method)
-    # PowerSGD starts at 2 at the earliest: DDP lays out its buckets anew after the first step.
+    # PowerSGD starts at 2 at the earliest, because DDP rebuilds its buckets after the first step.
     state = {"matrix_approximation_rank": powersgd_rank, "start_powerSGD_iter": max(2, start_step)}
     trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(
         **options, comm_hook=hook, comm_state_option=state if method == "powersgd" else {}
@@ -77,40 +83,47 @@ def compress_gradients(
 
 @dataclass
 class TopKKwargs(DistributedDataParallelKwargs):
-    """DDP's options with a top-k hook, which Accelerate does not know."""
+    """DDP's options with a top-k hook, which Accelerate does not have."""
 
     fraction: float = 0.01
-    """Share of a bucket's elements that is sent."""
+    """Fraction of a bucket's elements that is sent."""
     start_step: int = 1000
-    """Steps of plain averaging before."""
+    """Steps of plain averaging before the compression starts."""
 
     def to_kwargs(self) -> dict[str, object]:
-        """What goes to `DistributedDataParallel` itself."""
+        """Return the keyword arguments of `DistributedDataParallel` itself."""
         return {name: value for name, value in super().to_kwargs().items() if name not in ("fraction", "start_step")}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Called by Accelerate on the wrapped model."""
+        """Register the hook; Accelerate calls this on the wrapped model."""
         model.register_comm_hook(TopKState(fraction=self.fraction, start_step=self.start_step), topk_hook)
 
 
 @dataclass(kw_only=True)
 class TopKState:
-    """What `topk_hook` keeps from step to step."""
+    """The state that `topk_hook` keeps between steps."""
 
     fraction: float
-    """Share of a bucket's elements that is sent."""
+    """Fraction of a bucket's elements that is sent."""
     start_step: int
-    """Steps of plain averaging before."""
+    """Steps of plain averaging before the compression starts."""
     steps: int = 0
-    """Steps seen."""
+    """Number of steps so far."""
     residuals: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By bucket: what was not sent yet, of the bucket's shape and dtype."""
+    """By bucket index: the elements not sent yet, with the shape and dtype of the bucket."""
 
 
 def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook: average the elements that are largest somewhere, remember the rest of this rank's.
+    """A DDP communication hook that averages the largest elements and keeps the rest of this rank for the next step.
 
-    Each rank picks its own k elements; all ranks gather all picks (values and places) and add them up.
+    Each rank selects its own k largest elements; all ranks gather all selections (values and indices) and add them.
+
+    Args:
+        state (`TopKState`): the residuals and options.
+        bucket (`dist.GradBucket`): the gradients of some parameters, as one flat tensor.
+
+    Returns:
+        `torch.futures.Future[torch.Tensor]`: the averaged bucket, of the same shape.
     """
     gradient = bucket.buffer()  # flat
     world_size = dist.get_world_size()
@@ -122,17 +135,17 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
     residual = state.residuals.get(bucket.index())
     corrected = gradient if residual is None else gradient + residual
     k = max(1, int(state.fraction * corrected.numel()))
-    places = corrected.abs().topk(k, sorted=False).indices
-    values = corrected[places]
-    state.residuals[bucket.index()] = corrected.index_fill(0, places, 0)
+    indices = corrected.abs().topk(k, sorted=False).indices
+    values = corrected[indices]
+    state.residuals[bucket.index()] = corrected.index_fill(0, indices, 0)
 
     all_values = values.new_empty(world_size * k)
-    all_places = places.new_empty(world_size * k)
-    sent = dist.all_gather_into_tensor(all_places, places, async_op=True)
+    all_indices = indices.new_empty(world_size * k)
+    gathered_indices = dist.all_gather_into_tensor(all_indices, indices, async_op=True)
     gathered = dist.all_gather_into_tensor(all_values, values, async_op=True)
 
     def average(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        sent.wait()
-        return gradient.zero_().index_add_(0, all_places, all_values / world_size)
+        gathered_indices.wait()
+        return gradient.zero_().index_add_(0, all_indices, all_values / world_size)
 
     return gathered.get_future().then(average)

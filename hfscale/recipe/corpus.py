@@ -1,6 +1,6 @@
-"""What the recipes train when nothing is named: a small Llama on the Python standard library's own source files.
+"""The embedded default of the recipes: a small Llama on the source files of the Python standard library.
 
-Every machine that runs hfscale has this text. The tokenizer is trained on it on the spot and cached.
+Every machine that runs hfscale has this text. The tokenizer is trained on it at the first use and cached.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _EVALUATE_ONE_IN = 20
 
 
 def source_files() -> list[Path]:
-    """The standard library's modules, without tests and installed packages, in a fixed order.
+    """Return the standard library's modules, without tests and installed packages, in a fixed order.
 
     Raises:
         DataError: this Python has no source files (a frozen or zipped build).
@@ -32,7 +32,7 @@ def source_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - _NOT_LIBRARY  # what is installed beside the library can be large: never entered
+        folders[:] = set(folders) - _NOT_LIBRARY  # installed packages can be large: never walk them
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"this Python has no standard library sources in {root}: give --train_file or --dataset_name")
@@ -40,24 +40,28 @@ def source_files() -> list[Path]:
 
 
 def read_sources(split: str) -> Iterator[dict[str, str]]:
-    """One record `{"text": …}` per module; every 20th module is `validation`, the others are `train`."""
+    """Yield one record `{"text": …}` per module of a split.
+
+    Args:
+        split (`str`): `validation`, which is every 20th module, or `train`, the others.
+    """
     for number, path in enumerate(source_files()):
         if (number % _EVALUATE_ONE_IN == 0) == (split == "validation"):
-            with tokenize.open(path) as file:  # honours the file's own encoding line
+            with tokenize.open(path) as file:  # reads the file's own encoding declaration
                 yield {"text": file.read()}
 
 
 def fingerprint() -> str:
-    """Changes when the text does: the Python version with the paths and lengths of all files."""
+    """Return a key that changes with the text: the Python version and a hash of the paths and lengths of all files."""
     names = "".join(f"{path}:{path.stat().st_size};" for path in source_files())
     digest = hashlib.sha256(names.encode()).hexdigest()[:12]
     return f"python{platform.python_version()}-{digest}"
 
 
 def default_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens trained on the corpus, from the cache after the first time.
+    """Return a byte-level BPE tokenizer of `VOCAB_SIZE` tokens trained on the corpus, cached after the first call.
 
-    Call it on the main process first; the others then find it in the cache.
+    Call this on the main process first; the others then find the tokenizer in the cache.
 
     Raises:
         StorageError: the cache cannot be written.
@@ -65,7 +69,7 @@ def default_tokenizer() -> PreTrainedTokenizerFast:
     path = _cache_folder() / f"{fingerprint()}-bpe{VOCAB_SIZE}.json"
     if not path.is_file():
         content = _train_bpe().to_str(pretty=True)
-        temporary = path.with_suffix(f".{os.getpid()}")  # other runs may be writing it too
+        temporary = path.with_suffix(f".{os.getpid()}")  # other runs may write it at the same time
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(content, encoding="utf-8")
@@ -80,7 +84,11 @@ def default_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def default_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """A Llama of about four million parameters: grouped-query attention, tied embeddings, like its large siblings."""
+    """Return the config of a Llama of about four million parameters, with grouped-query attention and tied embeddings.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerFast`): gives the vocabulary size and the special tokens.
+    """
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,

@@ -1,6 +1,6 @@
-"""Sizes of the parallel axes: read from the flags and the launcher's config, checked, handed to who carries them out.
+"""Sizes of the parallel axes: read from the flags and the launcher's config, checked, and passed to the library.
 
-| asked for under | axes | who carries them out |
+| strategy | axes | implemented by |
 |---|---|---|
 | FSDP2 | dp_replicate x dp_shard x cp | Accelerate's `ParallelismConfig` (HSDP, ring attention) |
 | DeepSpeed | cp | Accelerate and DeepSpeed's Ulysses sequence parallelism |
@@ -36,21 +36,30 @@ def set_up_parallelism(
 ) -> ParallelLayout:
     """Decide the layout, check it against the number of processes, and put it into `args` for the Trainer.
 
-    Flags win over the launcher's config; `dp_shard` takes up the processes that the other axes leave. Call it before
-    the model is loaded. On a machine without accelerators it also lets FSDP2 and sequence parallelism run.
+    Flags win over the launcher's config; `dp_shard` is the number of processes that the other axes leave. Call this
+    before the model is loaded. On a machine without accelerators it also lets FSDP2 and sequence parallelism run.
+
+    Args:
+        parallel (`ParallelArguments`): the sizes given as flags.
+        args (`TrainingArguments`): its `parallelism_config` is set, and its `save_strategy` where nothing can be
+            saved.
+        environ (`MutableMapping[str, str]`): the environment of the process, which holds the launcher's config.
+
+    Returns:
+        `ParallelLayout`: the size of every axis.
 
     Raises:
-        LayoutError: the sizes do not make up the number of processes.
-        UsageError: sizes that the strategy cannot carry out.
+        LayoutError: the product of the sizes is not the number of processes.
+        UsageError: a size that the strategy does not support.
     """
     if (parallel.pp_size or 1) > 1 or parallel.dry_run or parallel.sequence_parallel:
         flag = f"--dry_run {parallel.dry_run}" if parallel.dry_run else f"--pp_size {parallel.pp_size}"
         flag = "--sequence_parallel" if parallel.sequence_parallel else flag
-        raise UsageError(f"{flag} is for pipelines: launch recipes/tp_pp/train.py with accelerate_configs/tp_pp.yaml")
+        raise UsageError(f"{flag} needs recipes/tp_pp/train.py: launch it with accelerate_configs/tp_pp.yaml")
     family = requested_family(args, environ)
     if family in ("ddp", "single") and (parallel.tp_size or 1) > 1:
         family = "parallel"
-        environ[_ENVIRONMENT.format("TP")] = str(parallel.tp_size)  # what was asked for, for all who ask later
+        environ[_ENVIRONMENT.format("TP")] = str(parallel.tp_size)  # the request, for everything that reads it later
     layout = _layout(parallel, family, args.world_size, environ)
     _check_family(layout, parallel, family, args)
     layout.check_world_size(args.world_size)
@@ -66,7 +75,9 @@ def set_up_parallelism(
         )
     if family == "parallel" and args.save_strategy != "no" and not args.save_only_model:
         args.save_strategy = SaveStrategy.NO  # the Trainer raises otherwise
-        logger.info("transformers keeps no optimizer state under tensor parallelism: nothing is saved before the end")
+        logger.info(
+            "transformers cannot save the optimizer under tensor parallelism: no checkpoint is written before the end"
+        )
     if args.use_cpu:
         _enable_on_cpu(family, layout)
     return layout
@@ -83,7 +94,7 @@ def _layout(parallel: ParallelArguments, family: str, world_size: int, environ: 
         return ParallelLayout(dp_replicate=world_size, cp=cp, tp=tp)
     dp_replicate = size("dp_replicate", parallel.dp_replicate_size) or 1
     dp_shard = size("dp_shard", parallel.dp_shard_size)
-    # Not given, or given by the launcher's config for axes that a flag has changed: what the other axes leave.
+    # Not given, or given by a launcher's config whose other axes a flag has changed: the processes that are left.
     if dp_shard is None or family == "zero" or (parallel.dp_shard_size is None and _changes_another_axis(parallel)):
         dp_shard = max(1, world_size // (dp_replicate * cp * tp))
     return ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
@@ -93,7 +104,7 @@ def _check_family(layout: ParallelLayout, parallel: ParallelArguments, family: s
     """Raise a UsageError for an axis that the strategy does not have."""
     if layout.tp > 1 and family != "parallel":
         raise UsageError(
-            f"tp_size {layout.tp} under {family.upper()}: transformers itself sets up tensor parallelism with its own "
+            f"tp_size {layout.tp} under {family.upper()}: transformers combines tensor parallelism only with its own "
             "sharding; launch with accelerate_configs/fsdp2_tp.yaml"
         )
     if layout.cp > 1 and family not in ("fsdp", "zero"):
@@ -118,18 +129,23 @@ def _changes_another_axis(parallel: ParallelArguments) -> bool:
 
 
 def _enable_on_cpu(family: str, layout: ParallelLayout) -> None:
-    """accelerate knows FSDP and meshes from GPUs: on CPUs FSDP becomes DDP, the rest is refused. gloo runs them."""
-    state = PartialState._shared_state  # no public way: tests/test_strategies.py fails where this moves
+    """Let FSDP and meshes run on gloo.
+
+    accelerate supports them on GPUs only: on CPUs it turns FSDP into DDP and refuses the rest.
+    """
+    state = PartialState._shared_state  # there is no public way; tests/test_strategies.py fails if this moves
     if family in ("fsdp", "parallel") and state["distributed_type"] == DistributedType.MULTI_CPU:
         state["distributed_type"] = DistributedType.MULTI_GPU
     if family == "zero" and layout.cp > 1:
         import deepspeed
 
-        deepspeed.init_distributed(dist_backend="gloo")  # accelerate does it for GPUs, and Ulysses asks it for groups
+        deepspeed.init_distributed(
+            dist_backend="gloo"
+        )  # accelerate does it for GPUs only, and Ulysses needs its groups
 
 
 def finish_on_cpu(trainer: "Trainer") -> None:
-    """On a machine without accelerators, keep FSDP2's offload from pinning memory: there is nothing to copy it to."""
+    """Keep FSDP2's CPU offload from pinning memory if there is no accelerator. Call it when the Trainer exists."""
     if not trainer.args.use_cpu or not trainer.is_fsdp_enabled:
         return
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -140,7 +156,7 @@ def finish_on_cpu(trainer: "Trainer") -> None:
 
 
 def distributed_config(layout: ParallelLayout, args: "TrainingArguments") -> DistributedConfig | None:
-    """What to give to `from_pretrained(distributed_config=…)`: None where transformers does not shard the model."""
+    """Return the value of `from_pretrained(distributed_config=…)`: None if transformers does not shard the model."""
     if layout.tp == 1:
         return None
     return DistributedConfig(
@@ -154,10 +170,16 @@ def distributed_config(layout: ParallelLayout, args: "TrainingArguments") -> Dis
 def check_model(
     layout: ParallelLayout, config: "PreTrainedConfig", args: "TrainingArguments", *, block_size: int
 ) -> None:
-    """Make sure that the heads and the sequence divide over the axes, before any weight is read.
+    """Check that the model's heads and the sequence are divisible by the axes, before any weight is read.
+
+    Args:
+        layout (`ParallelLayout`): the size of every axis.
+        config (`PreTrainedConfig`): the model's config.
+        args (`TrainingArguments`): the arguments of the training.
+        block_size (`int`): tokens per sequence.
 
     Raises:
-        LayoutError: they do not; the message names the sizes that do.
+        LayoutError: they are not; the message names the sizes that fit.
         UsageError: the model has no tensor-parallel plan.
     """
     text = config.get_text_config()
@@ -178,7 +200,7 @@ def check_model(
             f"{_divisors(heads)}"
         )
     if layout.cp > 1:
-        pieces = 2 * layout.cp  # ring attention gives each rank an early and a late piece, to balance the causal mask
+        pieces = 2 * layout.cp  # ring attention gives each rank an early and a late piece to balance the causal mask
         if block_size % pieces:
             raise LayoutError(
                 f"cp_size {layout.cp} needs --block_size to be a multiple of {pieces}: {block_size} is not, "

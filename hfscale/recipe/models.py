@@ -1,4 +1,4 @@
-"""The model and the tokenizer that a recipe's flags name, loaded as the strategy wants them."""
+"""Loading of the model and the tokenizer that a recipe's flags name, as the strategy needs them."""
 
 import shutil
 from pathlib import Path
@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer of `--tokenizer_name`, else the model's own, else the embedded one, trained on the spot.
+    """Load the tokenizer of `--tokenizer_name`, or the model's own, or the tokenizer of the embedded text.
+
+    Args:
+        args (`ModelArguments`): the names of the tokenizer and the model.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: it cannot be loaded.
     """
     name = args.tokenizer_name or args.model_name_or_path or args.config_name
     if name is None:
@@ -49,10 +52,15 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
 def load_config(
     args: ModelArguments, tokenizer: PreTrainedTokenizerBase | None, *, block_size: int
 ) -> PreTrainedConfig:
-    """The model's config, checked against the length of the sequences and the tokenizer, where one is given.
+    """Load the model's config and check that the tokenizer and the sequences fit it.
+
+    Args:
+        args (`ModelArguments`): the name of the model or of the config.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer to check.
+        block_size (`int`): tokens per sequence.
 
     Raises:
-        UsageError: there is none of that name, or it is too small for the tokenizer or the sequences.
+        UsageError: it cannot be loaded, or is too small for the tokenizer or the sequences.
     """
     name = args.model_name_or_path or args.config_name
     with errors_name_flag("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
@@ -60,8 +68,8 @@ def load_config(
     text = config.get_text_config()
     if tokenizer is not None and not args.model_name_or_path and len(tokenizer) > text.vocab_size:
         raise UsageError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {text.vocab_size}: give the --tokenizer_name that "
-            "belongs to it"
+            f"the tokenizer has {len(tokenizer)} tokens, the model {text.vocab_size}: give the --tokenizer_name of "
+            "this model"
         )
     positions = getattr(text, "max_position_embeddings", block_size)
     if block_size > positions:
@@ -76,21 +84,28 @@ def load_model(
     *,
     layout: ParallelLayout | None = None,
 ) -> PreTrainedModel:
-    """The model of `--model_name_or_path`, or one drawn from `config` and the run's seed, the same on every layout.
+    """Load the model of `--model_name_or_path`, or initialise one from `config` and the run's seed.
 
-    Trained weights are in fp32 and compute in bf16 (or are cast by DeepSpeed, which keeps fp32 masters); the frozen
-    base of LoRA adapters is in bf16 altogether, or in 4 bits. ZeRO-3 and tensor parallelism give each rank its part
-    as it is read; FSDP2 has it from rank 0 when training begins (`fsdp_cpu_ram_efficient_loading`).
+    Initial weights are the same on every layout. Trained weights are in fp32 and compute in bf16 (or are cast by
+    DeepSpeed, which keeps fp32 master weights); the frozen base model of LoRA adapters is in bf16 or in 4 bits. ZeRO-3
+    and tensor parallelism give each rank its part while the weights are read; under FSDP2 rank 0 sends the shards when
+    training begins (`fsdp_cpu_ram_efficient_loading`).
+
+    Args:
+        args (`ModelArguments`): the name of the model, the attention and the adapters.
+        config (`PreTrainedConfig`): the model's config.
+        training_args (`TrainingArguments`): precision and seed.
+        layout (`ParallelLayout`, *optional*): the parallel axes, if the recipe has any.
 
     Raises:
-        UsageError: the checkpoint cannot be loaded, or the attention is not one of the model's.
+        UsageError: the checkpoint cannot be loaded, or the model does not support the attention.
     """
     options: dict[str, Any] = {"dtype": torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32}
     if args.attn_implementation:
         options["attn_implementation"] = args.attn_implementation
     sharding = distributed_config(layout, training_args) if layout is not None else None
     if args.model_name_or_path and not args.load_in_4bit and is_fsdp_enabled() and distributed.rank() > 0:
-        # Rank 0 will hand out the shards. transformers 5.23 reads the whole checkpoint on every rank all the same.
+        # Rank 0 will send the shards, but transformers 5.23 would read the full checkpoint on every rank.
         return build_model(config, seed=training_args.seed, **options)
     if args.model_name_or_path:
         if args.load_in_4bit:
@@ -108,10 +123,15 @@ def load_model(
 def load_empty_model(
     args: ModelArguments, config: PreTrainedConfig, training_args: "TrainingArguments"
 ) -> PreTrainedModel:
-    """The model of `config` without weights, for a trainer that gives each rank its own: of any size, in no memory.
+    """Create the model of `config` on the meta device, for a trainer that loads each rank's part of the weights.
+
+    Args:
+        args (`ModelArguments`): the attention and whether adapters are trained.
+        config (`PreTrainedConfig`): the model's config.
+        training_args (`TrainingArguments`): the precision.
 
     Raises:
-        UsageError: the attention is not one of the model's.
+        UsageError: the model does not support the attention.
     """
     dtype = torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32
     options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
@@ -120,10 +140,15 @@ def load_empty_model(
 
 
 def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> PeftModel:
-    """LoRA adapters on `model`, the same from the same seed; everything else is frozen.
+    """Add LoRA adapters to a model and freeze everything else. The same seed gives the same adapters.
+
+    Args:
+        model (`PreTrainedModel`): the base model.
+        args (`ModelArguments`): rank, scaling, dropout and target modules of the adapters.
+        training_args (`TrainingArguments`): the seed, and whether activations are checkpointed.
 
     Raises:
-        UsageError: a target module that the model does not have.
+        UsageError: the model does not have a target module.
     """
     config = LoraConfig(
         r=args.lora_r,
@@ -132,16 +157,16 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         target_modules=args.lora_target_modules or "all-linear",
         task_type="CAUSAL_LM",
     )
-    set_seed(training_args.seed)  # how far loading has moved the generator depends on the strategy
+    set_seed(training_args.seed)  # the state of the generator after loading depends on the strategy
     with errors_name_flag("--lora_target_modules", args.lora_target_modules):
         adapted = get_peft_model(model, config)
     if training_args.activation_checkpointing or training_args.gradient_checkpointing:
-        adapted.enable_input_require_grads()  # recomputed layers need an input that asks for a gradient
+        adapted.enable_input_require_grads()  # recomputed layers need an input that requires a gradient
     return adapted
 
 
 def _four_bits(training_args: "TrainingArguments") -> dict[str, Any]:
-    """QLoRA's NF4 (Dettmers 2023, arXiv 2305.14314), kept in bf16 containers: FSDP2 and ZeRO-3 shard no integers."""
+    """QLoRA's NF4 (Dettmers 2023, arXiv 2305.14314), stored as bf16 because FSDP2 and ZeRO-3 do not shard integers."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -149,15 +174,15 @@ def _four_bits(training_args: "TrainingArguments") -> dict[str, Any]:
         bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_quant_storage=torch.bfloat16,
     )
-    whole_on_each_gpu = requested_family(training_args) in ("single", "ddp")
-    placement = {"device_map": {"": PartialState().local_process_index}} if whole_on_each_gpu else {}
+    is_replicated = requested_family(training_args) in ("single", "ddp")
+    placement = {"device_map": {"": PartialState().local_process_index}} if is_replicated else {}
     return {"quantization_config": quantization, **placement}
 
 
 def _build_sharded(
     config: PreTrainedConfig, training_args: "TrainingArguments", sharding: Any, options: dict[str, Any]
 ) -> PreTrainedModel:
-    """A drawn model under tensor parallelism: transformers shards what it reads, so rank 0 writes it down first."""
+    """Initialise a model under tensor parallelism: rank 0 saves it first, since transformers shards while it reads."""
     folder = Path(training_args.output_dir) / ".initial-weights"
     if distributed.rank() == 0:
         build_model(config, seed=training_args.seed, **options).save_pretrained(folder)

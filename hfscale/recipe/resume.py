@@ -1,4 +1,4 @@
-"""Where a relaunched command goes on."""
+"""Where a relaunched command resumes, and with which accumulation."""
 
 import json
 import math
@@ -23,84 +23,95 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 RESULTS_NAME = "all_results.json"
-"""What `trainer.save_metrics("all", …)` writes."""
+"""The file that `trainer.save_metrics("all", …)` writes."""
 TRAINER_STATE_NAME = "trainer_state.json"
 
 
 def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | None:
-    """The checkpoint to give to `trainer.train(resume_from_checkpoint=…)`, by `--resume_from_checkpoint`.
+    """Return the checkpoint for `trainer.train(resume_from_checkpoint=…)`. Call it on every rank.
 
-    `true` is the newest verified checkpoint of `output_dir`, None where there is none; `false` is None; anything else
-    is the path of one checkpoint. The main process reads and verifies, the others follow it. With `true`, a newer
-    checkpoint in the store `remote` (a URL) is fetched first.
+    With `--resume_from_checkpoint true` it is the newest verified checkpoint of `output_dir`, or None if there is
+    none; with `false` it is None; any other value is the path of a checkpoint. The main process reads and verifies,
+    the others follow it. With `true`, a newer checkpoint in the remote store is fetched first.
+
+    Args:
+        args (`TrainingArguments`): `output_dir` and `resume_from_checkpoint`.
+        remote (`str`, *optional*): the URL of the remote copy of the checkpoints.
+
+    Returns:
+        `str`, *optional*: the path of the checkpoint.
 
     Raises:
         UsageError: the path is not a checkpoint.
-        CheckpointError: the checkpoint at the path is corrupt, or holds a pickle that is more than tensors and values;
-            or a rank does not see the one that the main process has found.
+        CheckpointError: the checkpoint at the path is corrupt or has a pickle with more than tensors and plain values,
+            or a rank does not see the checkpoint that the main process has found.
         StorageError: the remote store cannot be read, and there is no local checkpoint.
     """
     store = RemoteStore(remote) if remote is not None else None
-    asked = str(args.resume_from_checkpoint)
-    if asked.lower() == "false":
+    requested = str(args.resume_from_checkpoint)
+    if requested.lower() == "false":
         return None
-    if asked.lower() != "true":
+    if requested.lower() != "true":
         if distributed.rank() == 0:
-            _check_given(Path(asked))
-            check_pickles(Path(asked))
+            _check_given(Path(requested))
+            check_pickles(Path(requested))
         distributed.barrier()
-        return asked
+        return requested
     if distributed.rank() == 0:
         finish_renames(Path(args.output_dir))
     if store is not None:
         fetch_newest(store, Path(args.output_dir))
     found = latest_checkpoint(args.output_dir) if distributed.rank() == 0 else None
     if found is not None:
-        check_pickles(Path(found))  # its files are those of its manifest, but who wrote that?
+        check_pickles(Path(found))  # its files match its manifest, but anybody could have written both
     step = int(distributed.all_max([checkpoint_step(Path(found)) if found else -1])[0])
     if step < 0:
         return None
     checkpoint = Path(args.output_dir) / f"checkpoint-{step}"
-    _check_seen(checkpoint)
+    _check_visible(checkpoint)
     logger.info("continues from checkpoint-%d of %s", step, args.output_dir)
     return str(checkpoint)
 
 
-def _check_seen(checkpoint: Path) -> None:
-    """Whether every rank sees what the main process has verified; some may see it later."""
+def _check_visible(checkpoint: Path) -> None:
+    """Raise a CheckpointError if a rank does not see, after some waiting, what the main process has verified."""
     sees = wait_until_visible(checkpoint / MANIFEST_NAME)
-    blind = int(distributed.all_max([float(-1 if sees else distributed.rank())])[0])
-    if blind >= 0:
+    rank_without = int(distributed.all_max([float(-1 if sees else distributed.rank())])[0])
+    if rank_without >= 0:
         raise CheckpointError(
-            f"rank {blind} does not see {checkpoint}, which rank 0 has verified: put output_dir on storage that every "
-            "machine shares"
+            f"rank {rank_without} does not see {checkpoint}, which rank 0 has verified: put output_dir on storage "
+            "that every machine shares"
         )
 
 
 def keep_global_batch(
     args: "TrainingArguments", checkpoint: str | None, *, data_parallel_size: int | None = None
 ) -> None:
-    """On another number of processes than the checkpoint's, keep its global batch by changing the accumulation.
+    """Keep the checkpoint's global batch on another number of processes, by changing the accumulation steps.
 
-    The steps, the samples of each step and the learning rate are then those of the uninterrupted run. Call it before
-    the Trainer is made. On the same number of processes the arguments stand as they are, unless `ParallelTrainer`
-    wrote the checkpoint or goes on from it: then as many ranks may share samples otherwise. A converted checkpoint
-    counts as one of the processes that trained it.
+    The steps, the samples of each step and the learning rate are then those of an uninterrupted run. Call this before
+    the Trainer is created. On the same number of processes the arguments do not change, unless `ParallelTrainer` wrote
+    the checkpoint or resumes from it, since then the number of data-parallel ranks may differ. A converted checkpoint
+    has the number of processes that trained it.
 
     Args:
-        data_parallel_size (`int`, *optional*): ranks that read different samples; absent: all.
+        args (`TrainingArguments`): its `per_device_train_batch_size` and `gradient_accumulation_steps` are changed.
+        checkpoint (`str`, *optional*): the checkpoint to resume from.
+        data_parallel_size (`int`, *optional*): number of ranks that read different samples. Default: all.
 
     Raises:
-        LayoutError: no accumulation and per-device batch make up the global batch on so many processes.
+        LayoutError: no accumulation and per-device batch give the global batch on this number of processes.
     """
     if checkpoint is None or not (Path(checkpoint) / MANIFEST_NAME).is_file():
         return
     manifest = read_manifest(checkpoint)
-    world_size, wanted = args.world_size, manifest.global_batch_size
+    world_size = args.world_size
+    wanted = manifest.global_batch_size
     origin = read_origin(Path(checkpoint)) or {"strategy": manifest.strategy, "world_size": manifest.world_size}
-    trained_by, ranks = origin["world_size"], data_parallel_size or world_size
-    lays_out = origin["strategy"] == "parallel" or (ranks < world_size and requested_family(args) in ("single", "ddp"))
-    if world_size == trained_by and not lays_out:
+    trained_by = origin["world_size"]
+    ranks = data_parallel_size or world_size
+    runs_parallel_trainer = ranks < world_size and requested_family(args) in ("single", "ddp")
+    if world_size == trained_by and origin["strategy"] != "parallel" and not runs_parallel_trainer:
         return
     per_rank, left_over = divmod(wanted, ranks)
     if left_over or per_rank == 0:
@@ -108,15 +119,16 @@ def keep_global_batch(
         nearest = min(fitting, key=lambda n: abs(n - world_size))
         raise LayoutError(
             f"{world_size} processes cannot keep the run's global batch of {wanted} sequences: start {nearest}, or "
-            "begin afresh with --resume_from_checkpoint false"
+            "start from scratch with --resume_from_checkpoint false"
         )
     per_device = args.per_device_train_batch_size
     while per_rank % per_device:
         per_device -= 1
     if (per_device, per_rank // per_device) == (args.per_device_train_batch_size, args.gradient_accumulation_steps):
         return
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = per_device, per_rank // per_device
-    instead = f"instead of {trained_by}" if world_size != trained_by else "that share samples otherwise"
+    args.per_device_train_batch_size = per_device
+    args.gradient_accumulation_steps = per_rank // per_device
+    instead = f"instead of {trained_by}" if world_size != trained_by else "with another data parallel size"
     logger.info(
         "%d processes %s: the global batch stays %d sequences, by %d per device x %d accumulation steps",
         world_size,
@@ -128,11 +140,15 @@ def keep_global_batch(
 
 
 def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
-    """Whether `checkpoint` already holds all the steps asked for, and the results of the run are there too.
+    """Whether the run is complete: `checkpoint` has all the requested steps, and the results are there too.
 
-    Without results (a recipe's last act is to write all_results.json) the run was lost while it evaluated its model
-    or wrote it out. Then it is not finished, and `trainer.train` loads the checkpoint and returns: left to itself,
-    Trainer would take one more step. Call it on every rank.
+    Without results (the last thing that a recipe writes is all_results.json) the run was lost while it evaluated or
+    exported its model. Then it is not finished, and the next `trainer.train` only loads the checkpoint and returns;
+    Trainer itself would take one more step. Call this on every rank.
+
+    Args:
+        trainer (`Trainer`): the trainer of the run.
+        checkpoint (`str`, *optional*): the checkpoint to resume from.
     """
     if checkpoint is None:
         return False
@@ -142,12 +158,12 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
     if done < math.ceil(max_steps):
         return False
     if not _has_results(Path(trainer.args.output_dir), Path(checkpoint)):
-        logger.info("%s holds all %d steps, and the run has no results yet: they are made now", checkpoint, done)
-        _take_no_step(trainer)
+        logger.info("%s has all %d steps but the run has no results yet: they are computed now", checkpoint, done)
+        _skip_training(trainer)
         return False
     logger.info(
-        "nothing to do: %s holds all %d steps; raise --max_steps or --num_train_epochs to go on, or start afresh with "
-        "--resume_from_checkpoint false",
+        "nothing to do: %s has all %d steps; raise --max_steps or --num_train_epochs to train on, or start from "
+        "scratch with --resume_from_checkpoint false",
         checkpoint,
         done,
     )
@@ -157,26 +173,28 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
 
 
 def _has_results(output_dir: Path, checkpoint: Path) -> bool:
-    """Whether the main process sees results that are younger than the checkpoint: a shorter run may have left some."""
-    results, missing = output_dir / RESULTS_NAME, False
+    """Whether the main process sees results newer than the checkpoint; older ones are those of a shorter run."""
+    results = output_dir / RESULTS_NAME
+    missing = False
     if distributed.rank() == 0:
         missing = not results.is_file() or results.stat().st_mtime < (checkpoint / TRAINER_STATE_NAME).stat().st_mtime
     return not distributed.all_max([float(missing)])[0]
 
 
-def _take_no_step(trainer: "Trainer") -> None:
-    """Have the next `trainer.train` do all but train, and say nothing of a loss that it has not seen."""
+def _skip_training(trainer: "Trainer") -> None:
+    """Let the next `trainer.train` load the checkpoint without training and without logging a training loss."""
     train, log, initial_values = trainer.train, trainer.log, trainer.set_initial_training_values
 
     def without_epochs(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return (0, *initial_values(*args, **kwargs)[1:])
 
-    def without_training(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def without_train_loss(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "train_loss" not in logs:
             log(logs, *args, **kwargs)
 
     def train_nothing(*args: Any, **kwargs: Any) -> Any:
-        trainer.set_initial_training_values, trainer.log = without_epochs, without_training  # type: ignore[method-assign]
+        trainer.set_initial_training_values = without_epochs  # type: ignore[method-assign]
+        trainer.log = without_train_loss  # type: ignore[method-assign]
         try:
             return train(*args, **kwargs)._replace(metrics={})
         finally:
@@ -192,7 +210,7 @@ def _check_given(checkpoint: Path) -> None:
             f"--resume_from_checkpoint {checkpoint} is not a checkpoint folder: name one, or give true or false"
         )
     if not (checkpoint / MANIFEST_NAME).is_file():
-        logger.info("%s has no %s: it is used unverified", checkpoint, MANIFEST_NAME)
+        logger.info("%s has no %s: it cannot be verified and is used as it is", checkpoint, MANIFEST_NAME)
         return
     try:
         verify(checkpoint)

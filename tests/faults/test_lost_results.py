@@ -27,7 +27,7 @@ def test_the_results_are_made_up_for(workplace, tmp_path, strategy):
     for name in ("all_results.json", *weights):
         (out / name).unlink()
     run_recipe(folder, strategy, 2, *EVALUATED)
-    assert "holds all 6 steps, and the run has no results yet" in output(folder)
+    assert "has all 6 steps but the run has no results yet" in output(folder)
     again = json.loads((out / "all_results.json").read_text())
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], abs=1e-6)
     assert "train_loss" not in again
