@@ -1,7 +1,7 @@
 """Fits the planner's time constants to published runs, and says how well it predicts sources it has not seen.
 
     python -m benchmarks.planner_fit            # fit, leave one source out, results/planner_fit.json
-    python -m benchmarks.planner_fit --write    # and put the constants into hfscale/planner/stacks.toml
+    python -m benchmarks.planner_fit --write    # and put the constants into hfscale/planner/frameworks.toml
 
 A few constants per stack are fitted, each a mechanism (`PARAMETERS`), by damped Gauss-Newton on the logarithm of
 tokens/s/GPU, with Huber weights and a weak pull to where they stand; every source weighs the same, however many rows
@@ -24,13 +24,12 @@ import numpy as np
 
 from benchmarks import planner_choice, planner_memory
 from benchmarks.planner_runs import Constants, Run, load
-from hfscale.planner import frameworks as stacks
-from hfscale.planner.frameworks import Shared, Stack
+from hfscale.planner.frameworks import Framework, SharedConstants, find_framework, framework_names, shared_constants
 from hfscale.planner.model_view import view_of
 from hfscale.planner.throughput import step_time
 
 HERE = Path(__file__).parent
-TOML = HERE.parent / "hfscale" / "planner" / "stacks.toml"
+TOML = HERE.parent / "hfscale" / "planner" / "frameworks.toml"
 PARAMETERS: dict[str, dict[str, float]] = {
     "shared": {
         "misaligned": 0.65,
@@ -54,8 +53,8 @@ PARAMETERS: dict[str, dict[str, float]] = {
         "pass_s": 1e-3,
     },
 }
-"""What is fitted, and what it is pulled to; all else in stacks.toml stands as written there. `hf` and `titan` run the
-same attention and fp8 kernels."""
+"""What is fitted, and what it is pulled to; all else in frameworks.toml stands as written there. `hf` and `titan`
+run the same attention and fp8 kernels."""
 FRACTIONS = ("overlap_dp", "overlap_tp", "link_rate", "network_rate", "matmul", "misaligned", "ring_attention")
 """Constants between 0 and 1, fitted by their logit; the others by their logarithm."""
 PULL = 0.5
@@ -66,9 +65,12 @@ PEAKS = [("shared", name) for name in planner_memory.FITTED]
 """What planner_memory.py fits to peaks of memory."""
 
 
-def current() -> dict[str, Stack | Shared]:
+def current() -> dict[str, Framework | SharedConstants]:
     """The constants as they stand."""
-    return {"shared": stacks.shared(), **{name: stacks.stack(name) for name in stacks.stack_names()}}
+    return {
+        "shared": shared_constants(),
+        **{name: find_framework(name) for name in framework_names()},
+    }
 
 
 def names() -> list[tuple[str, str]]:
@@ -83,7 +85,7 @@ def to_vector(constants: Constants) -> np.ndarray:
     return np.array(logit)
 
 
-def to_constants(vector: np.ndarray, constants: Constants) -> dict[str, Stack | Shared]:
+def to_constants(vector: np.ndarray, constants: Constants) -> dict[str, Framework | SharedConstants]:
     changed: dict[str, dict[str, float]] = defaultdict(dict)
     for (group, name), value in zip(names(), vector, strict=True):
         for member in group.split("+"):
@@ -94,7 +96,7 @@ def to_constants(vector: np.ndarray, constants: Constants) -> dict[str, Stack | 
 def predicted(run: Run, constants: Constants) -> float:
     """Tokens per second and GPU."""
     job = run.job
-    time = step_time(view_of(job.shape), job, constants[job.stack], constants["shared"])
+    time = step_time(view_of(job.shape), job, constants[job.framework], constants["shared"])
     return job.global_batch * job.seq_len / time.total / job.layout.world_size
 
 
@@ -102,7 +104,7 @@ def residuals(runs: list[Run], constants: Constants) -> np.ndarray:
     return np.array([math.log(predicted(run, constants) / run.tokens_per_s_per_gpu) for run in runs])
 
 
-def priors(constants: Constants) -> dict[str, Stack | Shared]:
+def priors(constants: Constants) -> dict[str, Framework | SharedConstants]:
     """Constants as they are before any run is seen."""
     changed: dict[str, dict[str, float]] = defaultdict(dict)
     for group, values in PARAMETERS.items():
@@ -111,7 +113,7 @@ def priors(constants: Constants) -> dict[str, Stack | Shared]:
     return {group: replace(constants[group], **changed[group]) for group in constants}
 
 
-def fit(runs: list[Run], constants: Constants, *, rounds: int = 12) -> dict[str, Stack | Shared]:
+def fit(runs: list[Run], constants: Constants, *, rounds: int = 12) -> dict[str, Framework | SharedConstants]:
     """Constants that predict `runs` best, starting from `constants`."""
     counts: dict[str, int] = defaultdict(int)
     for run in runs:
@@ -197,7 +199,7 @@ def leave_one_out(runs: list[Run], constants: Constants) -> np.ndarray:
 
 
 def write_toml(constants: Constants) -> None:
-    """Put the fitted constants into stacks.toml, leaving every other line as it is."""
+    """Put the fitted constants into frameworks.toml, leaving every other line as it is."""
     section, lines = "", []
     fitted: dict[str, set[str]] = defaultdict(set)
     for group, name in (*names(), *PEAKS):
@@ -214,7 +216,7 @@ def write_toml(constants: Constants) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the constants into stacks.toml")
+    parser.add_argument("--write", action="store_true", help="put the constants into frameworks.toml")
     parser.add_argument("--quick", action="store_true", help="leave out the cross-validation")
     arguments = parser.parse_args()
     runs, failed = load()

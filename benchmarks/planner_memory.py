@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from benchmarks.planner_runs import Constants, Run
-from hfscale.planner.frameworks import Shared, Stack
+from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.memory import allocated_gib, memory_of
 from hfscale.planner.model_view import view_of
 
@@ -31,17 +31,19 @@ def stated(runs: Sequence[Run]) -> list[Run]:
 
 def error(run: Run, constants: Constants) -> float:
     """Predicted over published, less one; where the source tells what was allocated, that is compared."""
-    shared, stack = constants["shared"], constants[run.job.stack]
+    shared, stack = constants["shared"], constants[run.job.framework]
     memory = memory_of(view_of(run.job.shape), run.job, stack, shared)
     return (allocated_gib(memory, shared) if run.is_allocated else memory.total) / run.memory_gib - 1
 
 
-def with_values(constants: Constants, fragmentation: float, group_gib: float) -> dict[str, Stack | Shared]:
+def with_values(
+    constants: Constants, fragmentation: float, group_gib: float
+) -> dict[str, Framework | SharedConstants]:
     shared = replace(constants["shared"], fragmentation=fragmentation, group_gib=group_gib)
     return {**constants, "shared": shared}
 
 
-def fit_peaks(runs: Sequence[Run], constants: Constants) -> dict[str, Stack | Shared]:
+def fit_peaks(runs: Sequence[Run], constants: Constants) -> dict[str, Framework | SharedConstants]:
     """Constants that predict these runs' peaks best; a source weighs as the root of its rows."""
     counts: dict[str, int] = defaultdict(int)
     for run in runs:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfscale.errors import HfScaleError
-from hfscale.planner.frameworks import Shared, Stack
+from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB
-from hfscale.planner.rows import job_of
+from hfscale.planner.table import job_of
 
 HERE = Path(__file__).parent
-Constants = Mapping[str, Stack | Shared]
+Constants = Mapping[str, Framework | SharedConstants]
 """Those of each stack, and under `shared` those of all."""
 
 

@@ -20,7 +20,7 @@ _HOME_OF = {
     "ScalingCallback": "hfscale.callbacks.scaling",
     "ScalingMetricsCallback": "hfscale.callbacks.scaling_metrics",
     "SpotCheckpointCallback": "hfscale.callbacks.spot_checkpoint",
-    "estimate": "hfscale.planner.plan",
+    "estimate": "hfscale.planner.estimate",
     "latest_checkpoint": "hfscale.checkpoint.store",
     "plan": "hfscale.planner.plan",
 }

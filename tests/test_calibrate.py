@@ -14,7 +14,7 @@ from hfscale.facts.hardware import accelerator
 from hfscale.facts.local_hardware import find_accelerator, read_rows
 from hfscale.facts.prices import all_prices, prices_of
 from hfscale.health import calibrate as room
-from hfscale.planner.frameworks import shared
+from hfscale.planner.frameworks import shared_constants
 from hfscale.planner.network import Group, Network
 from hfscale.utils import distributed
 
@@ -163,12 +163,12 @@ class TestTheFile:
 class TestWhatPlansMakeOfIt:
     def test_measured_rates_are_taken_as_they_are(self):
         gpu = replace(accelerator("H100-80GB"), achieved_link_gb_s=200.0, achieved_network_gb_s=20.0, hop_us=5.0)
-        network = Network.of(gpu, node_size=8, network_gb_s=None, shared=shared())
+        network = Network.of(gpu, node_size=8, network_gb_s=None, shared=shared_constants())
         assert network.bandwidth(Group(size=8)) == 200e9
         assert network.bandwidth(Group(size=16)) == 8 * 20e9
         assert network.latency(Group(size=8)) == pytest.approx(7 * 5e-6)
-        given = Network.of(gpu, node_size=8, network_gb_s=10.0, shared=shared())
-        assert given.bandwidth(Group(size=16)) == pytest.approx(8 * 10e9 * shared().network_rate)
+        given = Network.of(gpu, node_size=8, network_gb_s=10.0, shared=shared_constants())
+        assert given.bandwidth(Group(size=16)) == pytest.approx(8 * 10e9 * shared_constants().network_rate)
 
     def test_a_faster_machine_has_a_shorter_step(self, capsys, home):
         table(home, fp32_tflops=1.0, achieved_fp32_tflops=1.0, achieved_memory_tb_s=0.1)

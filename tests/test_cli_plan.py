@@ -12,7 +12,7 @@ import yaml
 from conftest import REPOSITORY
 
 from hfscale.cli import main
-from hfscale.planner.row_shape import number
+from hfscale.planner.table import number
 
 PLAN = ["plan", "llama-3.1-8b", "--gpu", "H100-80GB", "--gpus", "8"]
 ESTIMATE = ["estimate", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8"]
@@ -86,10 +86,12 @@ class TestPlan:
         [
             (["plan", "llama-9", "--gpu", "H100", "--gpus", "8"], ["'llama-9'", "llama-3"]),
             (["plan", "llama-3.1-8b", "--gpu", "H1000", "--gpus", "8"], ["'H1000'", "H100"]),
-            (["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "0"], ["0 GPUs"]),
+            (["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "0"], ["--gpus is 0"]),
+            (["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "eight"], ["--gpus is 'eight'", "integer"]),
+            ([*PLAN, "--budget=cheap"], ["--budget is 'cheap'", "number"]),
             ([*PLAN, "--tokens", "many"], ["'many'", "1T"]),
             ([*PLAN, "--tokens", "0"], ["'0'"]),
-            ([*PLAN, "--objective", "joy"], ["'joy'", "time, cost, gpus"]),
+            ([*PLAN, "--objective", "joy"], ["--objective is 'joy'", "'time', 'cost', 'gpus'"]),
             ([*PLAN, "--budget", "5"], ["--tokens"]),
             ([*PLAN, "--stack", "jax"], ["'jax'", "megatron"]),
             ([*PLAN, "--prices", "/nowhere.toml"], ["/nowhere.toml"]),
@@ -189,9 +191,8 @@ class TestEmit:
 
     def test_hsdp_and_tensor_parallel_sizes_reach_accelerate(self):
         from hfscale import estimate
-        from hfscale.planner.answer import Choice
         from hfscale.planner.emit import accelerate_yaml
-        from hfscale.planner.plan import plan
+        from hfscale.planner.plan import Choice, plan
 
         asked = plan("llama-3.1-8b", gpu="H100-80GB", gpus=16)
         layout = {"dp_replicate": 2, "dp_shard": 4, "tp": 2}

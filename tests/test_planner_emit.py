@@ -19,15 +19,13 @@ from hfscale.facts.families import FAMILIES as SHAPES
 from hfscale.facts.parallel_families import TENSOR_PARALLEL_PLAN_MISSING
 from hfscale.parallel.dry_run import dry_run
 from hfscale.parallel.stage_flags import plan_stages
-from hfscale.planner.activations import kept_and_working, layers_in_flight
-from hfscale.planner.answer import Choice, choice_dict
 from hfscale.planner.emit import emit
-from hfscale.planner.frameworks import stack as find_stack
+from hfscale.planner.frameworks import find_framework
 from hfscale.planner.launchable import why_not
-from hfscale.planner.layouts import layouts
-from hfscale.planner.memory import GIB
+from hfscale.planner.memory import GIB, kept_and_working, layers_in_flight
 from hfscale.planner.model_view import view_of
-from hfscale.planner.request import PlanRequest
+from hfscale.planner.plan import Choice
+from hfscale.planner.search import PlanRequest, layouts
 from hfscale.recipe import corpus
 from hfscale.recipe.parsing import parse_arguments
 
@@ -95,7 +93,7 @@ def test_the_files_are_those_that_hfscale_ships(model, tmp_path, name):
         assert json.loads((tmp_path / "deepspeed.json").read_text()) == shipped
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in written}
     assert load_config_from_file(str(tmp_path / "accelerate.yaml")).num_processes > 1
-    recipe = choice_dict(found.choices[0])["recipe"]
+    recipe = found.choices[0].to_dict()["recipe"]
     assert (REPOSITORY / recipe).is_file()
     assert f" {recipe} --config " in (tmp_path / "launch.sh").read_text()
 
@@ -168,8 +166,8 @@ def test_a_pipelines_mesh_and_schedule_are_flags(model, tmp_path):
     assert layout == found.choices[0].estimate.job.layout
     assert (stages.schedule, stages.per_rank, parallel.sequence_parallel) == ("1F1B", 1, False)
     assert (args.gradient_accumulation_steps, args.activation_checkpointing) == (8, True)
-    assert choice_dict(found.choices[0])["pipeline_schedule"] == "1F1B"
-    assert choice_dict(found.choices[0])["recipe"] == "recipes/tp_pp/train.py"
+    assert found.choices[0].to_dict()["pipeline_schedule"] == "1F1B"
+    assert found.choices[0].to_dict()["recipe"] == "recipes/tp_pp/train.py"
 
 
 def test_sequences_are_split_where_the_plan_says_so(model, tmp_path):
@@ -192,7 +190,7 @@ class TestWhatCannotBeLaunched:
         assert len(str(error.value).splitlines()) == 1
         assert not (tmp_path / "out").exists()
         emit(both, tmp_path / "out", number=2)
-        assert choice_dict(both.choices[0])["recipe"] is None
+        assert both.choices[0].to_dict()["recipe"] is None
 
     def test_says_when_none_can(self, model, tmp_path):
         with pytest.raises(UsageError, match="nor can any of the 1 choices here: raise --top"):
@@ -221,7 +219,7 @@ class TestWhatCannotBeLaunched:
 
     def test_every_choice_of_a_large_model_can(self):
         found = plan("llama-3.1-405b", gpu="H100", gpus=1024, seq_len=8192, top=100)
-        recipes = {choice_dict(choice)["recipe"] for choice in found.choices}
+        recipes = {choice.to_dict()["recipe"] for choice in found.choices}
         assert recipes == {"recipes/sharded/train.py", "recipes/tp_pp/train.py"}
 
 
@@ -230,7 +228,7 @@ class TestTheSearchOffersWhatTheRecipeTakes:
         from hfscale.facts.hardware import accelerator
         from hfscale.facts.models import find_model
 
-        asked = PlanRequest(shape=find_model(name), gpu=accelerator("H100"), gpus=gpus, stack=stack, method=method)
+        asked = PlanRequest(shape=find_model(name), gpu=accelerator("H100"), gpus=gpus, framework=stack, method=method)
         return [(layout, zero) for layout, zero, _ in layouts(asked, gpus)]
 
     def test_tensor_parallelism_never_with_deepspeed_ddp_or_adapters(self):
@@ -264,7 +262,7 @@ class TestTheSearchOffersWhatTheRecipeTakes:
 
     def test_keys_and_values_of_all_ranks_are_kept_by_stages(self):
         asked = {"layout": {"pp": 2, "cp": 4}, "zero": 3, "seq_len": 8192}
-        job, stack = estimate("llama-3.1-8b", gpu="H100-80GB", **asked).job, find_stack("hf")
+        job, stack = estimate("llama-3.1-8b", gpu="H100-80GB", **asked).job, find_framework("hf")
         alone = replace(job, seq_len=2048, layout=replace(job.layout, cp=1))  # as many tokens on a rank
         more = (
             kept_and_working(view_of(job.shape), job, stack)[0] - kept_and_working(view_of(job.shape), alone, stack)[0]
@@ -300,7 +298,7 @@ def test_the_command_trains(model, tmp_path, name):
     """As launch.sh has it, with the text to train on."""
     options, strategy, processes = RUNS[name]
     found = planned(model, **options)
-    assert choice_dict(found.choices[0])["strategy"] == strategy
+    assert found.choices[0].to_dict()["strategy"] == strategy
     emit(found, tmp_path / "plan")
     (tmp_path / "text.txt").write_text(LINE * 200)
     command = shlex.split((tmp_path / "plan" / "launch.sh").read_text().splitlines()[-1])
@@ -378,7 +376,7 @@ def test_the_dry_run_of_an_emitted_pipeline_holds_what_was_planned(tmp_path, sch
     assert job.rank_layers == tuple(sum(map(span, rank.layers.split())) for rank in ranks)
     states = memory.parameters + memory.gradients + memory.optimizer
     assert states == pytest.approx(max(rank.states for rank in ranks), rel=0.03)
-    kept, working = kept_and_working(view_of(job.shape), job, find_stack("hf"))
+    kept, working = kept_and_working(view_of(job.shape), job, find_framework("hf"))
     opening = (layers_in_flight(job) * kept + working) / GIB
     assert opening == pytest.approx(max(rank.activations for rank in ranks))
     assert memory.activations + memory.loss <= max(rank.activations + rank.loss for rank in ranks) * 1.001

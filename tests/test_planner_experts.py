@@ -9,16 +9,15 @@ from hfscale import plan
 from hfscale.errors import LayoutError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.models import find_model
-from hfscale.planner.activations import kept_and_working, micro_batches_in_flight
 from hfscale.planner.estimate import estimate_job
-from hfscale.planner.experts import OVERLAP, exchanged_s, nodes_of_a_token
-from hfscale.planner.frameworks import shared, stack
-from hfscale.planner.layouts import layouts
+from hfscale.planner.frameworks import find_framework, shared_constants
+from hfscale.planner.memory import kept_and_working, micro_batches_in_flight
 from hfscale.planner.model_view import view_of
 from hfscale.planner.network import Group, Network
-from hfscale.planner.request import PlanRequest
+from hfscale.planner.search import PlanRequest, layouts
+from hfscale.planner.throughput import OVERLAP, exchanged_s, nodes_of_a_token
 
-PERFECT = replace(shared(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
+PERFECT = replace(shared_constants(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
 NETWORK = Network.of(accelerator("H800"), node_size=8, network_gb_s=50.0, shared=PERFECT)
 DEEPSEEK = view_of(find_model("deepseek-v3"))
 
@@ -26,7 +25,7 @@ DEEPSEEK = view_of(find_model("deepseek-v3"))
 def deepseek(**changes):
     """DeepSeek-V3 as Megatron would run its published layout: 16 stages, experts over 64 ranks."""
     options = {"dp_replicate": 128, "pp": 16, "virtual_stages": 2, "expert_parallel": 64, "zero": 1}
-    options |= {"stack": "megatron", "global_batch": 15360, "overlapped_experts": True, "shape": DEEPSEEK.shape}
+    options |= {"framework": "megatron", "global_batch": 15360, "overlapped_experts": True, "shape": DEEPSEEK.shape}
     return job(gpu=accelerator("H800"), **{**options, **changes})
 
 
@@ -67,7 +66,7 @@ class TestExchange:
             {"virtual_stages": 1},
             {"recompute": "full"},
             {"expert_parallel": 1},
-            {"stack": "titan"},
+            {"framework": "titan"},
             {"global_batch": 128},
         ],
     )
@@ -91,15 +90,16 @@ class TestExchange:
 
 def test_selective_recomputation_of_experts_drops_norms_activations_and_what_latents_expand_to():
     whole, kept = (
-        kept_and_working(DEEPSEEK, deepseek(recompute=kind), stack("megatron"))[0] for kind in ("none", "selective")
+        kept_and_working(DEEPSEEK, deepseek(recompute=kind), find_framework("megatron"))[0]
+        for kind in ("none", "selective")
     )
     inner = 2 * (58 * (8 + 1) * 2048 + 3 * 18432) / 61
     latent = 2 * 128 * 128 + 2 * 128 * (192 + 128) - 2 * (1536 + 512)
     assert (whole - kept) / 4096 == pytest.approx(4 * 7168 + inner * 58 / 61 + latent, rel=1e-3)
-    dense = job(stack="megatron", recompute="selective")
+    dense = job(framework="megatron", recompute="selective")
     view = view_of(dense.shape)
-    assert kept_and_working(view, dense, stack("megatron")) == kept_and_working(
-        view, replace(dense, recompute="none"), stack("megatron")
+    assert kept_and_working(view, dense, find_framework("megatron")) == kept_and_working(
+        view, replace(dense, recompute="none"), find_framework("megatron")
     )
 
 
@@ -112,7 +112,7 @@ class TestUnevenPipelines:
         assert deepseek().layer_split == (4, 3)
         shape = replace(find_model("llama-3.1-8b"), vocab=8)  # the head would make the last stage slower
         even, odd = (
-            estimate_job(job(shape=cut(shape, layers), pp=8, zero=0, stack="megatron", global_batch=64))
+            estimate_job(job(shape=cut(shape, layers), pp=8, zero=0, framework="megatron", global_batch=64))
             for layers in (32, 29)
         )
         assert (even.job.layer_split, odd.job.layer_split) == ((4, 4), (4, 3))
@@ -127,6 +127,6 @@ class TestUnevenPipelines:
         assert any(text.startswith("61 layers on") for text in found.assumptions)
         assert {4, 8, 16} <= stages
         shape = cut(find_model("llama-3.1-8b"), 27)
-        few = PlanRequest(shape=shape, gpu=accelerator("H100-80GB"), gpus=64, stack="megatron")
+        few = PlanRequest(shape=shape, gpu=accelerator("H100-80GB"), gpus=64, framework="megatron")
         # 28 places for 27 layers on 2 and on 4 ranks, 32 on 8 and on 16.
         assert {layout.pp for layout, _, _ in layouts(few, 64)} == {1, 2, 4}

@@ -9,21 +9,31 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hfscale.facts.models import find_model
-from hfscale.planner.activations import layer_bytes, loss_bytes, micro_batches_in_flight, selective_bytes
-from hfscale.planner.frameworks import stack
-from hfscale.planner.memory import GIB, allocated_gib, groups, memory_of
+from hfscale.planner.frameworks import find_framework
+from hfscale.planner.memory import (
+    GIB,
+    QLORA_BYTES,
+    allocated_gib,
+    groups,
+    layer_bytes,
+    loss_bytes,
+    memory_of,
+    micro_batches_in_flight,
+    selective_bytes,
+    state_bytes,
+    trained_parameters,
+)
 from hfscale.planner.model_view import view_of
-from hfscale.planner.states import QLORA_BYTES, state_bytes, trained_parameters
 
 
 def states(name="hf", **changes):
     run = job(**changes)
-    return state_bytes(view_of(run.shape), run, stack(name))
+    return state_bytes(view_of(run.shape), run, find_framework(name))
 
 
 def memory(name="hf", **changes):
-    run = job(stack=name, **changes)
-    return memory_of(view_of(run.shape), run, stack(name))
+    run = job(framework=name, **changes)
+    return memory_of(view_of(run.shape), run, find_framework(name))
 
 
 N = find_model("llama-3.1-8b").total_parameters
@@ -55,7 +65,7 @@ class TestStates:
         # An end of a pipeline holds half the layers and one of the two ends; cut by cost, the head's end fewer layers.
         shape = find_model("llama-3.1-8b")
         half = shape.layers_parameters / 2 + shape.embedding_parameters
-        assert states("megatron", zero=0, pp=2, stack="megatron").parameters == pytest.approx(2 * half, rel=1e-4)
+        assert states("megatron", zero=0, pp=2, framework="megatron").parameters == pytest.approx(2 * half, rel=1e-4)
         more = 17 / 32 * shape.layers_parameters + shape.embedding_parameters
         assert states(zero=0, pp=2).parameters == pytest.approx(4 * more, rel=1e-4)
 
@@ -71,7 +81,7 @@ class TestStates:
 
     def test_megatron_deepspeed_adds_bf16_gradients_up_in_fp32(self):
         """BLOOM's notes: 4 bytes per parameter more than with fp16, and not shared."""
-        options = {"stack": "megatron", "zero": 1, "dp_replicate": 8}
+        options = {"framework": "megatron", "zero": 1, "dp_replicate": 8}
         half = states("megatron", flash_attention=False, precision="fp16", **options)
         summed = states("megatron", flash_attention=False, **options)
         assert summed.gradients - half.gradients == pytest.approx(4 * N)
@@ -121,7 +131,7 @@ class TestActivations:
         real = saved_bytes(config, 3, tokens) - saved_bytes(config, 2, tokens)
         shape = type(TINY).from_config({**config, "model_type": "llama", "num_hidden_layers": 2})
         run = job(shape=shape, seq_len=tokens, zero=0, dp_replicate=1)
-        assert layer_bytes(view_of(shape), run, stack("hf")) == pytest.approx(real, rel=0.02)
+        assert layer_bytes(view_of(shape), run, find_framework("hf")) == pytest.approx(real, rel=0.02)
 
     @pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (8, 4)])
     def test_a_layer_of_experts_keeps_their_inputs_and_outputs_too(self, experts, top_k):
@@ -138,7 +148,7 @@ class TestActivations:
         real = saved_bytes(config, 3, 256, MixtralConfig) - saved_bytes(config, 2, 256, MixtralConfig)
         shape = type(TINY).from_config({**config, "model_type": "mixtral", "num_hidden_layers": 2})
         run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1)
-        assert layer_bytes(view_of(shape), run, stack("hf")) == pytest.approx(real, rel=0.02)
+        assert layer_bytes(view_of(shape), run, find_framework("hf")) == pytest.approx(real, rel=0.02)
 
     @pytest.mark.parametrize(
         ("changes", "held"),
@@ -163,19 +173,19 @@ class TestActivations:
         assert none.activations > selective.activations > full.activations
         # Full: one bf16 vector per token and layer, and the layer at work.
         run = job(recompute="full")
-        whole = layer_bytes(view_of(run.shape), run, stack("hf"))
+        whole = layer_bytes(view_of(run.shape), run, find_framework("hf"))
         assert full.activations * GIB <= 32 * 2 * 4096 * 4096 + whole
 
     def test_the_loss_is_14_bytes_per_logit_and_a_fused_one_is_not(self):
         run = job()
-        assert loss_bytes(view_of(run.shape), run, stack("hf")) == pytest.approx(14 * 128256 * 4096)
+        assert loss_bytes(view_of(run.shape), run, find_framework("hf")) == pytest.approx(14 * 128256 * 4096)
         assert memory(fused_loss=True).loss < memory().loss / 4
 
     def test_a_compiled_loss_keeps_logits_and_gradient_in_two_bytes(self):
-        run = job(stack="titan", compile=True)
-        assert loss_bytes(view_of(run.shape), run, stack("titan")) == pytest.approx(4 * 128256 * 4096)
+        run = job(framework="titan", compile=True)
+        assert loss_bytes(view_of(run.shape), run, find_framework("titan")) == pytest.approx(4 * 128256 * 4096)
         apart = replace(run, compiled_loss=False)
-        assert loss_bytes(view_of(run.shape), apart, stack("titan")) == pytest.approx(14 * 128256 * 4096)
+        assert loss_bytes(view_of(run.shape), apart, find_framework("titan")) == pytest.approx(14 * 128256 * 4096)
 
 
 RECOMPUTE = ("none", "selective", "full")
@@ -215,8 +225,8 @@ class TestPeak:
     def test_a_loss_on_split_logits(self):
         """torch's loss_parallel keeps 18 bytes of a logit, hfscale's own 14, of a rank's part of them."""
         for name, kept in (("titan", 18), ("hf", 14), ("megatron", 10)):
-            run = job(tp=4, zero=0, dp_replicate=1, stack=name)
-            assert loss_bytes(view_of(run.shape), run, stack(name)) == pytest.approx(kept * 128256 * 4096 / 4)
+            run = job(tp=4, zero=0, dp_replicate=1, framework=name)
+            assert loss_bytes(view_of(run.shape), run, find_framework(name)) == pytest.approx(kept * 128256 * 4096 / 4)
 
     def test_every_group_of_ranks_has_buffers(self):
         for axes, number in (({"dp_shard": 1}, 0), ({"dp_shard": 8}, 1), ({"tp": 2, "dp_shard": 8}, 3)):

@@ -6,9 +6,7 @@ from hfscale.cli.estimate import table_line
 from hfscale.errors import HfScaleError
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.memory import allocated_gib
-from hfscale.planner.row_shape import row_shape
-from hfscale.planner.row_words import assumed, interconnect_gb_s
-from hfscale.planner.rows import infer_stack, job_of
+from hfscale.planner.table import assumed, infer_framework, interconnect_gb_s, job_of, row_shape
 
 LLAMA = {
     "model": "Llama-3.1-8B",
@@ -95,7 +93,7 @@ def test_many_small_experts_are_exchanged_beside_another_micro_batch():
     }
     many = job_of(row(model="DeepSeek-V3", params_b="671", **widths, **changes))
     assert (many.layer_split[0], many.virtual_stages) == (8, 4)  # eight chunks per rank would be more than layers
-    assert (many.stack, many.expert_parallel, many.overlapped_experts) == ("megatron", 64, True)
+    assert (many.framework, many.expert_parallel, many.overlapped_experts) == ("megatron", 64, True)
     assert not job_of(row(model="Grok1-314B(MoE 8e top2)", **{**changes, "tp": "8", "pp": "2"})).overlapped_experts
 
 
@@ -111,7 +109,7 @@ def test_missing_widths_follow_from_the_parameter_count():
 
 
 @pytest.mark.parametrize(
-    ("changes", "stack"),
+    ("changes", "framework"),
     [
         ({}, "hf"),
         ({"compile": "yes"}, "titan"),
@@ -125,8 +123,8 @@ def test_missing_widths_follow_from_the_parameter_count():
         ({"stack": "megatron"}, "megatron"),
     ],
 )
-def test_the_stack_follows_from_the_columns(changes, stack):
-    assert job_of(row(**changes)).stack == stack
+def test_the_framework_is_inferred_from_the_columns(changes, framework):
+    assert job_of(row(**changes)).framework == framework
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,7 @@ def test_a_table_of_allocated_peaks_is_answered_with_such():
 
 
 def test_the_source_is_not_read():
-    assert infer_stack(row(source="NVIDIA/Megatron-LM"), job_of(row()).layout) == "hf"
+    assert infer_framework(row(source="NVIDIA/Megatron-LM"), job_of(row()).layout) == "hf"
     assert job_of(row(source="anything")) == job_of(row())
 
 

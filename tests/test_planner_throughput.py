@@ -15,11 +15,11 @@ from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.estimate import estimate_job
-from hfscale.planner.frameworks import shared, stack, stack_names
+from hfscale.planner.frameworks import find_framework, framework_names, shared_constants
 from hfscale.planner.network import Group, Network
 from hfscale.planner.throughput import exposed_s
 
-PERFECT = replace(shared(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
+PERFECT = replace(shared_constants(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
 
 
 def network(constants=PERFECT, **options):
@@ -50,8 +50,8 @@ class TestNetwork:
         assert slow.bandwidth(Group(size=2)) == pytest.approx(16e9)
 
     def test_one_rank_sends_nothing(self):
-        assert network(shared()).gather_s(1e9, Group(size=1)) == 0.0
-        assert network(shared()).exchange_s(1e9, Group(size=1)) == 0.0
+        assert network(shared_constants()).gather_s(1e9, Group(size=1)) == 0.0
+        assert network(shared_constants()).exchange_s(1e9, Group(size=1)) == 0.0
 
     def test_a_bandwidth_must_be_one(self):
         with pytest.raises(UsageError, match=r"-1\.0 GB/s is not above 0"):
@@ -88,7 +88,7 @@ class TestStep:
         """(p-1)/m of the ideal time with equal stages (Narayanan et al.); a head on the last stage makes them unequal,
         so it is made small here."""
         shape = replace(job().shape, vocab=8)
-        run = job(shape=shape, pp=stages, zero=1, stack="megatron", global_batch=micro_batches)
+        run = job(shape=shape, pp=stages, zero=1, framework="megatron", global_batch=micro_batches)
         time = estimate_job(run).time
         assert time.bubble / (time.compute + time.communication) == pytest.approx(
             (stages - 1) / micro_batches, rel=0.08
@@ -139,7 +139,7 @@ class TestStep:
 
     def test_small_micro_batches_wait_for_the_host(self):
         tiny = estimate_job(job(seq_len=64, zero=0, dp_replicate=1, global_batch=1))
-        assert tiny.time.compute >= 32 * 2.5 * stack("hf").launch_s * 0.99
+        assert tiny.time.compute >= 32 * 2.5 * find_framework("hf").launch_s * 0.99
 
     def test_heads_off_the_tensor_cores_are_slow_without_flash_attention(self):
         """BLOOM's prototypes with 128 heads of 108 ran at three quarters of those with 96 of 144."""
@@ -154,11 +154,11 @@ class TestStep:
         assert rates[3] > 0.98 * rates[2]
 
     def test_megatron_deepspeed_reduces_gradients_alone_and_pays_for_each_pass(self):
-        old = {"stack": "megatron", "flash_attention": False, "recompute": "full", "network_gb_s": 3.0}
+        old = {"framework": "megatron", "flash_attention": False, "recompute": "full", "network_gb_s": 3.0}
         own, shared_states = (job(zero=zero, dp_replicate=64, global_batch=64, **old) for zero in (0, 1))
         assert (own.is_megatron_deepspeed, shared_states.is_megatron_deepspeed) == (False, True)
         before, after = (estimate_job(run).time for run in (own, shared_states))
-        assert after.compute - before.compute == pytest.approx(32 * 4 * stack("megatron").pass_s)
+        assert after.compute - before.compute == pytest.approx(32 * 4 * find_framework("megatron").pass_s)
         assert after.communication > 1.4 * before.communication  # updated parameters are gathered besides
         with_flash = estimate_job(replace(shared_states, flash_attention=True))
         assert with_flash.time.communication < 0.75 * after.communication
@@ -210,7 +210,7 @@ class TestChecks:
         with pytest.raises(UsageError, match="recompute 'some' is not known: use one of none, selective, full"):
             job(recompute="some").check()
         with pytest.raises(UsageError, match="did you mean titan"):
-            stack("tittan")
+            find_framework("tittan")
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +219,10 @@ def runs():
 
 
 class TestPublishedRuns:
-    """The fit itself: constants of stacks.toml on the runs of benchmarks/data."""
+    """The fit itself: constants of frameworks.toml on the runs of benchmarks/data."""
 
     def test_the_constants_are_physical(self):
-        constants = [shared(), *(stack(name) for name in stack_names())]
+        constants = [shared_constants(), *(find_framework(name) for name in framework_names())]
         for found in constants:
             for name, value in vars(found).items():
                 if name in planner_fit.FRACTIONS:
@@ -244,7 +244,9 @@ class TestPublishedRuns:
         assert planner_memory.figures(planner_memory.leave_one_out(peaks, constants))["median_error"] < 0.05
         fitted = planner_memory.fit_peaks(peaks, constants)
         for name in planner_memory.FITTED:
-            assert getattr(fitted["shared"], name) == pytest.approx(getattr(shared(), name)), "planner_fit --write"
+            assert getattr(fitted["shared"], name) == pytest.approx(getattr(shared_constants(), name)), (
+                "planner_fit --write"
+            )
 
     def test_peaks_can_be_bad(self):
         peaks = planner_memory.stated(planner_runs.load()[0])
@@ -279,7 +281,7 @@ class TestPublishedRuns:
         assert found["within_5_percent"] < found["groups"] - 4
 
     def test_the_figures_can_be_bad(self, runs):
-        slow = {**planner_fit.current(), "shared": replace(shared(), memory_rate=0.2)}
+        slow = {**planner_fit.current(), "shared": replace(shared_constants(), memory_rate=0.2)}
         errors = planner_fit.residuals(runs, slow)
         assert statistics.median(abs(math.expm1(error)) for error in errors) > 0.2
 

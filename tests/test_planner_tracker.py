@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # no public w
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hfscale.facts.model_shape import ModelShape
-from hfscale.planner.frameworks import stack
+from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
 from hfscale.planner.model_view import view_of
 from hfscale.recipe.arguments import checkpointing_kwargs
@@ -88,7 +88,7 @@ def planned_bytes(config, recompute, *, micro_batches, reshard=True):
         recompute=recompute,
         reshard=reshard,
     )
-    memory = memory_of(view_of(run.shape), run, stack("hf"))
+    memory = memory_of(view_of(run.shape), run, find_framework("hf"))
     logits = 2 * TOKENS * config["vocab_size"] if memory.loss else 0
     return allocated_gib(memory) * GIB - logits
 

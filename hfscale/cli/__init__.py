@@ -4,6 +4,7 @@ To add a subcommand, write `hfscale/cli/NAME.py` with a function `register(app)`
 line to `COMMANDS`. Exit codes: 0 done, 1 the thing checked is bad, 2 wrong usage.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -42,12 +43,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hfscale: error: {error}", file=sys.stderr)
         return error.exit_code
     except TyperException as error:
-        message = " ".join(error.format_message().split())
-        print(f"hfscale: error: {message} (see hfscale {_help_path(arguments)}--help)", file=sys.stderr)
+        print(f"hfscale: error: {_usage_message(error)} (see hfscale {_help_path(arguments)}--help)", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return int(code or 0)
+
+
+def _usage_message(error: TyperException) -> str:
+    """typer's message in one line. It leaves out the value of an option, which is in the exception it comes from."""
+    message = " ".join(error.format_message().split())
+    option = re.match(r"Invalid value for '([^']+)'", message)
+    if option is None or error.__cause__ is None:
+        return message
+    from pydantic import ValidationError
+
+    if not isinstance(error.__cause__, ValidationError):
+        return message
+    found = error.__cause__.errors()[0]
+    expected = re.sub("Value error, .* is not one of", "it must be one of", found["msg"])
+    expected = expected.replace("Input should", "it must").partition(", unable")[0].rstrip(".")
+    return f"{option[1]} is {found['input']!r}: {expected}"
 
 
 def _build(requested: str) -> typer.Typer:

@@ -11,12 +11,10 @@ import typer
 from hfscale.cli import COMMANDS
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.planner.answer import estimate_dict
-from hfscale.planner.estimate import Estimate, estimate_job
+from hfscale.planner.estimate import Estimate, estimate, estimate_job
+from hfscale.planner.job import Method, Offload, Optimizer, Precision, Recompute, Schedule
 from hfscale.planner.memory import allocated_gib
-from hfscale.planner.plan import estimate
-from hfscale.planner.row_words import assumed, is_allocated
-from hfscale.planner.rows import REQUIRED, job_of
+from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 def run(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="A built-in name, hub id or config.json.")
+        str | None, typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json.")
     ] = None,
     table: Annotated[Path | None, typer.Option(help="A CSV of runs instead: a JSON line per row.")] = None,
     gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml: H100-80GB.")] = None,
@@ -37,22 +35,22 @@ def run(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank.")] = 1,
-    schedule: Annotated[str, typer.Option(help="1f1b, gpipe, zero_bubble, zbv or dualpipev.")] = "1f1b",
+    schedule: Annotated[Schedule, typer.Option(help="Pipeline schedule.")] = "1f1b",
     zero: Annotated[int | None, typer.Option(help="ZeRO stage: 0, 1, 2, 3 (FSDP2 is 3).")] = None,
     micro_batch: Annotated[int, typer.Option(help="Sequences per data-parallel rank and micro-batch.")] = 1,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
-    activation_checkpointing: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
-    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp8.")] = "bf16",
+    activation_checkpointing: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = "none",
+    precision: Annotated[Precision, typer.Option(help="Format of the matrix products.")] = "bf16",
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile is on.")] = False,
-    stack: Annotated[str, typer.Option(help="hf, titan or megatron.")] = "hf",
-    method: Annotated[str, typer.Option(help="full, lora or qlora.")] = "full",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw_bf16, adamw_8bit, sgd, adafactor, muon.")] = "adamw",
+    stack: Annotated[str, typer.Option(help="Training framework: hf, titan or megatron.")] = "hf",
+    method: Annotated[Method, typer.Option(help="Which parameters train.")] = "full",
+    optimizer: Annotated[Optimizer, typer.Option(help="The optimizer.")] = "adamw",
     expert_parallel: Annotated[int, typer.Option(help="Ranks that share the experts of a layer.")] = 1,
     overlapped_experts: Annotated[
         bool, typer.Option("--overlapped-experts", help="Their exchange is hidden behind another micro-batch.")
     ] = False,
-    offload: Annotated[str, typer.Option(help="none, optimizer or full.")] = "none",
+    offload: Annotated[Offload, typer.Option(help="States kept in the CPU's memory.")] = "none",
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe joins.")] = 8,
     network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
     hardware: Annotated[Path | None, typer.Option(help="A file of `hfscale plan --calibrate`.")] = None,
@@ -91,7 +89,7 @@ def run(
         hardware=hardware,
     )
     if as_json:
-        print(json.dumps(estimate_dict(result)))
+        print(json.dumps(result.to_dict()))
     else:
         print_estimate(result)
 

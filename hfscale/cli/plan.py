@@ -12,8 +12,8 @@ import typer
 from hfscale.cli import COMMANDS
 from hfscale.errors import UsageError
 from hfscale.facts.local_hardware import read_rows, user_file
-from hfscale.planner.answer import Plan
-from hfscale.planner.plan import plan
+from hfscale.planner.job import Method, Optimizer, Precision
+from hfscale.planner.plan import Objective, Plan, plan
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
@@ -34,15 +34,15 @@ def run(
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on: 500M, 1T.")] = None,
-    method: Annotated[str, typer.Option(help="full, lora or qlora.")] = "full",
+    method: Annotated[Method, typer.Option(help="Which parameters train.")] = "full",
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
-    stack: Annotated[str, typer.Option(help="hf, titan or megatron.")] = "hf",
-    precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or fp32.")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw_bf16, adamw_8bit, sgd, adafactor, muon.")] = "adamw",
+    stack: Annotated[str, typer.Option(help="Training framework: hf, titan or megatron.")] = "hf",
+    precision: Annotated[Precision, typer.Option(help="Format of the matrix products.")] = "bf16",
+    optimizer: Annotated[Optimizer, typer.Option(help="The optimizer.")] = "adamw",
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile is on.")] = False,
     liger: Annotated[bool, typer.Option("--liger", help="The loss is fused (use_liger_kernel).")] = False,
     network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
-    objective: Annotated[str, typer.Option(help="Rank by time, cost or gpus (fewest).")] = "time",
+    objective: Annotated[Objective, typer.Option(help="What to rank by; gpus: fewest.")] = "time",
     min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Say how few GPUs would do.")] = False,
     deadline: Annotated[float | None, typer.Option(help="Hours that the run may take.")] = None,
     budget: Annotated[float | None, typer.Option(help="USD that the run may cost.")] = None,
@@ -86,7 +86,7 @@ def run(
         compile=compile,
         fused_loss=liger,
         network_gb_s=network_gb_s,
-        objective=objective,  # type: ignore[arg-type]
+        objective=objective,
         min_gpus=min_gpus,
         deadline_hours=deadline,
         budget_usd=budget,

@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hfscale.planner.answer import Choice, Plan
-from hfscale.planner.request import strategy_of
+from hfscale.planner.job import strategy_of
+from hfscale.planner.plan import Choice, Plan
 
 REJECTED_SHOWN = 5
 COSTS_SHOWN = 6
@@ -23,7 +23,7 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
     shape, request = plan.request.shape, plan.request
     console.print(
         f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {request.gpus} x {request.gpu.name}, "
-        f"sequences of {request.seq_len}, {request.method}, stack {request.stack}"
+        f"sequences of {request.seq_len}, {request.method}, stack {request.framework}"
     )
     if plan.choices:
         console.print(_choices(plan))

@@ -26,9 +26,9 @@ from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, parallelize_model
 from hfscale.parallel.partition import StageCut
 from hfscale.parallel.stages import StagePlan
-from hfscale.planner.activations import kept_and_working, loss_bytes
-from hfscale.planner.frameworks import stack
+from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
+from hfscale.planner.memory import kept_and_working, loss_bytes
 from hfscale.planner.model_view import view_of
 
 _GIB = 2.0**30
@@ -158,7 +158,7 @@ def _memory(
         sequence_parallel=sequence_parallel,
         loss_parallel=parallelized.vocabulary is not None,
     )
-    view, constants = view_of(job.shape), stack("hf")
+    view, constants = view_of(job.shape), find_framework("hf")
     kept, working = kept_and_working(view, job, constants)
     held = plan.in_flight(pp_rank, job.micro_batches) * sum(len(cut.layers) for cut in cuts)
     loss = loss_bytes(view, job, constants) if any(cut.is_last for cut in cuts) else 0.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from hfscale.facts.prices import Egress, Price
 from hfscale.planner.job import Job
+from hfscale.planner.memory import trained_parameters
 from hfscale.planner.model_view import view_of
-from hfscale.planner.states import trained_parameters
 
 MTBF_GPU_HOURS = 50_000.0
 """GPU-hours between unexpected interruptions: 419 in 54 days on 16,384 H100s (Llama 3, arXiv 2407.21783, section

@@ -9,10 +9,9 @@ from typing import Any
 
 from hfscale.errors import StorageError, UsageError
 from hfscale.facts.models import catalogue
-from hfscale.planner.answer import Choice, Plan
-from hfscale.planner.job import Job
+from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.launchable import OPTIMIZERS, recipe_of, uses_deepspeed, why_not
-from hfscale.planner.request import strategy_of
+from hfscale.planner.plan import Choice, Plan
 
 LEARNING_RATE = 1e-5
 """A cautious start for full fine-tuning; the recipe's YAML says to set your own."""
@@ -53,9 +52,9 @@ def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
 def _chosen(plan: Plan, number: int) -> Choice:
     if not plan.choices:
         raise UsageError("nothing fits, so there is nothing to write: see the reasons, or plan for more GPUs")
-    if plan.request.stack != "hf":
+    if plan.request.framework != "hf":
         raise UsageError(
-            f"--emit writes files for Hugging Face's stack, not {plan.request.stack}: plan with --stack hf"
+            f"--emit writes files for Hugging Face's stack, not {plan.request.framework}: plan with --stack hf"
         )
     if not 1 <= number <= len(plan.choices):
         raise UsageError(f"--choice {number} is none of the {len(plan.choices)} choices: raise --top, or give another")

@@ -1,26 +1,42 @@
-"""One layout's memory, time and throughput, itemised."""
+"""`estimate`: memory, time and throughput of one layout, itemised."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from hfscale.facts.hardware import peak_tflops
-from hfscale.planner.frameworks import shared, stack
-from hfscale.planner.job import Job
-from hfscale.planner.memory import Memory, memory_of
+from hfscale.facts.hardware import Accelerator, peak_tflops
+from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.local_hardware import find_accelerator
+from hfscale.facts.model_shape import ModelShape
+from hfscale.facts.models import find_model
+from hfscale.planner.frameworks import find_framework, shared_constants
+from hfscale.planner.job import (
+    Job,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Recompute,
+    Schedule,
+    splits_logits,
+    splits_sequences,
+)
+from hfscale.planner.memory import Memory, memory_of, trained_parameters
 from hfscale.planner.model_view import view_of
-from hfscale.planner.states import trained_parameters
 from hfscale.planner.throughput import StepTime, step_time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a job is expected to do."""
+    """What a job is expected to need and to reach."""
 
     job: Job
-    """What was estimated."""
+    """The job that was estimated."""
     memory: Memory
-    """GiB of the fullest rank."""
+    """Peak memory of the fullest rank, GiB."""
     time: StepTime
-    """Seconds of an optimizer step."""
+    """Duration of an optimizer step, seconds."""
 
     @property
     def fits(self) -> bool:
@@ -34,8 +50,8 @@ class Estimate:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs, attention in full, over the dense peak of the format that multiplies; None where none is
-        known."""
+        """Model FLOPs (attention counted in full) over the dense peak of the format of the matrix products; None where
+        no peak is known."""
         job = self.job
         peak = peak_tflops(job.gpu, "tf32" if job.precision == "fp32" else job.precision)
         if peak is None:
@@ -44,18 +60,145 @@ class Estimate:
         flops = job.shape.flops_per_token(job.seq_len, lora_parameters=lora)
         return self.tokens_per_s_per_gpu * flops / (peak * 1e12)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON that `hfscale estimate --json` prints."""
+        return {
+            "memory_gib": {**asdict(self.memory), "total": self.memory.total},
+            "fits": self.fits,
+            "step_time_s": self.time.total,
+            "time_s": asdict(self.time),
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "mfu": self.mfu,
+        }
+
+
+def estimate(
+    model: str | ModelShape,
+    *,
+    gpu: str | Accelerator,
+    layout: ParallelLayout | Mapping[str, int],
+    seq_len: int,
+    micro_batch: int = 1,
+    global_batch: int | None = None,
+    hardware: Path | None = None,
+    stack: str = "hf",
+    zero: int = 0,
+    recompute: Recompute = "none",
+    precision: Precision = "bf16",
+    pure: bool = False,
+    compile: bool = False,
+    method: Method = "full",
+    lora_rank: int = 16,
+    optimizer: Optimizer = "adamw",
+    offload: Offload = "none",
+    virtual_stages: int = 1,
+    schedule: Schedule = "1f1b",
+    sequence_parallel: bool | None = None,
+    loss_parallel: bool | None = None,
+    expert_parallel: int = 1,
+    overlapped_experts: bool = False,
+    reshard: bool = True,
+    flash_attention: bool = True,
+    fused_loss: bool = False,
+    compiled_loss: bool = True,
+    rowwise_fp8: bool = False,
+    gpus_per_node: int = 8,
+    network_gb_s: float | None = None,
+) -> Estimate:
+    """Estimates memory and time of one layout.
+
+    Args:
+        model (`str` or `ModelShape`): A built-in name, a hub id, a `config.json` or its folder; or a shape.
+        gpu (`str` or `Accelerator`): A name of `hardware.toml` or of the user's hardware file; or an accelerator.
+        layout (`ParallelLayout` or `Mapping`): Ranks along each axis.
+        seq_len (`int`): Tokens per sequence.
+        micro_batch (`int`): Sequences per data-parallel rank and micro-batch.
+        global_batch (`int`, *optional*): Sequences per step; by default one micro-batch per data-parallel rank.
+        hardware (`Path`, *optional*): A file written by `hfscale plan --calibrate`; by default the user's own.
+        stack (`str`): The training framework whose constants are used: `hf`, `titan` or `megatron`.
+        zero (`int`): What data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
+            parameters (FSDP).
+        recompute (`str`): Activation recomputation: `none`, `selective` or `full`.
+        precision (`str`): Format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
+        pure (`bool`): Whether parameters, gradients and optimizer states are in that format too.
+        compile (`bool`): Whether the model runs under torch.compile.
+        method (`str`): Which parameters train: `full`, `lora` or `qlora`.
+        lora_rank (`int`): Rank of the adapters.
+        optimizer (`str`): `adamw`, `adamw_bf16`, `adamw_8bit`, `sgd`, `sgd_momentum`, `adafactor` or `muon`.
+        offload (`str`): What is kept in the CPU's memory: `none`, `optimizer` (states) or `full`.
+        virtual_stages (`int`): Pipeline stages per rank.
+        schedule (`str`): Pipeline schedule: `1f1b`, `gpipe`, `zero_bubble`, `zbv` or `dualpipev`.
+        sequence_parallel (`bool`, *optional*): Whether tensor-parallel ranks also split norms and residuals along the
+            sequence; by default what the framework does with this layout.
+        loss_parallel (`bool`, *optional*): Whether the loss is computed on logits that stay split over the
+            tensor-parallel ranks; by default what the framework does with this layout.
+        expert_parallel (`int`): Ranks that share the experts of a layer.
+        overlapped_experts (`bool`): Whether tokens travel to their experts while another micro-batch is computed.
+        reshard (`bool`): Whether ZeRO-3 frees gathered parameters after the forward pass.
+        flash_attention (`bool`): Whether attention scores are never written to memory.
+        fused_loss (`bool`): Whether the loss never holds all logits at once (Liger).
+        compiled_loss (`bool`): Whether torch.compile, if used, compiles the loss too.
+        rowwise_fp8 (`bool`): Whether fp8 scales are per row instead of per tensor.
+        gpus_per_node (`int`): GPUs that NVLink or PCIe connects.
+        network_gb_s (`float`, *optional*): Bandwidth between nodes per GPU and direction, GB/s; by default that of the
+            vendor's reference node.
+
+    Raises:
+        `UsageError`: A name or an option is unknown.
+        `LayoutError`: Sizes do not fit together.
+    """
+    axes = layout if isinstance(layout, ParallelLayout) else ParallelLayout(**layout)
+    job = Job(
+        shape=find_model(model) if isinstance(model, str) else model,
+        gpu=find_accelerator(gpu, hardware) if isinstance(gpu, str) else gpu,
+        layout=axes,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        global_batch=micro_batch * axes.data_parallel_size if global_batch is None else global_batch,
+        framework=stack,
+        zero=zero,
+        recompute=recompute,
+        precision=precision,
+        pure=pure,
+        compile=compile,
+        method=method,
+        lora_rank=lora_rank,
+        optimizer=optimizer,
+        offload=offload,
+        virtual_stages=virtual_stages,
+        schedule=schedule,
+        sequence_parallel=splits_sequences(stack, axes) if sequence_parallel is None else sequence_parallel,
+        loss_parallel=splits_logits(stack, axes) if loss_parallel is None else loss_parallel,
+        expert_parallel=expert_parallel,
+        overlapped_experts=overlapped_experts,
+        reshard=reshard,
+        flash_attention=flash_attention,
+        fused_loss=fused_loss,
+        compiled_loss=compiled_loss,
+        rowwise_fp8=rowwise_fp8,
+        gpus_per_node=gpus_per_node,
+        network_gb_s=network_gb_s,
+    )
+    find_framework(job.framework)
+    job.check()
+    return estimate_job(job)
+
 
 def estimate_job(job: Job) -> Estimate:
     """Memory and time of a job whose sizes were checked."""
-    view, constants = view_of(job.shape), stack(job.stack)
-    return Estimate(job=job, memory=memory_of(view, job, constants), time=step_time(view, job, constants, shared()))
+    view, framework = view_of(job.shape), find_framework(job.framework)
+    return Estimate(
+        job=job,
+        memory=memory_of(view, job, framework),
+        time=step_time(view, job, framework, shared_constants()),
+    )
 
 
 def with_recompute_that_fits(job: Job) -> Job:
     """The job with the least recomputation whose memory fits; with full recomputation where nothing fits."""
-    view, constants = view_of(job.shape), stack(job.stack)
+    view, framework = view_of(job.shape), find_framework(job.framework)
     for recompute in ("none", "selective"):
         trial = replace(job, recompute=recompute)
-        if memory_of(view, trial, constants).total <= job.gpu.memory_gib:
+        if memory_of(view, trial, framework).total <= job.gpu.memory_gib:
             return trial
     return replace(job, recompute="full", overlapped_experts=False)

@@ -13,7 +13,7 @@ from hfscale.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
+class Framework:
     """How well one kind of software uses the hardware, and what it keeps in memory."""
 
     name: str
@@ -85,7 +85,7 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedConstants:
     """Constants of hardware and networks under any stack."""
 
     memory_rate: float
@@ -121,26 +121,26 @@ def _table() -> dict[str, dict[str, float]]:
 
 
 @cache
-def shared() -> Shared:
+def shared_constants() -> SharedConstants:
     """The constants that all stacks share."""
-    return Shared(**_table()["shared"])
+    return SharedConstants(**_table()["shared"])
 
 
 @cache
-def stack(name: str) -> Stack:
+def find_framework(name: str) -> Framework:
     """The stack called `name`.
 
     Raises:
         `UsageError`: There is none; the message names those there are.
     """
-    names = stack_names()
+    names = framework_names()
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UsageError(f"stack {name!r} is not known{hint}: use one of {', '.join(names)}")
-    return Stack(name=name, **_table()[name])  # type: ignore[arg-type]
+    return Framework(name=name, **_table()[name])  # type: ignore[arg-type]
 
 
-def stack_names() -> tuple[str, ...]:
+def framework_names() -> tuple[str, ...]:
     """All stacks."""
     return tuple(name for name in _table() if name != "shared")

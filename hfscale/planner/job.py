@@ -53,7 +53,7 @@ class Job:
     """Sequences per data-parallel rank and micro-batch."""
     global_batch: int
     """Sequences per optimizer step, over all ranks."""
-    stack: str = "hf"
+    framework: str = "hf"
     """Which software's constants hold: `hf`, `titan`, `megatron`."""
     zero: int = 0
     """States that data-parallel ranks share: 0 none, 1 optimizer, 2 and gradients, 3 and parameters (FSDP)."""
@@ -120,7 +120,7 @@ class Job:
     def is_megatron_deepspeed(self) -> bool:
         """Whether the software is Megatron-DeepSpeed of 2021 and 2022, as for BLOOM and MT-NLG: optimizer states are
         shared before flash attention, when Megatron-LM itself did not."""
-        return self.stack == "megatron" and self.zero == 1 and not self.flash_attention
+        return self.framework == "megatron" and self.zero == 1 and not self.flash_attention
 
     @cached_property
     def schedule_name(self) -> str:
@@ -153,7 +153,7 @@ class Job:
     @cached_property
     def rank_layers(self) -> tuple[int, ...] | None:
         """Layers of each pipeline rank where Hugging Face's stack cuts the model; None where it does not."""
-        if self.stack != "hf" or self.layout.pp == 1:
+        if self.framework != "hf" or self.layout.pp == 1:
             return None
         head = view_of(self.shape).head_layers
         return rank_layers(self.shape.layers, head, self.layout.pp, self.virtual_stages, self.schedule_name)
@@ -234,8 +234,34 @@ def can_overlap_experts(job: Job) -> bool:
     (`--overlap-moe-expert-parallel-comm`)."""
     is_pipelined_plainly = job.layout.pp > 1 and job.virtual_stages == 1
     has_a_pair = job.expert_parallel > 1 and job.micro_batches > 1
-    return job.stack == "megatron" and has_a_pair and job.recompute != "full" and not is_pipelined_plainly
+    return job.framework == "megatron" and has_a_pair and job.recompute != "full" and not is_pipelined_plainly
 
 
 def _divisor(number: int, near: int) -> int:
     return max(d for d in range(1, min(number, near) + 1) if number % d == 0)
+
+
+def strategy_of(job: Job) -> str:
+    """The strategy's name, as checkpoints and configs use it."""
+    layout = job.layout
+    if job.offload != "none":
+        return f"zero{max(1, job.zero)}"
+    if layout.world_size == 1:
+        return "single"
+    if layout.tp > 1 or layout.pp > 1:
+        return "parallel"
+    if job.zero == 3:
+        return "fsdp2"
+    return ("ddp", "zero1", "zero2")[job.zero]
+
+
+def splits_sequences(framework: str, layout: ParallelLayout) -> bool:
+    """Whether tensor parallelism also splits norms and residuals along the sequence: transformers' plans reduce the
+    whole activation instead; `ParallelTrainer` can split it (`--sequence_parallel`), and its plans do."""
+    return framework != "hf" or (layout.pp > 1 and layout.tp > 1)
+
+
+def splits_logits(framework: str, layout: ParallelLayout) -> bool:
+    """Whether the loss is computed on logits that stay split over the tensor-parallel ranks: transformers' plans
+    gather them, `ParallelTrainer` does not."""
+    return framework != "hf" or (layout.pp > 1 and layout.tp > 1)

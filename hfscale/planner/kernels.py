@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
-from hfscale.planner.frameworks import Shared, Stack
+from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job, Precision
 from hfscale.planner.model_view import LayerKind, ModelView
 
@@ -59,15 +59,15 @@ class LayerTime:
 class Rates:
     """What the device sustains under a stack."""
 
-    def __init__(self, job: Job, stack: Stack, shared: Shared) -> None:
+    def __init__(self, job: Job, framework: Framework, shared: SharedConstants) -> None:
         gpu = job.gpu
         peak = bf16_like_peak(job)
-        self.matmul = matmul_rate(gpu, peak, shared, job.precision) * stack.matmul
+        self.matmul = matmul_rate(gpu, peak, shared, job.precision) * framework.matmul
         self.bf16_matmul = self.matmul
         if job.precision == "fp8" and gpu.fp8_tflops:
-            self.matmul *= stack.fp8_rowwise_gain if job.rowwise_fp8 else stack.fp8_gain
+            self.matmul *= framework.fp8_rowwise_gain if job.rowwise_fp8 else framework.fp8_gain
         is_hopper = peak >= HOPPER_TFLOPS
-        share = stack.attention_hopper if is_hopper else stack.attention_ampere
+        share = framework.attention_hopper if is_hopper else framework.attention_ampere
         self.attention = peak * 1e12 * share * power_factor(gpu, shared)
         self.memory = 1e12 * (gpu.achieved_memory_tb_s or gpu.memory_tb_s * shared.memory_rate)
 
@@ -86,7 +86,7 @@ def bf16_like_peak(job: Job) -> float:
     return peak
 
 
-def power_factor(gpu: Accelerator, shared: Shared) -> float:
+def power_factor(gpu: Accelerator, shared: SharedConstants) -> float:
     """Sustained rate of a part with a lower power limit than its series' usual one; 1 where that is not known."""
     usual = USUAL_POWER_W.get(gpu.name.partition("-")[0])
     if usual is None or gpu.power_w is None or "PCIe" in gpu.name or gpu.power_w >= usual:
@@ -94,7 +94,7 @@ def power_factor(gpu: Accelerator, shared: Shared) -> float:
     return float((gpu.power_w / usual) ** shared.power_exponent)
 
 
-def matmul_rate(gpu: Accelerator, peak: float, shared: Shared, precision: Precision = "bf16") -> float:
+def matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precision: Precision = "bf16") -> float:
     """FLOP/s of the best large matrix product on a device whose dense peak in the format is `peak` TFLOP/s."""
     measured = {"fp16": gpu.achieved_fp16_tflops, "fp32": gpu.achieved_fp32_tflops}.get(precision)
     if measured:
@@ -104,7 +104,7 @@ def matmul_rate(gpu: Accelerator, peak: float, shared: Shared, precision: Precis
     return peak * 1e12 * share * power_factor(gpu, shared)
 
 
-def layer_forward(view: ModelView, job: Job, stack: Stack, shared: Shared, rates: Rates) -> LayerTime:
+def layer_forward(view: ModelView, job: Job, framework: Framework, shared: SharedConstants, rates: Rates) -> LayerTime:
     """Forward pass of an average layer."""
     tokens, tp = job.tokens, job.layout.tp
     matmul = attention = 0.0
@@ -114,12 +114,12 @@ def layer_forward(view: ModelView, job: Job, stack: Stack, shared: Shared, rates
     return LayerTime(
         matmul=matmul,
         attention=attention,
-        elementwise=_elementwise_s(view, job, stack, tokens, tp, rates),
-        routing=_routing_s(view, job, stack, tokens, tp, rates),
+        elementwise=_elementwise_s(view, job, framework, tokens, tp, rates),
+        routing=_routing_s(view, job, framework, tokens, tp, rates),
     )
 
 
-def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: Shared, rates: Rates) -> float:
+def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: SharedConstants, rates: Rates) -> float:
     seconds, is_fp8 = 0.0, job.precision == "fp8"
     for matrix in kind.matrices:
         k, n, rows, copies = matrix.inputs, matrix.outputs, float(tokens), 1.0
@@ -141,7 +141,7 @@ def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: Shared,
 
 
 def _attention_s(
-    view: ModelView, kind: LayerKind, job: Job, tokens: int, tp: int, shared: Shared, rates: Rates
+    view: ModelView, kind: LayerKind, job: Job, tokens: int, tp: int, shared: SharedConstants, rates: Rates
 ) -> float:
     """Causal flash attention reads half of the keys; without it all scores are computed and pass through memory.
 
@@ -165,26 +165,26 @@ SCORE_BYTES = 14.0
 with its mask, and read again, at 2 bytes (Korthikanti et al., arXiv 2205.05198, section 4.1, count what is kept)."""
 
 
-def _elementwise_s(view: ModelView, job: Job, stack: Stack, tokens: int, tp: int, rates: Rates) -> float:
-    left = stack.compiled_passes if job.compile else 1.0
+def _elementwise_s(view: ModelView, job: Job, framework: Framework, tokens: int, tp: int, rates: Rates) -> float:
+    left = framework.compiled_passes if job.compile else 1.0
     # Norms and residuals are split only with sequence parallelism; what lies inside attention and MLP always is.
     outside = NORM_PART / (tp if job.sequence_parallel else 1)
-    hidden = stack.passes_h * view.hidden * (outside + (1 - NORM_PART) / tp)
+    hidden = framework.passes_h * view.hidden * (outside + (1 - NORM_PART) / tp)
     gate = 1.0 if view.gated else 0.5
-    widths = hidden + stack.passes_f * gate * view.mlp_width / tp
+    widths = hidden + framework.passes_f * gate * view.mlp_width / tp
     return 2 * tokens * widths * left / rates.memory
 
 
-def _routing_s(view: ModelView, job: Job, stack: Stack, tokens: int, tp: int, rates: Rates) -> float:
-    left = stack.compiled_passes if job.compile else 1.0
+def _routing_s(view: ModelView, job: Job, framework: Framework, tokens: int, tp: int, rates: Rates) -> float:
+    left = framework.compiled_passes if job.compile else 1.0
     width = view.moe_share * MOE_PASSES * view.top_k * view.hidden / (tp if job.sequence_parallel else 1)
     return 2 * tokens * width * left / rates.memory
 
 
-def head_s(view: ModelView, job: Job, stack: Stack, rates: Rates) -> float:
+def head_s(view: ModelView, job: Job, framework: Framework, rates: Rates) -> float:
     """Head and cross-entropy of one micro-batch, forward and backward."""
     vocab = view.shape.vocab / job.layout.tp
     backward = 3.0 if job.method == "full" else 2.0
     products = backward * 2 * job.tokens * view.hidden * vocab / rates.bf16_matmul
     logits = vocab if job.loss_parallel else view.shape.vocab
-    return products + stack.loss_bytes * job.tokens * logits / rates.memory
+    return products + framework.loss_bytes * job.tokens * logits / rates.memory

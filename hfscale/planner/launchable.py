@@ -3,8 +3,7 @@
 import math
 
 from hfscale.facts.parallel_families import CONTEXT_PARALLEL_TESTED
-from hfscale.planner.job import Job
-from hfscale.planner.request import strategy_of
+from hfscale.planner.job import Job, strategy_of
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd", "adafactor": "adafactor"}
 """What the Trainer calls an optimizer (`--optim`); the others it does not have."""
@@ -34,8 +33,8 @@ def recipe_of(job: Job) -> str | None:
 
 def why_not(job: Job) -> str | None:
     """Why no recipe runs a job; None where one does."""
-    if job.stack != "hf":
-        return f"hfscale launches Hugging Face's stack, not {job.stack}"
+    if job.framework != "hf":
+        return f"hfscale launches Hugging Face's stack, not {job.framework}"
     if job.layout.pp > 1 and (reason := why_no_stages(job)) is not None:
         return reason
     if job.optimizer not in OPTIMIZERS:

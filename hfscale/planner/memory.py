@@ -2,15 +2,269 @@
 
 peak = states + activations of the micro-batches in flight + the larger of the loss's peak and one layer's backward
 pass + gathered parameters and buckets + context, times the allocator's fragmentation.
+
+States: mixed precision with AdamW costs 16 bytes per parameter before sharding (Rajbhandari et al., ZeRO, arXiv
+1910.02054, section 3.1): in Hugging Face's stack and FSDP2 fp32 parameters, gradients and two moments; in NeMo bf16
+parameters and gradients with fp32 master copy and moments; in Megatron-DeepSpeed 4 more for gradients that are
+accumulated in fp32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hfscale.planner.activations import kept_and_working, layers_in_flight, loss_bytes, micro_batches_in_flight
-from hfscale.planner.frameworks import Shared, Stack, shared
+from hfscale.facts.schedules import in_flight
+from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
 from hfscale.planner.job import Job
-from hfscale.planner.model_view import ModelView
-from hfscale.planner.states import state_bytes
+from hfscale.planner.model_view import ModelView, view_of
+
+# -- what a rank keeps between steps ----------------------------------------------------------------------------------
+
+
+MOMENTS = {
+    "adamw": 8.0,
+    "adamw_bf16": 4.0,
+    "adamw_8bit": 2.0 + 2 * 4 / 256,
+    "sgd": 0.0,
+    "sgd_momentum": 4.0,
+    "adafactor": 0.01,
+    "muon": 4.0,
+}
+"""Bytes of optimizer states per parameter: two fp32 or bf16 moments; 8 bits with an fp32 scale per 256 (Dettmers et
+al., arXiv 2110.02861); rows and columns only in Adafactor (Shazeer & Stern, arXiv 1804.04235); one moment in Muon."""
+QLORA_BYTES = 0.5 + 0.127 / 8 + 1 / 64 / 8
+"""Of a frozen parameter in NF4 with double quantisation: 4 bits and 0.127 for the scales (Dettmers et al., arXiv
+2305.14314, section 3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes on one rank."""
+
+    parameters: float
+    """Parameters in the format the optimizer or the layers hold them."""
+    gradients: float
+    """Gradients, all of them, at the end of the backward pass."""
+    optimizer: float
+    """Moments and master copies."""
+
+
+def trained_parameters(view: ModelView, job: Job) -> float:
+    """Parameters that get a gradient."""
+    if job.method == "full":
+        return float(view.total_parameters)
+    return view.lora_parameters(job.lora_rank)
+
+
+def local_parameters(view: ModelView, job: Job) -> float:
+    """Parameters of the fullest rank before any data-parallel sharding: its layers, and the larger end."""
+    layout = job.layout
+    first, last = job.layer_split
+    per_layer = view.layer_parameters - view.expert_parameters * (1 - 1 / job.expert_parallel)
+    if layout.pp == 1:
+        whole = first * per_layer + view.embedding_parameters + view.head_parameters
+    else:
+        head = view.shape.vocab * view.shape.embedding_width if view.shape.tied else view.head_parameters
+        if job.is_v_shaped:
+            head += view.embedding_parameters
+        on_first = job.rank_layers[0] if job.rank_layers else last if first != last else first
+        opening = on_first * per_layer + view.embedding_parameters
+        whole = max(opening, last * per_layer + head, first * per_layer)
+    return whole / layout.tp
+
+
+def state_bytes(view: ModelView, job: Job, framework: Framework) -> StateBytes:
+    """States of the fullest rank."""
+    layout = job.layout
+    local = local_parameters(view, job)
+    share = trained_parameters(view, job) / view.total_parameters
+    everyone = job.data_parallel * layout.cp
+    shards = layout.dp_shard * layout.cp
+    # Experts are spread over some of the data-parallel ranks already, so that fewer are left to share each.
+    expert_part = _expert_part(view, job, local)
+
+    def over(ranks: int) -> float:
+        """What sharing over `ranks` leaves of a byte per parameter."""
+        return (1 - expert_part) / ranks + expert_part / max(1.0, ranks / job.expert_parallel)
+
+    if job.zero == 3:
+        parameter_share = gradient_share = optimizer_share = over(shards)
+    else:
+        parameter_share = 1.0
+        gradient_share = over(everyone) if job.zero == 2 else 1.0
+        optimizer_share = over(everyone) if job.zero >= 1 else 1.0
+    weight, gradient, master = _formats(job, framework)
+    moments = MOMENTS[job.optimizer] / (2 if job.pure and job.optimizer == "adamw" else 1)
+    frozen = {"full": 0.0, "lora": 2.0, "qlora": QLORA_BYTES}[job.method]
+    trained = share * local
+    parameters = (frozen * local + weight * trained) * parameter_share
+    if job.method == "qlora":
+        ends = view.embedding_parameters + view.head_parameters
+        parameters += (2.0 - QLORA_BYTES) * ends / layout.tp / layout.pp * parameter_share
+    gradients = gradient * trained * gradient_share
+    optimizer = (master + moments) * trained * optimizer_share
+    if job.offload != "none":
+        optimizer = 0.0
+    if job.offload == "full":
+        parameters = gradients = 0.0
+    return StateBytes(parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+
+def _expert_part(view: ModelView, job: Job, local: float) -> float:
+    """Part of a rank's parameters that are routed experts."""
+    if not view.expert_parameters:
+        return 0.0
+    here = job.layer_split[0] * view.expert_parameters / job.expert_parallel / job.layout.tp
+    return min(1.0, here / local)
+
+
+def _megatron_gradient(job: Job, framework: Framework) -> float:
+    """Bytes per parameter of Megatron's bf16 gradients. NeMo's recipes keep and reduce them as they are; DeepSpeed's
+    BF16_Optimizer, with which BLOOM was trained, adds them up in fp32 and keeps the micro-batch's own beside the
+    sum."""
+    return 6.0 if job.is_megatron_deepspeed else framework.gradient_bytes
+
+
+def _formats(job: Job, framework: Framework) -> tuple[float, float, float]:
+    """Bytes per trained parameter of the parameter, its gradient and its master copy."""
+    if job.precision == "fp32":
+        return 4.0, 4.0, 0.0
+    if job.pure:
+        return 2.0, 2.0, 0.0
+    if framework.name == "megatron" or (job.zero in (1, 2) and framework.name == "hf"):
+        # DeepSpeed and Megatron hold low-precision parameters, and masters beside the moments.
+        # fp16 gradients get an fp32 copy of the rank's share at the update.
+        if job.precision == "fp16":
+            return 2.0, 2.0, 8.0
+        return 2.0, _megatron_gradient(job, framework) if framework.name == "megatron" else 2.0, 4.0
+    return 4.0, 4.0, 0.0
+
+
+# -- what the forward pass keeps for the backward pass ----------------------------------------------------------------
+
+
+SCORE_BYTES_KEPT = 5.0
+"""Bytes kept per attention score without flash attention: the scores and their softmax in 2 bytes, the dropout mask in
+1 (Korthikanti et al., arXiv 2205.05198, section 4.1)."""
+FUSED_LOSS_CHUNKS = 8
+"""Parts in which a fused loss works through the logits (Liger's default grows with the vocabulary; torchtune has
+8)."""
+
+
+def layer_bytes(view: ModelView, job: Job, framework: Framework) -> float:
+    """Activations of one layer and micro-batch without recomputation, attention scores apart.
+
+    Widths times the stack's bytes: hidden (norms and residuals), queries with the attention's output, keys and values,
+    the MLP, and the copies of a token that its experts get (Korthikanti et al., arXiv 2205.05198, section 4.1, for
+    Megatron; for Hugging Face's layers 26 to 28 h + 8 f, and 4 h more for each expert, measured with torch's
+    MemTracker). Sequence parallelism splits the hidden part too. With frozen weights the input of the MLP's last
+    matrix is not kept.
+    """
+    tp = job.layout.tp
+    mlp = framework.kept_f if view.gated else framework.kept_f_plain
+    if job.method != "full":
+        mlp -= 2.0
+    split = tp if job.sequence_parallel else 1
+    widths = (
+        framework.kept_h * view.hidden / split
+        + (framework.kept_q * view.query_width + framework.kept_kv * view.kv_width + mlp * view.mlp_width) / tp
+    )
+    widths += framework.kept_e * view.moe_share * view.top_k * view.hidden / split
+    return job.tokens * (framework.compiled_kept if job.compile else 1.0) * widths
+
+
+def selective_bytes(view: ModelView, job: Job) -> float:
+    """What selective recomputation keeps of a layer and micro-batch: its input, the attention's output, and every
+    second matrix product (queries, values, the MLP's first, and the last of a gated one), 2 bytes each, as
+    torchtitan's policy and hfscale/recipe/arguments.py do. A compiled backward pass reads no output of the last one.
+    """
+    tp = job.layout.tp
+    boundary = view.hidden / (tp if job.sequence_parallel else 1)
+    last = view.hidden if view.gated and not job.compile else 0.0
+    return 2.0 * job.tokens * (boundary + (2 * view.query_width + view.kv_width / 2 + view.mlp_width) / tp + last)
+
+
+def megatron_dropped(view: ModelView, job: Job, framework: Framework) -> float:
+    """What Megatron's selective recomputation drops of a layer and micro-batch besides the scores: nothing of a dense
+    model; of experts the outputs of norms and activations, and latent attention's queries, keys and values, which are
+    expanded again (`--recompute-modules layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3)."""
+    if view.experts == 1:
+        return 0.0
+    tp = job.layout.tp
+    norms = 2 * 2.0 * view.hidden / (tp if job.sequence_parallel else 1)
+    inner = 2.0 * view.moe_share * view.mlp_width / tp
+    latent = 0.0
+    if view.latent_width:
+        latent = (2.0 * view.query_width + framework.kept_kv * view.kv_width - 2.0 * view.latent_width) / tp
+    return job.tokens * (norms + inner + latent)
+
+
+def kept_and_working(view: ModelView, job: Job, framework: Framework) -> tuple[float, float]:
+    """Bytes of a layer and micro-batch that are kept until the backward pass, and those of the layer at work on
+    top."""
+    whole = layer_bytes(view, job, framework) + _gathered_inputs(view, job, framework)
+    tp = job.layout.tp
+    scores = 0.0 if job.flash_attention else SCORE_BYTES_KEPT * job.tokens * view.heads / tp * job.seq_len
+    boundary = 2.0 * job.tokens * view.hidden / (tp if job.sequence_parallel else 1)
+    if job.recompute == "none":
+        return whole + scores, 0.0
+    if job.recompute == "full":
+        return boundary, whole + scores
+    if framework.name == "megatron":
+        return whole - megatron_dropped(view, job, framework), scores
+    kept = min(whole, selective_bytes(view, job))
+    return kept, whole + scores - kept
+
+
+def _gathered_inputs(view: ModelView, job: Job, framework: Framework) -> float:
+    """What `ParallelTrainer` keeps beyond Megatron of a layer and micro-batch: with sequence parallelism the inputs of
+    attention and MLP, gathered once and kept whole, where Megatron gathers them again for the backward pass; with
+    context parallelism the other ranks' keys and values."""
+    if framework.name != "hf":
+        return 0.0
+    tp, cp = job.layout.tp, job.layout.cp
+    inputs = 2 * 2.0 * view.hidden * (1 - 1 / tp) if job.sequence_parallel else 0.0
+    others = 2.0 * view.kv_width / tp * (cp - 1) if job.layout.pp > 1 else 0.0
+    return job.tokens * (inputs + others)
+
+
+def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
+    """Micro-batches whose activations a pipeline rank holds at once: the first rank, or with `last` the one with the
+    head.
+
+    The formulas are those of `hfscale.facts.schedules.in_flight`, except that the last rank of an interleaved schedule
+    holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section 2.2).
+    """
+    pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
+    if job.overlapped_experts:
+        # The forward pass of one more chunk runs beside each backward pass.
+        return min(micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
+    if last and pp > 1 and job.schedule == "1f1b":
+        return min((pp * (v - 1) + 1) / v, float(m))
+    return in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=0)
+
+
+def layers_in_flight(job: Job) -> float:
+    """Layers times micro-batches that the pipeline rank with most of them holds."""
+    if job.rank_layers is None:
+        return micro_batches_in_flight(job) * job.layer_split[0]
+    pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
+    return max(
+        in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=rank) * layers
+        for rank, layers in enumerate(job.rank_layers)
+    )
+
+
+def loss_bytes(view: ModelView, job: Job, framework: Framework) -> float:
+    """Logits, their log-probabilities and gradient at the peak of the cross-entropy."""
+    logits = job.tokens * view.shape.vocab / (job.layout.tp if job.loss_parallel else 1)
+    if job.fused_loss:
+        return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * view.hidden
+    if job.loss_parallel and job.layout.tp > 1:
+        return framework.split_loss_kept * logits
+    return (framework.compiled_loss_kept if job.compile and job.compiled_loss else framework.loss_kept) * logits
+
+
+# -- the peak ---------------------------------------------------------------------------------------------------------
+
 
 GIB = 2.0**30
 
@@ -48,17 +302,17 @@ class Memory:
         )
 
 
-def allocated_gib(memory: Memory, common: Shared | None = None) -> float:
+def allocated_gib(memory: Memory, common: SharedConstants | None = None) -> float:
     """The part of a peak that `torch.cuda.max_memory_allocated` tells: without what the allocator reserves beyond it,
     and without what it does not see."""
-    return (memory.total - memory.context) / (common or shared()).fragmentation
+    return (memory.total - memory.context) / (common or shared_constants()).fragmentation
 
 
-def memory_of(view: ModelView, job: Job, stack: Stack, common: Shared | None = None) -> Memory:
+def memory_of(view: ModelView, job: Job, framework: Framework, common: SharedConstants | None = None) -> Memory:
     """Peak memory of the fullest rank."""
-    common = common or shared()
-    states = state_bytes(view, job, stack)
-    activations, loss, gradients, buffers = _peak(view, job, stack, states.gradients)
+    common = common or shared_constants()
+    states = state_bytes(view, job, framework)
+    activations, loss, gradients, buffers = _peak(view, job, framework, states.gradients)
     used = states.parameters + gradients + states.optimizer + activations + loss + buffers
     return Memory(
         parameters=states.parameters / GIB,
@@ -67,7 +321,7 @@ def memory_of(view: ModelView, job: Job, stack: Stack, common: Shared | None = N
         activations=activations / GIB,
         loss=loss / GIB,
         buffers=(buffers + (common.fragmentation - 1) * used) / GIB,
-        context=stack.context_gib + common.group_gib * groups(job),
+        context=framework.context_gib + common.group_gib * groups(job),
     )
 
 
@@ -79,7 +333,7 @@ def groups(job: Job) -> int:
     return min(1, axes) + (axes if axes > 1 else 0) + (layout.pp > 1)
 
 
-def _peak(view: ModelView, job: Job, stack: Stack, gradients: float) -> tuple[float, float, float, float]:
+def _peak(view: ModelView, job: Job, framework: Framework, gradients: float) -> tuple[float, float, float, float]:
     """Activations, loss, gradients and buffers at the moment when they are most together.
 
     Without a pipeline that is the loss of the last micro-batch, the backward pass of the last layer, or that of the
@@ -88,10 +342,10 @@ def _peak(view: ModelView, job: Job, stack: Stack, gradients: float) -> tuple[fl
     (torchtitan's peaks fall by 16 bytes per parameter and shard from 8 to 128 ranks, gradients included). In a
     pipeline it is the rank with most micro-batches in flight, or the one with the loss.
     """
-    kept, working = kept_and_working(view, job, stack)
-    loss = loss_bytes(view, job, stack)
+    kept, working = kept_and_working(view, job, framework)
+    loss = loss_bytes(view, job, framework)
     first, last = job.layer_split
-    at_loss, at_layer = _buffer_bytes(view, job, stack)
+    at_loss, at_layer = _buffer_bytes(view, job, framework)
     if job.layout.pp > 1:
         opening = layers_in_flight(job) * kept + working
         closing = micro_batches_in_flight(job, last=True) * last * kept
@@ -99,7 +353,7 @@ def _peak(view: ModelView, job: Job, stack: Stack, gradients: float) -> tuple[fl
             return opening, 0.0, gradients, at_layer
         return closing + max(0.0, working - loss), loss, gradients, at_layer
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
-    is_allocated_late = job.micro_batches == 1 and stack.name != "megatron" and not is_shared
+    is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
     before = 0.0 if is_allocated_late else gradients
     moments = (
         (first * kept, loss, before, at_loss),
@@ -109,7 +363,7 @@ def _peak(view: ModelView, job: Job, stack: Stack, gradients: float) -> tuple[fl
     return max(moments, key=sum)
 
 
-def _buffer_bytes(view: ModelView, job: Job, stack: Stack) -> tuple[float, float]:
+def _buffer_bytes(view: ModelView, job: Job, framework: Framework) -> tuple[float, float]:
     """Parameters gathered, gradients on their way, buckets, gathered activations: at the loss, and in a layer's
     backward pass."""
     layout = job.layout
@@ -121,10 +375,10 @@ def _buffer_bytes(view: ModelView, job: Job, stack: Stack) -> tuple[float, float
     if job.zero == 3 and layout.dp_shard * layout.cp > 1:
         trained = 1.0 if job.method == "full" else 0.0
         width = 4.0 if job.precision == "fp32" else 2.0
-        scattered = trained * (width + stack.gradient_bytes) * per_layer
+        scattered = trained * (width + framework.gradient_bytes) * per_layer
         if layout.pp > 1:
             # With a pipeline, the layers stay gathered and their gradients whole until the last micro-batch.
-            whole = (width + trained * stack.gradient_bytes) * job.layer_split[0] * per_layer + width * ends
+            whole = (width + trained * framework.gradient_bytes) * job.layer_split[0] * per_layer + width * ends
             return gathered + whole, gathered + whole
         # FSDP2 holds the root group (embedding and head) gathered, the layer that is prefetched and the one at work,
         # and that one's gradients.
@@ -135,7 +389,7 @@ def _buffer_bytes(view: ModelView, job: Job, stack: Stack) -> tuple[float, float
     if job.zero in (1, 2) and job.precision == "fp16":
         gathered += DEEPSPEED_BUCKET_BYTES
     elif (
-        stack.name != "megatron"
+        framework.name != "megatron"
         and job.zero == 0
         and not job.pure
         and job.precision != "fp32"
@@ -151,3 +405,12 @@ GATHERED_ACTIVATIONS = 2
 gradient."""
 DEEPSPEED_BUCKET_BYTES = 3e9
 """DeepSpeed's default buckets of 5e8 elements of 2 bytes: two to reduce (`overlap_comm`) and one to gather."""
+
+
+def host_gib(job: Job) -> float:
+    """States that offload keeps in the CPU's memory per GPU: 12 bytes per trained parameter, or 16 with parameters and
+    gradients (Ren et al., ZeRO-Offload, arXiv 2101.06840)."""
+    if job.offload == "none":
+        return 0.0
+    each = 12.0 if job.offload == "optimizer" else 16.0
+    return each * trained_parameters(view_of(job.shape), job) / job.layout.world_size / GIB

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator
-from hfscale.planner.frameworks import Shared
+from hfscale.planner.frameworks import SharedConstants
 
 
 def exposed_s(traffic: float, compute: float, overlap: float) -> float:
@@ -47,11 +47,11 @@ class Network:
     """Of one device's share of the network, one direction."""
     node_size: int
     """Devices per node."""
-    shared: Shared
+    shared: SharedConstants
     """Rates and latencies."""
 
     @classmethod
-    def of(cls, gpu: Accelerator, *, node_size: int, network_gb_s: float | None, shared: Shared) -> "Network":
+    def of(cls, gpu: Accelerator, *, node_size: int, network_gb_s: float | None, shared: SharedConstants) -> "Network":
         """The network of nodes of `gpu`.
 
         Raises:

@@ -1,7 +1,7 @@
-"""`plan`: the best layouts for a model, what they cost, and why the others do not work; `estimate`: one layout."""
+"""`plan`: the best layouts for a model, what they cost, and why the others do not work."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,68 +13,132 @@ from hfscale.facts.local_hardware import find_accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.facts.prices import STALE_DAYS, Egress, Price, all_egress, all_prices, prices_of
-from hfscale.planner.advice import advice, simplicity
-from hfscale.planner.answer import Choice, Plan
-from hfscale.planner.assumptions import assumptions
-from hfscale.planner.cost import compare, cost, reliability
-from hfscale.planner.estimate import Estimate, estimate_job
-from hfscale.planner.frameworks import stack as find_stack
-from hfscale.planner.job import Job
-from hfscale.planner.layouts import splits_logits, splits_sequences
-from hfscale.planner.request import PlanRequest, Rejected, strategy_of
-from hfscale.planner.search import HEADROOM, TIE_TOLERANCE, search
+from hfscale.planner.advice import Advice, advice, assumptions, simplicity
+from hfscale.planner.cost import Cost, compare, cost, reliability
+from hfscale.planner.estimate import Estimate
+from hfscale.planner.frameworks import find_framework
+from hfscale.planner.job import Job, Method, Optimizer, Precision, strategy_of
+from hfscale.planner.launchable import recipe_of, why_not
+from hfscale.planner.search import TIE_TOLERANCE, PlanRequest, Rejected, search
 
 Objective = Literal["time", "cost", "gpus"]
-"""What the ranking puts first."""
+"""What choices are ranked by."""
 MOST_GPUS = 16_384
 """Largest number of GPUs that is searched."""
 
 
-def estimate(
-    model: str | ModelShape,
-    *,
-    gpu: str | Accelerator,
-    layout: ParallelLayout | Mapping[str, int],
-    seq_len: int,
-    micro_batch: int = 1,
-    global_batch: int | None = None,
-    hardware: Path | None = None,
-    **options: Any,
-) -> Estimate:
-    """Memory and time of one layout.
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A layout that fits, with its cost where the number of tokens is known."""
 
-    Args:
-        model (`str` or `ModelShape`): A built-in name, a hub id, a `config.json` or its folder; or a shape.
-        gpu (`str` or `Accelerator`): A name of `hardware.toml` or of the user's file, or a row.
-        layout (`ParallelLayout` or `Mapping`): Ranks along each axis.
-        seq_len (`int`): Tokens per sequence.
-        micro_batch (`int`): Sequences per data-parallel rank and micro-batch.
-        global_batch (`int`, *optional*): Sequences per step; by default one micro-batch per rank.
-        hardware (`Path`, *optional*): A file of `hfscale plan --calibrate`; by default the user's own.
-        options: Other fields of `hfscale.planner.job.Job`, such as `zero`, `recompute`, `precision`, `stack`.
+    estimate: Estimate
+    """Memory and time."""
+    hours: float | None = None
+    """Duration of the run at the cheapest offer, interruptions included; None where the number of tokens is not
+    known."""
+    costs: tuple[Cost, ...] = ()
+    """Cost at every provider, cheapest first; empty where no price is known."""
 
-    Raises:
-        `UsageError`: A name, a word or a size is wrong.
-    """
-    known = {field.name for field in fields(Job)} - {"shape", "gpu", "layout"}
-    if unknown := sorted(set(options) - known):
-        raise UsageError(f"{unknown[0]!r} is no option of an estimate: use {', '.join(sorted(known))}")
-    axes = layout if isinstance(layout, ParallelLayout) else ParallelLayout(**layout)
-    stack = options.get("stack", "hf")
-    options.setdefault("sequence_parallel", splits_sequences(stack, axes))
-    options.setdefault("loss_parallel", splits_logits(stack, axes))
-    job = Job(
-        shape=find_model(model) if isinstance(model, str) else model,
-        gpu=find_accelerator(gpu, hardware) if isinstance(gpu, str) else gpu,
-        layout=axes,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        global_batch=global_batch or micro_batch * axes.data_parallel_size,
-        **options,
-    )
-    find_stack(job.stack)
-    job.check()
-    return estimate_job(job)
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours of all GPUs together."""
+        return None if self.hours is None else self.hours * self.estimate.job.layout.world_size
+
+    @property
+    def usd(self) -> float | None:
+        """Cost at the cheapest provider, USD."""
+        return self.costs[0].usd if self.costs else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """One element of `choices` in the JSON of `hfscale plan --json`."""
+        job = self.estimate.job
+        return {
+            "strategy": strategy_of(job),
+            "layout": asdict(job.layout),
+            "gpus": job.layout.world_size,
+            "zero_stage": job.zero,
+            "micro_batch": job.micro_batch,
+            "grad_accum": job.micro_batches,
+            "global_batch": job.global_batch,
+            "virtual_stages": job.virtual_stages,
+            "pipeline_schedule": job.schedule_name if job.layout.pp > 1 else None,
+            "expert_parallel": job.expert_parallel,
+            "overlapped_experts": job.overlapped_experts,
+            "offload": job.offload,
+            "activation_checkpointing": job.recompute,
+            "recipe": recipe_of(job),
+            **self.estimate.to_dict(),
+            "hours": self.hours,
+            "gpu_hours": self.gpu_hours,
+            "cost_usd": self.usd,
+            "costs": [asdict(item) for item in self.costs],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The result of `plan`."""
+
+    model: str
+    """The model's name as it was given."""
+    request: PlanRequest
+    """What was planned for."""
+    tokens: float | None
+    """Tokens to train on."""
+    choices: tuple[Choice, ...]
+    """Layouts that fit, best first."""
+    rejected: tuple[Rejected, ...]
+    """Layouts that do not work."""
+    min_gpus: int | None
+    """Fewest GPUs, of those searched, on which something fits and all limits hold; None where that was not asked."""
+    advice: tuple[Advice, ...]
+    """Advice on the first choice."""
+    assumptions: tuple[str, ...]
+    """What the numbers are based on."""
+    warnings: tuple[str, ...]
+    """What is doubtful about the prices."""
+
+    @property
+    def next_launchable(self) -> tuple[int, Choice] | None:
+        """The first choice that a recipe can run, with its number, counted from 1."""
+        numbered = enumerate(self.choices, 1)
+        return next(((number, choice) for number, choice in numbered if why_not(choice.estimate.job) is None), None)
+
+    @property
+    def unlaunchable(self) -> list[str]:
+        """A line for each reason why no recipe can run some of the choices; empty for frameworks without recipes."""
+        found: dict[str, list[str]] = {}
+        if self.request.framework == "hf":
+            for number, choice in enumerate(self.choices, 1):
+                reason = why_not(choice.estimate.job)
+                if reason is not None:
+                    found.setdefault(reason, []).append(f"#{number}")
+        return [f"{', '.join(numbers)}: {reason}" for reason, numbers in found.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON that `hfscale plan --json` prints."""
+        shape, gpu = self.request.shape, self.request.gpu
+        return {
+            "model": {
+                "name": self.model,
+                "parameters": shape.total_parameters,
+                "active_parameters": shape.active_parameters,
+                "layers": shape.layers,
+                "hidden": shape.hidden,
+            },
+            "hardware": {
+                "gpu": gpu.name,
+                "gpus": self.request.gpus,
+                "gpus_per_node": self.request.gpus_per_node,
+                "memory_gib": gpu.memory_gib,
+            },
+            "choices": [choice.to_dict() for choice in self.choices],
+            "rejected": [{"layout": asdict(row.layout), "reason": row.reason} for row in self.rejected],
+            "min_gpus": self.min_gpus,
+            "advice": [asdict(item) for item in self.advice],
+            "assumptions": list(self.assumptions),
+            "warnings": list(self.warnings),
+        }
 
 
 def plan(
@@ -92,152 +156,222 @@ def plan(
     spot_interruptions: float | None = None,
     prices: Path | None = None,
     hardware: Path | None = None,
-    **options: Any,
+    gpus_per_node: int = 8,
+    seq_len: int = 4096,
+    global_batch: int | None = None,
+    method: Method = "full",
+    lora_rank: int = 16,
+    stack: str = "hf",
+    precision: Precision = "bf16",
+    optimizer: Optimizer = "adamw",
+    compile: bool = False,
+    fused_loss: bool = False,
+    network_gb_s: float | None = None,
 ) -> Plan:
-    """The best layouts for training `model` on `gpus` GPUs.
+    """Ranks the layouts for training `model` on `gpus` GPUs.
 
     Args:
-        model (`str` or `ModelShape`): As in `estimate`.
-        gpu (`str` or `Accelerator`): As in `estimate`.
-        gpus (`int`): How many there are, up to 16,384; with `objective` `cost` or `gpus`, at most so many.
-        tokens (`float`, *optional*): Tokens to train on; without it there are no hours and no dollars.
-        objective (`str`): `time`, `cost` or `gpus` (fewest).
-        top (`int`): Number of choices.
-        min_gpus (`bool`): Also find the fewest GPUs that do.
-        deadline_hours, budget_usd (`float`, *optional*): Drop choices that take longer or cost more.
-        usd_per_gpu_hour (`float`, *optional*): Your price, instead of the providers'.
-        spot_interruptions (`float`, *optional*): Preemptions per node and hour.
+        model (`str` or `ModelShape`): A built-in name, a hub id, a `config.json` or its folder; or a shape.
+        gpu (`str` or `Accelerator`): A name of `hardware.toml` or of the user's hardware file; or an accelerator.
+        gpus (`int`): Number of GPUs, at most 16,384; with `objective` `cost` or `gpus` the largest number to use.
+        tokens (`float`, *optional*): Tokens to train on; without it no duration and no cost is given.
+        objective (`str`): What to rank by: `time`, `cost` or `gpus` (fewest).
+        top (`int`): Number of choices to return.
+        min_gpus (`bool`): Whether to search for the fewest GPUs too.
+        deadline_hours, budget_usd (`float`, *optional*): Leave out choices that take longer or cost more.
+        usd_per_gpu_hour (`float`, *optional*): Your price, used instead of the providers'.
+        spot_interruptions (`float`, *optional*): Preemptions per spot node and hour.
         prices (`Path`, *optional*): A price list of your own.
-        hardware (`Path`, *optional*): As in `estimate`.
-        options: Other fields of `hfscale.planner.request.PlanRequest`.
+        hardware (`Path`, *optional*): A file written by `hfscale plan --calibrate`; by default the user's own.
+        gpus_per_node (`int`): GPUs that NVLink or PCIe connects.
+        seq_len (`int`): Tokens per sequence.
+        global_batch (`int`, *optional*): Sequences per step; by default `hfscale.planner.search.usual_batch`.
+        method (`str`): Which parameters train: `full`, `lora` or `qlora`.
+        lora_rank (`int`): Rank of the adapters.
+        stack (`str`): The training framework whose constants are used: `hf`, `titan` or `megatron`.
+        precision (`str`): Format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
+        optimizer (`str`): `adamw`, `adamw_bf16`, `adamw_8bit`, `sgd`, `sgd_momentum`, `adafactor` or `muon`.
+        compile (`bool`): Whether the model runs under torch.compile.
+        fused_loss (`bool`): Whether the loss never holds all logits at once (Liger).
+        network_gb_s (`float`, *optional*): Bandwidth between nodes per GPU and direction, GB/s; by default that of the
+            vendor's reference node.
 
     Raises:
-        `UsageError`: A name, a word or a size is wrong.
+        `UsageError`: A name, an option or a size is wrong.
+        `LayoutError`: The number of GPUs cannot be planned for.
     """
-    known = {field.name for field in fields(PlanRequest)} - {"shape", "gpu", "gpus"}
-    if unknown := sorted(set(options) - known):
-        raise UsageError(f"{unknown[0]!r} is no option of a plan: use {', '.join(sorted(known))}")
     if objective not in get_args(Objective):
-        raise UsageError(f"objective {objective!r} is not known: use one of {', '.join(get_args(Objective))}")
+        raise UsageError(f"--objective is {objective!r}: use one of {', '.join(get_args(Objective))}")
     if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= MOST_GPUS:
-        raise LayoutError(f"{gpus} GPUs cannot be planned for: give a number from 1 to {MOST_GPUS:,}")
-    for name, value in (
-        ("tokens", tokens),
-        ("deadline", deadline_hours),
-        ("budget", budget_usd),
-        ("price", usd_per_gpu_hour),
-    ):
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(f"{name} {value} is not a number above 0: give one")
+        raise LayoutError(f"--gpus is {gpus}: give a number from 1 to {MOST_GPUS:,}")
+    _check_amounts(tokens=tokens, deadline=deadline_hours, budget=budget_usd, usd_per_gpu_hour=usd_per_gpu_hour)
     if tokens is None and (objective == "cost" or deadline_hours or budget_usd):
-        raise UsageError("hours and dollars need the number of tokens to train on: give --tokens, such as 1T or 500M")
+        raise UsageError("hours and costs need the number of tokens to train on: give --tokens, such as 1T or 500M")
     request = PlanRequest(
         shape=find_model(model) if isinstance(model, str) else model,
         gpu=find_accelerator(gpu, hardware) if isinstance(gpu, str) else gpu,
         gpus=gpus,
-        **options,
+        gpus_per_node=gpus_per_node,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        method=method,
+        lora_rank=lora_rank,
+        framework=stack,
+        precision=precision,
+        optimizer=optimizer,
+        compile=compile,
+        fused_loss=fused_loss,
+        network_gb_s=network_gb_s,
     )
-    find_stack(request.stack)
-    _check_question(request)
-    rows, warnings = _offers(request, all_prices(prices))
-    egress = all_egress(prices)
-
-    def priced(estimates: Sequence[Estimate]) -> list[Choice]:
-        found = [_priced(item, rows, egress, tokens, usd_per_gpu_hour, spot_interruptions) for item in estimates]
-        return [choice for choice in found if _holds(choice, deadline_hours, budget_usd)]
+    find_framework(request.framework)
+    _check_request(request)
+    offers, warnings = _offers(request, all_prices(prices))
+    pricing = _Pricing(
+        tokens=tokens,
+        offers=offers,
+        egress=all_egress(prices),
+        usd_per_gpu_hour=usd_per_gpu_hour,
+        spot_interruptions=spot_interruptions,
+        deadline_hours=deadline_hours,
+        budget_usd=budget_usd,
+    )
 
     estimates, rejected = search(request, gpus)
-    choices = priced(estimates)
-    if not choices and estimates:
-        rejected = [*rejected, *_missed(estimates, deadline_hours, budget_usd)]
+    choices = pricing.choices(estimates)
+    if estimates and not choices:
+        rejected.append(pricing.over_the_limits(estimates))
     fewest = None
     if objective != "time" or min_gpus:
-        for number in _numbers(gpus, request.gpus_per_node):
-            fitting = priced(search(request, number)[0])
-            if fitting and fewest is None:
-                fewest = number
-                if objective == "time":
-                    break
-            choices += fitting
+        fewest, on_fewer_gpus = _search_fewer_gpus(request, pricing, stop_at_first=objective == "time")
+        choices += on_fewer_gpus
+        if fewest is None and min_gpus and choices:
+            fewest = gpus
     choices = _ranked(choices, objective)[:top]
+    best = choices[0].estimate if choices else None
     return Plan(
         model=model if isinstance(model, str) else model.model_type,
         request=request,
         tokens=tokens,
         choices=tuple(choices),
         rejected=tuple(rejected),
-        min_gpus=fewest if fewest is not None else (gpus if min_gpus and choices else None),
-        advice=tuple(advice(choices[0].estimate, [choice.estimate for choice in choices])) if choices else (),
-        assumptions=tuple(assumptions(request, choices[0].estimate.job if choices else None, tokens, HEADROOM)),
+        min_gpus=fewest,
+        advice=tuple(advice(best, [choice.estimate for choice in choices])) if best else (),
+        assumptions=tuple(assumptions(request, best.job if best else None, tokens)),
         warnings=tuple(warnings if tokens is not None and usd_per_gpu_hour is None else ()),
     )
 
 
-def _check_question(request: PlanRequest) -> None:
-    """Sizes that a search would only find wrong one layout at a time."""
-    batch = request.global_batch
-    trial = Job(
+def _check_amounts(**amounts: float | None) -> None:
+    for name, value in amounts.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be a finite number above 0")
+
+
+def _check_request(request: PlanRequest) -> None:
+    """Checks the sizes that every layout shares, which a search would otherwise report once for each layout."""
+    Job(
         shape=request.shape,
         gpu=request.gpu,
         layout=ParallelLayout(),
         seq_len=request.seq_len,
         micro_batch=1,
-        global_batch=1 if batch is None else batch,
+        global_batch=1 if request.global_batch is None else request.global_batch,
         precision=request.precision,
         method=request.method,
         optimizer=request.optimizer,
         gpus_per_node=request.gpus_per_node,
-    )
-    trial.check()
+    ).check()
     if request.method != "full" and request.lora_rank < 1:
-        raise UsageError(f"LoRA rank {request.lora_rank} is below 1: give a rank such as 16")
+        raise UsageError(f"--lora-rank is {request.lora_rank}: give a rank of at least 1, such as 16")
 
 
-def _priced(
-    item: Estimate,
-    rows: Sequence[Price],
-    egress: Mapping[str, Egress],
-    tokens: float | None,
-    usd: float | None,
-    interruptions: float | None,
-) -> Choice:
-    if tokens is None:
-        return Choice(estimate=item)
-    job = item.job
-    rate = item.tokens_per_s_per_gpu * job.layout.world_size
-    if usd is not None:
-        given = cost(job, tokens=tokens, tokens_per_s=rate, usd_per_gpu_hour=usd, provider="your price")
-        return Choice(estimate=item, hours=given.hours, costs=(given,))
-    costs = compare(
-        job, rows, tokens=tokens, tokens_per_s=rate, interruptions_per_node_hour=interruptions, egress=egress
-    )
-    hours = costs[0].hours if costs else tokens / rate / 3600 / reliability(job, spot=False).goodput
-    return Choice(estimate=item, hours=hours, costs=tuple(costs))
+@dataclass(frozen=True, kw_only=True)
+class _Pricing:
+    """The cost of a choice, and the limits it must keep. Fields without a docstring are arguments of `plan`."""
+
+    tokens: float | None
+    offers: tuple[Price, ...]
+    """Prices of the GPU."""
+    egress: Mapping[str, Egress]
+    """Prices of data that leaves a provider, by provider."""
+    usd_per_gpu_hour: float | None
+    spot_interruptions: float | None
+    deadline_hours: float | None
+    budget_usd: float | None
+
+    def choices(self, estimates: Sequence[Estimate]) -> list[Choice]:
+        """The estimates with their costs, those over the limits left out."""
+        return [choice for choice in map(self._choice, estimates) if self._keeps_limits(choice)]
+
+    def _choice(self, item: Estimate) -> Choice:
+        if self.tokens is None:
+            return Choice(estimate=item)
+        job = item.job
+        rate = item.tokens_per_s_per_gpu * job.layout.world_size
+        if self.usd_per_gpu_hour is not None:
+            own = cost(
+                job,
+                tokens=self.tokens,
+                tokens_per_s=rate,
+                usd_per_gpu_hour=self.usd_per_gpu_hour,
+                provider="your price",
+            )
+            return Choice(estimate=item, hours=own.hours, costs=(own,))
+        costs = compare(
+            job,
+            self.offers,
+            tokens=self.tokens,
+            tokens_per_s=rate,
+            interruptions_per_node_hour=self.spot_interruptions,
+            egress=self.egress,
+        )
+        hours = costs[0].hours if costs else self.tokens / rate / 3600 / reliability(job, spot=False).goodput
+        return Choice(estimate=item, hours=hours, costs=tuple(costs))
+
+    def _keeps_limits(self, choice: Choice) -> bool:
+        if self.deadline_hours is not None and (choice.hours or 0.0) > self.deadline_hours:
+            return False
+        return self.budget_usd is None or (choice.usd is not None and choice.usd <= self.budget_usd)
+
+    def over_the_limits(self, estimates: Sequence[Estimate]) -> Rejected:
+        """Why none of the layouts that fit is a choice."""
+        limits = [f"the deadline of {self.deadline_hours:g} hours"] if self.deadline_hours is not None else []
+        limits += [f"the budget of {self.budget_usd:,.0f} USD"] if self.budget_usd is not None else []
+        best = estimates[0].job
+        reason = f"fits in memory, but exceeds {' or '.join(limits)}, as do all {len(estimates)} layouts that fit"
+        return Rejected(layout=best.layout, strategy=strategy_of(best), reason=reason)
 
 
-def _holds(choice: Choice, deadline_hours: float | None, budget_usd: float | None) -> bool:
-    if deadline_hours is not None and (choice.hours or 0.0) > deadline_hours:
-        return False
-    return budget_usd is None or (choice.usd is not None and choice.usd <= budget_usd)
+def _search_fewer_gpus(
+    request: PlanRequest, pricing: _Pricing, *, stop_at_first: bool
+) -> tuple[int | None, list[Choice]]:
+    """Searches smaller numbers of GPUs, in ascending order.
+
+    Returns:
+        `tuple`: The fewest GPUs with a choice, None if there are none, and the choices on all numbers searched; no
+        choices with `stop_at_first`, which ends the search at the fewest.
+    """
+    fewest: int | None = None
+    choices: list[Choice] = []
+    for gpus in _fewer_gpus(request.gpus, request.gpus_per_node):
+        found = pricing.choices(search(request, gpus)[0])
+        if found and stop_at_first:
+            return gpus, []
+        if found and fewest is None:
+            fewest = gpus
+        choices += found
+    return fewest, choices
 
 
-def _missed(estimates: Sequence[Estimate], deadline: float | None, budget: float | None) -> list[Rejected]:
-    limits = [f"the deadline of {deadline:g} hours"] if deadline is not None else []
-    limits += [f"the budget of {budget:,.0f} USD"] if budget is not None else []
-    best = estimates[0].job
-    reason = f"fits in memory, but misses {' or '.join(limits)}, as do all {len(estimates)} that fit"
-    return [Rejected(layout=best.layout, strategy=strategy_of(best), reason=reason)]
-
-
-def _numbers(gpus: int, node: int) -> list[int]:
-    """Fewer GPUs to try: powers of two in a node, then whole nodes doubling, below `gpus`."""
+def _fewer_gpus(gpus: int, node: int) -> list[int]:
+    """Numbers of GPUs below `gpus` to try: powers of two within a node, then 1, 2, 4, … nodes."""
     inside = [1 << power for power in range(node.bit_length()) if 1 << power < min(node, gpus)]
     nodes = [node << power for power in range(16) if node << power < gpus]
     return inside + nodes
 
 
-def _ranked(choices: Sequence[Choice], objective: str) -> list[Choice]:
-    """Best first; the simplest of those that the estimate cannot tell from the best comes before them."""
+def _ranked(choices: Sequence[Choice], objective: Objective) -> list[Choice]:
+    """Choices with the best first. Of those that the estimate cannot tell from the best, the simplest comes first."""
 
     def by_time(choice: Choice) -> float:
         job = choice.estimate.job
@@ -258,16 +392,17 @@ def _ranked(choices: Sequence[Choice], objective: str) -> list[Choice]:
 
 
 def _offers(request: PlanRequest, prices: tuple[Price, ...]) -> tuple[tuple[Price, ...], list[str]]:
-    """Prices of the GPU for a run of this size, and what to know about them."""
+    """Prices of the GPU for a run of this size, and warnings about them."""
     rows = prices_of(request.gpu, prices)
     warnings = []
     if request.gpus > request.gpus_per_node:
-        joined = tuple(row for row in rows if not row.one_node)
-        if rows and not joined:
+        of_clusters = tuple(row for row in rows if not row.one_node)
+        if rows and not of_clusters:
             warnings.append(
-                f"prices of {request.gpu.name} are of single nodes: several with a fast network may cost more"
+                f"the prices known for {request.gpu.name} are of single nodes: several nodes with a fast network may "
+                "cost more"
             )
-        rows = joined or rows
+        rows = of_clusters or rows
     if not rows:
         warnings.append(f"no price of {request.gpu.name} is known: give --usd-per-gpu-hour")
     today = date.today()

@@ -6,8 +6,8 @@ from typing import Any
 
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
 from hfscale.facts.schedules import one_f_one_b
-from hfscale.planner.answer import Choice, Plan
-from hfscale.planner.request import strategy_of
+from hfscale.planner.job import strategy_of
+from hfscale.planner.plan import Choice, Plan
 from hfscale.planner.search import HEADROOM
 
 KINDS = (".svg", ".png", ".pdf")

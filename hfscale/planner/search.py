@@ -1,125 +1,240 @@
-"""Which layouts for a model on so many GPUs fit, and how fast the best of each is."""
+"""Which layouts of a model on a number of GPUs fit, and how fast the best of each is."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from hfscale.errors import LayoutError
+from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.model_shape import ModelShape
+from hfscale.facts.parallel_families import TENSOR_PARALLEL_PLAN_MISSING, TENSOR_PARALLEL_UNSUPPORTED
 from hfscale.facts.schedules import SPLIT_BACKWARD, schedule_name, supports
 from hfscale.planner.estimate import Estimate, estimate_job
-from hfscale.planner.frameworks import stack as find_stack
-from hfscale.planner.job import Job, Offload, Recompute, Schedule, can_overlap_experts
+from hfscale.planner.frameworks import find_framework
+from hfscale.planner.job import (
+    Job,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Recompute,
+    Schedule,
+    can_overlap_experts,
+    is_fine_grained,
+    splits_logits,
+    splits_sequences,
+    strategy_of,
+)
 from hfscale.planner.launchable import why_no_stages
-from hfscale.planner.layouts import layouts, offloads, splits_logits, splits_sequences
-from hfscale.planner.memory import GIB, memory_of
+from hfscale.planner.memory import host_gib, memory_of
 from hfscale.planner.model_view import view_of
-from hfscale.planner.request import PlanRequest, Rejected, strategy_of, usual_batch
-from hfscale.planner.states import trained_parameters
 
 HEADROOM = 0.94
 """Part of a device's memory that a plan may use; the rest is for what the estimate misses (benchmarks/results)."""
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Micro-batches that are tried, sequences."""
-HOST_GIB_PER_GPU, HOST_GIB_PER_CARD = 256.0, 64.0
-"""Memory of the CPU per GPU of a server (2 TB for eight, DGX H100 datasheet) and of a machine of PCIe cards,
-assumed."""
-NO_STAGES = "no pipelines"
-"""How the reason begins that holds for all pipelines, and is told once."""
 TIE_TOLERANCE = 0.03
-"""Difference in time below which the estimate cannot tell two plans apart, so that the simpler one goes first."""
+"""Relative difference in time up to which the estimate cannot tell two plans apart, so that the simpler one is
+preferred."""
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Micro-batch sizes that are tried, in sequences."""
+HOST_GIB_PER_GPU = 256.0
+"""CPU memory per GPU of a server with NVLink: 2 TB for eight GPUs (DGX H100 datasheet)."""
+HOST_GIB_PER_CARD = 64.0
+"""CPU memory per GPU of a machine with PCIe cards, assumed."""
+LEAST_TOKENS_PER_CP_RANK = 4096
+"""Tokens of a sequence per rank below which context parallelism is not tried."""
+MOST_UNEVEN = 1.15
+"""Highest ratio, of the layers on the fullest pipeline rank to the average, that is tried. 61 layers on 16 ranks are
+four on the fullest and a ratio of 1.05, 126 layers on 16 ranks eight and 1.02."""
+MOST_STAGES = 64
+"""Largest number of pipeline ranks that is tried; Llama 3 405B was trained with 16."""
+NO_PIPELINES = "no pipelines"
+"""How a reason begins that holds for all pipelines and is reported once."""
+
+Candidate = tuple[ParallelLayout, int, Offload]
+"""A layout, its ZeRO stage and what it offloads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be planned for."""
+
+    shape: ModelShape
+    """The model."""
+    gpu: Accelerator
+    """The device."""
+    gpus: int
+    """Number of devices."""
+    gpus_per_node: int = 8
+    """Devices that NVLink or PCIe connects."""
+    seq_len: int = 4096
+    """Tokens per sequence."""
+    global_batch: int | None = None
+    """Sequences per step; by default `usual_batch`."""
+    method: Method = "full"
+    """Which parameters train."""
+    lora_rank: int = 16
+    """Rank of the adapters."""
+    framework: str = "hf"
+    """Training framework whose constants are used."""
+    precision: Precision = "bf16"
+    """Format of the matrix products."""
+    optimizer: Optimizer = "adamw"
+    """The optimizer."""
+    compile: bool = False
+    """Whether the model runs under torch.compile."""
+    fused_loss: bool = False
+    """Whether the loss never holds all logits at once."""
+    network_gb_s: float | None = None
+    """Bandwidth between nodes per device, GB/s; by default that of the vendor's reference node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A layout, or a kind of layouts, that does not work."""
+
+    layout: ParallelLayout
+    """The layout, or an example of the kind."""
+    strategy: str
+    """Its strategy."""
+    reason: str
+    """Why it does not work."""
+    needed_gib: float | None = None
+    """Least memory per device that it needs, GiB; None where memory is not the reason."""
+
+
+def usual_batch(request: PlanRequest, gpus: int) -> int:
+    """Sequences per step where none are given: a multiple of the GPUs where there are enough sequences.
+
+    For full training 4M tokens as for Llama 2; 16M from 4,096 GPUs on as for Llama 3 405B (arXiv 2407.21783, section
+    3.4.1); 64M from 1,024 GPUs on for mixtures of many small experts as for DeepSeek-V3 (15,360 x 4,096; arXiv
+    2412.19437, section 4.2). For adapters 128 sequences.
+    """
+    if request.method != "full":
+        wanted = 128
+    else:
+        millions = 64 if gpus >= 1024 and is_fine_grained(request.shape) else 16 if gpus >= 4096 else 4
+        wanted = millions * 2**20 // request.seq_len
+    if wanted < gpus:
+        return 1 << max(0, wanted.bit_length() - 1)
+    return round(wanted / gpus) * gpus
 
 
 def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Rejected]]:
-    """The best estimate of every layout that fits, fastest first, and the layouts that do not.
+    """Estimates every layout of `gpus` devices. Layouts with offload are tried only if no other fits.
+
+    Returns:
+        `tuple`: The best estimate of every layout that fits, fastest first, and the layouts that do not work.
 
     Raises:
-        `LayoutError`: The number of GPUs is not a whole number of nodes.
+        `LayoutError`: The number of GPUs is not a multiple of the GPUs per node.
     """
     if gpus > request.gpus_per_node and gpus % request.gpus_per_node:
         down = gpus // request.gpus_per_node * request.gpus_per_node
         raise LayoutError(
-            f"{gpus} GPUs are no whole number of nodes of {request.gpus_per_node}: use {down} or "
-            f"{down + request.gpus_per_node}, or say --gpus-per-node"
+            f"--gpus is {gpus}, which is not a multiple of {request.gpus_per_node} GPUs per node: use {down} or "
+            f"{down + request.gpus_per_node}, or set --gpus-per-node"
         )
     batch = request.global_batch or usual_batch(request, gpus)
-    chosen: list[Estimate] = []
+    fitting: list[Estimate] = []
     rejected: list[Rejected] = []
     for candidates in (layouts(request, gpus), offloads(request, gpus)):
-        for layout, zero, offload in candidates:
-            found = _try(request, _job(request, layout, zero, offload, batch))
+        for candidate in candidates:
+            found = _try(request, _job(request, candidate, batch))
             if isinstance(found, Estimate):
-                chosen.append(found)
-            elif not (found.reason.startswith(NO_STAGES) and any(row.reason == found.reason for row in rejected)):
+                fitting.append(found)
+            elif not (found.reason.startswith(NO_PIPELINES) and any(row.reason == found.reason for row in rejected)):
                 rejected.append(found)
-        if chosen:
+        if fitting:
             break
     if request.method != "full" and gpus > 1:
-        rejected.append(_without_cut_adapters(gpus))
-    if request.shape.moe is not None and request.stack == "hf":
-        rejected.append(_without_expert_parallelism(request, gpus))
-    return sorted(chosen, key=lambda estimate: estimate.time.total), rejected
+        rejected.append(_adapters_under_model_parallelism(gpus))
+    if request.shape.moe is not None and request.framework == "hf":
+        rejected.append(_expert_parallelism(gpus))
+    return sorted(fitting, key=lambda estimate: estimate.time.total), rejected
 
 
-def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
-    """The best estimate of a layout, or why there is none."""
-
-    def because(reason: str) -> Rejected:
-        return Rejected(layout=job.layout, strategy=strategy_of(job), reason=reason)
-
-    if job.layout.pp > 1 and job.stack == "hf" and (reason := why_no_stages(job)) is not None:
-        return because(f"{NO_STAGES}: {reason}")
-    if job.global_batch % job.data_parallel:
-        return because(
-            f"global batch {job.global_batch} is not a multiple of its {job.data_parallel} data-parallel ranks"
-        )
-    if (on_host := host_gib(job)) > (has := _host_memory(request)):
-        return because(f"offload needs {on_host:.0f} GiB of the CPU's memory per GPU, {has:.0f} are assumed")
-    best, needed = _best(job)
-    if best is not None:
-        return best
-    if needed is None:
-        return because(
-            f"{job.global_batch // job.data_parallel} sequences per data-parallel rank and step do not keep "
-            f"{job.layout.pp} pipeline stages going: give --global-batch {job.layout.pp * job.data_parallel} or more"
-        )
-    return _too_large(job, needed)
+# -- layouts to try ---------------------------------------------------------------------------------------------------
 
 
-def _without_cut_adapters(gpus: int) -> Rejected:
-    """What adapters are not offered, and why."""
-    return Rejected(
-        layout=ParallelLayout(tp=gpus),
-        strategy="parallel",
-        reason="tensor and pipeline parallelism: adapters are planned with data parallelism alone, for peft puts them "
-        "on whole matrices; --method qlora or more GPUs (FSDP2) make room",
-    )
+def offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
+    """Layouts that keep states in the CPU's memory: ZeRO-2 and ZeRO-3 with offload."""
+    if request.framework == "hf":
+        yield ParallelLayout(dp_replicate=gpus), 2 if gpus > 1 else 0, "optimizer"
+        yield ParallelLayout(dp_shard=gpus), 3, "full"
 
 
-def _without_expert_parallelism(request: PlanRequest, gpus: int) -> Rejected:
-    """What a mixture of experts is not offered, and why."""
-    return Rejected(
-        layout=ParallelLayout(dp_shard=gpus),
-        strategy="expert parallel",
-        reason="expert parallelism: no recipe spreads experts over data-parallel ranks; tensor parallelism cuts each "
-        "of them, FSDP2 gathers them (--stack megatron says what spreading them would give)",
-    )
+def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
+    """Layouts without offload that the framework can run, the simplest first."""
+    shape, node = request.shape, request.gpus_per_node
+    for tp in _powers_of_two(min(node, gpus)):
+        heads, kv_heads = shape.attention.heads, shape.attention.kv_heads
+        if heads % tp or (kv_heads % tp and tp % kv_heads) or gpus % tp:
+            continue
+        for pp in _pipeline_sizes(shape.layers, gpus // tp):
+            if (tp > 1 or pp > 1) and request.method != "full":
+                continue  # adapters are trained with data parallelism
+            if tp > 1 and request.framework == "hf" and not _has_tensor_parallelism(shape, tp, pp):
+                continue
+            for cp in _powers_of_two(request.seq_len // LEAST_TOKENS_PER_CP_RANK):
+                if cp > 1 and request.framework == "hf" and tp > 1 and pp == 1:
+                    continue  # Accelerate combines context parallelism with FSDP2 alone, `ParallelTrainer` with all
+                if (gpus // tp // pp) % cp or request.seq_len % (2 * cp):
+                    continue
+                yield from _data_parallel(request, tp=tp, pp=pp, cp=cp, dp=gpus // tp // pp // cp)
 
 
-def host_gib(job: Job) -> float:
-    """States that offload keeps in the CPU's memory per GPU: 12 bytes per trained parameter, or 16 with parameters and
-    gradients (Ren et al., ZeRO-Offload, arXiv 2101.06840)."""
-    if job.offload == "none":
-        return 0.0
-    each = 12.0 if job.offload == "optimizer" else 16.0
-    return each * trained_parameters(view_of(job.shape), job) / job.layout.world_size / GIB
+def _has_tensor_parallelism(shape: ModelShape, tp: int, pp: int) -> bool:
+    """Whether Hugging Face's stack can split the model's matrices over `tp` ranks.
+
+    transformers has no plan for some families, and does not replicate key-value heads. `ParallelTrainer` also requires
+    that the vocabulary divides.
+    """
+    if shape.model_type in TENSOR_PARALLEL_UNSUPPORTED or shape.model_type in TENSOR_PARALLEL_PLAN_MISSING:
+        return False
+    if shape.attention.kv_heads % tp:
+        return False
+    return pp == 1 or shape.vocab % tp == 0
 
 
-def _host_memory(request: PlanRequest) -> float:
-    return HOST_GIB_PER_GPU if request.gpu.link_gb_s else HOST_GIB_PER_CARD
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << power for power in range(max(1, most).bit_length())]
 
 
-def _job(request: PlanRequest, layout: ParallelLayout, zero: int, offload: Offload, batch: int) -> Job:
+def _pipeline_sizes(layers: int, ranks: int) -> list[int]:
+    """Pipeline sizes whose fullest rank, which sets the pace of all, has little more than its share of the layers."""
+    possible = range(2, min(layers, ranks, MOST_STAGES) + 1)
+    return [1, *(pp for pp in possible if ranks % pp == 0 and -(-layers // pp) * pp <= MOST_UNEVEN * layers)]
+
+
+def _data_parallel(request: PlanRequest, *, tp: int, pp: int, cp: int, dp: int) -> Iterator[Candidate]:
+    """Ways to replicate or shard the states over `dp` data-parallel ranks."""
+
+    def layout(shard: int) -> ParallelLayout:
+        return ParallelLayout(dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp)
+
+    if dp * cp == 1:
+        yield layout(1), 0, "none"
+        return
+    if tp == pp == cp == 1:
+        yield layout(1), 0, "none"
+        yield layout(1), 1, "none"
+        yield layout(1), 2, "none"
+    elif request.framework == "megatron":
+        yield layout(1), 1, "none"
+    elif pp > 1 and cp == 1:
+        yield layout(1), 0, "none"  # replicated stages: FSDP2 whose shard axis has one rank
+    if pp > 1 and request.framework == "megatron":
+        return
+    yield layout(dp), 3, "none"
+    inside = max(1, request.gpus_per_node // (tp * cp))
+    for shard in (inside, 4 * inside, 16 * inside):
+        if 1 < shard < dp and dp % shard == 0:
+            yield layout(shard), 3, "none"
+
+
+def _job(request: PlanRequest, candidate: Candidate, batch: int) -> Job:
+    layout, zero, offload = candidate
     return Job(
         shape=request.shape,
         gpu=request.gpu,
@@ -127,7 +242,7 @@ def _job(request: PlanRequest, layout: ParallelLayout, zero: int, offload: Offlo
         seq_len=request.seq_len,
         micro_batch=1,
         global_batch=batch,
-        stack=request.stack,
+        framework=request.framework,
         zero=zero,
         precision=request.precision,
         compile=request.compile,
@@ -138,98 +253,169 @@ def _job(request: PlanRequest, layout: ParallelLayout, zero: int, offload: Offlo
         fused_loss=request.fused_loss,
         gpus_per_node=request.gpus_per_node,
         network_gb_s=request.network_gb_s,
-        sequence_parallel=splits_sequences(request.stack, layout),
-        loss_parallel=splits_logits(request.stack, layout),
+        sequence_parallel=splits_sequences(request.framework, layout),
+        loss_parallel=splits_logits(request.framework, layout),
     )
 
 
+# -- the best way to run one layout -----------------------------------------------------------------------------------
+
+
+def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
+    """The best estimate of a layout, or why it does not work."""
+
+    def because(reason: str) -> Rejected:
+        return Rejected(layout=job.layout, strategy=strategy_of(job), reason=reason)
+
+    if job.layout.pp > 1 and job.framework == "hf" and (reason := why_no_stages(job)) is not None:
+        return because(f"{NO_PIPELINES}: {reason}")
+    if job.global_batch % job.data_parallel:
+        return because(
+            f"global batch {job.global_batch} is not a multiple of its {job.data_parallel} data-parallel ranks"
+        )
+    host_memory = HOST_GIB_PER_GPU if request.gpu.link_gb_s else HOST_GIB_PER_CARD
+    if (needed := host_gib(job)) > host_memory:
+        return because(f"offload needs {needed:.0f} GiB of CPU memory per GPU, and {host_memory:.0f} are assumed")
+    best, least_gib = _best(job)
+    if best is not None:
+        return best
+    if least_gib is None:
+        return because(
+            f"{job.global_batch // job.data_parallel} sequences per data-parallel rank and step are too few micro-"
+            f"batches for {job.layout.pp} pipeline stages: give --global-batch {job.layout.pp * job.data_parallel} or "
+            "more"
+        )
+    return _too_large(job, least_gib)
+
+
 def _best(job: Job) -> tuple[Estimate | None, float | None]:
-    """The fastest way to run a layout that fits, and the least memory the layout needs; None where no schedule takes
-    its micro-batches. A simpler schedule goes first where the estimate cannot tell."""
-    view, constants = view_of(job.shape), find_stack(job.stack)
-    limit = job.gpu.memory_gib * HEADROOM
-    best: dict[Schedule, Estimate] = {}
-    least: float | None = None
+    """Searches schedules, recomputation, expert parallelism and micro-batches of a layout.
+
+    Returns:
+        `tuple`: The fastest estimate whose memory fits, or that of a simpler schedule which the estimate cannot tell
+        from the fastest; None if nothing fits. And the least memory that any variant needs, GiB; None if no schedule
+        runs with the micro-batches there are.
+    """
+    fastest: dict[Schedule, Estimate] = {}
+    least_gib: float | None = None
     for variant in _variants(job):
-        fitting: list[Job] = []
-        for micro in MICRO_BATCHES:
-            if (job.global_batch // job.data_parallel) % micro:
-                break
-            trial = replace(variant, micro_batch=micro)
-            if trial.overlapped_experts and not can_overlap_experts(trial):  # a single micro-batch is left
-                trial = replace(trial, overlapped_experts=False)
-            if job.stack == "hf" and not supports(
-                trial.schedule_name,
-                pp=trial.layout.pp,
-                stages_per_rank=trial.virtual_stages,
-                micro_batches=trial.micro_batches,
-            ):
-                continue
-            needed = memory_of(view, trial, constants).total
-            least = needed if least is None else min(least, needed)
-            if needed > limit:
-                break
-            fitting.append(trial)
+        fitting, needed = _fitting_micro_batches(variant)
+        if needed is not None:
+            least_gib = needed if least_gib is None else min(least_gib, needed)
         # Without a pipeline larger micro-batches are faster; with one they lengthen the bubble.
         for trial in fitting if job.layout.pp > 1 else fitting[-2:]:
             estimate = estimate_job(trial)
-            known = best.get(trial.schedule)
+            known = fastest.get(trial.schedule)
             if known is None or estimate.time.total < known.time.total:
-                best[trial.schedule] = estimate
-    if not best:
-        return None, least
-    fastest = min(estimate.time.total for estimate in best.values())
-    close = (estimate for estimate in best.values() if estimate.time.total <= fastest * (1 + TIE_TOLERANCE))
-    return next(close), least
+                fastest[trial.schedule] = estimate
+    if not fastest:
+        return None, least_gib
+    limit = min(estimate.time.total for estimate in fastest.values()) * (1 + TIE_TOLERANCE)
+    # Schedules were tried, and are kept in the dictionary, from the simplest on.
+    return next(estimate for estimate in fastest.values() if estimate.time.total <= limit), least_gib
+
+
+def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None]:
+    """The jobs with each of `MICRO_BATCHES` whose memory fits, and the least memory that any needs, GiB; None if the
+    schedule runs with no number of micro-batches."""
+    view, framework = view_of(variant.shape), find_framework(variant.framework)
+    limit = variant.gpu.memory_gib * HEADROOM
+    fitting: list[Job] = []
+    least_gib: float | None = None
+    for micro_batch in MICRO_BATCHES:
+        if (variant.global_batch // variant.data_parallel) % micro_batch:
+            break
+        trial = replace(variant, micro_batch=micro_batch)
+        if trial.overlapped_experts and not can_overlap_experts(trial):  # only one micro-batch is left
+            trial = replace(trial, overlapped_experts=False)
+        if trial.framework == "hf" and not _schedule_runs(trial):
+            continue
+        needed = memory_of(view, trial, framework).total
+        least_gib = needed if least_gib is None else min(least_gib, needed)
+        if needed > limit:
+            break
+        fitting.append(trial)
+    return fitting, least_gib
+
+
+def _schedule_runs(job: Job) -> bool:
+    return supports(
+        job.schedule_name,
+        pp=job.layout.pp,
+        stages_per_rank=job.virtual_stages,
+        micro_batches=job.micro_batches,
+    )
 
 
 def _variants(job: Job) -> Iterator[Job]:
-    """Schedules, recomputation and experts to try, the simplest schedule first."""
+    """The job with each schedule, recomputation and expert parallelism to try, the simplest schedule first."""
     for schedule, stages in _schedules(job):
         for recompute in get_args(Recompute):
-            # A pass for the weights that is put off holds what it needs, recomputed or not.
-            if recompute == "none" or schedule_name(schedule, stages) not in SPLIT_BACKWARD:
-                for experts in _expert_groups(job):
-                    variant = replace(
-                        job,
-                        recompute=recompute,
-                        schedule=schedule,
-                        virtual_stages=stages,
-                        expert_parallel=experts,
-                    )
-                    yield replace(variant, overlapped_experts=True) if can_overlap_experts(variant) else variant
+            # A schedule that delays the weights' gradients keeps what they need, so recomputation saves nothing.
+            if recompute != "none" and schedule_name(schedule, stages) in SPLIT_BACKWARD:
+                continue
+            for experts in _expert_groups(job):
+                variant = replace(
+                    job,
+                    recompute=recompute,
+                    schedule=schedule,
+                    virtual_stages=stages,
+                    expert_parallel=experts,
+                )
+                yield replace(variant, overlapped_experts=True) if can_overlap_experts(variant) else variant
 
 
 def _schedules(job: Job) -> list[tuple[Schedule, int]]:
-    """Schedules with their stages per rank: those of `ParallelTrainer`, or 1F1B as the other stacks interleave it."""
+    """Schedules with their stages per rank: those of `ParallelTrainer`, or 1F1B as other frameworks interleave it."""
     pp, layers = job.layout.pp, job.shape.layers
-    if pp == 1 or job.stack != "hf":
+    if pp == 1 or job.framework != "hf":
         return [("1f1b", stages) for stages in _interleavings(job)]
     looped: list[tuple[Schedule, int]] = [("1f1b", 2), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
     return [("1f1b", 1), *(found for found in looped if pp * found[1] <= layers)]
 
 
-def _expert_groups(job: Job) -> list[int]:
-    """Ranks that may share the experts of a layer; Trainer has no expert parallelism."""
-    if job.shape.moe is None or job.stack == "hf":
-        return [1]
-    ranks = job.data_parallel * job.layout.cp
-    return [size for size in (1, 8, 64) if job.shape.moe.experts % size == 0 and ranks % size == 0]
-
-
 def _interleavings(job: Job) -> list[int]:
-    """Virtual stages that cut the layers of the fullest rank evenly."""
+    """Numbers of stages per rank that divide the layers of the fullest rank."""
     pp, layers = job.layout.pp, job.shape.layers
     if pp == 1:
         return [1]
     return [v for v in (1, 2, 4) if job.layer_split[0] % v == 0 and pp * v <= layers]
 
 
-def _too_large(job: Job, needed: float) -> Rejected:
+def _expert_groups(job: Job) -> list[int]:
+    """Numbers of ranks that may share the experts of a layer; Trainer has no expert parallelism."""
+    if job.shape.moe is None or job.framework == "hf":
+        return [1]
+    ranks = job.data_parallel * job.layout.cp
+    return [size for size in (1, 8, 64) if job.shape.moe.experts % size == 0 and ranks % size == 0]
+
+
+# -- why a layout does not work ---------------------------------------------------------------------------------------
+
+
+def _too_large(job: Job, needed_gib: float) -> Rejected:
     memory = job.gpu.memory_gib
     name = strategy_of(job) + (" with offload" if job.offload != "none" else "")
     reason = (
-        f"{name} needs {needed:.0f} GiB per GPU even with full recomputation and micro-batch 1; {job.gpu.name} has "
-        f"{memory:.0f}, of which a plan uses {100 * HEADROOM:.0f}%"
+        f"{name} needs {needed_gib:.0f} GiB per GPU even with full recomputation and micro-batch 1; {job.gpu.name} "
+        f"has {memory:.0f}, of which a plan uses {100 * HEADROOM:.0f}%"
     )
-    return Rejected(layout=job.layout, strategy=name, reason=reason, needed_gib=needed)
+    return Rejected(layout=job.layout, strategy=name, reason=reason, needed_gib=needed_gib)
+
+
+def _adapters_under_model_parallelism(gpus: int) -> Rejected:
+    return Rejected(
+        layout=ParallelLayout(tp=gpus),
+        strategy="parallel",
+        reason="tensor and pipeline parallelism: adapters are planned with data parallelism alone, because peft "
+        "adapts unsplit matrices; --method qlora or more GPUs (FSDP2) reduce the memory per GPU",
+    )
+
+
+def _expert_parallelism(gpus: int) -> Rejected:
+    return Rejected(
+        layout=ParallelLayout(dp_shard=gpus),
+        strategy="expert parallel",
+        reason="expert parallelism: no recipe spreads experts over data-parallel ranks; tensor parallelism splits "
+        "each of them and FSDP2 gathers them (--stack megatron estimates what spreading them would give)",
+    )

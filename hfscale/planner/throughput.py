@@ -9,13 +9,12 @@ import math
 from dataclasses import dataclass
 
 from hfscale.facts.schedules import idle_relative_to_1f1b
-from hfscale.planner.experts import exchanged_s
-from hfscale.planner.frameworks import Shared, Stack
+from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
+from hfscale.planner.memory import trained_parameters
 from hfscale.planner.model_view import ModelView
 from hfscale.planner.network import Group, Network, exposed_s
-from hfscale.planner.states import trained_parameters
 
 OPTIMIZER_TRAFFIC = {
     "adamw": 34.0,
@@ -51,15 +50,15 @@ class StepTime:
         return self.compute + self.communication + self.bubble + self.optimizer
 
 
-def step_time(view: ModelView, job: Job, stack: Stack, shared: Shared) -> StepTime:
+def step_time(view: ModelView, job: Job, framework: Framework, shared: SharedConstants) -> StepTime:
     """Time of one optimizer step."""
     network = Network.of(job.gpu, node_size=job.gpus_per_node, network_gb_s=job.network_gb_s, shared=shared)
-    rates = Rates(job, stack, shared)
-    layer = layer_forward(view, job, stack, shared, rates)
-    forward, backward = _layer_compute(view, layer, job, stack)
-    sent = _layer_traffic(view, job, stack, network, layer) + exchanged_s(view, job, network, forward + backward)
-    head = head_s(view, job, stack, rates)
-    gathered = _sharded_traffic(view, job, stack, network, forward, backward, head)
+    rates = Rates(job, framework, shared)
+    layer = layer_forward(view, job, framework, shared, rates)
+    forward, backward = _layer_compute(view, layer, job, framework)
+    sent = _layer_traffic(view, job, framework, network, layer) + exchanged_s(view, job, network, forward + backward)
+    head = head_s(view, job, framework, rates)
+    gathered = _sharded_traffic(view, job, framework, network, forward, backward, head)
 
     first, last = job.layer_split
     exposed = sent + gathered.per_layer
@@ -79,8 +78,8 @@ def step_time(view: ModelView, job: Job, stack: Stack, shared: Shared) -> StepTi
     )
 
     m = job.micro_batches
-    once = _once_per_step(view, job, stack, network, forward * first, backward * first) + gathered.per_step
-    optimizer = _optimizer_s(view, job, rates) + stack.step_s
+    once = _once_per_step(view, job, framework, network, forward * first, backward * first) + gathered.per_step
+    optimizer = _optimizer_s(view, job, rates) + framework.step_s
     drift = 1 + shared.node_drift * math.log2(max(1.0, job.layout.world_size / job.gpus_per_node))
     return StepTime(
         compute=m * compute,
@@ -90,27 +89,29 @@ def step_time(view: ModelView, job: Job, stack: Stack, shared: Shared) -> StepTi
     )
 
 
-def _layer_compute(view: ModelView, layer: LayerTime, job: Job, stack: Stack) -> tuple[float, float]:
+def _layer_compute(view: ModelView, layer: LayerTime, job: Job, framework: Framework) -> tuple[float, float]:
     """Forward and backward pass of a layer, recomputation included; never faster than the host can launch it."""
     products = 2.0 if job.method == "full" else 1.0  # frozen weights need no gradient of their own
     attention = BACKWARD_ATTENTION if job.flash_attention else 2.0
-    again = {"none": 0.0, "full": layer.total, "selective": _selective_s(view, layer, stack)}[job.recompute]
+    again = {"none": 0.0, "full": layer.total, "selective": _selective_s(view, layer, framework)}[job.recompute]
     backward = products * layer.matmul + attention * layer.attention + 2 * (layer.elementwise + layer.routing) + again
-    launch = stack.launch_s * (0.5 if job.compile else 1.0)
+    launch = framework.launch_s * (0.5 if job.compile else 1.0)
     forward, backward = max(layer.total, launch), max(backward, 1.5 * launch + (launch if again else 0.0))
     # A recomputed layer runs forward twice and backward, which counts as two passes.
-    fixed = stack.pass_s if again and job.is_megatron_deepspeed else 0.0
+    fixed = framework.pass_s if again and job.is_megatron_deepspeed else 0.0
     return forward + fixed, backward + 3 * fixed
 
 
-def _selective_s(view: ModelView, layer: LayerTime, stack: Stack) -> float:
+def _selective_s(view: ModelView, layer: LayerTime, framework: Framework) -> float:
     """What selective recomputation computes again of a layer (`activations.kept_and_working` says what it keeps)."""
-    if stack.name == "megatron" and view.experts > 1:
+    if framework.name == "megatron" and view.experts > 1:
         return view.expanding_share * layer.matmul + layer.elementwise
-    return stack.selective_matmul * layer.matmul + stack.selective_attention * layer.attention + layer.elementwise
+    return (
+        framework.selective_matmul * layer.matmul + framework.selective_attention * layer.attention + layer.elementwise
+    )
 
 
-def _layer_traffic(view: ModelView, job: Job, stack: Stack, network: Network, layer: LayerTime) -> float:
+def _layer_traffic(view: ModelView, job: Job, framework: Framework, network: Network, layer: LayerTime) -> float:
     """Exposed tensor- and context-parallel traffic of one layer and micro-batch, forward and backward."""
     tp, cp = job.layout.tp, job.layout.cp
     passes = 3 if job.recompute == "full" else 2  # a recomputed forward pass communicates again
@@ -119,12 +120,12 @@ def _layer_traffic(view: ModelView, job: Job, stack: Stack, network: Network, la
         # Attention and MLP each gather and scatter the activation, forward and backward (Korthikanti et al., fig. 5).
         buffer = 2.0 * job.tokens * view.hidden
         # Only the gathers and scatters of sequence parallelism can run piece by piece beside the matrices.
-        regather, overlap = (2, stack.overlap_tp) if job.sequence_parallel else (0, 0.0)
-        regather = 0 if stack.name == "hf" else regather  # it keeps what it has gathered
+        regather, overlap = (2, framework.overlap_tp) if job.sequence_parallel else (0, 0.0)
+        regather = 0 if framework.name == "hf" else regather  # it keeps what it has gathered
         seconds += (4 * passes + regather) * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
     if cp > 1:
         ring = network.gather_s(2.0 * job.tokens * cp * view.kv_width / tp, Group(size=cp, stride=tp))
-        if stack.name == "hf" and job.layout.pp > 1:
+        if framework.name == "hf" and job.layout.pp > 1:
             # `ParallelTrainer` gathers them before attention (Llama Team, arXiv 2407.21783, section 3.3.2), again
             # where a layer is recomputed, and sums their gradients.
             return seconds + (2 if job.recompute == "none" else 3) * ring
@@ -148,7 +149,7 @@ class _Gathered:
 
 
 def _sharded_traffic(
-    view: ModelView, job: Job, stack: Stack, network: Network, forward: float, backward: float, head: float
+    view: ModelView, job: Job, framework: Framework, network: Network, forward: float, backward: float, head: float
 ) -> _Gathered:
     """Exposed traffic of sharded parameters (ZeRO-3, FSDP): gathered before each pass, gradients scattered after.
 
@@ -161,16 +162,16 @@ def _sharded_traffic(
     shard = Group(size=layout.dp_shard * layout.cp, stride=layout.tp)
     replicas = Group(size=layout.dp_replicate, stride=layout.tp * layout.cp * layout.dp_shard)
     local = (view.layer_parameters - view.expert_parameters * (1 - 1 / job.expert_parallel)) / layout.tp
-    weight, gradient = _weight_bytes(job), _gradient_bytes(job, stack)
+    weight, gradient = _weight_bytes(job), _gradient_bytes(job, framework)
     trained = trained_parameters(view, job) / view.total_parameters
     gather = network.gather_s(weight * local, shard)
     scatter = network.gather_s(gradient * local * trained, shard) if trained else 0.0
     across = network.reduce_s(gradient * local * trained / shard.size, replicas)
     again = gather if job.reshard else 0.0
     ends = (view.embedding_parameters + view.head_parameters) / layout.tp / local
-    root = exposed_s(ends * (gather + scatter + across), head, stack.overlap_dp)
-    ahead = exposed_s(gather, forward, stack.overlap_dp)
-    behind = exposed_s(again + scatter + across, backward, stack.overlap_dp)
+    root = exposed_s(ends * (gather + scatter + across), head, framework.overlap_dp)
+    ahead = exposed_s(gather, forward, framework.overlap_dp)
+    behind = exposed_s(again + scatter + across, backward, framework.overlap_dp)
     if layout.pp > 1:
         return _Gathered(per_step=job.layer_split[0] * (ahead + behind) + root)
     return _Gathered(per_layer=ahead + behind, root=root)
@@ -183,8 +184,8 @@ def _weight_bytes(job: Job) -> float:
     return 4.0 if job.precision == "fp32" else 2.0
 
 
-def _gradient_bytes(job: Job, stack: Stack) -> float:
-    return 2.0 if job.pure else stack.gradient_bytes
+def _gradient_bytes(job: Job, framework: Framework) -> float:
+    return 2.0 if job.pure else framework.gradient_bytes
 
 
 def _pipeline_sends(view: ModelView, job: Job, network: Network) -> float:
@@ -205,7 +206,7 @@ def _bubble(job: Job, slowest: float, all_layers: float) -> float:
 
 
 def _once_per_step(
-    view: ModelView, job: Job, stack: Stack, network: Network, forward: float, backward: float
+    view: ModelView, job: Job, framework: Framework, network: Network, forward: float, backward: float
 ) -> float:
     """Exposed gradient reduction (and gathering of updated parameters) of replicated parameters."""
     layout = job.layout
@@ -217,16 +218,16 @@ def _once_per_step(
     trained = trained_parameters(view, job) / (layout.tp * layout.pp)
     experts = view.expert_parameters * view.layers / view.total_parameters
     trained *= 1 - experts * (1 - 1 / job.expert_parallel)
-    gradient = _gradient_bytes(job, stack)
-    if stack.name == "megatron" and not job.flash_attention:
+    gradient = _gradient_bytes(job, framework)
+    if framework.name == "megatron" and not job.flash_attention:
         # Of that time: gradients were reduced whole after the last micro-batch, also where the optimizer's states were
         # shared (DeepSpeed's pipelines), and nothing ran beside them (`--overlap-grad-reduce` is of 2023).
         gathered = network.gather_s(2.0 * trained, group) if job.zero else 0.0
         return network.reduce_s(gradient * trained, group) + gathered
     if job.zero == 0:
-        return exposed_s(network.reduce_s(gradient * trained, group), backward, stack.overlap_dp)
-    scattered = exposed_s(network.gather_s(gradient * trained, group), backward, stack.overlap_dp)
-    return scattered + exposed_s(network.gather_s(2.0 * trained, group), forward, stack.overlap_dp)
+        return exposed_s(network.reduce_s(gradient * trained, group), backward, framework.overlap_dp)
+    scattered = exposed_s(network.gather_s(gradient * trained, group), backward, framework.overlap_dp)
+    return scattered + exposed_s(network.gather_s(2.0 * trained, group), forward, framework.overlap_dp)
 
 
 def _optimizer_s(view: ModelView, job: Job, rates: Rates) -> float:
@@ -243,3 +244,44 @@ def _optimizer_s(view: ModelView, job: Job, rates: Rates) -> float:
     crossings = 2 * 2.0 * job.micro_batches if job.offload == "full" else 0.0
     whole = view.total_parameters / (layout.tp * layout.pp) / max(1, layout.dp_shard)
     return trained * ((4 + 2) / host + traffic / CPU_BYTES_S) + crossings * whole / host
+
+
+# -- the exchange of a mixture of experts -----------------------------------------------------------------------------
+
+
+OVERLAP = 1 - 20 / 132
+"""What a computation runs at beside the exchange, which takes 20 of the 132 multiprocessors (arXiv 2412.19437, section
+3.2.2)."""
+FP8_SCALE_BYTES = 4 / 128
+"""Per element that is sent in 8 bits: an fp32 scale per 128 (arXiv 2412.19437, section 3.3)."""
+
+
+def exchanged_s(view: ModelView, job: Job, network: Network, compute: float) -> float:
+    """Exposed seconds of the exchange of an average layer and micro-batch, forward and backward.
+
+    Args:
+        compute (`float`): Seconds of the layer's own forward and backward pass: as long is that of the other
+            micro-batch, under which an overlapped exchange is hidden.
+    """
+    size = job.expert_parallel
+    if size == 1:
+        return 0.0
+    tp = job.layout.tp
+    group = Group(size=size, stride=tp * job.layout.cp)
+    element = 2.0 * job.tokens * view.hidden / tp
+    if not job.overlapped_experts:
+        passes = 3 if job.recompute == "full" else 2  # a recomputed forward pass communicates again
+        return view.moe_share * 2 * passes * network.exchange_s(element * view.top_k, group)
+    nodes = nodes_of_a_token(view, size / network.per_node(group))
+    packed = (1 + FP8_SCALE_BYTES) / 2 if job.precision == "fp8" else 1.0
+    there = network.routed_s(element * packed, group, copies=view.top_k, nodes=nodes)
+    back = network.routed_s(element, group, copies=view.top_k, nodes=nodes)
+    return exposed_s(view.moe_share * 2 * (there + back), compute, OVERLAP)
+
+
+def nodes_of_a_token(view: ModelView, nodes: float) -> float:
+    """Nodes on which a token's experts lie at most, of those that hold experts: where the router takes them from some
+    groups only, and groups lie together, the nodes of as many groups."""
+    if view.expert_groups == 1:
+        return nodes
+    return min(nodes, view.top_groups * max(1.0, nodes / view.expert_groups))
