@@ -11,7 +11,8 @@ PROCESSES ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
 OUTPUT_DIR ?= runs/train
 # Nothing here asks a hub, an account or a cloud; W&B writes its files below the output directory.
 OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true HFSCALE_CLOUD=none
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Modules are compiled to bytecode when they are first imported: compiling all of torch takes longer.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: train test check docs test-faults test-gpu bench clean
 .DEFAULT_GOAL := train
