@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 GPUS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count())")
 PROCESSES ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
 OUTPUT_DIR ?= runs/train
-# Nothing here asks a hub, an account or a cloud; W&B writes its files below the output directory.
+# No target contacts a hub, an account or a cloud; W&B writes its files into the output directory.
 OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true HFSCALE_CLOUD=none
 # Modules are compiled to bytecode when they are first imported: compiling all of torch takes longer.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
