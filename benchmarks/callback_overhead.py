@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from hfscale import CommHealthCallback, ScalingCallback, ScalingMetricsCallback
 from hfscale.health.local_time import LocalTimer
 from hfscale.integrations.metric_injector import MetricInjector
+from hfscale.metrics.clocks import PhaseClock
 from hfscale.metrics.noise_scale import LeafProbe
-from hfscale.metrics.phases import PhaseClock
 from hfscale.metrics.throughput import TokenCounter
 
 LOGGED_EVERY = 10
@@ -87,7 +87,7 @@ class OwnTime:
             self.wrap(ScalingCallback, event)
         self.wrap(MetricInjector, "on_log")
         self.wrap(TokenCounter, "_count")
-        self.wrap(LeafProbe, "_see")
+        self.wrap(LeafProbe, "_measure")
         self.wrap(PhaseClock, "end")  # which a batch's arrival calls
         for hook in ("_begin", "_end"):
             self.wrap(LocalTimer, hook)

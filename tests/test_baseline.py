@@ -8,7 +8,7 @@ from tiny import LENGTH, logged, tiny_trainer
 from hfscale import ScalingMetricsCallback
 from hfscale.errors import ConfigFileError
 from hfscale.metrics.baseline import Baseline, Workload, find, read_baselines, record_baseline, user_file
-from hfscale.metrics.efficiency import describe_workload
+from hfscale.metrics.throughput import describe_workload
 
 WORK = Workload(
     model_type="llama",
@@ -85,7 +85,7 @@ def test_a_speed_that_is_none_is_refused(tmp_path):
     path = tmp_path / "b.json"
     record_baseline(path, ONE)
     path.write_text(path.read_text().replace("1000.0", "0"))
-    with pytest.raises(ConfigFileError, match="is not a speed"):
+    with pytest.raises(ConfigFileError, match="tokens_per_s_per_gpu"):
         read_baselines(path)
 
 

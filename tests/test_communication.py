@@ -65,5 +65,5 @@ def test_two_processes(launch, tmp_path):
         assert 0 < found[strategy]["comm_fraction"] <= 1, found
         assert found[strategy]["noise_scale"] == pytest.approx(found["known_noise_scale"], rel=0.1), found
     assert found["wide"]["comm_fraction"] > 0.2, found
-    assert found["wide"]["hides"] > 1, found
+    assert found["wide"]["comm_over_backward"] > 1, found
     assert found["wide"]["cause"] == "tokens per GPU too small", found

@@ -8,9 +8,8 @@ from transformers import TrainerCallback
 
 from hfscale import ScalingMetricsCallback
 from hfscale.errors import UsageError
-from hfscale.metrics.goodput import GoodputTracker
+from hfscale.metrics.goodput import GoodputTracker, rate
 from hfscale.metrics.records import append_record, begin_records, last_sign_of_life, read_events, read_records
-from hfscale.metrics.spending import rate
 
 
 class Clock:

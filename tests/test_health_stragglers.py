@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from workers.health_stragglers import run
 
-from hfscale.health.local_time import KEPT_STEPS, HostSpan, LocalTimer
+from hfscale.health.local_time import KEPT_STEPS, LocalTimer, StepSpans
 from hfscale.health.stragglers import DataWaitJudge, StragglerJudge, z_scores
+from hfscale.metrics.clocks import CudaClock, HostClock
 
 HOSTS = [f"node-{rank // 4}" for rank in range(8)]
 
@@ -137,7 +138,7 @@ class TestTheTimer:
         assert math.isnan(timer.span.read()[0])
 
     def test_a_window_keeps_its_last_steps(self):
-        span = HostSpan()
+        span = StepSpans(HostClock())
         for _ in range(KEPT_STEPS + 5):
             span.open()
             span.close()
@@ -152,9 +153,7 @@ class TestTheTimer:
 
 @pytest.mark.gpu
 def test_on_a_gpu_events_are_read_when_they_have_completed():
-    from hfscale.health.local_time import DeviceSpan
-
-    span = DeviceSpan()
+    span = StepSpans(CudaClock())
     span.open()
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
     span.close()

@@ -93,7 +93,7 @@ def test_is_absent_with_a_reason_where_it_cannot_be_told(tmp_path, caplog, monke
     monkeypatch.setattr(trainer, "compute_loss_context_manager", lambda: torch.enable_grad())
     with caplog.at_level("INFO", logger="hfscale"):
         trainer.train()
-    assert any("scaling/noise_scale is left out" in line and reason in line for line in caplog.messages)
+    assert any("scaling/noise_scale is not logged" in line and reason in line for line in caplog.messages)
     assert logged(trainer, "scaling/noise_scale") == []
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from hfscale.cli import main
 from hfscale.errors import UsageError
-from hfscale.report.charts import Series, heat_map, line_chart, thin, ticks
 from hfscale.report.formatting import count, duration, percent, size, usd
+from hfscale.report.html import Series, heat_map, line_chart, thin, ticks
 from hfscale.report.page import page
-from hfscale.report.priorities import priorities
 from hfscale.report.run_data import load_run
+from hfscale.report.summary import bottlenecks
 
 BEGIN = 1_790_000_000.0
 WORKLOAD = {
@@ -132,11 +132,11 @@ def test_of_a_run_that_goes_on_the_newest_checkpoint_tells_where_the_time_went(t
 
 
 def test_the_largest_loss_is_what_to_change_first(tmp_path):
-    found = priorities(load_run(a_run(tmp_path)))
-    assert [one.title for one in found] == ["data wait", "restarts"]
+    found = bottlenecks(load_run(a_run(tmp_path)))
+    assert [one.check for one in found] == ["data wait", "restarts"]
     assert found[0].share == pytest.approx(0.25)
     # Young: sqrt(2 x 8 s x 890 s up / 1 restart)
-    assert "every 1 min 59 s" in found[1].mend
+    assert "every 1 min 59 s" in found[1].fix
 
 
 def test_the_page_says_it_all_and_loads_nothing(tmp_path):
@@ -161,7 +161,7 @@ def test_the_page_says_it_all_and_loads_nothing(tmp_path):
         "Loss",
         "Tokens per second",
         "Waiting for data, by rank",
-        "Memory of the fullest GPU",
+        "Peak memory of the fullest GPU",
         "Checkpoints",
         "3 GiB",
         "incomplete",
@@ -254,7 +254,7 @@ def test_a_folder_without_a_run_is_one_clear_line(tmp_path, capsys):
     with pytest.raises(UsageError, match=r"scaling\.jsonl"):
         load_run(tmp_path)
     assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "not a directory" in capsys.readouterr().err
 
 
 def test_text_and_json(tmp_path, capsys):

@@ -13,10 +13,9 @@ from wandb_file import artifact_types, config, history, run_files, run_id, step_
 
 from hfscale import ScalingMetricsCallback
 from hfscale.errors import UnsupportedModelError, UsageError
-from hfscale.metrics.efficiency import FlopsModel, training_dtype
-from hfscale.metrics.pace import StepPace
-from hfscale.metrics.phases import PhaseClock
+from hfscale.metrics.clocks import PhaseClock, StepPace
 from hfscale.metrics.records import RankLines, read_records
+from hfscale.metrics.throughput import FlopsModel, training_dtype
 
 TOKENS_PER_STEP = 4 * LENGTH
 

@@ -9,8 +9,8 @@ from conftest import REPOSITORY
 from hfscale.cli import main
 from hfscale.cli.sweep import parse_gpus, to_dict
 from hfscale.errors import HfScaleError, UsageError
+from hfscale.report.page import sweep_page
 from hfscale.report.sweep import Measurement, Sweep, environment, run_sweep
-from hfscale.report.sweep_page import sweep_page
 
 
 def sweep_of(tmp_path, *flags, script="", **changed):
@@ -60,7 +60,7 @@ class TestBatches:
         [
             ([], (1, 2), "give --per_device_train_batch_size"),
             (["--per_device_train_batch_size", "2"], (1, 4), "does not divide over 4"),
-            (["--per_device_train_batch_size", "many"], (1, 2), "many is no whole number"),
+            (["--per_device_train_batch_size", "many"], (1, 2), "--per_device_train_batch_size is many"),
         ],
     )
     def test_what_cannot_be_kept_is_told_before_anything_runs(self, tmp_path, flags, gpus, words):
@@ -70,12 +70,12 @@ class TestBatches:
 
 def test_wrong_usage(tmp_path, capsys):
     for argv, words in (
-        (["--gpus", "1,1", "--", "x"], "--gpus 1,1"),
-        (["--gpus", "0", "--", "x"], "--gpus 0"),
-        (["--mode", "wide", "--", "x"], "--mode wide"),
-        (["--gpus", "1"], "give the recipe"),
-        (["--", str(tmp_path / "no.py")], "is no file"),
-        (["--steps", "3", "--", __file__], "--steps 3"),
+        (["--gpus", "1,1", "--", "x"], "--gpus is 1,1"),
+        (["--gpus", "0", "--", "x"], "--gpus is 0"),
+        (["--mode", "wide", "--", "x"], "--mode is wide"),
+        (["--gpus", "1"], "recipe"),
+        (["--", str(tmp_path / "no.py")], "no.py"),
+        (["--steps", "3", "--", __file__], "--steps is 3"),
         (["--config-file", "nothing", "--", __file__], "no shipped config is named 'nothing'"),
     ):
         assert main(["sweep", *argv]) == 2, argv
@@ -101,7 +101,7 @@ class TestArithmetic:
         assert losses["data wait"] == pytest.approx(0.1)
         assert losses["exposed communication"] == pytest.approx(0.2)
         assert losses["not measured"] == pytest.approx(0.1)
-        assert slow.finding(self.BASE).check == "exposed communication"
+        assert slow.bottleneck(self.BASE).check == "exposed communication"
         much = measured(8, [900.0, 450.0, 900.0], data_wait_fraction=0.51, comm_fraction=0.5)
         assert sum(much.losses(self.BASE).values()) == pytest.approx(0.1)
 
@@ -133,14 +133,14 @@ class TestFailures:
         launcher = [sys.executable]
         monkeypatch.setattr(Sweep, "command", lambda self, number, output_dir: [*launcher, self.recipe[0]])
         with pytest.raises(HfScaleError, match=words) as caught:
-            run_sweep(sweep_of(tmp_path, script=script), tell=print)
+            run_sweep(sweep_of(tmp_path, script=script), log=print)
         assert "abcdefgh" not in str(caught.value)
         assert "abcdefgh" not in (tmp_path / "sweep" / "1-gpus" / "repeat-1" / "output.txt").read_text()
 
     def test_a_run_that_does_not_end_is_ended(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Sweep, "command", lambda self, number, output_dir: [sys.executable, self.recipe[0]])
         with pytest.raises(HfScaleError, match="longer than 1 s"):
-            run_sweep(sweep_of(tmp_path, script="import time; time.sleep(99)", timeout_s=1), tell=print)
+            run_sweep(sweep_of(tmp_path, script="import time; time.sleep(99)", timeout_s=1), log=print)
 
 
 @pytest.mark.faults

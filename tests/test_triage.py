@@ -2,8 +2,7 @@
 
 import pytest
 
-from hfscale.callbacks.triage_watch import TriageWatch
-from hfscale.metrics.triage import Measured, triage
+from hfscale.metrics.triage import TriageInput, TriageWatch, triage
 
 HEALTHY = {
     "efficiency": 0.9,
@@ -17,8 +16,8 @@ HEALTHY = {
 
 
 def test_a_healthy_run_and_an_unknown_one_have_no_finding():
-    assert triage(Measured(**HEALTHY)) is None
-    assert triage(Measured()) is None
+    assert triage(TriageInput(**HEALTHY)) is None
+    assert triage(TriageInput()) is None
 
 
 @pytest.mark.parametrize(
@@ -27,8 +26,8 @@ def test_a_healthy_run_and_an_unknown_one_have_no_finding():
         ({"data_wait_fraction": 0.31}, "data wait", "31%"),
         ({"straggler_skew": 1.5}, "straggler", "1.50 times"),
         ({"comm_fraction": 0.4}, "exposed communication", "40%"),
-        ({"comm_fraction": 0.4, "hides": 0.8}, "exposed communication", "40%"),
-        ({"comm_fraction": 0.4, "hides": 3.0}, "tokens per GPU too small", "8,192 tokens"),
+        ({"comm_fraction": 0.4, "comm_over_backward": 0.8}, "exposed communication", "40%"),
+        ({"comm_fraction": 0.4, "comm_over_backward": 3.0}, "tokens per GPU too small", "8,192 tokens"),
         ({"bubble_fraction": 0.3}, "bubble", "30%"),
         ({"mfu": 0.3, "hfu": 0.45}, "recompute", "33%"),
         ({"throttled": 1.0}, "thermal", "clock"),
@@ -42,7 +41,7 @@ def test_a_healthy_run_and_an_unknown_one_have_no_finding():
     ],
 )
 def test_each_cause_is_named_with_its_numbers(changed, cause, number):
-    finding = triage(Measured(**(HEALTHY | changed)))
+    finding = triage(TriageInput(**(HEALTHY | changed)))
     assert finding.check == cause
     assert number in finding.problem
     assert finding.fix
@@ -50,12 +49,12 @@ def test_each_cause_is_named_with_its_numbers(changed, cause, number):
 
 def test_of_several_causes_the_largest_is_named():
     both = HEALTHY | {"data_wait_fraction": 0.2, "straggler_skew": 1.2, "comm_fraction": 0.3, "throttled": 1.0}
-    assert triage(Measured(**both)).check == "exposed communication"
-    assert triage(Measured(**(both | {"straggler_skew": 3.0}))).check == "straggler"
+    assert triage(TriageInput(**both)).check == "exposed communication"
+    assert triage(TriageInput(**(both | {"straggler_skew": 3.0}))).check == "straggler"
 
 
 def test_the_tokens_that_would_hide_the_exchange_are_computed():
-    finding = triage(Measured(**(HEALTHY | {"comm_fraction": 0.4, "hides": 3.0})))
+    finding = triage(TriageInput(**(HEALTHY | {"comm_fraction": 0.4, "comm_over_backward": 3.0})))
     assert "24,576 tokens" in finding.fix
 
 
@@ -64,7 +63,7 @@ SLOW = {"scaling/data_wait_fraction": 0.5, "loss": 1.0}
 
 class TestWatch:
     def look(self, watch, logs):
-        return watch.look(logs, hides=None, tokens_per_gpu=None)
+        return watch.check(logs, comm_over_backward=None, tokens_per_gpu=None)
 
     def test_says_a_cause_once_after_it_has_held(self):
         watch = TriageWatch()

@@ -1,11 +1,12 @@
-"""What `ScalingMetricsCallback` measures beside throughput: one meter per idea.
+"""The meters of `ScalingMetricsCallback`: each measures one thing besides throughput.
 
-A meter sees each step begin and end, gives a few numbers per rank at each log, and makes keys of all ranks' numbers.
-The numbers of all meters travel in one exchange. A number that is not known is NaN on the way and has no key.
+A meter sees the beginning and the end of each step. At each log it gives a few named numbers of its rank, and makes
+metric keys from the numbers of all ranks. One exchange carries the numbers of all meters. An unknown number is NaN in
+the exchange, and has no metric key.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,36 +15,43 @@ from transformers import Trainer, TrainerState
 
 from hfscale.errors import UnsupportedModelError
 from hfscale.integrations.strategy import running_strategy
+from hfscale.integrations.trainer import global_batch_size, saved_state
 from hfscale.metrics.baseline import Match, Workload, find, read_baselines, user_file
-from hfscale.metrics.communication import DdpCounters, Exposed, SampledSteps, find_ddp
-from hfscale.metrics.efficiency import (
+from hfscale.metrics.communication import DdpCounters, Exposed, SampledSteps
+from hfscale.metrics.goodput import GoodputTracker, Rate, rate
+from hfscale.metrics.noise_scale import GradientProbe, LeafProbe, NoiseScale, ReduceScatterProbe, Sample, advice
+from hfscale.metrics.throughput import (
     FlopsModel,
     describe_workload,
     device_name,
     device_peak_tflops,
     training_dtype,
 )
-from hfscale.metrics.goodput import GoodputTracker
-from hfscale.metrics.spending import Rate, rate
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-NAN = math.nan
+Columns = Mapping[str, Sequence[float]]
+"""The exchanged numbers: for each name the number of every rank, in rank order, (ranks,)."""
+
+MIN_STEPS_BETWEEN_SAMPLES = 50
+"""A noise-scale sample costs about 3% of a step of two small micro-batches, and the noise scale changes over thousands
+of steps."""
+_LEAF_PROBE_STRATEGIES = ("single", "ddp")  # checked against a known answer; DeepSpeed's strategies are not
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The stretch between two logs, all ranks together."""
+    """The part of a run between two logs, over all ranks."""
 
     steps: int
-    """Optimizer steps in it."""
+    """Optimizer steps."""
     seconds: float
-    """Of training, on the rank that took longest."""
+    """Seconds of training on the rank that took longest."""
     tokens: float
-    """Trained on."""
+    """Tokens trained on."""
     tokens_seen: int
-    """Since step 0."""
+    """Tokens trained on since step 0."""
     tokens_per_s_per_gpu: float
     """Tokens / seconds / processes."""
     sequence_length: int
@@ -51,91 +59,104 @@ class Window:
 
 
 class Meter:
-    """Measures nothing; the base of those that do."""
+    """Base class of the meters, which measures nothing."""
 
-    width = 0
-    """Numbers per rank."""
     watches_steps = False
-    """Whether `step_begin` and `step_end` are to be called; known after `begin`."""
+    """Whether `step_begin` and `step_end` must be called; it is set by `begin`."""
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
-        """When training begins, on every rank."""
+        """Prepare for a training. It is called on every rank when training begins."""
 
     def step_begin(self, state: TrainerState) -> None:
-        """Before the first forward of an optimizer step."""
+        """Start to measure a step, before its first forward."""
 
     def step_end(self, state: TrainerState) -> None:
-        """After its update."""
+        """Stop measuring a step, after its optimizer step."""
 
-    def row(self, state: TrainerState) -> list[float]:
-        """This rank's numbers of the window that ends: `width` of them."""
-        return []
+    def numbers(self, state: TrainerState) -> dict[str, float]:
+        """Return the numbers of this rank in the window that ends now, under names that no other meter uses.
 
-    def keys(self, rows: Sequence[Sequence[float]], window: Window, state: TrainerState) -> dict[str, float]:
-        """Metric keys from the numbers of every rank, in rank order."""
+        The names must be the same on every rank and at every log.
+        """
+        return {}
+
+    def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        """Return metric keys.
+
+        Args:
+            columns (`Mapping[str, Sequence[float]]`): The numbers of every rank, by name.
+            window (`Window`): The window that ends now.
+            state (`TrainerState`): State of the Trainer.
+
+        Returns:
+            `dict[str, float]`: The metric keys that are known.
+        """
         return {}
 
     def end(self) -> None:
-        """When training ends."""
+        """Release what `begin` took. It is called when training ends."""
 
 
-class UtilisationMeter(Meter):
-    """`scaling/mfu` and `scaling/hfu`; says once why they will be absent."""
+class UtilizationMeter(Meter):
+    """Measures `scaling/mfu` and `scaling/hfu`, and logs once why they are absent.
+
+    Args:
+        peak_tflops (`float`, *optional*): Dense peak of one device in TFLOP/s; None: the peak in `hardware.toml`.
+    """
 
     def __init__(self, peak_tflops: float | None) -> None:
         self._peak_tflops = peak_tflops
         self._flops: FlopsModel | None = None
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
-        args, model = trainer.args, trainer.model
+        args = trainer.args
         self._flops = None
-        dtype = training_dtype(model, args)
-        peak = self._peak_tflops or device_peak_tflops(args.device, dtype)
-        if peak is None:
+        dtype = training_dtype(trainer.model, args)
+        peak_tflops = self._peak_tflops or device_peak_tflops(args.device, dtype)
+        if peak_tflops is None:
             device = args.device.type
-            logger.info("scaling/mfu is left out: the %s peak of this %s is unknown (give peak_tflops)", dtype, device)
+            logger.info(
+                "scaling/mfu is not logged: the %s peak of this %s is unknown (give peak_tflops)", dtype, device
+            )
             return
         try:
-            self._flops = FlopsModel.of(model, args, sizes=getattr(trainer, "whole_sizes", None))
-            self._peak_flops, self._length = peak * 1e12, 0
+            self._flops = FlopsModel.of(trainer.model, args, sizes=getattr(trainer, "whole_sizes", None))
         except UnsupportedModelError as error:
-            logger.info("scaling/mfu is left out: %s", error)
+            logger.info("scaling/mfu is not logged: %s", error)
+        self._peak_flops = peak_tflops * 1e12
+        self._length = 0
 
-    def keys(self, rows: Sequence[Sequence[float]], window: Window, state: TrainerState) -> dict[str, float]:
+    def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
         if self._flops is None:
             return {}
-        if window.sequence_length != self._length:  # the shape is asked layer by layer
+        if window.sequence_length != self._length:  # computed once per length, because it goes through all layers
             self._length = window.sequence_length
-            self._peak_s = (
-                self._flops.model_flops_per_token(self._length) / self._peak_flops,
-                self._flops.hardware_flops_per_token(self._length) / self._peak_flops,
-            )
-        mfu, hfu = (window.tokens_per_s_per_gpu * peak_s for peak_s in self._peak_s)
-        return {"scaling/mfu": mfu, "scaling/hfu": hfu}
+            self._model_s_per_token = self._flops.model_flops_per_token(self._length) / self._peak_flops
+            self._hardware_s_per_token = self._flops.hardware_flops_per_token(self._length) / self._peak_flops
+        return {
+            "scaling/mfu": window.tokens_per_s_per_gpu * self._model_s_per_token,
+            "scaling/hfu": window.tokens_per_s_per_gpu * self._hardware_s_per_token,
+        }
 
 
 class CommunicationMeter(Meter):
-    """`scaling/comm_fraction`: by DDP's counters, or by profiled steps on the first and the last rank."""
-
-    width = 2
+    """Measures `scaling/comm_fraction`, by DDP's counters or by profiled steps on the first and the last rank."""
 
     def __init__(self) -> None:
-        self.hides: float | None = None
-        """Communication time / backward time, where DDP tells it."""
+        self.comm_over_backward: float | None = None
+        """Communication time over backward time, where DDP measures it."""
         self.shares: list[float] = []
-        """Of each rank's time, exchanging or waiting for others; empty where not every rank knows."""
+        """Share of the time that each rank communicates or waits for others; empty unless every rank knows its own."""
         self._ddp: DdpCounters | None = None
         self._sampled: SampledSteps | None = None
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
-        self._ddp, self._sampled, self.watches_steps = None, None, False
-        if trainer.args.world_size == 1:
-            return
-        ddp = find_ddp(trainer.model_wrapped)
-        if ddp is not None:
-            self._ddp = DdpCounters(ddp)
-        elif trainer.args.process_index in (0, trainer.args.world_size - 1):
-            self._sampled = SampledSteps()
+        self._ddp = None
+        self._sampled = None
+        if trainer.args.world_size > 1:
+            self._ddp = DdpCounters.find(trainer.model_wrapped)
+            if self._ddp is None and trainer.args.process_index in (0, trainer.args.world_size - 1):
+                self._sampled = SampledSteps()
         self.watches_steps = self._sampled is not None
 
     def step_begin(self, state: TrainerState) -> None:
@@ -150,28 +171,37 @@ class CommunicationMeter(Meter):
         if self._sampled is not None:
             self._sampled.stop()
 
-    def row(self, state: TrainerState) -> list[float]:
+    def numbers(self, state: TrainerState) -> dict[str, float]:
         exposed: Exposed | None = None
         if self._ddp is not None:
             exposed = self._ddp.read()
         elif self._sampled is not None:
             exposed = self._sampled.last
-        if exposed is None:
-            return [NAN, NAN]
-        # A profiled step has its own length; DDP's seconds are shares of a usual step, which the window will tell.
-        share = -exposed.seconds if exposed.step_s is None else exposed.seconds / exposed.step_s
-        return [share, NAN if exposed.hides is None else exposed.hides]
+        return {
+            "exposed_comm_s": _or_nan(exposed.seconds if exposed is not None else None),
+            "exposed_comm_step_s": _or_nan(exposed.step_s if exposed is not None else None),
+            "comm_over_backward": _or_nan(exposed.comm_over_backward if exposed is not None else None),
+        }
 
-    def keys(self, rows: Sequence[Sequence[float]], window: Window, state: TrainerState) -> dict[str, float]:
-        step_s = window.seconds / window.steps
-        shares = [min(-row[0] / step_s if row[0] <= 0 else row[0], 1.0) for row in rows if not math.isnan(row[0])]
-        self.shares = shares if len(shares) == len(rows) else []
-        self.hides = min((row[1] for row in rows if not math.isnan(row[1])), default=None)
+    def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        mean_step_s = window.seconds / window.steps
+        shares = [
+            min(exposed_s / (mean_step_s if math.isnan(step_s) else step_s), 1.0)
+            for exposed_s, step_s in zip(columns["exposed_comm_s"], columns["exposed_comm_step_s"], strict=True)
+            if not math.isnan(exposed_s)
+        ]
+        self.shares = shares if len(shares) == len(columns["exposed_comm_s"]) else []
+        known = [ratio for ratio in columns["comm_over_backward"] if not math.isnan(ratio)]
+        self.comm_over_backward = min(known, default=None)
         return {"scaling/comm_fraction": min(shares)} if shares else {}
 
 
 class EfficiencyMeter(Meter):
-    """`scaling/efficiency`: tokens/s/GPU over those of a recorded baseline of the same work."""
+    """Measures `scaling/efficiency`: tokens/s/GPU over those of a recorded baseline of the same work.
+
+    Args:
+        path (`Path`, *optional*): The baselines file; None: the user's own, if it exists.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -180,13 +210,15 @@ class EfficiencyMeter(Meter):
         """What the run does; None before the first log."""
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
-        self._trainer, self.workload, self._match = trainer, None, None
+        self._trainer = trainer
+        self.workload = None
+        self._match = None
         path = self._path or user_file()
         is_given = self._path is not None or path.is_file()
-        # The main process logs it; another machine need not have the file.
+        # Only the main process logs, so the file need not exist on other machines.
         self._baselines = read_baselines(path) if is_given and state.is_world_process_zero else None
 
-    def keys(self, rows: Sequence[Sequence[float]], window: Window, state: TrainerState) -> dict[str, float]:
+    def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
         if self.workload is None:
             self._look_up(window)
         if self._match is None:
@@ -206,12 +238,12 @@ class EfficiencyMeter(Meter):
         found = find(self._baselines, self.workload, args.world_size)
         if isinstance(found, Match):
             self._match = found
-            logger.info("scaling/efficiency is against %s", found.describe())
+            logger.info("scaling/efficiency is relative to %s", found.describe())
         else:
-            logger.info("scaling/efficiency is left out: %s", found)
+            logger.info("scaling/efficiency is not logged: %s", found)
 
     def facts(self) -> dict[str, Any]:
-        """For the timeline."""
+        """Return what the run does, for the timeline."""
         args = self._trainer.args
         facts: dict[str, Any] = {
             **(asdict(self.workload) if self.workload is not None else {}),
@@ -224,26 +256,30 @@ class EfficiencyMeter(Meter):
         return facts
 
 
-class SpendingMeter(Meter):
-    """`scaling/goodput`, `scaling/usd` and `scaling/usd_per_million_tokens`, by the ledger of the run."""
+class GoodputMeter(Meter):
+    """Measures `scaling/goodput`, `scaling/usd` and `scaling/usd_per_million_tokens`, from the times of the run.
+
+    Args:
+        usd_per_gpu_hour (`float`, *optional*): Price of one device; None: the price in the price list.
+    """
 
     def __init__(self, usd_per_gpu_hour: float | None) -> None:
         self._usd_per_gpu_hour = usd_per_gpu_hour
         self.goodput_tracker: GoodputTracker | None = None
-        """Opened by the callback, which knows how the run was launched."""
+        """Set by the callback, which knows how the run was launched."""
         self.rate: Rate | None = None
-        """What an hour costs; None where nobody knows."""
+        """The price of a GPU-hour; None if it is unknown."""
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
         self.rate = rate(device_name(trainer.args.device), self._usd_per_gpu_hour)
         if self.rate is not None and self._usd_per_gpu_hour is None:
             logger.info(
-                "scaling/usd is at %.4g USD per GPU and hour: %s (give usd_per_gpu_hour for your own price)",
+                "scaling/usd assumes %.4g USD per GPU and hour: %s (give usd_per_gpu_hour for your own price)",
                 self.rate.usd_per_gpu_hour,
                 self.rate.source,
             )
 
-    def keys(self, rows: Sequence[Sequence[float]], window: Window, state: TrainerState) -> dict[str, float]:
+    def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
         keys: dict[str, float] = {}
         if self.goodput_tracker is None:
             return keys
@@ -255,3 +291,92 @@ class SpendingMeter(Meter):
             if window.tokens_seen:
                 keys["scaling/usd_per_million_tokens"] = keys["scaling/usd"] / window.tokens_seen * 1e6
         return keys
+
+
+class NoiseScaleMeter(Meter):
+    """Measures `scaling/noise_scale` in logged steps, and logs once why a strategy does not allow it."""
+
+    def __init__(self) -> None:
+        self.min_steps_between = MIN_STEPS_BETWEEN_SAMPLES
+        """Smallest number of steps between two samples, however often is logged."""
+        self.advice: str | None = None
+        """What the noise scale says about the batch size, once it is known."""
+        self._probe: GradientProbe | None = None
+
+    def begin(self, trainer: Trainer, state: TrainerState) -> None:
+        self._trainer = trainer
+        self.advice = None
+        self._sampled_step = -self.min_steps_between
+        self._scale = NoiseScale(saved_state(state, "noise_scale"))
+        self._global_batch_size = global_batch_size(trainer)
+        probe = self._make_probe(trainer)
+        self._probe = None if isinstance(probe, str) else probe
+        self.watches_steps = self._probe is not None
+        if isinstance(probe, str):
+            logger.info("scaling/noise_scale is not logged: %s", probe)
+
+    def _make_probe(self, trainer: Trainer) -> GradientProbe | str:
+        """The probe for the strategy that runs, or the reason why there is none."""
+        args = trainer.args
+        strategy = running_strategy(trainer)
+        if args.fp16:
+            return "fp16 scales the loss, and with it the gradients"
+        if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
+            return "ranks that share a sequence or a matrix see only parts of the gradients"
+        if self._global_batch_size <= args.per_device_train_batch_size:
+            return "it needs two micro-batches per step, from two ranks or by gradient accumulation"
+        if strategy in _LEAF_PROBE_STRATEGIES:
+            return LeafProbe(trainer.model)
+        if strategy != "fsdp2":
+            return f"hfscale cannot measure it under {strategy}"
+        try:
+            return ReduceScatterProbe(trainer.model_wrapped)
+        except ValueError as error:
+            return f"FSDP2 does not accept a custom reduce-scatter: {error}"
+
+    def step_begin(self, state: TrainerState) -> None:
+        step = state.global_step + 1
+        is_logged = bool(state.logging_steps) and step % state.logging_steps == 0
+        assert self._probe is not None
+        if is_logged and step - self._sampled_step >= self.min_steps_between:
+            self._probe.open()
+            self._sampled_step = step
+
+    def step_end(self, state: TrainerState) -> None:
+        assert self._probe is not None
+        if state.global_step == self._sampled_step:
+            self._probe.close()
+
+    def numbers(self, state: TrainerState) -> dict[str, float]:
+        """|G_s|^2 of this rank: n x the sum of squares, because each of n parts of a step carries 1/n of the mean."""
+        self._parts = self._trainer.current_gradient_accumulation_steps
+        measured = self._probe.read(self._parts) if self._probe is not None else None
+        # A log at the end of an epoch may be of another step, whose gradient norm it has.
+        if measured is None or state.global_step != self._sampled_step:
+            return {"small_batch_square": math.nan}
+        sum_of_squares, self._parts = measured
+        return {"small_batch_square": self._parts * sum_of_squares}
+
+    def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        norm = state.log_history[-1].get("grad_norm") if state.log_history else None
+        squares = columns["small_batch_square"]
+        if norm is not None and all(map(math.isfinite, [*squares, norm])):
+            passes = self._trainer.current_gradient_accumulation_steps
+            per_rank = self._trainer.args.per_device_train_batch_size * passes
+            self._scale.add(
+                Sample(
+                    small_square=sum(squares) / len(squares),
+                    big_square=float(norm) ** 2,
+                    small_batch=per_rank / self._parts,
+                    big_batch=per_rank * len(squares),
+                )
+            )
+        value = self._scale.value()
+        if value is None:
+            return {}
+        self.advice = advice(value, self._global_batch_size)
+        return {"scaling/noise_scale": value}
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

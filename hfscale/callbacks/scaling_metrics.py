@@ -1,4 +1,4 @@
-"""Throughput, efficiency and where time and money go, at each logging step."""
+"""ScalingMetricsCallback: throughput, efficiency, and where time and money go, at each logging step."""
 
 from pathlib import Path
 from typing import Any
@@ -7,67 +7,69 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.callbacks.meters import (
+    Columns,
     CommunicationMeter,
     EfficiencyMeter,
+    GoodputMeter,
     Meter,
-    SpendingMeter,
-    UtilisationMeter,
+    NoiseScaleMeter,
+    UtilizationMeter,
     Window,
 )
-from hfscale.callbacks.noise_meter import NoiseScaleMeter
-from hfscale.callbacks.run_files import RunFiles
-from hfscale.callbacks.triage_watch import TriageWatch
 from hfscale.errors import UsageError
 from hfscale.integrations.metric_injector import MetricInjector
 from hfscale.integrations.trainer import DataFetchHook, calling_trainer, prepend_callback, saved_state
 from hfscale.integrations.wandb_run import WandbRun
-from hfscale.metrics.phases import PhaseClock
+from hfscale.metrics.clocks import PhaseClock
+from hfscale.metrics.records import RunRecorder, last_logged_step
 from hfscale.metrics.throughput import TokenCounter
+from hfscale.metrics.triage import TriageWatch
 from hfscale.utils import distributed
 
 _OUTSIDE_TRAINING = ("evaluate", "save")
-_OWN_WIDTH = 4
 
 
 class ScalingMetricsCallback(TrainerCallback):
-    """Logs the keys below beside the Trainer's loss, and appends them to `scaling.jsonl` in the output directory.
+    """Logs the keys below together with the Trainer's loss, and appends them to the run's `scaling.jsonl`.
 
-    Rates are over the time since the previous log, without evaluations and saves, and over all processes. Tokens are
-    counted on the host from the shapes of what enters the model, padding included. Nothing synchronises with the GPU
-    between logs; the processes exchange a few numbers at each log. What cannot be known is left out.
+    Rates cover the time since the previous log, without evaluations and saves, and all processes. Tokens are counted
+    on the host, from the shapes of the model's inputs, padding included. Nothing synchronizes with the GPU between
+    logs, and the processes exchange a few numbers at each log. A key whose value is unknown is left out.
 
     | metric key | unit | meaning |
     |---|---|---|
-    | `scaling/tokens_per_s` | tokens/s | trained on by all processes together |
-    | `scaling/tokens_per_s_per_gpu` | tokens/s | the same per process |
-    | `scaling/tokens_seen` | tokens | trained on since step 0, over all resumes |
-    | `scaling/mfu` | ratio | model FLOPs (attention counted in full) / peak |
-    | `scaling/hfu` | ratio | executed FLOPs, recomputation included / peak |
+    | `scaling/tokens_per_s` | tokens/s | tokens trained on by all processes together |
+    | `scaling/tokens_per_s_per_gpu` | tokens/s | the same, divided by the number of processes |
+    | `scaling/tokens_seen` | tokens | tokens trained on since step 0, over all resumes |
+    | `scaling/mfu` | ratio | model FLOPs utilization: model FLOPs (attention counted in full) / peak |
+    | `scaling/hfu` | ratio | hardware FLOPs utilization: executed FLOPs, recomputation included / peak |
     | `scaling/efficiency` | ratio | tokens/s/GPU over those of a recorded baseline of the same work |
-    | `scaling/data_wait_fraction` | ratio | time the host waited for batches, of the rank that waited longest |
-    | `scaling/comm_fraction` | ratio | time of exchange in which nothing is computed, of the rank with least of it |
+    | `scaling/data_wait_fraction` | ratio | time waiting for batches / time, on the rank that waits longest |
+    | `scaling/comm_fraction` | ratio | communication that no computation hides / time, on the rank with the least |
     | `scaling/goodput` | ratio | time in optimizer steps that were kept / time since the first launch |
-    | `scaling/usd` | USD | spent since the first launch: processes x hours x price |
-    | `scaling/usd_per_million_tokens` | USD | the same per million of `scaling/tokens_seen` |
-    | `scaling/noise_scale` | sequences | batch that the gradient's noise is worth; only with `noise_scale=True` |
-    | `gpu/memory_peak_gib` | GiB | most memory PyTorch has allocated on a GPU, of the fullest one |
+    | `scaling/usd` | USD | cost since the first launch: processes x hours x price |
+    | `scaling/usd_per_million_tokens` | USD | cost per million of `scaling/tokens_seen` |
+    | `scaling/noise_scale` | sequences | gradient noise scale (McCandlish et al. 2018); only with `noise_scale=True` |
+    | `gpu/memory_peak_gib` | GiB | peak memory allocated by PyTorch, on the GPU with the most |
 
-    Where a run loses time, one cause is named in the log, with its numbers and the mend (`hfscale.metrics.triage`).
-    `scaling.jsonl` holds one object per training log: these keys, the other callbacks', `step`, `time`
-    (Unix seconds) and Trainer's own `loss`, `grad_norm`, `learning_rate` and `epoch`. What else `hfscale report` reads
-    (launches, saves, numbers per rank) is described in `hfscale.metrics.records`.
+    If a run loses time, the log names the bottleneck, with its numbers and what to change first
+    (`hfscale.metrics.triage`). `scaling.jsonl` holds one object per training log: these keys, those of the other
+    callbacks, `step`, `time` (Unix seconds) and Trainer's own `loss`, `grad_norm`, `learning_rate` and `epoch`. The
+    other files that `hfscale report` reads (launches, saves, numbers per rank) are described in
+    `hfscale.metrics.records`.
 
     Args:
-        peak_tflops (`float`, *optional*): dense peak of one device in TFLOP/s, for hardware not in `hardware.toml`.
-        usd_per_gpu_hour (`float`, *optional*): price of one device; absent: of `prices.toml`, where it has the device.
-        baseline (`str` or `Path`, *optional*): a file of `hfscale sweep`; absent: `~/.config/hfscale/baselines.json`,
-            where it exists.
-        noise_scale (`bool`): measure the gradient noise scale too, from the gradients of one step in fifty at most
-            that is logged. Off unless asked for, as it puts hooks on the parameters, or under FSDP2 on the exchange.
+        peak_tflops (`float`, *optional*): Dense peak of one device in TFLOP/s, for hardware not in `hardware.toml`.
+        usd_per_gpu_hour (`float`, *optional*): Price of one device in USD per hour; None: the price in `prices.toml`,
+            if it has the device.
+        baseline (`str` or `Path`, *optional*): A baselines file that `hfscale sweep` has written; None:
+            `~/.config/hfscale/baselines.json`, if it exists.
+        noise_scale (`bool`): Whether to measure the gradient noise scale, from the gradients of at most one step in
+            fifty. It is off by default, because it puts hooks on the parameters or, under FSDP2, on the communication.
 
     Raises:
-        UsageError: a peak or price that is not positive.
-        ConfigFileError: when training begins: a baseline or price list that cannot be read.
+        UsageError: A peak or a price is not positive.
+        ConfigFileError: When training begins: the baselines file or the price list cannot be read.
     """
 
     def __init__(
@@ -88,19 +90,20 @@ class ScalingMetricsCallback(TrainerCallback):
         self.usd_per_gpu_hour = usd_per_gpu_hour
         self._communication = CommunicationMeter()
         self._efficiency = EfficiencyMeter(Path(baseline) if baseline is not None else None)
-        self._spending = SpendingMeter(usd_per_gpu_hour)
+        self._goodput = GoodputMeter(usd_per_gpu_hour)
         self._noise = NoiseScaleMeter() if noise_scale else None
         self._meters: list[Meter] = [
-            UtilisationMeter(peak_tflops),
+            UtilizationMeter(peak_tflops),
             self._communication,
             self._efficiency,
-            self._spending,
+            self._goodput,
         ]
-        self._meters += [self._noise] if self._noise is not None else []
+        if self._noise is not None:
+            self._meters.append(self._noise)
         self._counter = TokenCounter()
         self._clock = PhaseClock()
-        self._files = RunFiles()
-        self._watch = TriageWatch()
+        self._recorder = RunRecorder()
+        self._triage = TriageWatch()
         self._wandb_run: WandbRun | None = None
 
     def on_init_end(
@@ -115,22 +118,26 @@ class ScalingMetricsCallback(TrainerCallback):
     ) -> None:
         trainer = calling_trainer()
         if self._wandb_run is not None:
-            self._wandb_run.settle(state, reached=self._files.last_step(args))
+            self._wandb_run.settle(state, last_logged_step=last_logged_step(Path(args.output_dir)))
         self._saved = saved_state(state, "metrics")
         self._tokens_seen = int(self._saved.setdefault("tokens_seen", 0))
-        # Ranks that share matrices see the same tokens; those that share a sequence see a part of it each.
-        self._same_tokens = trainer.get_tp_size()
+        # Tensor-parallel ranks see the same tokens; ranks that share a sequence see a part of it each.
+        self._ranks_with_same_tokens = trainer.get_tp_size()
         self._sequence_parts = trainer.get_cp_size() * trainer.get_sp_size()
         for meter in self._meters:
             meter.begin(trainer, state)
         self._step_meters = [meter for meter in self._meters if meter.watches_steps]
-        self._ledger = self._spending.goodput_tracker = self._files.begin(trainer, state, self._efficiency.facts())
-        self._clock.restart()  # the ledger counts up to here
-        self._watch.begin()
+        self._goodput_tracker = self._recorder.begin(
+            args, state, saved_goodput=saved_state(state, "goodput"), facts=self._efficiency.facts()
+        )
+        self._goodput.goodput_tracker = self._goodput_tracker
+        self._clock.restart()  # the goodput tracker has accounted for the time until now
+        self._triage.begin()
         self._counter.attach(trainer.model_wrapped)
-        self._counted, self._logged_step = self._counter.tokens, state.global_step
+        self._gathered_tokens = self._counter.tokens
+        self._logged_step = state.global_step
         MetricInjector.of(trainer).add(self._keys)
-        DataFetchHook.of(trainer).add(self._batch_came)
+        DataFetchHook.of(trainer).add(self._batch_fetched)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -140,7 +147,7 @@ class ScalingMetricsCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._clock.end("compute")  # ranks that had their batches have waited for those that had not
+        self._clock.end("compute")  # ranks that had their batches have waited here for the other ranks
         for meter in self._step_meters:
             meter.step_begin(state)
 
@@ -150,9 +157,10 @@ class ScalingMetricsCallback(TrainerCallback):
         for meter in self._step_meters:
             meter.step_end(state)
         self._clock.end("compute")
-        # A save may follow before the next log: keep what it will record up to date, from this process alone.
-        self._saved["tokens_seen"] = self._tokens_seen + self._uncollected() * args.world_size // self._same_tokens
-        self._ledger.update(self._clock.seconds)
+        # A save may come before the next log, so keep what it stores up to date, estimated from this process alone.
+        tokens = self._counter.tokens - self._gathered_tokens
+        self._saved["tokens_seen"] = self._tokens_seen + tokens * args.world_size // self._ranks_with_same_tokens
+        self._goodput_tracker.update(self._clock.seconds)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -160,7 +168,7 @@ class ScalingMetricsCallback(TrainerCallback):
         self._clock.end("evaluate")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._files.saved(state, seconds=self._clock.end("save"))
+        self._recorder.saved(state, seconds=self._clock.end("save"))
 
     def on_log(
         self,
@@ -171,14 +179,16 @@ class ScalingMetricsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if logs is not None and "loss" in logs and state.is_world_process_zero:
-            self._files.logged(state, logs, durable=control.should_save)
+            self._recorder.logged(state, logs, durable=control.should_save)
             workload = self._efficiency.workload
-            finding = self._watch.look(
-                logs, hides=self._communication.hides, tokens_per_gpu=workload.tokens_per_gpu if workload else None
+            finding = self._triage.check(
+                logs,
+                comm_over_backward=self._communication.comm_over_backward,
+                tokens_per_gpu=workload.tokens_per_gpu if workload else None,
             )
             if finding is not None:
-                self._files.found(state, finding)
-        # Trainer logs an evaluation's metrics before it fires `on_evaluate`.
+                self._recorder.found(state, finding)
+        # Trainer logs the metrics of an evaluation before it calls `on_evaluate`.
         self._clock.end("evaluate" if any(key.startswith("eval_") for key in logs or ()) else "other")
 
     def on_train_end(
@@ -188,59 +198,80 @@ class ScalingMetricsCallback(TrainerCallback):
         for meter in self._meters:
             meter.end()
         advice = self._noise.advice if self._noise is not None else None
-        self._files.ended(state, split=dict(saved_state(state, "goodput").get("seconds", {})), advice=advice)
+        self._recorder.ended(state, split=dict(saved_state(state, "goodput").get("seconds", {})), advice=advice)
         if self._wandb_run is not None:
             self._wandb_run.publish(args, state)
 
-    def _batch_came(self) -> None:
+    def _batch_fetched(self) -> None:
         self._clock.end("data_wait")
 
-    def _uncollected(self) -> int:
-        return self._counter.tokens - self._counted
-
     def _keys(self, state: TrainerState) -> dict[str, float]:
-        """The keys of the window that ends now. Called on every rank."""
-        self._clock.end("compute")  # Trainer has just waited for the loss, that is for the GPU
-        seconds = self._clock.take()
-        training_s = sum(s for phase, s in seconds.items() if phase not in _OUTSIDE_TRAINING)
-        row = [self._uncollected(), training_s, seconds.get("data_wait", 0.0), _peak_memory_gib()]
-        row += [number for meter in self._meters for number in meter.row(state)]
-        steps, self._logged_step = state.global_step - self._logged_step, state.global_step
-        self._counted = self._counter.tokens
-        self._ledger.fold(seconds)
-        rows = distributed.gather_rows(row)
-        tokens, training_times, waits, memory = ([row[i] for row in rows] for i in range(_OWN_WIDTH))
-        window_tokens = sum(tokens) / self._same_tokens
-        self._tokens_seen += int(window_tokens)
-        self._saved["tokens_seen"] = self._tokens_seen
-        if window_tokens == 0 or max(training_times) == 0 or steps == 0:
+        """Return the metric keys of the window that ends now. It is called on every rank."""
+        columns = distributed.gather_columns(self._numbers(state))
+        window = self._window(columns, state)
+        if window is None:
             return {}
-        window = Window(
-            steps=steps,
-            seconds=max(training_times),
-            tokens=window_tokens,
-            tokens_seen=self._tokens_seen,
-            tokens_per_s_per_gpu=window_tokens / max(training_times) / len(rows),
-            sequence_length=self._counter.sequence_length * self._sequence_parts,
-        )
-        shares = [wait / training for wait, training in zip(waits, training_times, strict=True)]
+        waits = [
+            wait_s / training_s
+            for wait_s, training_s in zip(columns["data_wait_s"], columns["training_s"], strict=True)
+        ]
         keys = {
-            "scaling/tokens_per_s": window_tokens / window.seconds,
+            "scaling/tokens_per_s": window.tokens / window.seconds,
             "scaling/tokens_per_s_per_gpu": window.tokens_per_s_per_gpu,
             "scaling/tokens_seen": self._tokens_seen,
-            "scaling/data_wait_fraction": max(shares),
+            "scaling/data_wait_fraction": max(waits),
         }
-        at = _OWN_WIDTH
         for meter in self._meters:
-            keys |= meter.keys([row[at : at + meter.width] for row in rows], window, state)
-            at += meter.width
+            keys |= meter.keys(columns, window, state)
+        memory = columns["memory_peak_gib"]
         if max(memory) > 0:
             keys["gpu/memory_peak_gib"] = max(memory)
-        if state.is_world_process_zero:
-            self._files.workload(state, self._efficiency.facts, self._spending.rate)
-            measured = {"data_wait_fraction": shares, "memory_peak_gib": memory}
-            self._files.ranks(state, measured | {"comm_fraction": self._communication.shares})
+        if self._recorder.needs_workload:
+            self._recorder.workload(state, self._efficiency.facts(), self._goodput.rate)
+        self._recorder.ranks(
+            state,
+            {
+                "data_wait_fraction": waits,
+                "memory_peak_gib": memory,
+                "comm_fraction": self._communication.shares,
+            },
+        )
         return keys
+
+    def _numbers(self, state: TrainerState) -> dict[str, float]:
+        """End the window on this rank, and return what it contributes to the exchange."""
+        self._clock.end("compute")  # Trainer has just waited for the loss, which means for the GPU
+        seconds = self._clock.take()
+        self._goodput_tracker.fold(seconds)
+        numbers: dict[str, float] = {
+            "tokens": self._counter.tokens - self._gathered_tokens,
+            "training_s": sum(s for phase, s in seconds.items() if phase not in _OUTSIDE_TRAINING),
+            "data_wait_s": seconds.get("data_wait", 0.0),
+            "memory_peak_gib": _peak_memory_gib(),
+        }
+        self._gathered_tokens = self._counter.tokens
+        for meter in self._meters:
+            numbers |= meter.numbers(state)
+        return numbers
+
+    def _window(self, columns: Columns, state: TrainerState) -> Window | None:
+        """Combine the numbers of all ranks, and count their tokens; None if nothing was trained on."""
+        steps = state.global_step - self._logged_step
+        self._logged_step = state.global_step
+        tokens = sum(columns["tokens"]) / self._ranks_with_same_tokens
+        self._tokens_seen += int(tokens)
+        self._saved["tokens_seen"] = self._tokens_seen
+        seconds = max(columns["training_s"])
+        if tokens == 0 or seconds == 0 or steps == 0:
+            return None
+        return Window(
+            steps=steps,
+            seconds=seconds,
+            tokens=tokens,
+            tokens_seen=self._tokens_seen,
+            tokens_per_s_per_gpu=tokens / seconds / len(columns["tokens"]),
+            sequence_length=self._counter.sequence_length * self._sequence_parts,
+        )
 
 
 def _peak_memory_gib() -> float:

@@ -24,7 +24,7 @@ from hfscale.integrations.resume import check_resumed, discard_conversions, fini
 from hfscale.integrations.saving import TrainerSaving
 from hfscale.integrations.stream_position import StreamPlace
 from hfscale.integrations.trainer import calling_trainer, resumed_from
-from hfscale.metrics.pace import StepPace
+from hfscale.metrics.clocks import StepPace
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
 

@@ -1,4 +1,4 @@
-"""`hfscale sweep`: scaling efficiency and its causes, measured; and a baseline for later runs."""
+"""`hfscale sweep`: measures scaling efficiency and its causes, and records a baseline for later runs."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from hfscale.metrics.baseline import record_baseline, user_file
 from hfscale.report.sweep import Measurement, Sweep, run_sweep
 from hfscale.utils.shipped import find_config
 
-_BAR = 40
+_BAR_LENGTH = 40
 _LETTERS = {"data wait": "d", "exposed communication": "c", "straggler": "s", "bubble": "b", "not measured": "·"}
 
 
@@ -25,23 +25,26 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    recipe: Annotated[list[str] | None, typer.Argument(metavar="-- RECIPE …", help="A script and its flags.")] = None,
-    gpus: Annotated[str, typer.Option(help="Numbers of processes: 1,2,4,8.")] = "1,2",
+    recipe: Annotated[
+        list[str] | None, typer.Argument(metavar="-- RECIPE …", help="The recipe's script and its flags.")
+    ] = None,
+    gpus: Annotated[str, typer.Option(help="Numbers of processes, such as 1,2,4,8.")] = "1,2",
     mode: Annotated[str, typer.Option(help="weak: equal work per process; strong: equal work in total.")] = "weak",
-    repeats: Annotated[int, typer.Option(help="How often each number runs.")] = 3,
+    repeats: Annotated[int, typer.Option(help="How often each number of processes runs.")] = 3,
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 40,
-    config_file: Annotated[str, typer.Option(help="Of accelerate launch: a shipped name or a file.")] = "ddp",
-    output_dir: Annotated[Path, typer.Option(help="Where the measurements stay.")] = Path("runs/sweep"),
+    config_file: Annotated[str, typer.Option(help="Config for accelerate launch: a shipped name or a file.")] = "ddp",
+    output_dir: Annotated[Path, typer.Option(help="Where the measurements are kept.")] = Path("runs/sweep"),
     baseline: Annotated[
-        Path | None, typer.Option(help="File that the baseline goes to (default: ~/.config/hfscale/baselines.json).")
+        Path | None,
+        typer.Option(help="File that the baseline is recorded in (default: ~/.config/hfscale/baselines.json)."),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one run may take.")] = 3600.0,
-    html: Annotated[Path | None, typer.Option(help="Draw efficiency and causes: one file, no network.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page (one file, needs no network).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Run a recipe on 1, 2, 4 … processes, compare their speeds and record the smallest as a baseline."""
     if mode not in ("weak", "strong"):
-        raise UsageError(f"--mode {mode} is neither weak nor strong: give one of them")
+        raise UsageError(f"--mode is {mode}: it must be weak or strong")
     sweep = Sweep(
         recipe=recipe or [],
         gpus=parse_gpus(gpus),
@@ -53,14 +56,14 @@ def run(
         timeout_s=timeout,
     )
     _check_gpus(sweep.gpus)
-    found = run_sweep(sweep, tell=lambda line: print(f"hfscale: {line}", file=sys.stderr))
+    found = run_sweep(sweep, log=lambda line: print(f"hfscale: {line}", file=sys.stderr))
     path = baseline or user_file()
     recorded = found[0].baseline()
     record_baseline(path, recorded)
     answer = to_dict(found, mode) | {"baseline": {"file": str(path), **asdict(recorded)}}
     (output_dir / "sweep.json").write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
     if html is not None:
-        from hfscale.report.sweep_page import write_sweep_page
+        from hfscale.report.page import write_sweep_page
 
         write_sweep_page(answer, html)
     if as_json:
@@ -71,31 +74,31 @@ def run(
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """`1,2,4` as rising numbers.
+    """Parse numbers of processes such as `1,2,4`, and return them in rising order.
 
     Raises:
-        UsageError: it is not a list of different whole numbers above 0.
+        UsageError: The text is not a list of different positive integers.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(words)) < len(words):
-        raise UsageError(f"--gpus {text} is no list of different whole numbers above 0: write 1,2,4,8")
+        raise UsageError(f"--gpus is {text}: it must be a list of different positive integers, such as 1,2,4,8")
     return tuple(sorted(int(word) for word in words))
 
 
 def _check_gpus(gpus: Sequence[int]) -> None:
     import torch
 
-    there = torch.cuda.device_count()
-    if 0 < there < max(gpus):
-        raise UsageError(f"--gpus {max(gpus)}: this machine has {there}; sweep up to that number")
+    available = torch.cuda.device_count()
+    if 0 < available < max(gpus):
+        raise UsageError(f"--gpus is {max(gpus)}, but this machine has {available}: give at most that many")
 
 
 def to_dict(found: Sequence[Measurement], mode: str) -> dict[str, Any]:
-    """The measurements as `--json` has them; the first is the base."""
+    """Return the measurements as `--json` prints them; the first one is the base of the efficiency."""
     base = found[0]
     rows = []
     for one in found:
-        finding = one.finding(base)
+        bottleneck = one.bottleneck(base)
         rows.append(
             {
                 "gpus": one.gpus,
@@ -106,7 +109,7 @@ def to_dict(found: Sequence[Measurement], mode: str) -> dict[str, Any]:
                 "efficiency": one.efficiency(base),
                 "spread": one.spread(),
                 "losses": one.losses(base),
-                "finding": finding.to_cause() if finding is not None else None,
+                "finding": bottleneck.to_cause() if bottleneck is not None else None,
                 "rates": one.rates,
             }
         )
@@ -120,15 +123,15 @@ def _show(answer: dict[str, Any], path: Path, html: Path | None) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
-    held = "equal work per process" if answer["mode"] == "weak" else "equal work in total"
-    console.print(f"{answer['mode']} scaling ({held})")
+    meaning = "equal work per process" if answer["mode"] == "weak" else "equal work in total"
+    console.print(f"{answer['mode']} scaling ({meaning})")
     table = Table(box=None, pad_edge=False)
     for name in ("GPUs", "batch", "tokens/s", "tokens/s/GPU", "spread", "efficiency"):
         table.add_column(name, justify="right")
     table.add_column("")
     for row in answer["rows"]:
-        full = round(_BAR * min(row["efficiency"], 1.0))
-        lost = "".join(_LETTERS[cause] * round(_BAR * share) for cause, share in row["losses"].items())
+        full = round(_BAR_LENGTH * min(row["efficiency"], 1.0))
+        lost = "".join(_LETTERS[cause] * round(_BAR_LENGTH * share) for cause, share in row["losses"].items())
         table.add_row(
             str(row["gpus"]),
             str(row["global_batch_size"] or ""),
@@ -147,7 +150,7 @@ def _show(answer: dict[str, Any], path: Path, html: Path | None) -> None:
     for row in answer["rows"]:
         if row["finding"] is not None:
             found = row["finding"]
-            console.print(f"{row['gpus']} GPUs, {found['cause']}: {found['numbers']}; {found['mend']}", markup=False)
+            console.print(f"{row['gpus']} GPUs, {found['cause']}: {found['numbers']}; {found['fix']}", markup=False)
     console.print(f"Baseline: {path}", markup=False)
     if html is not None:
         console.print(f"Written: {html}", markup=False)

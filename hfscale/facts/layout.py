@@ -1,4 +1,4 @@
-"""How many processes a run has along each mesh axis, and whether they add up to the world."""
+"""How many processes a run has along each mesh axis, whether they add up to the world, and how its batch divides."""
 
 from dataclasses import dataclass, fields
 
@@ -68,3 +68,23 @@ class ParallelLayout:
         if left_over == 0 and shards >= 1:
             mend += f" or set dp_shard={shards}"
         raise LayoutError(f"{self} needs {self.world_size} processes, but the world has {world_size}: {mend}")
+
+
+def split_batch(global_batch_size: int, ranks: int, per_device: int) -> tuple[int, int] | None:
+    """Divide a global batch into a per-device batch and gradient-accumulation steps.
+
+    Args:
+        global_batch_size (`int`): Sequences per optimizer step.
+        ranks (`int`): Data-parallel ranks.
+        per_device (`int`): The largest per-device batch, in sequences.
+
+    Returns:
+        `tuple[int, int] | None`: The largest per-device batch that fits and the accumulation steps, or None if the
+        global batch is not a multiple of `ranks`.
+    """
+    per_rank, left_over = divmod(global_batch_size, ranks)
+    if left_over or per_rank == 0:
+        return None
+    while per_rank % per_device:
+        per_device -= 1
+    return per_device, per_rank // per_device

@@ -12,7 +12,6 @@ On a CPU these are host times; on CUDA they are events, read only when they have
 """
 
 import math
-import time
 from collections import deque
 from typing import Any
 
@@ -20,74 +19,54 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from hfscale.metrics.clocks import HostClock, clock_of
+
 KEPT_STEPS = 32
 """Steps of one exchange between ranks."""
 
 
-class HostSpan:
-    """Seconds of the host inside `open` … `close`, summed over a step."""
+class StepSpans:
+    """Adds up, for each step, the time between calls of `open` and `close`.
 
-    def __init__(self) -> None:
-        self._opened: float | None = None
-        self._sum, self._closed = 0.0, False
-        self._steps: deque[float] = deque(maxlen=KEPT_STEPS)
+    Args:
+        clock (`HostClock`): The clock of the device that does the work.
+    """
 
-    def open(self) -> None:
-        self._opened = time.perf_counter()
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._sum += time.perf_counter() - self._opened
-            self._opened, self._closed = None, True
-
-    def next_step(self) -> None:
-        """The step is over."""
-        self._steps.append(self._sum if self._closed else math.nan)
-        self._opened, self._sum, self._closed = None, 0.0, False
-
-    def read(self) -> list[float]:
-        """Seconds of each step since the last call, the newest last; NaN where a step was not timed."""
-        steps = list(self._steps)
-        self._steps.clear()
-        return steps
-
-
-class DeviceSpan:
-    """The same on the current CUDA stream, by events that are read when they have completed."""
-
-    def __init__(self) -> None:
-        self._opened: torch.cuda.Event | None = None
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._steps: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = deque(maxlen=KEPT_STEPS)
+    def __init__(self, clock: HostClock) -> None:
+        self._clock = clock
+        self._opened: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+        self._steps: deque[list[tuple[Any, Any]]] = deque(maxlen=KEPT_STEPS)
 
     def open(self) -> None:
-        self._opened = self._now()
+        """Start a span."""
+        self._opened = self._clock.now()
 
     def close(self) -> None:
+        """End the span that was opened last; without one, do nothing."""
         if self._opened is not None:
-            self._pairs.append((self._opened, self._now()))
+            self._spans.append((self._opened, self._clock.now()))
             self._opened = None
 
     def next_step(self) -> None:
-        """The step is over."""
-        self._steps.append(self._pairs)
-        self._opened, self._pairs = None, []
+        """End the step."""
+        self._steps.append(self._spans)
+        self._opened = None
+        self._spans = []
 
     def read(self) -> list[float]:
-        """Seconds of each step since the last call; NaN where the GPU has not come so far."""
-        steps = [
-            sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
-            if pairs and all(end.query() for _, end in pairs)
-            else math.nan
-            for pairs in self._steps
-        ]
+        """Return the seconds of each step since the last call, the newest last.
+
+        A step is NaN if it was not timed, or if the device has not finished it yet.
+        """
+        steps = [self._seconds(spans) for spans in self._steps]
         self._steps.clear()
         return steps
 
-    def _now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _seconds(self, spans: list[tuple[Any, Any]]) -> float:
+        if not spans or not all(self._clock.has_passed(end) for _, end in spans):
+            return math.nan
+        return sum(self._clock.seconds(start, end) for start, end in spans)
 
 
 class LocalTimer:
@@ -100,7 +79,7 @@ class LocalTimer:
     """
 
     def __init__(self, module: nn.Module, strategy: str, device: torch.device) -> None:
-        self.span = DeviceSpan() if device.type == "cuda" else HostSpan()
+        self.span = StepSpans(clock_of(device))
         self._handles: list[Any] = []
         if strategy in ("single", "ddp", "zero0", "zero1", "zero2"):
             first = next((p for p in module.parameters() if p.requires_grad), None)

@@ -12,7 +12,7 @@ from hfscale.health.gpu import GpuWatch
 from hfscale.health.local_time import KEPT_STEPS, LocalTimer
 from hfscale.health.loss import checksum, compare_replicas
 from hfscale.health.stragglers import DataWaitJudge, StragglerJudge
-from hfscale.metrics.phases import PhaseClock
+from hfscale.metrics.clocks import PhaseClock
 from hfscale.utils import distributed
 from hfscale.utils.findings import Finding
 

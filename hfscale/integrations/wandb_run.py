@@ -18,9 +18,9 @@ from hfscale.utils.redaction import redact_argv
 logger = get_logger(__name__)
 
 TOKENS_AXIS = "train/scaling/tokens_seen"
-"""How transformers' WandbCallback names the key `scaling/tokens_seen`."""
+"""The name that transformers' WandbCallback gives to the key `scaling/tokens_seen`."""
 REPORT_NAME = "hfscale_report.html"
-_SUMMARY = (
+_SUMMARY_KEYS = (
     "scaling/tokens_seen",
     "scaling/tokens_per_s",
     "scaling/mfu",
@@ -33,18 +33,18 @@ _SUMMARY = (
 
 
 class WandbRun(TrainerCallback):
-    """Stands before transformers' WandbCallback and tells it, through W&B's own variables, which run to continue.
+    """Makes transformers' WandbCallback continue one W&B run, through W&B's own environment variables.
 
-    The run's id travels in the checkpoints, so a resume continues the run that wrote the checkpoint and a fresh start
-    begins another. A WANDB_RUN_ID set by the user, or a run they started themselves, is left alone. W&B keeps the
-    command line of a run: it gets one without secrets.
+    It must be called before WandbCallback. The id of the run is kept in the checkpoints, so that a resumed training
+    continues the run that wrote the checkpoint, and a fresh one starts another run. A WANDB_RUN_ID that the user has
+    set, and a run that the user has started, are left alone. W&B stores the command line, and gets it without secrets.
 
-    Every metric is drawn over tokens. W&B's history only grows: after a resume from an earlier step than had been
-    logged, the steps between are in it twice, and the run's config says so under `hfscale_rewound`.
+    Every metric is drawn over tokens. The history of a W&B run only grows: after a resume from an earlier step than
+    was logged, the steps between are in it twice, which the config of the run records under `hfscale_rewound`.
     """
 
     def __init__(self) -> None:
-        self._set: list[str] = []
+        self._set_variables: list[str] = []
         self._argv: list[str] | None = None
         self._drawn: set[str] = set()
         self._run: Any = None
@@ -54,28 +54,34 @@ class WandbRun(TrainerCallback):
     ) -> None:
         clean = redact_argv(sys.argv)
         if clean != sys.argv:
-            self._argv, sys.argv = sys.argv, clean  # until `settle`
+            self._argv = sys.argv
+            sys.argv = clean  # until `settle` restores it
         if "WANDB_RUN_ID" in os.environ:
             return
         run_id = saved_state(state, "wandb").setdefault("run_id", uuid.uuid4().hex[:8])
-        self._set = ["WANDB_RUN_ID"]
+        self._set_variables = ["WANDB_RUN_ID"]
         os.environ["WANDB_RUN_ID"] = run_id
         if "WANDB_RESUME" not in os.environ:
-            self._set.append("WANDB_RESUME")
+            self._set_variables.append("WANDB_RESUME")
             os.environ["WANDB_RESUME"] = "allow"
 
-    def settle(self, state: TrainerState, *, reached: int = 0) -> None:
-        """Once W&B has started: put things back, note the run's id, draw over tokens, note a rewind.
+    def settle(self, state: TrainerState, *, last_logged_step: int = 0) -> None:
+        """Restore the environment once W&B has started, and prepare the run.
+
+        The id of the run is stored, its x-axis is set to tokens, and a resume from an earlier step is recorded.
 
         Args:
-            reached (`int`): last step that an earlier launch of this run has logged.
+            state (`TrainerState`): State of the Trainer at the beginning of the training.
+            last_logged_step (`int`): The last step that an earlier launch of this run has logged.
         """
-        for name in self._set:
+        for name in self._set_variables:
             del os.environ[name]
-        self._set = []
+        self._set_variables = []
         if self._argv is not None:
-            sys.argv, self._argv = self._argv, None
-        self._run, self._drawn = None, set()
+            sys.argv = self._argv
+            self._argv = None
+        self._run = None
+        self._drawn = set()
         if not state.is_world_process_zero:
             return
         import wandb
@@ -85,13 +91,14 @@ class WandbRun(TrainerCallback):
         self._run = wandb.run
         saved_state(state, "wandb")["run_id"] = wandb.run.id
         wandb.define_metric(TOKENS_AXIS)
-        if reached > state.global_step > 0:
-            rewound = [*wandb.config.get("hfscale_rewound", []), {"from_step": reached, "to_step": state.global_step}]
+        if last_logged_step > state.global_step > 0:
+            rewind = {"from_step": last_logged_step, "to_step": state.global_step}
+            rewound = [*wandb.config.get("hfscale_rewound", []), rewind]
             wandb.config.update({"hfscale_rewound": rewound}, allow_val_change=True)
             logger.info(
-                "W&B: steps %d to %d were logged before and are taken again: its charts hold them twice",
+                "W&B: steps %d to %d were logged before and are repeated: the charts of the run show them twice",
                 state.global_step + 1,
-                reached,
+                last_logged_step,
             )
 
     def on_log(
@@ -112,28 +119,28 @@ class WandbRun(TrainerCallback):
             self._drawn.add(name)
 
     def publish(self, args: TrainingArguments, state: TrainerState) -> None:
-        """At the end of a training: the numbers of the whole run into W&B's summary, the report as an artifact."""
+        """Write the numbers of the run into W&B's summary, and upload the report; called at the end of a training."""
         if self._run is None:
             return
         if (read_status(Path(args.output_dir)) or {}).get("status") == "preempted":
-            return  # the machine has seconds left, and the run goes on elsewhere
+            return  # the machine has only seconds left, and the run will continue on another one
         import wandb
 
         from hfscale.report.page import write_page
-        from hfscale.report.priorities import priorities
         from hfscale.report.run_data import load_run
+        from hfscale.report.summary import bottlenecks
 
         path = Path(args.output_dir) / REPORT_NAME
         try:
             run = load_run(Path(args.output_dir))
             write_page(run, path)
-        except (HfScaleError, OSError) as error:  # a training that has succeeded does not fail for its report
-            logger.warning("no report for W&B: %s", error)
+        except (HfScaleError, OSError) as error:  # a training that has succeeded must not fail because of its report
+            logger.warning("no report is uploaded to W&B: %s", error)
             return
-        summary = {key: value for key in _SUMMARY if (value := run.last(key)) is not None}
-        first = next(iter(priorities(run)), None)
+        summary = {key: value for key in _SUMMARY_KEYS if (value := run.last(key)) is not None}
+        first = next(iter(bottlenecks(run)), None)
         if first is not None:
-            summary["change_first"] = f"{first.title}: {first.numbers}; {first.mend}"
+            summary["change_first"] = f"{first.check}: {first}"
         self._run.summary.update({f"run/{key}": value for key, value in summary.items()})
         artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
         artifact.add_file(str(path), name="report.html")

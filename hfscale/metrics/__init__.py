@@ -1,1 +1,1 @@
-"""What a run achieves, measured on the host without making a GPU wait."""
+"""What a run achieves and costs, measured on the host without making a GPU wait."""

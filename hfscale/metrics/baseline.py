@@ -1,8 +1,9 @@
-"""Baselines: how fast the same work went on fewer GPUs, recorded by `hfscale sweep`.
+"""Baselines: the speed of the same work on fewer GPUs, recorded by `hfscale sweep`.
 
-Scaling efficiency is tokens/s/GPU now over tokens/s/GPU of the baseline, and means something only where model,
-sequence length, precision, recomputation and device are the same. With as many tokens per GPU and step it is weak
-scaling; with as many tokens per step in total, strong. Anything else is no scaling efficiency, and none is given.
+Scaling efficiency is tokens/s/GPU of this run over tokens/s/GPU of the baseline. It is only meaningful if model,
+sequence length, precision, recomputation and device are the same. With equal tokens per GPU and step it is weak
+scaling; with equal tokens per step in total it is strong scaling. Anything else is not scaling efficiency, and no
+number is given for it.
 """
 
 import json
@@ -16,8 +17,17 @@ from hfscale.checkpoint.store import write_atomically
 from hfscale.errors import ConfigFileError, StorageError
 
 FORMAT = 1
+"""The file format that this version reads and writes."""
 Mode = Literal["weak", "strong"]
-_SAME = ("model_type", "parameters", "trainable_parameters", "device", "sequence_length", "precision", "recompute")
+_MUST_BE_EQUAL = (
+    "model_type",
+    "parameters",
+    "trainable_parameters",
+    "device",
+    "sequence_length",
+    "precision",
+    "recompute",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +35,17 @@ class Workload:
     """What must be equal for two speeds to be compared."""
 
     model_type: str
-    """As in the model's config: `llama`."""
+    """The `model_type` of the model's config, such as `llama`."""
     parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     trainable_parameters: int
-    """Fewer than `parameters` with adapters."""
+    """Trainable parameters; fewer than `parameters` with adapters."""
     device: str
-    """`torch.cuda.get_device_name()`, or `cpu`."""
+    """`torch.cuda.get_device_name()`, or `cpu` and its number of threads."""
     sequence_length: int
     """Tokens per sequence."""
     tokens_per_gpu: int
-    """Per optimizer step."""
+    """Tokens per GPU and optimizer step."""
     precision: str
     """`bf16`, `fp16`, `tf32` or `fp32`."""
     recompute: str
@@ -44,16 +54,16 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A speed that was measured."""
+    """A measured speed."""
 
     workload: Workload
-    """Of what."""
+    """The work that was measured."""
     world_size: int
-    """On how many GPUs."""
+    """Number of GPUs."""
     tokens_per_s_per_gpu: float
-    """How fast."""
+    """Measured tokens per second and GPU."""
     strategy: str
-    """`single`, `ddp`, `fsdp2`, `zero3`, …"""
+    """`single`, `ddp`, `fsdp2`, `zero3` and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,71 +71,86 @@ class Match:
     """The baseline that a run is compared with."""
 
     baseline: Baseline
-    """The one of fewest GPUs."""
+    """Of the baselines that can be compared, the one with the fewest GPUs."""
     mode: Mode
-    """`weak`: as many tokens per GPU and step; `strong`: as many in total."""
+    """`weak`: equal tokens per GPU and step; `strong`: equal tokens per step in total."""
 
     def efficiency(self, tokens_per_s_per_gpu: float) -> float:
-        """A ratio, 1 where every GPU is as fast as the baseline's."""
+        """Return the scaling efficiency; it is 1 if every GPU is as fast as those of the baseline."""
         return tokens_per_s_per_gpu / self.baseline.tokens_per_s_per_gpu
 
     def describe(self) -> str:
-        """In words, for the log."""
+        """Return the baseline as text for the log."""
         per_gpu = self.baseline.workload.tokens_per_gpu
-        held = (
+        scaling = (
             f"weak scaling, {per_gpu:,} tokens per GPU and step"
             if self.mode == "weak"
             else f"strong scaling, {per_gpu * self.baseline.world_size:,} tokens per step"
         )
         gpus = f"{self.baseline.world_size} GPU{'s' if self.baseline.world_size > 1 else ''}"
-        return f"{self.baseline.tokens_per_s_per_gpu:,.0f} tokens/s/GPU on {gpus} ({held})"
+        return f"{self.baseline.tokens_per_s_per_gpu:,.0f} tokens/s/GPU on {gpus} ({scaling})"
 
 
 def user_file() -> Path:
-    """Where `hfscale sweep` records and every run looks unless told otherwise; it need not exist."""
+    """Return the default path of the baselines file; the file need not exist."""
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "hfscale" / "baselines.json"
 
 
 def find(baselines: Sequence[Baseline], workload: Workload, world_size: int) -> Match | str:
-    """The baseline to compare a run with, or in words why there is none."""
+    """Find the baseline to compare a run with.
+
+    Args:
+        baselines (`Sequence[Baseline]`): The recorded baselines.
+        workload (`Workload`): What the run does.
+        world_size (`int`): Its number of GPUs.
+
+    Returns:
+        `Match | str`: The baseline, or the reason why none can be compared.
+    """
     if not baselines:
         return "no baseline is recorded"
-    alike = [row for row in baselines if all(_of(row.workload, name) == _of(workload, name) for name in _SAME)]
-    if not alike:
-        nearest = max(baselines, key=lambda row: sum(_of(row.workload, n) == _of(workload, n) for n in _SAME))
-        name = next(name for name in _SAME if _of(nearest.workload, name) != _of(workload, name))
-        words = name.replace("_", " ")
-        return f"no baseline has this run's {words} {_of(workload, name)} (nearest: {_of(nearest.workload, name)})"
-    fewest = sorted(alike, key=lambda row: row.world_size)
-    for row in fewest:
+    comparable = [row for row in baselines if not _differences(row.workload, workload)]
+    if not comparable:
+        nearest = min(baselines, key=lambda row: len(_differences(row.workload, workload))).workload
+        name = _differences(nearest, workload)[0]
+        return (
+            f"no baseline has this run's {name.replace('_', ' ')} {getattr(workload, name)} "
+            f"(nearest: {getattr(nearest, name)})"
+        )
+    fewest_first = sorted(comparable, key=lambda row: row.world_size)
+    for row in fewest_first:
         if row.workload.tokens_per_gpu == workload.tokens_per_gpu:
             return Match(baseline=row, mode="weak")
     total = workload.tokens_per_gpu * world_size
-    for row in fewest:
+    for row in fewest_first:
         if row.workload.tokens_per_gpu * row.world_size == total:
             return Match(baseline=row, mode="strong")
-    recorded = ", ".join(f"{row.workload.tokens_per_gpu:,} on {row.world_size}" for row in fewest)
+    recorded = ", ".join(f"{row.workload.tokens_per_gpu:,} on {row.world_size}" for row in fewest_first)
     return (
         f"no baseline has {workload.tokens_per_gpu:,} tokens per GPU and step, or {total:,} in total "
         f"(recorded: {recorded})"
     )
 
 
-def _of(workload: Workload, name: str) -> object:
-    return getattr(workload, name)
+def _differences(one: Workload, other: Workload) -> list[str]:
+    """The fields that must be equal and are not."""
+    return [name for name in _MUST_BE_EQUAL if getattr(one, name) != getattr(other, name)]
 
 
 def read_baselines(path: Path) -> list[Baseline]:
-    """The baselines of a file.
+    """Read the baselines of a file.
 
     Raises:
-        ConfigFileError: it is missing, or not a file that `hfscale sweep` writes.
+        ConfigFileError: The file is missing, or is not a file that `hfscale sweep` writes.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise ConfigFileError(f"{path} has format {content['format']}, this version of hfscale reads {FORMAT}")
+            raise ConfigFileError(
+                f"baseline {path} has format {content['format']}, but this version of hfscale reads format {FORMAT}: "
+                "record it again with hfscale sweep"
+            )
         return [_parse(row) for row in content["baselines"]]
     except OSError as error:
         raise ConfigFileError(
@@ -134,14 +159,16 @@ def read_baselines(path: Path) -> list[Baseline]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigFileError):
             raise
-        raise ConfigFileError(f"baseline {path} is not what hfscale sweep writes: {error}; record it anew") from None
+        raise ConfigFileError(
+            f"baseline {path} is not a file of hfscale sweep: {error}; record it again with hfscale sweep"
+        ) from None
 
 
 def _parse(row: dict[str, Any]) -> Baseline:
     workload = Workload(**{field.name: row["workload"][field.name] for field in fields(Workload)})
     speed = row["tokens_per_s_per_gpu"]
     if not isinstance(speed, int | float) or isinstance(speed, bool) or not 0 < speed < float("inf"):
-        raise ValueError(f"tokens_per_s_per_gpu {speed!r} is not a speed")
+        raise ValueError(f"tokens_per_s_per_gpu is {speed!r}: it must be a positive number")
     return Baseline(
         workload=workload,
         world_size=int(row["world_size"]),
@@ -151,11 +178,11 @@ def _parse(row: dict[str, Any]) -> Baseline:
 
 
 def record_baseline(path: Path, baseline: Baseline) -> None:
-    """Add a baseline to a file, in the place of an earlier one of the same work on as many GPUs.
+    """Add a baseline to a file, and replace an earlier one of the same work on the same number of GPUs.
 
     Raises:
-        ConfigFileError: the file is there, and none of ours.
-        StorageError: it cannot be written.
+        ConfigFileError: The file exists, and is not a file that `hfscale sweep` writes.
+        StorageError: The file cannot be written.
     """
     rows = read_baselines(path) if path.exists() else []
     key = (baseline.workload, baseline.world_size)
@@ -165,4 +192,6 @@ def record_baseline(path: Path, baseline: Baseline) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise StorageError(f"baseline {path} cannot be written: {error.strerror}; give --baseline another") from None
+        raise StorageError(
+            f"baseline {path} cannot be written: {error.strerror}; give another file with --baseline"
+        ) from None

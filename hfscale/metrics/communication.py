@@ -1,12 +1,12 @@
-"""Exposed communication: the part of a step in which ranks exchange and compute nothing.
+"""Exposed communication: the part of a step in which ranks communicate and compute nothing.
 
-Under DDP its own counters say it, at no cost but on the steps it samples. For FSDP, ZeRO and tensor parallelism one
-step in about a thousand is profiled on a few ranks:
+Under DDP, DDP's own counters measure it; only the steps that they sample cost anything. For FSDP, ZeRO and tensor
+parallelism, one step in about a thousand is profiled on a few ranks:
 
     exposed = |union of communication intervals minus union of compute intervals|
 
-Waiting for a slow rank looks like communication on every other one, so of several ranks the smallest number is the
-network's and the rest is skew.
+On every fast rank, waiting for a slow rank looks like communication. Of several ranks, the smallest number is
+therefore the time of the network, and the rest is skew.
 """
 
 import os
@@ -25,68 +25,81 @@ from hfscale.utils.logging import get_logger
 logger = get_logger(__name__)
 
 Interval = tuple[float, float]
+"""Start and end in any unit."""
 SAMPLE_EVERY_STEPS = 1000
 FIRST_SAMPLE_STEP = 15
-"""After the allocator, the caches and the compiler have warmed up."""
+"""By this step the allocator, the caches and the compiler have warmed up."""
 DDP_SAMPLE_EVERY_STEPS = 20
-"""A sampled step costs DDP a wait for its GPU events of the step before."""
+"""In each sampled step, DDP waits for the GPU events of the previous step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exposed:
-    """One step's exchange, of one rank."""
+    """The communication of one step on one rank."""
 
     seconds: float
-    """In which nothing else went on."""
-    hides: float | None = None
-    """Communication time / time of the backward that it can hide behind."""
+    """Seconds of communication that no computation hides."""
+    comm_over_backward: float | None = None
+    """Communication time over the time of the backward that can hide it."""
     step_s: float | None = None
-    """Length of the step that was looked at; None: as long as any other."""
+    """Seconds of the measured step; None if it was as long as any other."""
 
 
 class DdpCounters:
-    """Reads what DDP measures of itself.
+    """Reads DDP's own measurements of its communication.
 
-    Its methods have a leading underscore and there are no others; `tests/test_communication.py` fails where they move.
+    DDP has no public methods for it: the two with a leading underscore are called here and nowhere else.
+    `tests/test_communication.py` fails if they change.
+
+    Args:
+        ddp (`DistributedDataParallel`): The wrapper, which is told to measure one step in `DDP_SAMPLE_EVERY_STEPS`.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
         ddp._set_ddp_runtime_logging_sample_rate(DDP_SAMPLE_EVERY_STEPS)
 
+    @classmethod
+    def find(cls, module: nn.Module) -> "DdpCounters | None":
+        """Return the counters of a DDP wrapper, also inside a compiled module; None if `module` is not wrapped."""
+        inner = getattr(module, "_orig_mod", module)
+        return cls(inner) if isinstance(inner, DistributedDataParallel) else None
+
     def read(self) -> Exposed | None:
-        """Of the last sampled step; None before there is one, or where nothing was exchanged."""
+        """Return the communication of the last sampled step, or None if there was none yet."""
         data = self._ddp._get_ddp_logging_data()
-        comm = data.get("backward_comm_time", 0) * 1e-9
-        overlap = data.get("backward_compute_comm_overlap_time", 0) * 1e-9
-        backward = data.get("backward_compute_time", 0) * 1e-9
-        if comm <= 0 or backward <= 0:
+        comm_s = data.get("backward_comm_time", 0) * 1e-9
+        overlap_s = data.get("backward_compute_comm_overlap_time", 0) * 1e-9
+        backward_s = data.get("backward_compute_time", 0) * 1e-9
+        if comm_s <= 0 or backward_s <= 0:
             return None
-        return Exposed(seconds=max(comm - overlap, 0.0), hides=comm / backward)
+        return Exposed(seconds=max(comm_s - overlap_s, 0.0), comm_over_backward=comm_s / backward_s)
 
 
 class SampledSteps:
-    """Profiles one step in `every` on this rank, and keeps what the last one showed.
+    """Profiles one step in `every` on this rank, and keeps the result of the last one.
 
     Args:
-        every (`int`): optimizer steps between two samples.
-        first (`int`): number of the first step to be looked at, counted from where the run begins.
+        every (`int`): Optimizer steps from one sample to the next.
+        first (`int`): The first step to profile, counted from 1 at the beginning of this launch.
     """
 
     def __init__(self, *, every: int = SAMPLE_EVERY_STEPS, first: int = FIRST_SAMPLE_STEP) -> None:
-        self.every, self.first = every, first
+        self.every = every
+        self.first = first
         self.last: Exposed | None = None
+        """The communication of the last profiled step."""
         self._steps = 0
         self._profile: profile | None = None
 
     def step_begin(self) -> None:
-        """Before the forward."""
+        """Start the profiler if this step is to be profiled. Call it before the forward."""
         self._steps += 1
         if self._steps < self.first or (self._steps - self.first) % self.every:
             return
         if torch.autograd._profiler_enabled():
-            return  # somebody is tracing this step already
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or its first start writes lines to standard error
+            return  # another profiler already traces this step
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise its first start writes lines to standard error
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -94,46 +107,57 @@ class SampledSteps:
         try:
             running.start()
         except RuntimeError as error:
-            logger.info("scaling/comm_fraction is left out: no step can be profiled here: %s", error)
+            logger.info("scaling/comm_fraction is not logged: the profiler does not start here: %s", error)
             self.first = sys.maxsize
             return
         self._profile = running
 
     def step_end(self) -> None:
-        """After the optimizer."""
+        """Stop the profiler if it runs, and evaluate the step. Call it after the optimizer step."""
         if self._profile is None:
             return
-        running, self._profile = self._profile, None
+        running = self._profile
+        self._profile = None
         running.stop()
         self.last = exposed_communication(running.events())
 
     def stop(self) -> None:
-        """Give up a sample that was begun."""
+        """Discard a sample that has begun."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
 
 
 def exposed_communication(events: Iterable[FunctionEvent]) -> Exposed | None:
-    """From the events of a profiled step: kernels where there is a GPU, host operators where there is none."""
-    every = list(events)
-    kernels = [event for event in every if event.device_type == torch.autograd.DeviceType.CUDA]
+    """Measure the exposed communication of a profiled step.
+
+    Args:
+        events (`Iterable[FunctionEvent]`): The events of the profiler. On a GPU its kernels are compared, and without
+            a GPU the host operators.
+
+    Returns:
+        `Exposed | None`: The communication of the step, or None if it has no communication or no computation.
+    """
+    all_events = list(events)
+    kernels = [event for event in all_events if event.device_type == torch.autograd.DeviceType.CUDA]
     if kernels:
-        # Annotations such as "FSDP::all_gather" stand on the GPU's timeline too, across whatever runs meanwhile.
+        # Annotations such as "FSDP::all_gather" are on the GPU's timeline too, and span whatever runs meanwhile.
         kernels = [event for event in kernels if not event.is_user_annotation]
-        exchange = [event for event in kernels if "nccl" in event.name.lower()]
-        work = [event for event in kernels if "nccl" not in event.name.lower()]
+        comm_events = [event for event in kernels if "nccl" in event.name.lower()]
+        compute_events = [event for event in kernels if "nccl" not in event.name.lower()]
     else:
-        exchange = [event for event in every if event.name.startswith("gloo:")]
-        # gloo copies and adds on threads of its own: what happens there is not the model's work.
-        theirs = {event.thread for event in exchange}
-        work = [event for event in every if event.name.startswith("aten::") and event.thread not in theirs]
-    comm, compute = _intervals(exchange), _intervals(work)
+        comm_events = [event for event in all_events if event.name.startswith("gloo:")]
+        # gloo copies and adds on its own threads: operators there are not computation of the model.
+        gloo_threads = {event.thread for event in comm_events}
+        compute_events = [e for e in all_events if e.name.startswith("aten::") and e.thread not in gloo_threads]
+    comm = _intervals(comm_events)
+    compute = _intervals(compute_events)
     if not comm or not compute:
         return None
-    begun, ended = min(start for start, _ in comm + compute), max(end for _, end in comm + compute)
-    seconds = subtracted_length(union(comm), union(compute)) * 1e-6
-    return Exposed(seconds=seconds, step_s=(ended - begun) * 1e-6)
+    begun_us = min(start for start, _ in comm + compute)
+    ended_us = max(end for _, end in comm + compute)
+    exposed_us = subtracted_length(union(comm), union(compute))
+    return Exposed(seconds=exposed_us * 1e-6, step_s=(ended_us - begun_us) * 1e-6)
 
 
 def _intervals(events: Iterable[FunctionEvent]) -> list[Interval]:
@@ -141,7 +165,7 @@ def _intervals(events: Iterable[FunctionEvent]) -> list[Interval]:
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals in order."""
+    """Return the same time as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -152,21 +176,16 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def subtracted_length(of: Sequence[Interval], without: Sequence[Interval]) -> float:
-    """Length of what lies in `of` and not in `without`; both disjoint and in order."""
-    length, at = 0.0, 0
+    """Return the length of what is in `of` and not in `without`; both are disjoint and in order."""
+    length = 0.0
+    first = 0
     for start, end in of:
+        while first < len(without) and without[first][1] <= start:
+            first += 1
         covered = 0.0
-        while at < len(without) and without[at][1] <= start:
+        at = first
+        while at < len(without) and without[at][0] < end:
+            covered += min(end, without[at][1]) - max(start, without[at][0])
             at += 1
-        look = at
-        while look < len(without) and without[look][0] < end:
-            covered += min(end, without[look][1]) - max(start, without[look][0])
-            look += 1
         length += end - start - covered
     return length
-
-
-def find_ddp(module: nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper, also inside a compiled module."""
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, DistributedDataParallel) else None

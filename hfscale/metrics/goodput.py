@@ -1,32 +1,46 @@
-"""Goodput: which part of the time since the first launch went into steps that count, over every restart.
+"""Goodput and cost: how the time since the first launch was spent, over every restart, and what it cost.
 
     goodput = seconds inside optimizer steps that the training kept / seconds since the first launch
 
-The ledger is a dictionary in `trainer_state.json`, so it travels with each checkpoint. Going back to a checkpoint goes
-back to its ledger, and what was done after it is then no longer in it: lost steps count as lost without further
-bookkeeping. The share is that of Google's ML Goodput (arXiv 2502.06982), with evaluations on the side of the overhead.
+The times are kept in a dictionary in `trainer_state.json`, so they travel with each checkpoint. Resuming from a
+checkpoint restores its times, and what was done after that checkpoint is then not in them: lost steps count as lost
+without further bookkeeping. The ratio is that of Google's ML Goodput (arXiv 2502.06982), with evaluations counted as
+overhead.
 """
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hfscale.facts.hardware import match_device_name
+from hfscale.facts.prices import all_prices, prices_of
+
 USEFUL_PHASE = "compute"
-START_UP, LOST, DOWN = "start_up", "lost", "down"
+"""The phase that counts as useful: forward, backward and optimizer of steps that were kept."""
+START_UP = "start_up"
+"""The phase from the launch to the beginning of the training loop."""
+LOST = "lost"
+"""The phase after the checkpoint that the next launch resumed from."""
+DOWN = "down"
+"""The phase between two launches."""
 
 
 class GoodputTracker:
-    """Adds up where the time went, attempt after attempt.
+    """Adds up how the time was spent, launch after launch.
 
     Args:
-        saved (`dict[str, Any]`): where it is kept; empty in a fresh run, as a checkpoint had it in a resumed one.
-        now (`Callable[[], float]`): Unix time in seconds.
+        saved (`dict[str, Any]`): The dictionary that keeps the times: empty in a fresh run, and as the checkpoint had
+            it in a resumed run. It is updated in place.
+        now (`Callable[[], float]`): Returns the Unix time in seconds.
     """
 
     def __init__(self, saved: dict[str, Any], *, now: Callable[[], float] = time.time) -> None:
         self._saved = saved
         self._now = now
         self._base: dict[str, float] = {}
+        self._base_gpu_seconds = 0.0
 
     def begin(
         self,
@@ -37,60 +51,100 @@ class GoodputTracker:
         first_launch: float | None = None,
         save: tuple[float, float] | None = None,
     ) -> None:
-        """Open this attempt.
+        """Start to account for this launch.
 
         Args:
-            launched_at (`float`): when its process started, Unix seconds.
-            world_size (`int`): its processes.
-            last_alive (`float`, *optional*): last sign of life of the attempt before it; None where there was none.
-            first_launch (`float`, *optional*): when the first attempt started, for a ledger that no checkpoint has
-                kept; None: this is it.
-            save (`tuple[float, float]`, *optional*): when the save of the checkpoint that is gone on from ended, and
-                the seconds it took: the ledger in it is from before.
+            launched_at (`float`): Unix time at which the process of this launch started.
+            world_size (`int`): Number of processes of this launch.
+            last_alive (`float`, *optional*): Unix time of the last record of the previous launch; None without one.
+            first_launch (`float`, *optional*): Unix time of the first launch, for times that no checkpoint has kept;
+                None if this is the first launch.
+            save (`tuple[float, float]`, *optional*): The Unix time at which the save of the checkpoint that is resumed
+                from ended, and its duration in seconds. The times in the checkpoint are from before its save.
         """
-        saved, now = self._saved, self._now()
+        saved = self._saved
+        now = self._now()
         seconds: dict[str, float] = dict(saved.get("seconds", {}))
         is_first = "first_launch" not in saved
         begun = saved.setdefault("first_launch", min(first_launch or launched_at, launched_at))
         as_of = saved.get("as_of", begun)
+        previous_world_size = saved.get("world_size", world_size)
+        gpu_seconds: float = saved.get("gpu_seconds", 0.0)
         if save is not None and as_of <= save[0] <= launched_at:
             seconds["save"] = seconds.get("save", 0.0) + min(save[1], save[0] - as_of)
-            saved["gpu_seconds"] = saved.get("gpu_seconds", 0.0) + (save[0] - as_of) * saved.get(
-                "world_size", world_size
-            )
+            gpu_seconds += (save[0] - as_of) * previous_world_size
             as_of = save[0]
-        # An attempt that died before its first checkpoint left no ledger: all of it was lost.
+        # A launch that died before its first checkpoint kept no times: all of it was lost.
         alive = min(max(last_alive if last_alive is not None else as_of, as_of), launched_at)
         if not is_first or alive > begun:
             seconds[LOST] = seconds.get(LOST, 0.0) + alive - as_of
             seconds[DOWN] = seconds.get(DOWN, 0.0) + max(launched_at - alive, 0.0)
-        gpu_seconds = saved.get("gpu_seconds", 0.0) + (alive - as_of) * saved.get("world_size", world_size)
         seconds[START_UP] = seconds.get(START_UP, 0.0) + max(now - launched_at, 0.0)
-        self._base, self._base_gpu_seconds, self._launched_at = seconds, gpu_seconds, launched_at
+        self._base = seconds
+        self._base_gpu_seconds = gpu_seconds + (alive - as_of) * previous_world_size
+        self._launched_at = launched_at
         saved.update(seconds=dict(seconds), as_of=now, world_size=world_size)
         saved["gpu_seconds"] = self._gpu_seconds(now)
 
     def update(self, window: Mapping[str, float]) -> None:
-        """Bring what is kept up to now: the attempt's phases so far, and since then those of `window`."""
-        now, seconds = self._now(), self._saved["seconds"]
+        """Set the saved times to those at the last `fold`, plus the seconds of each phase in `window`."""
+        now = self._now()
+        seconds = self._saved["seconds"]
         for phase, s in window.items():
             seconds[phase] = self._base.get(phase, 0.0) + s
         self._saved["as_of"] = now
         self._saved["gpu_seconds"] = self._gpu_seconds(now)
 
     def fold(self, window: Mapping[str, float]) -> None:
-        """`update`, and begin a new window."""
+        """Update the saved times, and start a new window from them."""
         self.update(window)
         self._base = dict(self._saved["seconds"])
 
     def goodput(self) -> float | None:
-        """Useful seconds / seconds since the first launch; None at that very moment."""
-        wall = self._saved["as_of"] - self._saved["first_launch"]
-        return self._saved["seconds"].get(USEFUL_PHASE, 0.0) / wall if wall > 0 else None
+        """Return useful seconds over seconds since the first launch, or None if no time has passed."""
+        wall_s = self._saved["as_of"] - self._saved["first_launch"]
+        return self._saved["seconds"].get(USEFUL_PHASE, 0.0) / wall_s if wall_s > 0 else None
 
     def gpu_hours(self) -> float:
-        """Processes x hours that they were up, lost attempts included, time between attempts not."""
+        """Return the hours of all processes, lost work included and the time between launches excluded."""
         return float(self._saved["gpu_seconds"]) / 3600
 
     def _gpu_seconds(self, now: float) -> float:
-        return float(self._base_gpu_seconds + (now - self._launched_at) * self._saved["world_size"])
+        return self._base_gpu_seconds + (now - self._launched_at) * float(self._saved["world_size"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """The price of a GPU, and where it comes from."""
+
+    usd_per_gpu_hour: float
+    """USD per GPU and hour."""
+    source: str
+    """`as given`, or the provider, the kind of price and the date."""
+
+
+def rate(device_name: str, usd_per_gpu_hour: float | None, *, prices: Path | None = None) -> Rate | None:
+    """Return the price of one device per hour.
+
+    Of several offers the cheapest on-demand one is taken: it is the least that the run costs without a contract.
+
+    Args:
+        device_name (`str`): The name that `torch.cuda.get_device_name()` returns.
+        usd_per_gpu_hour (`float`, *optional*): The price that the user gave; it takes precedence.
+        prices (`Path`, *optional*): A price list; by default the shipped one, with the rows of the user's own file.
+
+    Returns:
+        `Rate | None`: The price, or None if the user gave none and the price list does not have the device.
+    """
+    if usd_per_gpu_hour is not None:
+        return Rate(usd_per_gpu_hour=usd_per_gpu_hour, source="as given")
+    gpu = match_device_name(device_name)
+    offers = prices_of(gpu, all_prices(prices)) if gpu is not None else ()
+    for offer in offers:
+        if offer.on_demand_usd is not None:
+            region = f" {offer.region}" if offer.region else ""
+            return Rate(
+                usd_per_gpu_hour=offer.on_demand_usd,
+                source=f"{offer.provider}{region} on demand, read {offer.date.isoformat()}",
+            )
+    return None

@@ -1,24 +1,24 @@
-"""Gradient noise scale: how large a batch the gradient's noise is worth.
+"""Gradient noise scale: the batch size up to which a larger batch pays off.
 
 With G_s and G_b the gradients of a small batch of B_s sequences and of a large one of B_b (McCandlish et al. 2018,
 arXiv 1812.06162, appendix A.1):
 
     |G|^2   = (B_b |G_b|^2 - B_s |G_s|^2) / (B_b - B_s)
     tr(S)   = (|G_s|^2 - |G_b|^2) / (1/B_s - 1/B_b)
-    B_noise = tr(S) / |G|^2         in sequences, numerator and denominator averaged over steps each by itself
+    B_noise = tr(S) / |G|^2         in sequences; numerator and denominator are averaged over steps separately
 
-G_b is the step's own gradient, whose norm Trainer logs as it was before clipping. G_s is the gradient of one
-micro-batch on one rank, which two routes see before ranks are averaged: hooks on the parameters (one process, DDP)
-and FSDP2's reduce-scatter. Only steps that are logged are looked at, so nothing waits for the GPU that
-would not anyway.
+G_b is the gradient of the step, whose norm Trainer logs as it was before clipping. G_s is the gradient of one
+micro-batch on one rank. Two probes see it before it is averaged over ranks: hooks on the parameters (one process, DDP)
+and FSDP2's reduce-scatter. Only logged steps are measured, in which Trainer waits for the GPU anyway.
 
-It is a proxy that moves during a training, and it only ever leads to advice. At B = B_noise a training takes twice the
-fewest steps and twice the fewest tokens that are possible (ibid., equation 2.11).
+The noise scale is a proxy that changes during a training, and it is only used for advice. At B = B_noise a training
+takes twice the smallest possible number of steps and twice the smallest possible number of tokens (ibid., equation
+2.11).
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 DECAY = 0.95
 MIN_SAMPLES = 10
-"""Before it, one unlucky step decides the ratio."""
+"""With fewer samples, one unlucky step would decide the ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Sample:
     """B_b, sequences."""
 
     def noise_and_signal(self) -> tuple[float, float]:
-        """tr(S) and |G|^2 by this sample alone; either may be negative by chance."""
+        """Return tr(S) and |G|^2 of this sample alone; either may be negative by chance."""
         signal = (self.big_batch * self.big_square - self.small_batch * self.small_square) / (
             self.big_batch - self.small_batch
         )
@@ -53,11 +53,12 @@ class Sample:
 
 
 class NoiseScale:
-    """Averages samples.
+    """Averages samples of the noise and of the signal.
 
     Args:
-        saved (`dict[str, Any]`): where the averages are kept; as a checkpoint had them in a resumed run.
-        decay (`float`): weight of what came before, per sample; 1 - 1/n averages over about n.
+        saved (`dict[str, Any]`): The dictionary that keeps the averages: empty in a fresh run, and as the checkpoint
+            had it in a resumed run. It is updated in place.
+        decay (`float`): Weight of the earlier samples; 1 - 1/n averages over about n samples.
     """
 
     def __init__(self, saved: dict[str, Any], *, decay: float = DECAY) -> None:
@@ -65,43 +66,82 @@ class NoiseScale:
         self._decay = decay
 
     def add(self, sample: Sample) -> None:
-        """Take one step's sample in."""
+        """Add the sample of one step to the averages."""
         noise, signal = sample.noise_and_signal()
         for name, value in (("noise", noise), ("signal", signal)):
             self._saved[name] = self._decay * self._saved.get(name, 0.0) + (1 - self._decay) * value
         self._saved["samples"] = self._saved.get("samples", 0) + 1
 
     def value(self) -> float | None:
-        """Sequences; None while there are too few samples, or where the noise drowns the signal."""
+        """Return the noise scale in sequences.
+
+        It is None while there are too few samples, and if the average noise or signal is not positive.
+        """
         if self._saved.get("samples", 0) < MIN_SAMPLES or self._saved["signal"] <= 0 or self._saved["noise"] <= 0:
             return None
         return float(self._saved["noise"] / self._saved["signal"])
 
 
 def advice(noise_scale: float, global_batch_size: int) -> str:
-    """What a noise scale says about the batch, in one line; hfscale changes neither batch nor learning rate by it."""
+    """Return one line of advice on the batch size. hfscale itself changes neither the batch nor the learning rate.
+
+    Args:
+        noise_scale (`float`): The noise scale in sequences.
+        global_batch_size (`int`): Sequences per optimizer step.
+
+    Returns:
+        `str`: The advice, with its numbers.
+    """
     kappa = noise_scale / global_batch_size
     # A batch B takes 1 + B_noise/B times the fewest steps that are possible, and 1 + B/B_noise the fewest tokens.
-    steps, tokens = 1 + kappa, 1 + 1 / kappa
-    sizes = f"the noise scale is {noise_scale:,.0f} sequences and the global batch {global_batch_size:,}"
+    steps = 1 + kappa
+    tokens = 1 + 1 / kappa
+    sizes = f"the noise scale is {noise_scale:,.0f} sequences and the global batch is {global_batch_size:,}"
     if kappa > 2:
         return (
-            f"{sizes}: a larger batch, up to about {noise_scale:,.0f}, would take nearly as many fewer steps (now "
-            f"{steps:.1f} times the fewest); at {kappa:.1f} times the batch Adam's learning rate would be "
-            f"x {kappa**0.5:.2g} (square root)"
+            f"{sizes}: a larger batch, up to about {noise_scale:,.0f}, would need almost proportionally fewer steps "
+            f"(now {steps:.1f} times the fewest possible); with {kappa:.1f} times the batch, Adam's learning rate "
+            f"would be x {kappa**0.5:.2g} (square-root rule)"
         )
     if kappa < 0.5:
         return (
-            f"{sizes}: a smaller one would reach the same loss with fewer tokens (now {tokens:.1f} times the fewest); "
-            "keep it only where the wall-clock time matters more"
+            f"{sizes}: a smaller batch would reach the same loss with fewer tokens (now {tokens:.1f} times the fewest "
+            "possible); keep this one only if the wall-clock time matters more"
         )
-    return f"{sizes}: near the balance of steps ({steps:.1f} times the fewest) and tokens ({tokens:.1f} times)"
+    return (
+        f"{sizes}: this is near the balance of steps ({steps:.1f} times the fewest possible) and tokens "
+        f"({tokens:.1f} times the fewest possible)"
+    )
 
 
-class LeafProbe:
-    """Sums the squared gradients that reach the parameters in each backward, before ranks are averaged.
+class GradientProbe(Protocol):
+    """Sums the squared gradients of one rank in a step, before they are averaged over ranks."""
 
-    Its hooks are there for the steps that are looked at, and cost the others nothing.
+    def open(self) -> None:
+        """Measure the backward passes that follow."""
+
+    def close(self) -> None:
+        """Stop measuring."""
+
+    def read(self, backward_passes: int) -> tuple[float, int] | None:
+        """Return what was measured since `open`; this waits for the GPU.
+
+        Args:
+            backward_passes (`int`): Backward passes of the step.
+
+        Returns:
+            `tuple[float, int] | None`: The sum of the squared gradients, and in how many parts the step's gradient was
+            measured; None if nothing was measured.
+        """
+
+
+class LeafProbe(GradientProbe):
+    """Measures the gradients that reach the parameters in each backward pass, by hooks on the parameters.
+
+    The hooks exist only during the measured steps, so other steps pay nothing.
+
+    Args:
+        model (`torch.nn.Module`): The model whose trainable parameters are measured.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -110,67 +150,68 @@ class LeafProbe:
         self._norms: list[torch.Tensor] = []
 
     def open(self) -> None:
-        """Look at the backward passes that follow."""
         self._norms = []
-        self._handles = [p.register_hook(self._see) for p in self._parameters]
+        self._handles = [p.register_hook(self._measure) for p in self._parameters]
 
     def close(self) -> None:
-        """Look away."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def _see(self, gradient: torch.Tensor) -> None:
+    def _measure(self, gradient: torch.Tensor) -> None:
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def read(self, backward_passes: int) -> tuple[float, int] | None:
-        """Sum of the squares over the passes, and how many exchanges those were; waits for the GPU."""
-        norms, self._norms = self._norms, []
+        norms = self._norms
+        self._norms = []
         return (float(torch.stack(norms).square().sum()), backward_passes) if norms else None
 
 
-class ReduceScatterProbe:
-    """FSDP2's reduce-scatter with a look at what goes into it: this rank's gradient, not yet averaged.
+class ReduceScatterProbe(GradientProbe):
+    """Measures the input of FSDP2's reduce-scatter: the gradient of this rank before it is averaged.
 
-    Takes the place of the groups' own reduce-scatter by FSDP2's public `set_custom_reduce_scatter`.
+    It replaces the reduce-scatter of each FSDP2 group, by the public method `set_custom_reduce_scatter`. If the model
+    communicates only once per step, all its backward passes count as one part.
+
+    Args:
+        model (`torch.nn.Module`): A model that `fully_shard` has been applied to.
 
     Raises:
-        ValueError: a model whose groups cannot take one.
+        ValueError: A group of the model does not accept a custom reduce-scatter.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._is_open = False
         self._norms: dict[int, list[torch.Tensor]] = {}
         for number, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
-            module.set_custom_reduce_scatter(_Exchange(self, number))
+            module.set_custom_reduce_scatter(_MeasuredReduceScatter(self._measure, number))
 
     def open(self) -> None:
-        """Look at the exchanges that follow."""
-        self._norms, self._is_open = {}, True
+        self._norms = {}
+        self._is_open = True
 
     def close(self) -> None:
-        """Look away."""
         self._is_open = False
 
-    def see(self, number: int, gradient: torch.Tensor) -> None:
-        """One group's gradients of this rank, flat."""
+    def _measure(self, number: int, gradient: torch.Tensor) -> None:
+        """Measure the flat gradient of group `number`."""
         if self._is_open:
             self._norms.setdefault(number, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def read(self, backward_passes: int) -> tuple[float, int] | None:
-        """As `LeafProbe.read`: without an exchange per backward, the passes of a step count as one."""
-        groups, self._norms = self._norms, {}
+        groups = self._norms
+        self._norms = {}
         if not groups:
             return None
         norms = [norm for group in groups.values() for norm in group]
         return float(torch.stack(norms).square().sum()), max(len(group) for group in groups.values())
 
 
-class _Exchange:
-    """What FSDP2 calls: the default allocation, the default exchange, one look."""
+class _MeasuredReduceScatter:
+    """What FSDP2 calls: the default allocation and the default reduce-scatter, with a measurement of the input."""
 
-    def __init__(self, probe: ReduceScatterProbe, number: int) -> None:
-        self._see: Callable[[int, torch.Tensor], None] = probe.see
+    def __init__(self, measure: Callable[[int, torch.Tensor], None], number: int) -> None:
+        self._measure = measure
         self._number = number
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -184,5 +225,5 @@ class _Exchange:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        self._see(self._number, input_tensor)
+        self._measure(self._number, input_tensor)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

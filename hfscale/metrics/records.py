@@ -1,34 +1,53 @@
-"""The files of measurements in a run's output directory, each a JSON object per line.
+"""The files of measurements in a run's output directory; each line is one JSON object.
 
 | file | one line per | holds |
 |---|---|---|
 | `scaling.jsonl` | log | `step`, `time`, metric keys, Trainer's loss, gradient norm, learning rate, epoch |
 | `hfscale_timeline.jsonl` | event | `event` (`launch`, `workload`, `save`, `finding`, `end`), `time`, `step` … |
-| `hfscale_ranks.jsonl` | log, thinned for many ranks | `step`, `time` and lists with a number per rank |
+| `hfscale_ranks.jsonl` | log, thinned for many ranks | `step`, `time` and lists with one number per rank |
 
-Times are Unix seconds. One process writes; a reader skips a line that a killed process left unfinished.
+Times are Unix seconds. Only the main process writes. A reader skips a line that a killed process left unfinished.
 """
 
 import json
 import math
 import os
+import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from hfscale.checkpoint.store import write_atomically
+from hfscale.metrics.goodput import GoodputTracker, Rate
+from hfscale.utils.findings import Finding
+
+if TYPE_CHECKING:
+    from transformers import TrainerState, TrainingArguments
 
 JSONL_NAME = "scaling.jsonl"
 TIMELINE_NAME = "hfscale_timeline.jsonl"
 RANKS_NAME = "hfscale_ranks.jsonl"
 RANKS_PER_LINE_BUDGET = 64
-"""Of more ranks than these only every (ranks / budget)-th log is kept, so that the file grows as that of 64 ranks."""
+"""With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
+METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
+"""The metric keys of hfscale's callbacks begin with one of these."""
+_TRAINER_KEYS = ("loss", "grad_norm", "learning_rate", "epoch")
+
+_process_start_is_taken = False
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Every whole record of a file; [] where there is none."""
+    """Return every complete record of a file, or [] if the file does not exist."""
     return list(_records(path))
+
+
+def read_events(output_dir: Path) -> list[dict[str, Any]]:
+    """Return the events of a run's timeline, or [] if it has none."""
+    return [record for record in _records(output_dir / TIMELINE_NAME) if isinstance(record.get("event"), str)]
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -44,10 +63,16 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Add one line; a number that JSON does not know (NaN, infinity) is left out. `durable` waits for the disk."""
+    """Append one line to a file.
+
+    Args:
+        path (`Path`): The file.
+        record (`Mapping[str, Any]`): The record; numbers that JSON cannot hold (NaN, infinity) are left out.
+        durable (`bool`): Whether to wait until the line is on disk.
+    """
     known = {k: v for k, v in record.items() if not (isinstance(v, float) and not math.isfinite(v))}
     line = f"{json.dumps(known)}\n".encode()
-    with path.open("ab", buffering=0) as file:  # in one piece, so that nobody reads half a line
+    with path.open("ab", buffering=0) as file:  # one write call, so that a reader never sees half a line
         while line:
             line = line[file.write(line) :]
         if durable:
@@ -55,17 +80,24 @@ def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = Fals
 
 
 class RankLines:
-    """Writes `hfscale_ranks.jsonl`; every callback that measures ranks has its own, with its own lines.
+    """Writes lines of `hfscale_ranks.jsonl`. Every callback that measures ranks has its own instance.
 
     Args:
-        output_dir (`Path`): the run's; made where nothing has made it yet.
+        output_dir (`Path`): The output directory of the run; it is created if it does not exist.
     """
 
     def __init__(self, output_dir: Path) -> None:
-        self._path, self._logs = output_dir / RANKS_NAME, 0
+        self._path = output_dir / RANKS_NAME
+        self._logs = 0
 
     def add(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
-        """A number per rank of each measure, one line per log; zeros everywhere mean that nothing was measured."""
+        """Write the line of one log.
+
+        Args:
+            step (`int`): The optimizer step.
+            numbers (`Mapping[str, Sequence[float]]`): One number per rank of each measure, (ranks,). A measure that is
+                0 on every rank was not measured, and is left out.
+        """
         ranks = max(map(len, numbers.values()))
         self._logs += 1
         known = {key: [round(x, 5) for x in row] for key, row in numbers.items() if any(row)}
@@ -75,7 +107,7 @@ class RankLines:
 
 
 def last_sign_of_life(output_dir: Path) -> float | None:
-    """When the run in this folder last wrote a measurement; None where it never did."""
+    """Return the Unix time of the last record that a run has written, or None if it has written none."""
     times = [
         record["time"]
         for name in (JSONL_NAME, TIMELINE_NAME)
@@ -86,33 +118,29 @@ def last_sign_of_life(output_dir: Path) -> float | None:
 
 
 def begin_records(output_dir: Path, step: int) -> None:
-    """Prepare the files for a training that goes on from `step`.
+    """Prepare the files for a training that resumes from `step`.
 
-    Measurements of later steps are dropped, as those steps will be taken again; the timeline keeps all. At step 0 what
-    another run left is put beside, under a name with its time; but a timeline without an end, where there is no
-    checkpoint, is of a launch that died before it had anything to go on from: this one goes on in its place.
+    Measurements of later steps are removed, because those steps will be repeated; the timeline keeps all its events.
+    At step 0 the files of another run are renamed, with their time in the name. A timeline without an end in a folder
+    without a checkpoint is kept: it belongs to a launch that died before it saved anything, and this launch continues
+    that run.
     """
-    timeline = output_dir / TIMELINE_NAME
     for name in (JSONL_NAME, RANKS_NAME):
         path = output_dir / name
         if not path.is_file():
             continue
         if step == 0:
-            _put_beside(path)
+            _set_aside(path)
             continue
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         write_atomically(path, "".join(f"{line}\n" for line in lines if _is_up_to(line, step)))
+    timeline = output_dir / TIMELINE_NAME
     if timeline.is_file() and not timeline.read_bytes().endswith(b"\n"):
         with timeline.open("a", encoding="utf-8") as file:
-            file.write("\n")  # a killed process left half a line: the next is not to be its other half
+            file.write("\n")  # end the half line of a killed process, so that the next record has its own line
     has_ended = any(record["event"] == "end" for record in read_events(output_dir))
     if step == 0 and timeline.is_file() and (has_ended or any(output_dir.glob("checkpoint-*"))):
-        _put_beside(timeline)
-
-
-def read_events(output_dir: Path) -> list[dict[str, Any]]:
-    """The run's timeline; [] where there is none."""
-    return [record for record in _records(output_dir / TIMELINE_NAME) if isinstance(record.get("event"), str)]
+        _set_aside(timeline)
 
 
 def _is_up_to(line: str, step: int) -> bool:
@@ -123,5 +151,131 @@ def _is_up_to(line: str, step: int) -> bool:
     return isinstance(record, dict) and isinstance(record.get("step"), int | float) and record["step"] <= step
 
 
-def _put_beside(path: Path) -> None:
+def _set_aside(path: Path) -> None:
     path.rename(path.with_name(f"{path.stem}-until-{int(path.stat().st_mtime)}{path.suffix}"))
+
+
+def last_logged_step(output_dir: Path) -> int:
+    """Return the last step in `scaling.jsonl`, or 0 if nothing was logged."""
+    return int(max((record["step"] for record in _records(output_dir / JSONL_NAME)), default=0))
+
+
+def launched_at() -> float:
+    """Return the Unix time at which this training was launched.
+
+    For the first training of a script this is the start of the process. A second training in one process, and one in a
+    notebook, starts now.
+    """
+    global _process_start_is_taken
+    if _process_start_is_taken or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return time.time()
+    _process_start_is_taken = True
+    return float(psutil.Process().create_time())
+
+
+class RunRecorder:
+    """Writes `scaling.jsonl` and the timeline on the main process. On other ranks its methods write nothing."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._ranks: RankLines | None = None
+        self._workload_is_written = False
+
+    def begin(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        *,
+        saved_goodput: dict[str, Any],
+        facts: Mapping[str, Any],
+    ) -> GoodputTracker:
+        """Prepare the files, record the launch, and start to account for its time.
+
+        Args:
+            args (`TrainingArguments`): Arguments of the training.
+            state (`TrainerState`): State of the Trainer at the beginning of the training.
+            saved_goodput (`dict[str, Any]`): The dictionary that `GoodputTracker` keeps its times in.
+            facts (`Mapping[str, Any]`): What is known of the run; `world_size` and `strategy` are recorded.
+
+        Returns:
+            `GoodputTracker`: The tracker of this run, on every rank.
+        """
+        goodput_tracker = GoodputTracker(saved_goodput)
+        launched = launched_at()
+        self._workload_is_written = False
+        if not state.is_world_process_zero:
+            self._folder = None
+            self._ranks = None
+            goodput_tracker.begin(launched_at=launched, world_size=args.world_size)
+            return goodput_tracker
+        folder = Path(str(args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._ranks = RankLines(folder)
+        last_alive = last_sign_of_life(folder)
+        begin_records(folder, state.global_step)
+        events = read_events(folder)
+        saves = [(e["time"], e["seconds"]) for e in events if e["event"] == "save" and e["step"] == state.global_step]
+        is_relaunch = bool(events) or state.global_step > 0
+        self._write(
+            "launch",
+            state,
+            time=launched,
+            begun=time.time(),
+            max_steps=state.max_steps,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            previous_alive=last_alive if is_relaunch else None,
+            **{key: facts[key] for key in ("world_size", "strategy") if key in facts},
+        )
+        goodput_tracker.begin(
+            launched_at=launched,
+            world_size=args.world_size,
+            last_alive=last_alive if is_relaunch else None,
+            first_launch=events[0]["time"] if events else None,
+            save=saves[-1] if saves and state.global_step > 0 else None,
+        )
+        return goodput_tracker
+
+    @property
+    def needs_workload(self) -> bool:
+        """Whether this process records the workload and has not done so yet."""
+        return self._folder is not None and not self._workload_is_written
+
+    def workload(self, state: "TrainerState", facts: Mapping[str, Any], rate: Rate | None) -> None:
+        """Record once what the run does, and the price of a GPU."""
+        self._workload_is_written = True
+        price = {"usd_per_gpu_hour": rate.usd_per_gpu_hour, "price_source": rate.source} if rate is not None else {}
+        self._write("workload", state, **facts, **price)
+
+    def ranks(self, state: "TrainerState", numbers: Mapping[str, Sequence[float]]) -> None:
+        """Write a line of `hfscale_ranks.jsonl`; see `RankLines.add`."""
+        if self._ranks is not None:
+            self._ranks.add(state.global_step, numbers)
+
+    def logged(self, state: "TrainerState", logs: Mapping[str, float], *, durable: bool) -> None:
+        """Write a line of `scaling.jsonl`. `durable` waits for the disk, which a log before a checkpoint needs."""
+        if self._folder is None:
+            return
+        kept = {key: value for key, value in logs.items() if key in _TRAINER_KEYS or key.startswith(METRIC_PREFIXES)}
+        line = {"step": state.global_step, "time": time.time(), **kept}
+        append_record(self._folder / JSONL_NAME, line, durable=durable)
+
+    def saved(self, state: "TrainerState", *, seconds: float) -> None:
+        """Record that a checkpoint was saved, and the seconds for which the training waited."""
+        self._write("save", state, seconds=round(seconds, 4))
+
+    def found(self, state: "TrainerState", finding: Finding) -> None:
+        """Record a bottleneck that the triage has named."""
+        self._write("finding", state, **finding.to_cause())
+
+    def ended(self, state: "TrainerState", *, split: Mapping[str, float], advice: str | None) -> None:
+        """Record the end of the training, the seconds of each phase, and the advice on the batch size."""
+        extra = {"advice": advice} if advice is not None else {}
+        self._write("end", state, seconds={phase: round(s, 3) for phase, s in split.items()}, **extra)
+
+    def _write(self, event: str, state: "TrainerState", **fields: Any) -> None:
+        if self._folder is None:
+            return
+        line = {"event": event, "step": state.global_step, "time": time.time(), **fields}
+        append_record(self._folder / TIMELINE_NAME, line)

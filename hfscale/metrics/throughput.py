@@ -1,28 +1,37 @@
-"""Counting tokens on the host, from the shapes of what enters the model."""
+"""Tokens per second and FLOPs utilization (MFU, HFU), counted on the host so that no GPU has to wait."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from hfscale.errors import UnsupportedModelError
+from hfscale.facts.hardware import match_device_name, peak_tflops
+from hfscale.facts.model_shape import ModelShape
+from hfscale.metrics.baseline import Workload
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
 
 
 class TokenCounter:
     """Counts the tokens that enter a model in training, by a hook on the module that the Trainer calls.
 
-    Shapes are read on the host, so nothing waits for a GPU. Padding counts: it is computed on like any token. Put it
-    on the outermost wrapper (DDP, DeepSpeed engine, compiled module): its hooks run once per micro-batch, outside any
-    compiled graph.
+    The hook reads shapes on the host, so nothing waits for a GPU. Padding counts, because it is computed on like any
+    token. Attach the counter to the outermost wrapper (DDP, DeepSpeed engine, compiled module): its hooks run once per
+    micro-batch, outside any compiled graph.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
-        """Tokens seen by this process since `attach`."""
+        """Tokens that this process has counted."""
         self.sequence_length = 0
         """Tokens per sequence of the last micro-batch."""
         self._handle: torch.utils.hooks.RemovableHandle | None = None
 
     def attach(self, module: nn.Module) -> None:
-        """Count what enters `module` from now on, and nothing else."""
+        """Count what enters `module` from now on, instead of the module of an earlier call."""
         self.detach()
         self._handle = module.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -41,3 +50,128 @@ class TokenCounter:
         if inputs is not None and inputs.ndim >= 2:
             self.tokens += inputs.shape[0] * inputs.shape[1]
             self.sequence_length = inputs.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsModel:
+    """FLOPs per token of one training run. The formulas are in `hfscale.facts.model_shape`."""
+
+    shape: ModelShape
+    """Shape of the model."""
+    lora_parameters: int | None
+    """Trainable parameters on top of a frozen model; None if the whole model is trained."""
+    recomputes: bool
+    """Whether the backward recomputes the forward of the layers (activation checkpointing)."""
+
+    @classmethod
+    def of(
+        cls, model: "PreTrainedModel", args: "TrainingArguments", *, sizes: tuple[int, int] | None = None
+    ) -> "FlopsModel":
+        """Read the FLOPs from a model (also one wrapped by PEFT) and its training arguments.
+
+        Args:
+            model (`PreTrainedModel`): The model, with its config.
+            args (`TrainingArguments`): Say whether activations are recomputed.
+            sizes (`tuple[int, int]`, *optional*): Total and trainable parameters of the whole model, where this rank
+                holds only a part of it.
+
+        Returns:
+            `FlopsModel`: The FLOPs per token.
+
+        Raises:
+            UnsupportedModelError: hfscale cannot count the FLOPs of this architecture.
+        """
+        config = getattr(model, "config", None)
+        if config is None:
+            raise UnsupportedModelError(f"{type(model).__name__} has no config: its FLOPs cannot be counted")
+        shape = ModelShape.from_config(config.to_dict())
+        is_peft = getattr(model, "peft_config", None) is not None
+        parameters, trainable = sizes or count_parameters(model)
+        if not is_peft and parameters != shape.total_parameters:
+            # This is a classifier, or a changed model under a known config: its FLOPs are not those of the shape.
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {parameters:,} parameters, but a {shape.model_type} language model with "
+                f"its config has {shape.total_parameters:,}: its FLOPs cannot be counted"
+            )
+        return cls(
+            shape=shape,
+            lora_parameters=trainable if is_peft else None,
+            recomputes=bool(args.activation_checkpointing or args.gradient_checkpointing),
+        )
+
+    def model_flops_per_token(self, sequence_length: int) -> float:
+        """Return the FLOPs that the mathematics needs: no recomputation, full attention (c = 1)."""
+        return self.shape.flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
+
+    def hardware_flops_per_token(self, sequence_length: int) -> float:
+        """Return the FLOPs that the hardware executes, with the second forward of recomputed layers."""
+        if not self.recomputes:
+            return self.model_flops_per_token(sequence_length)
+        return self.shape.hardware_flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return the total and the trainable parameters of a model.
+
+    Under ZeRO-3 the local part of a parameter is empty, and DeepSpeed keeps its full size in `ds_numel`.
+    """
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+
+
+def training_dtype(model: nn.Module, args: "TrainingArguments") -> str:
+    """Return the dtype that matrix products run in: `bf16`, `fp16`, `tf32` or `fp32`.
+
+    Where autocast is on, it decides. Otherwise the weights decide: transformers loads a checkpoint in its own dtype.
+    """
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    if weights in (torch.bfloat16, torch.float16):
+        return "bf16" if weights == torch.bfloat16 else "fp16"
+    return "tf32" if args.tf32 else "fp32"
+
+
+def device_peak_tflops(device: torch.device, dtype: str) -> float | None:
+    """Return the dense peak of the local accelerator in TFLOP/s, or None if it is not in `hardware.toml`."""
+    if device.type != "cuda":
+        return None
+    accelerator = match_device_name(torch.cuda.get_device_name(device))
+    return None if accelerator is None else peak_tflops(accelerator, dtype)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the kind of a device; for a CPU also its number of threads, because its speed depends on them."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}" if device.type == "cpu" else device.type
+
+
+def describe_workload(
+    model: nn.Module, args: "TrainingArguments", *, sequence_length: int, tokens_per_gpu: int
+) -> Workload:
+    """Describe what a run does, as far as two speeds can be compared by it.
+
+    Args:
+        model (`torch.nn.Module`): The model that is trained.
+        args (`TrainingArguments`): Its training arguments.
+        sequence_length (`int`): Tokens per sequence.
+        tokens_per_gpu (`int`): Tokens per GPU and optimizer step.
+
+    Returns:
+        `Workload`: The description that baselines are looked up by.
+    """
+    config = getattr(model, "config", None)
+    recomputes = bool(args.activation_checkpointing or args.gradient_checkpointing)
+    parameters, trainable = count_parameters(model)
+    return Workload(
+        model_type=str(getattr(config, "model_type", type(model).__name__)),
+        parameters=parameters,
+        trainable_parameters=trainable,
+        device=device_name(args.device),
+        sequence_length=sequence_length,
+        tokens_per_gpu=tokens_per_gpu,
+        precision=training_dtype(model, args),
+        recompute=str(getattr(args, "recompute", "full")) if recomputes else "none",
+    )

@@ -1,15 +1,19 @@
-"""The triage: from what was measured to one named cause, its numbers and the mend.
+"""Triage: from the measured numbers of a run to one bottleneck, its numbers and what to change first.
 
-A run is looked at when its scaling efficiency is below 70%, or a share of its step is over the share's own limit. Of
-all causes that can be told from the numbers the largest is named. "Look at the network first" is the wrong order: a
-data loader, one slow rank or too little work per GPU look the same from outside (torchtitan's FSDP keeps 97 to 98%
-from 8 to 128 H100s, arXiv 2410.06511, so a loss of a third needs a reason).
+A bottleneck is reported if the scaling efficiency is below 70%, or if a share of the step is above its own limit. Of
+all causes that the numbers show, the largest is named. Looking at the network first is the wrong order: a slow data
+loader, one slow rank or too little work per GPU look the same from outside (torchtitan's FSDP keeps 97 to 98% from 8
+to 128 H100s, arXiv 2410.06511, so losing a third needs another reason).
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hfscale.utils.findings import Finding
+from hfscale.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 EFFICIENCY_FLOOR = 0.70
 DATA_WAIT_LIMIT = 0.10
@@ -17,53 +21,58 @@ COMM_LIMIT = 0.15
 SKEW_LIMIT = 1.10
 BUBBLE_LIMIT = 0.15
 RECOMPUTE_LIMIT = 0.28
-"""Full recomputation executes 8/6 of the layers' FLOPs: a quarter of the step. It is named by itself only beyond."""
+"""Full recomputation executes 8/6 of the FLOPs of the layers, which is a quarter of the step. Only a larger share is
+reported without a low efficiency."""
 EXPLAINS = 0.5
-"""Part of what the efficiency lacks that a share below its limit must account for, to be called the cause."""
+"""The part of the missing efficiency that a share below its limit must account for, to be named as the bottleneck."""
+TRIAGE_LOGS = 3
+"""Number of logs whose mean is judged, because one slow log is not enough for a diagnosis."""
+
+TRIAGE_KEYS = (
+    "scaling/efficiency",
+    "scaling/data_wait_fraction",
+    "scaling/straggler_skew",
+    "scaling/comm_fraction",
+    "scaling/bubble_fraction",
+    "scaling/mfu",
+    "scaling/hfu",
+    "gpu/throttled",
+)
+"""The metric keys that the triage reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What is known of a stretch of a run; None where it is not."""
+class TriageInput:
+    """What was measured of a part of a run; None where it is unknown."""
 
     efficiency: float | None = None
-    """Against a baseline."""
+    """Scaling efficiency against a baseline."""
     data_wait_fraction: float | None = None
-    """Of the time, waiting for batches."""
+    """Share of the time spent waiting for batches."""
     straggler_skew: float | None = None
-    """Slowest rank's own compute time / median rank's."""
+    """Compute time of the slowest rank over that of the median rank."""
     comm_fraction: float | None = None
-    """Of the time, exchanging with nothing else going on."""
-    hides: float | None = None
-    """Communication time / backward time it could hide behind; above 1 no overlap can hide it."""
+    """Share of the time spent in communication that no computation hides."""
+    comm_over_backward: float | None = None
+    """Communication time over the backward time that can hide it; above 1 no overlap can hide all of it."""
     bubble_fraction: float | None = None
-    """Of the time, pipeline stages idle."""
+    """Share of the time in which pipeline stages idle."""
     mfu: float | None = None
-    """Model FLOPs utilisation."""
+    """Model FLOPs utilization."""
     hfu: float | None = None
-    """The same with recomputation."""
+    """Hardware FLOPs utilization, with recomputation."""
     throttled: float | None = None
-    """Share of the GPUs that run below their clock for heat or power."""
+    """Share of the GPUs that heat or power limits slow down."""
     tokens_per_gpu: int | None = None
-    """Per optimizer step."""
+    """Tokens per GPU and optimizer step."""
 
     @classmethod
-    def of(
-        cls, keys: Mapping[str, float], *, hides: float | None = None, tokens_per_gpu: int | None = None
-    ) -> "Measured":
-        """From metric keys, as they are logged."""
-        return cls(
-            efficiency=keys.get("scaling/efficiency"),
-            data_wait_fraction=keys.get("scaling/data_wait_fraction"),
-            straggler_skew=keys.get("scaling/straggler_skew"),
-            comm_fraction=keys.get("scaling/comm_fraction"),
-            hides=hides,
-            bubble_fraction=keys.get("scaling/bubble_fraction"),
-            mfu=keys.get("scaling/mfu"),
-            hfu=keys.get("scaling/hfu"),
-            throttled=keys.get("gpu/throttled"),
-            tokens_per_gpu=tokens_per_gpu,
-        )
+    def from_keys(
+        cls, keys: Mapping[str, float], *, comm_over_backward: float | None = None, tokens_per_gpu: int | None = None
+    ) -> "TriageInput":
+        """Read the numbers from metric keys; the other arguments are those that no key holds."""
+        numbers = {key.partition("/")[2]: keys.get(key) for key in TRIAGE_KEYS}
+        return cls(**numbers, comm_over_backward=comm_over_backward, tokens_per_gpu=tokens_per_gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,71 +81,79 @@ class _Candidate:
     over_limit: bool
 
 
-def triage(measured: Measured) -> Finding | None:
-    """The one cause to look at first, or None where nothing calls for it."""
+def triage(measured: TriageInput) -> Finding | None:
+    """Return the bottleneck to look at first.
+
+    Args:
+        measured (`TriageInput`): What was measured.
+
+    Returns:
+        `Finding | None`: The bottleneck, or None if nothing calls for a change. Its `check` is `data wait`,
+        `straggler`, `tokens per GPU too small`, `exposed communication`, `bubble`, `recompute`, `thermal` or
+        `not measured`.
+    """
     is_low = measured.efficiency is not None and measured.efficiency < EFFICIENCY_FLOOR
-    candidates = [found for found in (look(measured) for look in _LOOKS) if found is not None]
-    over = [candidate for candidate in candidates if candidate.over_limit]
-    if not over and not is_low:
-        return None
-    if not over:
-        return _largest_or_unknown(candidates, measured.efficiency or 0.0)
-    # A cause whose share is known goes before one that is only known to be there.
-    return max(over, key=lambda candidate: candidate.finding.share or 0.0).finding
+    candidates = [found for found in (check(measured) for check in _CHECKS) if found is not None]
+    over = [candidate.finding for candidate in candidates if candidate.over_limit]
+    if over:
+        # A cause with a known share goes before one without.
+        return max(over, key=lambda finding: finding.share or 0.0)
+    if is_low:
+        return _largest_or_unknown([candidate.finding for candidate in candidates], measured.efficiency or 0.0)
+    return None
 
 
-def _largest_or_unknown(candidates: Sequence[_Candidate], efficiency: float) -> Finding:
-    known = [candidate.finding for candidate in candidates if candidate.finding.share is not None]
-    largest = max(known, key=lambda finding: finding.share or 0.0, default=None)
+def _largest_or_unknown(candidates: Sequence[Finding], efficiency: float) -> Finding:
+    known = [candidate for candidate in candidates if candidate.share is not None]
+    largest = max(known, key=lambda candidate: candidate.share or 0.0, default=None)
     if largest is not None and (largest.share or 0.0) >= EXPLAINS * (1 - efficiency):
         return largest
-    beside = f"; the largest, {largest.check}, is {largest.share:.0%}" if largest is not None else ""
+    largest_text = f"; the largest, {largest.check}, is {largest.share:.0%}" if largest is not None else ""
     return Finding(
         check="not measured",
         share=None,
-        problem=f"efficiency {efficiency:.0%}, and no measured share explains it{beside}",
-        fix="trace a few steps with --profile_steps and look for gaps, or for kernels that take longer than alone",
+        problem=f"efficiency {efficiency:.0%}, and no measured share explains it{largest_text}",
+        fix="trace a few steps with --profile_steps, and look for gaps and for kernels that take longer than on 1 GPU",
     )
 
 
-def _data_wait(m: Measured) -> _Candidate | None:
+def _data_wait(m: TriageInput) -> _Candidate | None:
     if m.data_wait_fraction is None:
         return None
     finding = Finding(
         check="data wait",
         share=m.data_wait_fraction,
-        problem=f"{m.data_wait_fraction:.0%} of the time the slowest loader's rank waits for batches",
-        fix="raise --dataloader_num_workers or --dataloader_prefetch_factor, or prepare the text beforehand",
+        problem=f"the rank with the slowest data loader waits for batches {m.data_wait_fraction:.0%} of the time",
+        fix="raise --dataloader_num_workers or --dataloader_prefetch_factor, or tokenize the data in advance",
     )
     return _Candidate(finding=finding, over_limit=m.data_wait_fraction > DATA_WAIT_LIMIT)
 
 
-def _straggler(m: Measured) -> _Candidate | None:
+def _straggler(m: TriageInput) -> _Candidate | None:
     if m.straggler_skew is None or m.straggler_skew <= 1:
         return None
-    lost = 1 - 1 / m.straggler_skew  # every other rank idles for it
     finding = Finding(
         check="straggler",
-        share=lost,
+        share=1 - 1 / m.straggler_skew,  # every other rank idles until the slowest one has finished
         problem=f"the slowest rank computes {m.straggler_skew:.2f} times as long as the median one",
-        fix="the log names it: check its clocks and neighbours, and leave its host out if it stays",
+        fix="the log names the rank: check its clocks and other work on its host; replace the host if it stays slow",
     )
     return _Candidate(finding=finding, over_limit=m.straggler_skew > SKEW_LIMIT)
 
 
-def _communication(m: Measured) -> _Candidate | None:
+def _communication(m: TriageInput) -> _Candidate | None:
     if m.comm_fraction is None:
         return None
-    numbers = f"{m.comm_fraction:.0%} of the step is communication that nothing hides"
+    numbers = f"{m.comm_fraction:.0%} of the step is communication that no computation hides"
     over_limit = m.comm_fraction > COMM_LIMIT
-    if m.hides is not None and m.hides > 1 and m.tokens_per_gpu is not None:
-        # The exchange does not grow with the tokens and the backward does: at this many it would be covered.
-        enough = m.tokens_per_gpu * m.hides
+    if m.comm_over_backward is not None and m.comm_over_backward > 1 and m.tokens_per_gpu is not None:
+        # Communication does not grow with the tokens, but the backward does: this many would hide it.
+        enough = m.tokens_per_gpu * m.comm_over_backward
         finding = Finding(
             check="tokens per GPU too small",
             share=m.comm_fraction,
-            problem=f"{numbers}: with {m.tokens_per_gpu:,} tokens per GPU and step it takes {m.hides:.1f} times as "
-            "long as the backward",
+            problem=f"{numbers}: with {m.tokens_per_gpu:,} tokens per GPU and step it takes "
+            f"{m.comm_over_backward:.1f} times as long as the backward",
             fix=f"give each GPU about {enough:,.0f} tokens per step (--per_device_train_batch_size, "
             "--gradient_accumulation_steps), or use fewer GPUs",
         )
@@ -145,25 +162,25 @@ def _communication(m: Measured) -> _Candidate | None:
             check="exposed communication",
             share=m.comm_fraction,
             problem=numbers,
-            fix="hfscale check compares the links with what they should give; then --ddp_bucket_cap_mb, "
+            fix="compare the links with their expected speed (hfscale check); then try --ddp_bucket_cap_mb, "
             "--gradient_compression bf16, or sharding inside the node only (fsdp2_hsdp)",
         )
     return _Candidate(finding=finding, over_limit=over_limit)
 
 
-def _bubble(m: Measured) -> _Candidate | None:
+def _bubble(m: TriageInput) -> _Candidate | None:
     if m.bubble_fraction is None:
         return None
     finding = Finding(
         check="bubble",
         share=m.bubble_fraction,
         problem=f"pipeline stages idle {m.bubble_fraction:.0%} of the step",
-        fix="more micro-batches per step (--gradient_accumulation_steps), an interleaved schedule, or fewer stages",
+        fix="use more micro-batches (--gradient_accumulation_steps), an interleaved schedule, or fewer stages",
     )
     return _Candidate(finding=finding, over_limit=m.bubble_fraction > BUBBLE_LIMIT)
 
 
-def _recompute(m: Measured) -> _Candidate | None:
+def _recompute(m: TriageInput) -> _Candidate | None:
     if not m.mfu or not m.hfu or m.hfu <= m.mfu:
         return None
     share = 1 - m.mfu / m.hfu
@@ -171,21 +188,66 @@ def _recompute(m: Measured) -> _Candidate | None:
         check="recompute",
         share=share,
         problem=f"{share:.0%} of the executed FLOPs compute activations a second time",
-        fix="--recompute selective, or none where the memory peak leaves room",
+        fix="use --recompute selective, or none if the memory peak leaves room",
     )
     return _Candidate(finding=finding, over_limit=share > RECOMPUTE_LIMIT)
 
 
-def _thermal(m: Measured) -> _Candidate | None:
+def _thermal(m: TriageInput) -> _Candidate | None:
     if not m.throttled:
         return None
     finding = Finding(
         check="thermal",
         share=None,
-        problem=f"{m.throttled:.0%} of the GPUs run below their clock for heat or power",
-        fix="the log names the rank: check cooling and power limit of its host, or leave it out",
+        problem=f"heat or power limits lower the clock of {m.throttled:.0%} of the GPUs",
+        fix="the log names the rank: check the cooling and the power limit of its host, or replace the host",
     )
     return _Candidate(finding=finding, over_limit=True)
 
 
-_LOOKS = (_data_wait, _straggler, _communication, _bubble, _recompute, _thermal)
+_CHECKS = (_data_wait, _straggler, _communication, _bubble, _recompute, _thermal)
+
+
+class TriageWatch:
+    """Runs the triage at each log, and reports a bottleneck once it has lasted for `TRIAGE_LOGS` logs.
+
+    The same bottleneck is reported again only after another one has been.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a new training. Its first log, which includes start-up and warm-up, is not judged."""
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=TRIAGE_LOGS)
+        self._is_first = True
+        self._reported: str | None = None
+
+    def check(
+        self, logs: Mapping[str, float], *, comm_over_backward: float | None, tokens_per_gpu: int | None
+    ) -> Finding | None:
+        """Take one log into account, and log a new bottleneck.
+
+        Args:
+            logs (`Mapping[str, float]`): The metric keys of the log.
+            comm_over_backward (`float`, *optional*): Communication time over backward time.
+            tokens_per_gpu (`int`, *optional*): Tokens per GPU and optimizer step.
+
+        Returns:
+            `Finding | None`: The bottleneck, if it is new.
+        """
+        if self._is_first:
+            self._is_first = False
+            return None
+        self._recent.append({key: logs[key] for key in TRIAGE_KEYS if key in logs})
+        if len(self._recent) < TRIAGE_LOGS:
+            return None
+        in_all = set.intersection(*(set(keys) for keys in self._recent))
+        mean = {key: sum(keys[key] for keys in self._recent) / TRIAGE_LOGS for key in in_all}
+        measured = TriageInput.from_keys(mean, comm_over_backward=comm_over_backward, tokens_per_gpu=tokens_per_gpu)
+        finding = triage(measured)
+        if finding is None or finding.check == self._reported:
+            return None
+        self._reported = finding.check
+        logger.info("bottleneck: %s: %s", finding.check, finding)
+        return finding

@@ -1,6 +1,5 @@
 """How long a rank's stages compute, and how long it is in its schedules: the rest is waiting."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from transformers import TrainerState
 
+from hfscale.metrics.clocks import clock_of
 from hfscale.metrics.records import JSONL_NAME, RankLines
 from hfscale.utils import distributed
 
@@ -21,19 +21,12 @@ class BusyClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._clock = clock_of(device)
+        self.now = self._clock.now
         self._spans: dict[str, list[tuple[Any, Any]]] = {"busy": [], "all": []}
 
-    def now(self) -> Any:
-        """A point in time, as the device sees it."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def add(self, kind: str, start: Any) -> None:
-        """Charge the time since `start` to `busy` or to `all`."""
+        """Charge the time since `start`, a value of `now()`, to `busy` or to `all`."""
         self._spans[kind].append((start, self.now()))
         if kind == "all" and len(self._spans["all"]) > _KEPT_SCHEDULES:
             self._spans = {"busy": [], "all": []}  # nobody has asked for long: what counts is the recent past
@@ -41,16 +34,13 @@ class BusyClock:
     def read(self) -> tuple[float, float, int]:
         """Seconds computed, seconds in schedules and how many these were since the last call; waits for the GPU's last
         event."""
-        totals: list[float] = []
-        schedules = len(self._spans["all"])
-        for kind in ("busy", "all"):
-            spans, self._spans[kind] = self._spans[kind], []
-            if self._cuda and spans:
-                spans[-1][1].synchronize()
-                totals.append(sum(start.elapsed_time(end) for start, end in spans) / 1000)
-            else:
-                totals.append(sum(end - start for start, end in spans))
-        return totals[0], totals[1], schedules
+        spans = self._spans
+        self._spans = {"busy": [], "all": []}
+        for kind in spans.values():
+            if kind:
+                self._clock.wait_for(kind[-1][1])
+        busy, in_schedules = (sum(self._clock.seconds(start, end) for start, end in spans[k]) for k in ("busy", "all"))
+        return busy, in_schedules, len(spans["all"])
 
 
 class StageTimes:

@@ -12,6 +12,7 @@ from hfscale.checkpoint.remote import RemoteStore, fetch_newest
 from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify, wait_until_visible
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.errors import CheckpointError, LayoutError, UsageError
+from hfscale.facts.layout import split_batch
 from hfscale.integrations.resume import discard_conversions
 from hfscale.integrations.strategy import requested_family
 from hfscale.utils import distributed
@@ -113,28 +114,24 @@ def keep_global_batch(
     runs_parallel_trainer = ranks < world_size and requested_family(args) in ("single", "ddp")
     if world_size == trained_by and origin["strategy"] != "parallel" and not runs_parallel_trainer:
         return
-    per_rank, left_over = divmod(wanted, ranks)
-    if left_over or per_rank == 0:
+    split = split_batch(wanted, ranks, args.per_device_train_batch_size)
+    if split is None:
         fitting = [n * world_size // ranks for n in range(1, wanted + 1) if wanted % n == 0]
         nearest = min(fitting, key=lambda n: abs(n - world_size))
         raise LayoutError(
             f"{world_size} processes cannot keep the run's global batch of {wanted} sequences: start {nearest}, or "
             "start from scratch with --resume_from_checkpoint false"
         )
-    per_device = args.per_device_train_batch_size
-    while per_rank % per_device:
-        per_device -= 1
-    if (per_device, per_rank // per_device) == (args.per_device_train_batch_size, args.gradient_accumulation_steps):
+    if split == (args.per_device_train_batch_size, args.gradient_accumulation_steps):
         return
-    args.per_device_train_batch_size = per_device
-    args.gradient_accumulation_steps = per_rank // per_device
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = split
     instead = f"instead of {trained_by}" if world_size != trained_by else "with another data parallel size"
     logger.info(
         "%d processes %s: the global batch stays %d sequences, by %d per device x %d accumulation steps",
         world_size,
         instead,
         wanted,
-        per_device,
+        args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
     )
 

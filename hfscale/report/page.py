@@ -1,67 +1,66 @@
-"""The report as one HTML page that needs nothing else: no script, no font, no network."""
+"""The HTML pages: the report of a run, and the report of a sweep. Each is one file that needs no network."""
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from hfscale import __version__
-from hfscale.errors import StorageError
 from hfscale.metrics.goodput import DOWN, LOST, START_UP, USEFUL_PHASE
-from hfscale.report.charts import Part, Series, Span, heat_map, line_chart, stacked_bar, timeline
-from hfscale.report.formatting import duration, percent, size
-from hfscale.report.headline import Tile, headline, subtitle
-from hfscale.report.priorities import priorities
+from hfscale.report.formatting import count, duration, percent, size
+from hfscale.report.html import (
+    Part,
+    Series,
+    Span,
+    document,
+    heat_map,
+    line_chart,
+    save_page,
+    stacked_bar,
+    timeline,
+)
 from hfscale.report.run_data import Run
-from hfscale.report.style import STYLE
+from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, Tile, bottlenecks, headline, subtitle
 
-PHASES = {
-    USEFUL_PHASE: ("training steps", "blue"),
-    "exposed communication": ("exposed communication", "violet"),
-    "bubble": ("pipeline bubble", "violet"),
-    "data_wait": ("waiting for data", "amber"),
-    "save": ("saving", "teal"),
-    "evaluate": ("evaluation", "teal"),
-    START_UP: ("start-up", "gray"),
-    LOST: ("lost after a checkpoint", "red"),
-    DOWN: ("down between launches", "rust"),
-    "other": ("logging and the rest", "gray"),
-    "since the last checkpoint": ("since the last checkpoint", "gray"),
+_PHASE_COLOURS = {
+    USEFUL_PHASE: "blue",
+    "exposed communication": "violet",
+    "bubble": "violet",
+    "data_wait": "amber",
+    "save": "teal",
+    "evaluate": "teal",
+    START_UP: "gray",
+    LOST: "red",
+    DOWN: "rust",
+    "other": "gray",
+    "since the last checkpoint": "gray",
 }
-"""How each phase of the ledger is called and drawn, in the order of the bar."""
-
-_SPREAD_WORTH_DRAWING = 0.05
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_LOSS_COLOURS = {
+    "data wait": "amber",
+    "exposed communication": "violet",
+    "straggler": "red",
+    "bubble": "teal",
+    "not measured": "gray",
+}
+_MIN_SPREAD = 0.05
+"""A number per rank is drawn if the ranks differ by more than this share of the largest."""
 
 
 def write_page(run: Run, path: Path) -> None:
-    """Write the report of a run to a file.
+    """Write the report of a run to an HTML file.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: The file cannot be written.
     """
-    save(page(run), path)
-
-
-def save(text: str, path: Path) -> None:
-    """Write a page.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}; give --html another file") from None
+    save_page(page(run), path)
 
 
 def page(run: Run) -> str:
-    """The whole document."""
+    """Return the report of a run as an HTML document."""
     parts = [
         _header(run),
         _tiles(headline(run)),
-        _first(run),
+        _bottlenecks(run),
         _split(run),
         _timeline(run),
         _pair(_loss(run), _throughput(run)),
@@ -70,18 +69,6 @@ def page(run: Run) -> str:
         _checkpoints(run),
     ]
     return document(run.name, parts)
-
-
-def document(title: str, parts: Sequence[str]) -> str:
-    """A page of these parts, which are HTML."""
-    footer = f"<footer>hfscale {escape(__version__)}. Numbers that are not known are left out.</footer>"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} · hfscale</title><style>{STYLE}</style></head>\n"
-        f"<body><main>{''.join(parts)}{footer}</main></body></html>\n"
-    )
 
 
 def _header(run: Run) -> str:
@@ -101,19 +88,19 @@ def _tiles(tiles: Sequence[Tile]) -> str:
     return f'<section class="tiles">{cells}</section>'
 
 
-def _first(run: Run) -> str:
-    found = priorities(run)
+def _bottlenecks(run: Run) -> str:
+    found = bottlenecks(run)
     notes = "".join(f'<p class="note">{escape(note[:1].upper() + note[1:])}.</p>' for note in run.notes[-1:])
     if not found:
         return (
             '<section class="first none"><h2>What to change first</h2>'
-            f"<p>Nothing stands out: no measured share is over its limit.</p>{notes}</section>"
+            f"<p>No bottleneck found: no measured share is above its limit.</p>{notes}</section>"
         )
     items = "".join(
-        f"<li><b>{escape(one.title)}</b>"
+        f"<li><b>{escape(one.check)}</b>"
         + (f' <span class="share">{percent(one.share)} of the time</span>' if one.share is not None else "")
-        + f"<p>{escape(one.mend[:1].upper() + one.mend[1:])}. <em>Measured: {escape(one.numbers)}.</em></p></li>"
-        for one in found[:3]
+        + f"<p>{escape(one.fix[:1].upper() + one.fix[1:])}. <em>Measured: {escape(one.problem)}.</em></p></li>"
+        for one in found[:MAX_BOTTLENECKS]
     )
     return f'<section class="first"><h2>What to change first</h2><ol>{items}</ol>{notes}</section>'
 
@@ -124,10 +111,10 @@ def _split(run: Run) -> str:
         Part(
             name=name,
             value=run.split[phase],
-            colour=colour,
+            colour=_PHASE_COLOURS[phase],
             text=f"{percent(run.split[phase] / total)}, {duration(run.split[phase])}",
         )
-        for phase, (name, colour) in PHASES.items()
+        for phase, name in PHASES.items()
         if run.split.get(phase, 0.0) > 0
     ]
     drawn = stacked_bar(parts, label="where the time went")
@@ -137,8 +124,10 @@ def _split(run: Run) -> str:
 def _timeline(run: Run) -> str:
     if not run.attempts:
         return ""
-    begin, end = run.attempts[0].begun, run.attempts[-1].ended
-    rows, sizes = [], {attempt.world_size for attempt in run.attempts}
+    begin = run.attempts[0].begun
+    end = run.attempts[-1].ended
+    sizes = {attempt.world_size for attempt in run.attempts}
+    rows = []
     for number, attempt in enumerate(run.attempts, 1):
         kept = Span(
             start=attempt.begun,
@@ -158,11 +147,11 @@ def _timeline(run: Run) -> str:
     began = datetime.datetime.fromtimestamp(begin, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     saves = sum(len(attempt.saves) for attempt in run.attempts)
     restarts = len(run.attempts) - 1
-    words = f"{duration(end - begin)} from {began}; {restarts} restart{'s' if restarts != 1 else ''}, {saves} saves"
-    legend = '<p class="note">Blue was kept, red was done again; the light marks are saves.</p>'
+    summary = f"{duration(end - begin)} from {began}; {restarts} restart{'s' if restarts != 1 else ''}, {saves} saves"
+    legend = '<p class="note">Blue work was kept, red work was repeated; the light marks are saves.</p>'
     return (
         f"<section><h2>Timeline</h2>{timeline(rows, begin=begin, end=end)}"
-        f'<p class="note">{escape(words)}.</p>{legend if saves or restarts else ""}</section>'
+        f'<p class="note">{escape(summary)}.</p>{legend if saves or restarts else ""}</section>'
     )
 
 
@@ -179,7 +168,7 @@ def _throughput(run: Run) -> str:
     series = [Series(name="tokens/s", points=run.series("scaling/tokens_per_s"), colour="teal")]
     chart = line_chart(series, label="Tokens per second", x_name="step", from_zero=True, marks=_resumes(run))
     baseline = run.facts.get("baseline")
-    note = f'<p class="note">Scaling efficiency is against {escape(baseline)}.</p>' if baseline else ""
+    note = f'<p class="note">Scaling efficiency is relative to {escape(str(baseline))}.</p>' if baseline else ""
     return chart + note if chart else ""
 
 
@@ -200,7 +189,7 @@ def _shares(run: Run) -> str:
 
 def _memory(run: Run) -> str:
     series = [Series(name="peak", points=run.series("gpu/memory_peak_gib"), colour="violet")]
-    return line_chart(series, label="Memory of the fullest GPU", x_name="step", from_zero=True, form="{} GiB")
+    return line_chart(series, label="Peak memory of the fullest GPU", x_name="step", from_zero=True, form="{} GiB")
 
 
 def _pair(*charts: str) -> str:
@@ -211,10 +200,10 @@ def _pair(*charts: str) -> str:
 def _ranks(run: Run) -> str:
     named = {
         "data_wait_fraction": ("Waiting for data, by rank", "{:.0%}"),
-        "comm_fraction": ("Exchanging or waiting for others, by rank: a slow rank is the pale one", "{:.0%}"),
-        "compute_s": ("Own compute time, by rank", "{:.3g} s"),
+        "comm_fraction": ("Communicating or waiting for others, by rank: a slow rank is the pale one", "{:.0%}"),
+        "compute_s": ("Compute time of each rank, without waiting for others", "{:.3g} s"),
         "stage_s": (
-            "Own time of a rank's pipeline stages per step, by rank: the slowest stage sets the pace",
+            "Compute time of the pipeline stages per step, by rank: the slowest stage sets the pace",
             "{:.3g} s",
         ),
         "memory_peak_gib": ("Peak memory, by rank", "{:.3g} GiB"),
@@ -222,7 +211,7 @@ def _ranks(run: Run) -> str:
     maps = "".join(
         heat_map(samples, label=label, form=form)
         for key, (label, form) in named.items()
-        if (samples := run.ranks.get(key)) and _spread(samples) > _SPREAD_WORTH_DRAWING
+        if (samples := run.ranks.get(key)) and _spread(samples) > _MIN_SPREAD
     )
     return f"<section>{maps}</section>" if maps else ""
 
@@ -242,8 +231,59 @@ def _checkpoints(run: Run) -> str:
         for one in run.checkpoints
     )
     stall = run.median("checkpoint/stall_s")
-    note = f'<p class="note">Training stands still for {duration(stall)} per save.</p>' if stall is not None else ""
+    note = f'<p class="note">Training waits {duration(stall)} for each save.</p>' if stall is not None else ""
     return (
         '<section><h2>Checkpoints</h2><div class="wide"><table><thead><tr><th>folder</th><th>step</th><th>size</th>'
         f"<th>processes</th><th>state</th></tr></thead><tbody>{rows}</tbody></table></div>{note}</section>"
+    )
+
+
+def write_sweep_page(answer: Mapping[str, Any], path: Path) -> None:
+    """Write the report of a sweep to an HTML file.
+
+    Args:
+        answer (`Mapping[str, Any]`): The object that `hfscale sweep --json` prints.
+        path (`Path`): The file.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    save_page(sweep_page(answer), path)
+
+
+def sweep_page(answer: Mapping[str, Any]) -> str:
+    """Return the report of a sweep as an HTML document: speed and efficiency by number of GPUs, and the causes."""
+    rows = answer["rows"]
+    meaning = "equal work per process" if answer["mode"] == "weak" else "equal work in total"
+    largest = rows[-1]
+    header = (
+        f"<header><h1>Scaling from {rows[0]['gpus']} to {largest['gpus']} GPUs</h1>"
+        f"<p>{escape(str(answer['mode']))} scaling ({meaning}), {escape(str(answer.get('strategy') or ''))}: "
+        f"{percent(largest['efficiency'])} efficiency on {largest['gpus']}</p></header>"
+    )
+    per_gpu = rows[0]["tokens_per_s_per_gpu"]
+    measured = Series(name="measured", points=[(r["gpus"], r["tokens_per_s"]) for r in rows], colour="blue")
+    ideal = Series(name="ideal", points=[(r["gpus"], per_gpu * r["gpus"]) for r in rows], colour="gray")
+    chart = line_chart([measured, ideal], label="Tokens per second", x_name="GPUs", from_zero=True)
+    bars = "".join(_sweep_row(row) for row in rows)
+    return document("Scaling sweep", [header, f"<section>{chart}</section>", bars])
+
+
+def _sweep_row(row: Mapping[str, Any]) -> str:
+    kept = Part(name="efficiency", value=row["efficiency"], text=percent(row["efficiency"]), colour="blue")
+    lost = [
+        Part(name=cause, value=share, text=percent(share), colour=_LOSS_COLOURS.get(cause, "gray"))
+        for cause, share in row["losses"].items()
+    ]
+    finding = row["finding"]
+    finding_text = ""
+    if finding is not None:
+        finding_text = (
+            f'<p class="note"><b>{escape(finding["cause"])}</b>: {escape(finding["numbers"])}; '
+            f"{escape(finding['fix'])}.</p>"
+        )
+    title = f"{row['gpus']} GPU{'s' if row['gpus'] > 1 else ''}: {count(row['tokens_per_s_per_gpu'])} tokens/s/GPU"
+    return (
+        f"<section><h2>{escape(title)}</h2>{stacked_bar([kept, *lost], label=title)}{finding_text}"
+        f'<p class="note">Repeats differ by {percent(row["spread"])}.</p></section>'
     )

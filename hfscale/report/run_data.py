@@ -1,7 +1,7 @@
-"""Everything a report says about a run, read from its output directory and nowhere else.
+"""The data of a run for its report, read from the files in its output directory.
 
-The files may come from anywhere: numbers are taken only where they are finite numbers, text is kept short and without
-secrets, and nothing but the known names is opened.
+The files are not trusted: numbers are used only if they are finite, text is shortened and secrets in it are redacted,
+and no file is opened except those with known names.
 """
 
 import json
@@ -9,17 +9,18 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.store import checkpoint_step, list_checkpoints, read_status
 from hfscale.errors import CheckpointError, UsageError
-from hfscale.metrics.goodput import DOWN, LOST, USEFUL_PHASE
+from hfscale.metrics.goodput import USEFUL_PHASE
 from hfscale.metrics.records import JSONL_NAME, RANKS_NAME, read_events, read_records
 from hfscale.utils.redaction import redact
 
-MOST_TEXT = 400
+MAX_TEXT_LENGTH = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +30,15 @@ class Attempt:
     begun: float
     """Unix seconds."""
     ended: float
-    """Last sign of life."""
+    """Unix seconds of its last record."""
     first_step: int
-    """Steps done before it."""
+    """The step that it started from."""
     kept_until: float
-    """Its work up to here is in the training; what came after was done again."""
+    """Unix seconds up to which its work was kept; later work was lost and repeated."""
     world_size: int | None
-    """Processes."""
+    """Number of processes; None if it is unknown."""
     saves: tuple[float, ...]
-    """When checkpoints were written."""
+    """Unix seconds at which checkpoints were saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,67 +50,73 @@ class Checkpoint:
     step: int
     """N."""
     is_committed: bool
-    """Whether its manifest is there."""
+    """Whether it has a readable manifest."""
     bytes: int | None
-    """Size by the manifest."""
+    """Size in bytes according to the manifest; None without one."""
     world_size: int | None
-    """Processes that wrote it."""
+    """Number of processes that wrote it; None without a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as its files tell it."""
+    """A run as its files describe it."""
 
     name: str
-    """Of the folder."""
+    """Name of the output directory."""
     status: str
     """`running`, `completed`, `preempted`, `failed` or `unknown`."""
     reason: str | None
-    """Why it ended so."""
+    """The reason for the status, if there is one."""
     facts: Mapping[str, Any]
-    """What it does, from the timeline's `workload`."""
+    """What the run does: the `workload` event of the timeline."""
     records: Sequence[Mapping[str, float]]
-    """`scaling.jsonl`, numbers only."""
+    """The lines of `scaling.jsonl`, numbers only."""
     ranks: Mapping[str, Sequence[tuple[float, Sequence[float]]]]
-    """Per measure: step and a number per rank."""
+    """For each measure the step of each log and one number per rank, (ranks,)."""
     attempts: Sequence[Attempt]
-    """Launches, oldest first."""
+    """The launches, oldest first."""
     checkpoints: Sequence[Checkpoint]
-    """By rising step."""
+    """The checkpoints, in order of their steps."""
     split: Mapping[str, float]
-    """Seconds by phase, of all attempts; empty where nobody has kept them."""
+    """Seconds of each phase over all launches; empty if no file has them."""
     findings: Sequence[Mapping[str, Any]]
-    """What the triage said while it ran."""
+    """The bottlenecks that the triage named during the run."""
     notes: Sequence[str] = field(default=())
-    """Advice that was computed in the run."""
+    """Advice that the run computed."""
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of a metric."""
+        """Return (step, value) of a metric at each log that has it."""
         return [(record["step"], record[key]) for record in self.records if key in record]
 
     def last(self, key: str) -> float | None:
-        """The newest value of a metric; None where there is none."""
+        """Return the newest value of a metric, or None if there is none."""
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
     def median(self, key: str) -> float | None:
-        """The median of a metric without its first value, in which start-up is; None where there is none."""
+        """Return the median of a metric without its first value, which includes start-up; None if there is none."""
         values = [value for _, value in self.series(key)]
         return statistics.median(values[1:] or values) if values else None
 
     @property
     def wall_s(self) -> float | None:
-        """Seconds from the first launch to the last sign of life."""
+        """Seconds from the first launch to the last record; None if no launch is recorded."""
         return self.attempts[-1].ended - self.attempts[0].begun if self.attempts else None
 
 
 def load_run(output_dir: Path) -> Run:
-    """Read a run's output directory.
+    """Read the output directory of a run, finished or not.
+
+    Args:
+        output_dir (`Path`): The directory.
+
+    Returns:
+        `Run`: The data of the run.
 
     Raises:
-        UsageError: it is no folder, or no run has left measurements in it.
+        UsageError: It is not a directory, or it has no measurements.
     """
     if not output_dir.is_dir():
-        raise UsageError(f"{output_dir} is no folder: give the --output_dir of a run")
+        raise UsageError(f"{output_dir} is not a directory: give the --output_dir of a run")
     raw = read_records(output_dir / JSONL_NAME)
     events = [_clean(event) for event in read_events(output_dir)]
     if not raw and not events:
@@ -119,13 +126,13 @@ def load_run(output_dir: Path) -> Run:
         )
     records = [numbers for numbers in map(_numbers, raw) if "step" in numbers]
     status = read_status(output_dir) or {}
-    said = status.get("status")
+    state = status.get("status")
     checkpoints = [_checkpoint(path) for path in list_checkpoints(output_dir)]
-    workload: Mapping[str, Any] = next((event for event in reversed(events) if event["event"] == "workload"), {})
+    workload: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "workload"), {})
     attempts = _attempts(events, records)
     return Run(
         name=redact(output_dir.resolve().name),
-        status=said if said in ("running", "completed", "preempted", "failed") else "unknown",
+        status=state if state in ("running", "completed", "preempted", "failed") else "unknown",
         reason=_text(status.get("reason")),
         facts=workload,
         records=records,
@@ -134,7 +141,7 @@ def load_run(output_dir: Path) -> Run:
         checkpoints=checkpoints,
         split=_split(output_dir, events, records),
         findings=[event for event in events if event["event"] == "finding"],
-        notes=[note for event in events if (note := event.get("advice")) is not None],
+        notes=[note for event in events if isinstance(note := event.get("advice"), str)],
     )
 
 
@@ -147,11 +154,11 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _text(value: object) -> str | None:
-    return redact(" ".join(value.split()))[:MOST_TEXT] if isinstance(value, str) else None
+    return redact(" ".join(value.split()))[:MAX_TEXT_LENGTH] if isinstance(value, str) else None
 
 
 def _clean(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers, short texts, and dictionaries of numbers."""
+    """Keep numbers, short texts, and dictionaries of numbers."""
     clean: dict[str, Any] = {}
     for key, value in event.items():
         if _is_number(value):
@@ -170,11 +177,13 @@ def _clean(event: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checkpoint(path: Path) -> Checkpoint:
     is_committed = (path / MANIFEST_NAME).is_file()
-    size = world_size = None
+    size = None
+    world_size = None
     if is_committed:
         try:
             manifest = read_manifest(path)
-            size, world_size = sum(record.bytes for record in manifest.files.values()), manifest.world_size
+            size = sum(record.bytes for record in manifest.files.values())
+            world_size = manifest.world_size
         except (CheckpointError, TypeError):
             is_committed = False
     return Checkpoint(
@@ -183,28 +192,31 @@ def _checkpoint(path: Path) -> Checkpoint:
 
 
 def _attempts(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]) -> list[Attempt]:
-    launches = [index for index, event in enumerate(events) if event["event"] == "launch"]
+    """The launches of the timeline; each reaches to the next one."""
+    starts = [index for index, event in enumerate(events) if event["event"] == "launch"]
+    last_record = max((record["time"] for record in records if "time" in record), default=0.0)
     attempts = []
-    for number, at in enumerate(launches):
-        launch = events[at]
-        following = events[launches[number + 1]] if number + 1 < len(launches) else None
-        own = events[at + 1 : launches[number + 1]] if following is not None else events[at + 1 :]
-        ended = max([launch["time"], *(event["time"] for event in own)])
+    for start, stop in pairwise([*starts, len(events)]):
+        launch = events[start]
+        own = events[start + 1 : stop]
         saves = [event for event in own if event["event"] == "save"]
-        if following is None:
-            ended = max([ended, *(record["time"] for record in records if "time" in record)])
-            kept = ended
+        ended = max([launch["time"], *(event["time"] for event in own)])
+        if stop == len(events):
+            ended = max(ended, last_record)
+            kept_until = ended
         else:
+            following = events[stop]
             ended = max(ended, following.get("previous_alive", ended))
             kept_saves = [save["time"] for save in saves if save["step"] <= following["step"]]
-            nothing = launch["time"] if following["step"] <= launch["step"] else ended
-            kept = max(kept_saves, default=nothing)
+            # Without a save that was kept, all is lost if the next launch does not start later than this one did.
+            without_save = launch["time"] if following["step"] <= launch["step"] else ended
+            kept_until = min(max(kept_saves, default=without_save), ended)
         attempts.append(
             Attempt(
                 begun=launch["time"],
                 ended=ended,
                 first_step=int(launch["step"]),
-                kept_until=min(kept, ended),
+                kept_until=kept_until,
                 world_size=int(launch["world_size"]) if _is_number(launch.get("world_size")) else None,
                 saves=tuple(save["time"] for save in saves),
             )
@@ -224,15 +236,19 @@ def _ranks(path: Path) -> dict[str, list[tuple[float, list[float]]]]:
 def _split(
     output_dir: Path, events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """From the end of the run, or from the newest checkpoint with what has been measured since."""
+    """The seconds of each phase, from the end of the run or, before it has ended, from the newest checkpoint.
+
+    The times of a checkpoint are completed by the time since then. Exposed communication and the pipeline bubble are
+    parts of the steps.
+    """
     last_launch = max((i for i, event in enumerate(events) if event["event"] == "launch"), default=-1)
     ends = [event for event in events[last_launch + 1 :] if event["event"] == "end"]
     if ends:
         split = dict(ends[-1].get("seconds", {}))
     else:
-        goodput_tracker = _ledger(output_dir)
-        split = _numbers(goodput_tracker.get("seconds") or {})
-        as_of = goodput_tracker.get("as_of")
+        saved = _saved_goodput(output_dir)
+        split = _numbers(saved.get("seconds") or {})
+        as_of = saved.get("as_of")
         alive = max((record["time"] for record in records if "time" in record), default=None)
         if split and _is_number(as_of) and alive is not None and alive > as_of:
             split["since the last checkpoint"] = alive - as_of
@@ -247,18 +263,14 @@ def _split(
     return split
 
 
-def _ledger(output_dir: Path) -> dict[str, Any]:
+def _saved_goodput(output_dir: Path) -> dict[str, Any]:
+    """What the `GoodputTracker` of the run has saved in its newest checkpoint; {} if there is none."""
     for checkpoint in reversed(list_checkpoints(output_dir)):
         try:
             state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-            goodput_tracker = state["stateful_callbacks"]["hfscale"]["goodput"]
+            saved = state["stateful_callbacks"]["hfscale"]["goodput"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if isinstance(goodput_tracker, dict) and isinstance(goodput_tracker.get("seconds"), dict):
-            return goodput_tracker
+        if isinstance(saved, dict) and isinstance(saved.get("seconds"), dict):
+            return saved
     return {}
-
-
-def restart_overhead(split: Mapping[str, float]) -> float:
-    """Seconds between attempts, and of work that was done twice."""
-    return split.get(LOST, 0.0) + split.get(DOWN, 0.0)

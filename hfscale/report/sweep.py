@@ -1,8 +1,8 @@
-"""Scaling efficiency measured: the same recipe on 1, 2, 4 … processes, in alternating repeats.
+"""Measures scaling efficiency: runs the same recipe on 1, 2, 4 and more processes, in alternating order.
 
-With equal work per process it is weak scaling, with equal work in total strong scaling. Each repeat runs every number
-of processes once, forth and then back, so that a machine that slows down slows them all; efficiency is the median over
-repeats of the ratio inside a repeat.
+With equal work per process it is weak scaling, and with equal work in total it is strong scaling. Each repeat runs
+every number of processes once, first in rising and then in falling order, so that a machine that slows down affects
+all of them. Efficiency is the median over repeats of the ratio inside a repeat.
 """
 
 import os
@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.errors import HfScaleError, StorageError, UsageError
+from hfscale.facts.layout import split_batch
 from hfscale.metrics.baseline import Baseline, Mode, Workload
 from hfscale.metrics.records import JSONL_NAME, RANKS_NAME, TIMELINE_NAME, read_events, read_records
-from hfscale.metrics.triage import Measured, triage
+from hfscale.metrics.triage import TriageInput, triage
 from hfscale.utils.config_file import read_yaml_mapping, split_off_config
 from hfscale.utils.findings import Finding
 from hfscale.utils.redaction import redact
@@ -28,7 +29,7 @@ from hfscale.utils.redaction import redact
 LOGS_PER_RUN = 8
 LOG_NAME = "output.txt"
 _SHOWN_LINES = 3
-_SHARES = {
+_SHARE_KEYS = {
     "data wait": "scaling/data_wait_fraction",
     "exposed communication": "scaling/comm_fraction",
     "bubble": "scaling/bubble_fraction",
@@ -37,65 +38,67 @@ _SHARES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What is to be run."""
+    """The runs of a sweep.
+
+    Raises:
+        UsageError: A value is wrong, or with strong scaling the global batch does not divide.
+    """
 
     recipe: Sequence[str]
-    """The script and its flags."""
+    """The path of the recipe's script, and its flags."""
     gpus: Sequence[int]
-    """Numbers of processes, rising."""
+    """Numbers of processes, in rising order."""
     mode: Mode
-    """`weak` or `strong`."""
+    """`weak`: equal work per process; `strong`: equal work in total."""
     repeats: int
-    """How often each number runs."""
+    """How often each number of processes runs."""
     steps: int
     """Optimizer steps of each run."""
     config_file: Path
-    """Of `accelerate launch`."""
+    """The config file for `accelerate launch`."""
     output_dir: Path
-    """Where measurements stay; checkpoints and models do not."""
+    """Where the measurements are kept; checkpoints and models are deleted."""
     timeout_s: float
-    """For each run."""
+    """Seconds that each run may take."""
 
     def __post_init__(self) -> None:
         if not self.recipe:
-            raise UsageError("give the recipe behind --, such as: hfscale sweep --gpus 1,2 -- recipes/ddp/train.py")
+            raise UsageError("give the recipe after --, for example: hfscale sweep --gpus 1,2 -- recipes/ddp/train.py")
         if not Path(self.recipe[0]).is_file():
-            raise UsageError(f"recipe {self.recipe[0]} is no file: give a script, then its flags")
+            raise UsageError(f"recipe {self.recipe[0]} is not a file: give a script, then its flags")
         if self.repeats < 1:
-            raise UsageError(f"--repeats {self.repeats} runs nothing: give 1 or more")
+            raise UsageError(f"--repeats is {self.repeats}: it must be at least 1")
         if self.steps < 2 * LOGS_PER_RUN:
-            raise UsageError(f"--steps {self.steps} is too short to measure: give {2 * LOGS_PER_RUN} or more")
+            raise UsageError(f"--steps is {self.steps}: a measurement needs at least {2 * LOGS_PER_RUN}")
         if self.mode == "strong":
             for number in self.gpus:
-                self.batch_flags(number)  # a batch that does not divide is told before anything runs
+                self.batch_flags(number)  # reports a batch that does not divide before anything runs
 
     def batch_flags(self, number: int) -> list[str]:
-        """The flags that keep the total work on `number` processes; none for weak scaling.
+        """Return the flags that keep the total work on `number` processes; none for weak scaling.
 
         Raises:
-            UsageError: the batch is not given, or does not divide.
+            UsageError: The recipe's flags have no batch size, or the global batch does not divide.
         """
         if self.mode == "weak":
             return []
         per_device = _flag_value(self.recipe, "per_device_train_batch_size")
         if per_device is None:
             raise UsageError(
-                "--mode strong keeps the global batch: give --per_device_train_batch_size among the recipe's flags"
+                "--mode strong keeps the global batch: give --per_device_train_batch_size with the recipe's flags"
             )
         total = per_device * (_flag_value(self.recipe, "gradient_accumulation_steps") or 1) * self.gpus[0]
-        per_rank, left_over = divmod(total, number)
-        if left_over or per_rank == 0:
+        split = split_batch(total, number, per_device)
+        if split is None:
             raise UsageError(
                 f"--mode strong: a global batch of {total} sequences does not divide over {number} processes; give a "
                 f"multiple of {number}"
             )
-        while per_rank % per_device:
-            per_device -= 1
-        accumulation = per_rank // per_device
+        per_device, accumulation = split
         return [f"--per_device_train_batch_size={per_device}", f"--gradient_accumulation_steps={accumulation}"]
 
     def command(self, number: int, output_dir: Path) -> list[str]:
-        """The command line of one run."""
+        """Return the command line of one run on `number` processes."""
         logs = max(1, self.steps // LOGS_PER_RUN)
         return [
             sys.executable,
@@ -128,68 +131,66 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class Measurement:
-    """What the runs on one number of processes gave."""
+    """The measurements of the runs on one number of processes."""
 
     gpus: int
-    """Processes."""
+    """Number of processes."""
     rates: list[float] = field(default_factory=list)
-    """tokens/s/GPU, one per repeat."""
+    """Tokens/s/GPU of each repeat."""
     keys: list[Mapping[str, float]] = field(default_factory=list)
-    """Medians of the metric keys, one per repeat."""
+    """Medians of the metric keys of each repeat."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """The run's `workload` event."""
+    """What the run does: the `workload` event of its timeline."""
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Median over the repeats."""
+        """Median speed over the repeats."""
         return statistics.median(self.rates)
 
     def median(self, key: str) -> float | None:
-        """Of a metric key, over the repeats that have it."""
+        """Return the median of a metric key over the repeats that have it, or None if none has it."""
         values = [keys[key] for keys in self.keys if key in keys]
         return statistics.median(values) if values else None
 
     def efficiency(self, base: "Measurement") -> float:
-        """Median over the repeats of this rate over the base's."""
-        return statistics.median(mine / theirs for mine, theirs in zip(self.rates, base.rates, strict=True))
+        """Return the median over the repeats of this speed over that of `base` in the same repeat."""
+        return statistics.median(own / other for own, other in zip(self.rates, base.rates, strict=True))
 
     def spread(self) -> float:
-        """(Largest - smallest) / median rate: what a difference must exceed to mean something."""
+        """Return (largest - smallest) / median speed; smaller differences between numbers of GPUs are noise."""
         return (max(self.rates) - min(self.rates)) / self.tokens_per_s_per_gpu
 
     def losses(self, base: "Measurement") -> dict[str, float]:
-        """What the efficiency lacks, by cause, in shares of the time; `not measured` is the rest."""
+        """Return the share of the time that each cause takes from the efficiency; `not measured` is the rest."""
         lost = max(1 - self.efficiency(base), 0.0)
-        more = {cause: (self.median(key) or 0.0) - (base.median(key) or 0.0) for cause, key in _SHARES.items()}
+        added = {cause: (self.median(key) or 0.0) - (base.median(key) or 0.0) for cause, key in _SHARE_KEYS.items()}
         skew = self.median("scaling/straggler_skew")
         if skew is not None and skew > 1:
-            more["straggler"] = 1 - 1 / skew
-        more = {cause: share for cause, share in more.items() if share > 0}
-        scale = min(1.0, lost / sum(more.values())) if more else 0.0
-        losses = {cause: share * scale for cause, share in more.items()}
+            added["straggler"] = 1 - 1 / skew
+        added = {cause: share for cause, share in added.items() if share > 0}
+        scale = min(1.0, lost / sum(added.values())) if added else 0.0
+        losses = {cause: share * scale for cause, share in added.items()}
         losses["not measured"] = lost - sum(losses.values())
         return {cause: share for cause, share in losses.items() if share > 1e-3}
 
-    def finding(self, base: "Measurement") -> Finding | None:
-        """The cause to look at first, where there is one."""
+    def bottleneck(self, base: "Measurement") -> Finding | None:
+        """Return the bottleneck to look at first, if the triage finds one."""
         names = {key for keys in self.keys for key in keys}
         medians = {key: value for key in names if (value := self.median(key)) is not None}
         medians["scaling/efficiency"] = self.efficiency(base)
         tokens = self.facts.get("tokens_per_gpu")
-        return triage(Measured.of(medians, tokens_per_gpu=int(tokens) if tokens else None))
+        return triage(TriageInput.from_keys(medians, tokens_per_gpu=int(tokens) if tokens else None))
 
     def baseline(self) -> Baseline:
-        """For later runs to be compared with.
+        """Return the baseline that later runs are compared with.
 
         Raises:
-            HfScaleError: the run did not say what it did.
+            HfScaleError: The run has not recorded what it does.
         """
         try:
             workload = Workload(**{each.name: self.facts[each.name] for each in fields(Workload)})
         except KeyError as error:
-            raise HfScaleError(
-                f"the run's {TIMELINE_NAME} does not say its {error}: no baseline is recorded"
-            ) from None
+            raise HfScaleError(f"no baseline is recorded: the {TIMELINE_NAME} of the run has no {error}") from None
         return Baseline(
             workload=workload,
             world_size=self.gpus,
@@ -198,12 +199,19 @@ class Measurement:
         )
 
 
-def run_sweep(sweep: Sweep, *, tell: Callable[[str], None]) -> list[Measurement]:
-    """Run it all; `tell` hears of each run as it ends.
+def run_sweep(sweep: Sweep, *, log: Callable[[str], None]) -> list[Measurement]:
+    """Run a sweep.
+
+    Args:
+        sweep (`Sweep`): The runs.
+        log (`Callable[[str], None]`): Called with one line as each run ends.
+
+    Returns:
+        `list[Measurement]`: The measurements, in order of the number of processes.
 
     Raises:
-        HfScaleError: a run failed, took too long or left no measurements.
-        StorageError: `output_dir` cannot be written.
+        HfScaleError: A run failed, took too long or left no measurements.
+        StorageError: The output directory cannot be written.
     """
     found = {number: Measurement(gpus=number) for number in sweep.gpus}
     for repeat in range(sweep.repeats):
@@ -212,12 +220,12 @@ def run_sweep(sweep: Sweep, *, tell: Callable[[str], None]) -> list[Measurement]
             _one_run(sweep, number, kept)
             _read(found[number], kept)
             rate = found[number].rates[-1]
-            tell(f"{number} process{'es' if number > 1 else ''}, repeat {repeat + 1}: {rate:,.0f} tokens/s/GPU")
+            log(f"{number} process{'es' if number > 1 else ''}, repeat {repeat + 1}: {rate:,.0f} tokens/s/GPU")
     return list(found.values())
 
 
 def _one_run(sweep: Sweep, number: int, kept: Path) -> None:
-    """Run, and keep what was measured; what else the run wrote goes with its folder."""
+    """Run once, and keep the measurements; everything else that the run wrote is deleted with its folder."""
     try:
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True, exist_ok=True)
@@ -233,7 +241,7 @@ def _one_run(sweep: Sweep, number: int, kept: Path) -> None:
 
 def _launch(command: Sequence[str], log: Path, sweep: Sweep) -> None:
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(  # noqa: S603  # an argv list, never a shell
+        process = subprocess.Popen(  # noqa: S603  # a list of arguments, without a shell
             command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(sweep.gpus)
         )
         try:
@@ -246,14 +254,14 @@ def _launch(command: Sequence[str], log: Path, sweep: Sweep) -> None:
         except BaseException:
             _end(process)
             raise
-    # What a recipe prints may hold what was on its command line.
+    # The output of a recipe may contain secrets from its command line.
     log.write_text(redact(log.read_text(encoding="utf-8", errors="replace")), encoding="utf-8")
     if code != 0:
-        raise HfScaleError(f"a run ended with exit code {code}: {_reason(log)} (all of it: {log})")
+        raise HfScaleError(f"a run ended with exit code {code}: {_reason(log)} (full output: {log})")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The launcher passes SIGTERM on to its workers; killed at once, it would leave them behind."""
+    """Send SIGTERM to the launcher, which forwards it: SIGKILL at once would leave the workers running."""
     process.terminate()
     try:
         process.wait(timeout=40)
@@ -264,12 +272,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _reason(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("hfscale: error")]
-    return own[0].removeprefix("hfscale: error: ") if own else " / ".join(lines[-_SHOWN_LINES:])
+    errors = [line for line in lines if line.startswith("hfscale: error")]
+    return errors[0].removeprefix("hfscale: error: ") if errors else " / ".join(lines[-_SHOWN_LINES:])
 
 
 def environment(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Without GPUs every process gets as many threads as in the largest run: one alone must not have all the cores."""
+    """Return the environment of the runs.
+
+    Without GPUs every process gets as many threads as in the largest run; one process alone must not use all cores.
+    """
     threads = max(1, (os.cpu_count() or 1) // max(gpus))
     return {"OMP_NUM_THREADS": str(threads), **environ}
 
@@ -279,9 +290,9 @@ def _read(measurement: Measurement, kept: Path) -> None:
     if len(records) < 3:
         raise HfScaleError(
             f"the run left too few measurements in {kept / JSONL_NAME}: its Trainer needs ScalingCallback or "
-            "ScalingMetricsCallback, and its data enough for --steps"
+            "ScalingMetricsCallback, and its data must suffice for --steps"
         )
-    steady = records[2:]  # the first logs hold start-up and warm-up
+    steady = records[2:]  # the first two logs include start-up and warm-up
     names = {key for record in steady for key, value in record.items() if isinstance(value, int | float)}
     medians = {name: statistics.median([r[name] for r in steady if name in r]) for name in names}
     measurement.keys.append(medians)
@@ -290,7 +301,7 @@ def _read(measurement: Measurement, kept: Path) -> None:
 
 
 def _flag_value(recipe: Sequence[str], name: str) -> int | None:
-    """A whole number given as `--name N`, `--name=N` or in the recipe's `--config` file; the command line wins."""
+    """The integer given as `--name N` or `--name=N`, or else in the recipe's `--config` file; None without one."""
     rest, config = split_off_config(recipe[1:])
     found: object = None
     if config is not None:
@@ -307,5 +318,5 @@ def _flag_value(recipe: Sequence[str], name: str) -> int | None:
     except ValueError:
         number = 0
     if number < 1:
-        raise UsageError(f"--{name} {found} is no whole number above 0")
+        raise UsageError(f"--{name} is {found}: it must be a positive integer")
     return number

@@ -6,7 +6,7 @@ training collectives, and never makes a GPU wait.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -84,6 +84,20 @@ def gather_rows(values: Sequence[float]) -> list[list[float]]:
     rows = [torch.empty_like(row) for _ in range(world_size())]
     dist.all_gather(rows, row, group=side_group())
     return [gathered.tolist() for gathered in rows]
+
+
+def gather_columns(values: Mapping[str, float]) -> dict[str, list[float]]:
+    """Gather named numbers from every rank in one exchange.
+
+    Args:
+        values (`Mapping[str, float]`): The numbers of this rank, under the same names in the same order on every
+            rank.
+
+    Returns:
+        `dict[str, list[float]]`: For each name the number of every rank, in rank order.
+    """
+    rows = gather_rows(list(values.values()))
+    return {name: [row[index] for row in rows] for index, name in enumerate(values)}
 
 
 class StepAgreement:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from hfscale.callbacks.meters import CommunicationMeter
 from hfscale.metrics.communication import SampledSteps
 from hfscale.metrics.noise_scale import NoiseScale, ReduceScatterProbe, Sample
-from hfscale.metrics.triage import Measured, triage
+from hfscale.metrics.triage import TriageInput, triage
 from hfscale.recipe.entrypoint import run
 from hfscale.utils import distributed
 
@@ -48,8 +48,12 @@ def wide_ddp():
     assert isinstance(meter, CommunicationMeter)
     trainer.train()
     share = logged(trainer, "scaling/comm_fraction")[-1]
-    found = triage(Measured(efficiency=0.5, comm_fraction=share, hides=meter.hides, tokens_per_gpu=16))
-    return {"comm_fraction": share, "hides": meter.hides, "cause": found.cause}
+    found = triage(
+        TriageInput(
+            efficiency=0.5, comm_fraction=share, comm_over_backward=meter.comm_over_backward, tokens_per_gpu=16
+        )
+    )
+    return {"comm_fraction": share, "comm_over_backward": meter.comm_over_backward, "cause": found.check}
 
 
 def under_fsdp2():

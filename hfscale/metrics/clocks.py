@@ -1,0 +1,133 @@
+"""Clocks: where the time of a training loop goes, how long work takes on a device, and how much slower steps become.
+
+None of them synchronizes with a GPU while a step runs.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_REMEMBERED_STEPS = 50
+
+
+class PhaseClock:
+    """Divides wall-clock time into phases: each event charges the time since the previous event to one phase.
+
+    Trainer fetches the batches of a step before `on_step_begin`, and logs, evaluates and saves after `on_step_end`
+    (transformers 5.23), so its events divide a step into phases without gaps: the arrival of a batch ends the wait for
+    data, `on_step_end` ends the computation, `on_evaluate` ends an evaluation, and `on_save` ends a save.
+
+    Args:
+        now (`Callable[[], float]`): A monotonic clock in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._last = now()
+        self.seconds: dict[str, float] = {}
+        """Seconds charged to each phase since the last call of `take` or `restart`."""
+
+    def end(self, phase: str) -> float:
+        """Charge the time since the previous event to `phase`, and return that time in seconds."""
+        now = self._now()
+        elapsed = now - self._last
+        self._last = now
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed
+        return elapsed
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each phase and start a new window at the last event, so that no time is lost."""
+        seconds = self.seconds
+        self.seconds = {}
+        return seconds
+
+    def restart(self) -> None:
+        """Discard what was charged, and start a new window now."""
+        self.seconds = {}
+        self._last = self._now()
+
+
+class StepPace:
+    """Compares the duration of steps during a disturbance (a background save) with that of undisturbed steps.
+
+    Args:
+        now (`Callable[[], float]`): A monotonic clock in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._begun: float | None = None
+        self._was_disturbed = False
+        self._quiet_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._disturbed_s: list[float] = []
+
+    def begin(self, disturbed: bool) -> None:
+        """Start timing a step; `disturbed` says whether the disturbance is active now."""
+        self._begun = self._now()
+        self._was_disturbed = disturbed
+
+    def end(self, disturbed: bool) -> None:
+        """Stop timing the step. A step in which the disturbance began or ended is not counted."""
+        if self._begun is None:
+            return
+        seconds = self._now() - self._begun
+        self._begun = None
+        if disturbed and self._was_disturbed:
+            self._disturbed_s.append(seconds)
+        elif not disturbed and not self._was_disturbed:
+            self._quiet_s.append(seconds)
+
+    def take_slowdown(self) -> float | None:
+        """Return the median disturbed step since the last call over the median quiet step, or None if unknown."""
+        disturbed_s = self._disturbed_s
+        self._disturbed_s = []
+        if not disturbed_s or not self._quiet_s:
+            return None
+        return statistics.median(disturbed_s) / statistics.median(self._quiet_s)
+
+
+class HostClock:
+    """Points in time on the host, for work that runs on a CPU."""
+
+    now = staticmethod(time.perf_counter)
+    """Return the current point in time."""
+
+    def has_passed(self, point: Any) -> bool:
+        """Whether the device has reached `point`."""
+        return True
+
+    def wait_for(self, point: Any) -> None:
+        """Block until the device has reached `point`."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two points that the device has reached."""
+        return float(end - start)
+
+
+class CudaClock(HostClock):
+    """Points in time on the current CUDA stream: events that are recorded now and read once they have completed."""
+
+    @staticmethod
+    def now() -> Any:
+        """Record an event on the current stream, and return it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, point: Any) -> bool:
+        return bool(point.query())
+
+    def wait_for(self, point: Any) -> None:
+        point.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def clock_of(device: torch.device) -> HostClock:
+    """Return the clock that times work on `device`."""
+    return CudaClock() if device.type == "cuda" else HostClock()
