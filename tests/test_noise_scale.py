@@ -153,7 +153,7 @@ def test_the_averages_survive_a_resume_and_each_is_taken_by_itself():
     ("noise_scale", "batch", "words"),
     [
         (512.0, 64, ("a larger batch", "9.0 times the fewest", "8.0 times the batch", "x 2.8")),
-        (32.0, 256, ("a smaller one", "9.0 times the fewest")),
+        (32.0, 256, ("a smaller batch", "9.0 times the fewest")),
         (100.0, 100, ("near the balance", "2.0 times the fewest")),
     ],
 )
