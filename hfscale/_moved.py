@@ -26,7 +26,7 @@ MOVED = {
     "hfscale.parsing": "hfscale.recipe.parsing",
     "hfscale.resume": "hfscale.recipe.resume",
     "hfscale.sequence_parallel": "hfscale.integrations.sequence_parallel",
-    "hfscale.stage_flags": "hfscale.parallel.stage_flags",
+    "hfscale.stage_flags": "hfscale.parallel.arguments",
     "hfscale.strategy": "hfscale.integrations.strategy",
     "hfscale.summary": "hfscale.recipe.entrypoint",
 }

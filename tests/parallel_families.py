@@ -14,10 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hfscale.parallel import gradients
-from hfscale.parallel.checks import decide_layout
+from hfscale.parallel.arguments import decide_layout
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelModel, parallelize_model
-from hfscale.parallel.schedule import Pipeline
+from hfscale.parallel.pipeline import Pipeline
 from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.weights import build_model
 
@@ -118,7 +118,12 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
     mesh = make_mesh(layout, "cpu")
     model = build_model(config, seed=5, dtype=torch.float32)
     parallelized = parallelize_model(
-        model, mesh, plan, loss_of, sequence_parallel=job.get("sequence", False), cut_logits=job.get("cut", True)
+        model,
+        mesh,
+        plan,
+        loss_of,
+        sequence_parallel=job.get("sequence", False),
+        shard_logits=job.get("shard_logits", True),
     )
     pipeline = Pipeline(
         parallelized.stages,
@@ -138,7 +143,7 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
     dist.all_reduce(loss)
     loss /= layout.tp * layout.dp_shard * layout.cp
     gradients.align_gradients(model.parameters())
-    gradients.sum_partial_gradients(parallelized.partial, mesh)
+    gradients.sum_partial_gradients(parallelized.partial_gradients, mesh)
     if parallelized.tied is not None:
         parallelized.tied.sum_gradients()
     duplicate = parallelized.tied.duplicate if parallelized.tied is not None else None

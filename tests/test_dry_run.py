@@ -1,4 +1,4 @@
-"""A world that is not there: what each of its ranks would hold adds up to the model."""
+"""The dry run: what the ranks of a simulated world hold adds up to the model."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ from parallel_world import empty_causal_lm, in_world, tiny_config
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hfscale.errors import UsageError
-from hfscale.parallel.checks import decide_layout
+from hfscale.parallel.arguments import decide_layout
 from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.parallel.stages import StagePlan
 
 SIZES = {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 128}
 
 
-def pretend(job):
-    """Rank 0's answer for a world of `ranks`; runs in a process of its own, which has no other group."""
+def simulate(job):
+    """The dry run of a world of `ranks`; to be run in a process of its own, which has no other process group."""
     layout = decide_layout(job["ranks"], tp=job["tp"], pp=job["pp"], cp=job.get("cp"))
     plan = StagePlan(pp=layout.pp, schedule=job["schedule"])
     args = TrainingArguments(
@@ -22,60 +22,61 @@ def pretend(job):
     )
     recompute = job.get("recompute", False)
     args.gradient_checkpointing = recompute
-    cut = job.get("sequence_parallel", False)
-    config = tiny_config(**SIZES)  # one for all models, as a recipe has it
+    config = tiny_config(**SIZES)  # one config for all models, as in a recipe
 
     def empty():
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
 
-    ranks = dry_run(empty, layout, plan, args, block_size=32, sequence_parallel=cut)
+    ranks = dry_run(empty, layout, plan, args, block_size=32, sequence_parallel=job.get("sequence_parallel", False))
     print_dry_run(ranks, layout, plan, args)
     return [vars(rank) | {"total": rank.total} for rank in ranks]
 
 
 @pytest.mark.parametrize(("schedule", "pp"), [("1F1B", 4), ("ZBV", 2)])
-def test_the_parts_are_the_whole(schedule, pp):
-    (ranks,) = in_world(1, pretend, [{"ranks": 256, "tp": 4, "pp": pp, "schedule": schedule}])
+def test_the_parts_add_up_to_the_model(schedule, pp):
+    (ranks,) = in_world(1, simulate, [{"ranks": 256, "tp": 4, "pp": pp, "schedule": schedule}])
     parameters = empty_causal_lm(**SIZES).num_parameters()
     assert sum(rank["parameters"] for rank in ranks) == parameters
     bounds = [map(int, part.split("-")) for rank in ranks for part in rank["layers"].split()]
     layers = [range(first, last + 1) for first, last in bounds]
     assert sorted(n for part in layers for n in part) == list(range(10))
-    # Weights, gradients and moments, 16 bytes; norms are not cut by tensor parallelism, and small shards are padded.
+    # Weights, gradients and moments take 16 bytes; norms are not sharded over tp, and small shards are padded.
     states = sum(rank["states"] for rank in ranks) * 2**30
     sharers = 256 // pp
     assert parameters * 16 / sharers <= states <= 2.5 * parameters * 16 / sharers
     assert [rank["loss"] > 0 for rank in ranks] == [schedule == "ZBV", *[False] * (pp - 2), schedule == "1F1B"]
-    if schedule == "1F1B":  # as many micro-batches are held as stages follow
+    if schedule == "1F1B":  # a rank holds as many micro-batches as there are stages from it on
         assert ranks[0]["activations"] > ranks[-1]["activations"]
 
 
-def test_sequence_parallelism_shows_smaller_activations_and_each_rank_its_part_of_the_logits():
+def test_sequence_parallelism_reduces_activations_and_logits_are_sharded():
     job = {"ranks": 64, "tp": 4, "pp": 2, "schedule": "1F1B"}
-    jobs = [job | {"recompute": full, "sequence_parallel": cut} for full in (False, True) for cut in (False, True)]
-    whole, cut, recomputed, both = in_world(1, pretend, jobs)
-    # Of a token 16 h of norms, residuals and inputs, of which the 4 h of gathered inputs stay whole: 3/4 of 12 h less.
-    kept = 2 * 5 * 32  # micro-batches held, layers, tokens
+    jobs = [job | {"recompute": full, "sequence_parallel": sp} for full in (False, True) for sp in (False, True)]
+    plain, sequence, recomputed, both = in_world(1, simulate, jobs)
+    # A token has 16 h of norms, residuals and inputs. The 4 h of gathered inputs are not split; of the other 12 h
+    # three quarters are saved.
+    kept = 2 * 5 * 32  # micro-batches in flight, layers, tokens
     hidden = empty_causal_lm(**SIZES).config.hidden_size
-    saved = (whole[0]["activations"] - cut[0]["activations"]) * 2**30
+    saved = (plain[0]["activations"] - sequence[0]["activations"]) * 2**30
     assert saved == pytest.approx(kept * 0.75 * 12 * hidden, rel=1e-6)
     assert both[0]["activations"] < recomputed[0]["activations"] / 1.5
-    assert {rank["states"] for rank in whole} == {rank["states"] for rank in cut}
-    assert whole[1]["loss"] == cut[1]["loss"] == pytest.approx(14 * 32 * 128 / 4 / 2**30)
+    assert {rank["states"] for rank in plain} == {rank["states"] for rank in sequence}
+    assert plain[1]["loss"] == sequence[1]["loss"] == pytest.approx(14 * 32 * 128 / 4 / 2**30)
 
 
-def test_context_parallelism_shows_half_the_activations_beside_all_keys_and_the_same_shards():
+def test_context_parallelism_halves_activations_except_keys_and_values_and_keeps_the_shards():
     job = {"ranks": 64, "tp": 2, "pp": 2, "schedule": "1F1B"}
-    whole, cut = in_world(1, pretend, [job, job | {"cp": 2}])
-    for one, other in zip(whole, cut, strict=True):
-        assert 1.02 < 2 * other["activations"] / one["activations"] < 1.15  # the other rank's keys and values are kept
+    plain, context = in_world(1, simulate, [job, job | {"cp": 2}])
+    for one, other in zip(plain, context, strict=True):
+        # Slightly more than half, because the other rank's keys and values are kept too.
+        assert 1.02 < 2 * other["activations"] / one["activations"] < 1.15
         assert (one["states"], one["gathered"]) == (other["states"], other["gathered"])
-    assert whole[1]["loss"] == pytest.approx(2 * cut[1]["loss"])
+    assert plain[1]["loss"] == pytest.approx(2 * context[1]["loss"])
 
 
-def test_a_real_world_is_not_pretended_over(monkeypatch):
+def test_a_dry_run_inside_a_real_world_is_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     args = TrainingArguments("none", use_cpu=True, report_to="none")
-    with pytest.raises(UsageError, match="start it with python, not with accelerate launch"):
+    with pytest.raises(UsageError, match="--dry_run"):
         dry_run(empty_causal_lm, decide_layout(4), StagePlan(), args, block_size=8)

@@ -1,4 +1,4 @@
-"""Every family with a tensor-parallel plan: its stages, run one after the other, compute what the whole model does."""
+"""Every family with a tensor-parallel plan: its stages, run one after another, compute what the unsplit model does."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from hfscale.errors import UsageError
 from hfscale.facts.parallel_families import PIPELINE_TESTED, PIPELINE_UNSUPPORTED
-from hfscale.parallel.families import check_family
-from hfscale.parallel.partition import Stage, cut_by_cost, layer_costs, stage_view
-from hfscale.parallel.structure import ModelStructure
+from hfscale.parallel.checks import check_pipeline_family
+from hfscale.parallel.partition import ModelStructure, layer_costs, partition_by_cost, stage_view
+from hfscale.parallel.pipeline import Stage
 from hfscale.parallel.weights import build_model
 
 NOT_SMALL = {
@@ -23,7 +23,7 @@ NOT_SMALL = {
     "phi4_multimodal",
     "qwen4_exp_text",
 }
-"""Families whose config cannot be made small by sizes alone: not proven."""
+"""Families whose config cannot be made small by sizes alone: not tested."""
 
 
 def loss_of(view, inputs):
@@ -36,13 +36,13 @@ def gradient_norm(model):
     return norm
 
 
-def test_every_family_with_a_plan_is_known_of():
+def test_every_family_with_a_plan_is_listed():
     assert {*PIPELINE_TESTED, *PIPELINE_UNSUPPORTED, *NOT_SMALL} == set(families_with_plan())
     assert not PIPELINE_TESTED & {*PIPELINE_UNSUPPORTED, *NOT_SMALL}
 
 
 def in_either_suite(families):
-    """Every fifth in the ordinary suite, the others in the long one."""
+    """Every fifth family in the ordinary suite, the others in the long one."""
     return [
         pytest.param(family, marks=[pytest.mark.faults] if number % 5 else [])
         for number, family in enumerate(sorted(families))
@@ -50,30 +50,30 @@ def in_either_suite(families):
 
 
 @pytest.mark.parametrize("family", in_either_suite(PIPELINE_TESTED))
-def test_stages_compute_what_the_whole_does(family):
+def test_stages_compute_what_the_unsplit_model_does(family):
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(small_config(family)).num_parameters()
     assert size < 10**8
     model = build_model(small_config(family), seed=5, dtype=torch.float32).train()
     rows = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
-    whole = model(input_ids=rows, labels=rows, use_cache=False).loss
-    whole.backward()
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    loss.backward()
     expected = gradient_norm(model)
 
     structure = ModelStructure.of(model)
     hidden = rows
-    for cut in cut_by_cost(*layer_costs(model, structure), 3):
-        stage = Stage(stage_view(model, structure, cut), structure, cut, loss_of)
+    for spec in partition_by_cost(*layer_costs(model, structure), 3):
+        stage = Stage(stage_view(model, structure, spec), structure, spec, loss_of)
         hidden = stage(hidden, labels=rows)
     hidden.backward()
-    assert hidden.item() == pytest.approx(whole.item(), abs=5e-6)
+    assert hidden.item() == pytest.approx(loss.item(), abs=5e-6)
     assert gradient_norm(model) == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_cannot_be_cut_is_refused_and_what_is_unknown_is_said(caplog):
+def test_an_unsupported_family_is_refused_and_an_untested_one_is_logged(caplog):
     with pytest.raises(UsageError, match="nanochat"):
-        check_family("nanochat")
-    check_family("llama")
+        check_pipeline_family("nanochat")
+    check_pipeline_family("llama")
     assert not caplog.records
     with caplog.at_level("WARNING"):
-        check_family("of_tomorrow")
+        check_pipeline_family("of_tomorrow")

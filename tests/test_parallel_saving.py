@@ -20,7 +20,7 @@ from hfscale.checkpoint.store import list_checkpoints, verify
 from hfscale.cli import main
 from hfscale.errors import CheckpointError
 from hfscale.integrations.trainer import calling_trainer
-from hfscale.parallel.checkpoints import SavesLaidOut
+from hfscale.parallel.checkpoints import ParallelCheckpointTrainer
 
 QUIET = {"logging_strategy": "no", "eval_strategy": "no", "max_steps": 6, "save_strategy": "steps", "save_steps": 100}
 EXPERTS = {"family": "mixtral", "model": {"num_local_experts": 4, "num_hidden_layers": 2}}
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_an_earlier_version_is_told_before_its_tensors_are_read(
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / "dcp").mkdir(parents=True)
     (checkpoint / "scheduler.json").write_text('{"last_epoch": 2, "base_lrs": [0.01]}')
-    trainer = SavesLaidOut.__new__(SavesLaidOut)
+    trainer = ParallelCheckpointTrainer.__new__(ParallelCheckpointTrainer)
     with pytest.raises(CheckpointError, match=r"written by an earlier version of hfscale.*scheduler\.json"):
         trainer._load_from_checkpoint(str(checkpoint))
 

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.pipeline_bubble import bubble
 from hfscale.facts.schedules import SCHEDULES
-from hfscale.parallel.schedule import SCHEDULES as RUN
+from hfscale.parallel.pipeline import TORCH_SCHEDULES
 from hfscale.parallel.stages import StagePlan
 
 SIZES = [(2, 8, 2), (4, 8, 2), (4, 32, 2), (8, 32, 2), (8, 32, 4)]
@@ -33,7 +33,7 @@ def actions_of(plan, micro_batches):
             )
             for number in plan.stages_of(0)
         ]
-        order = RUN[plan.schedule](stages, micro_batches, loss_fn=torch.sub).pipeline_order
+        order = TORCH_SCHEDULES[plan.schedule](stages, micro_batches, loss_fn=torch.sub).pipeline_order
     finally:
         dist.destroy_process_group()
     return {

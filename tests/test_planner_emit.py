@@ -17,8 +17,8 @@ from hfscale.cli import main
 from hfscale.errors import UsageError
 from hfscale.facts.families import FAMILIES as SHAPES
 from hfscale.facts.parallel_families import TENSOR_PARALLEL_PLAN_MISSING
+from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run
-from hfscale.parallel.stage_flags import plan_stages
 from hfscale.planner.emit import emit
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.launchable import why_not

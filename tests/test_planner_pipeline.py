@@ -19,9 +19,8 @@ from hfscale.facts.parallel_families import (
     TENSOR_PARALLEL_UNSUPPORTED,
 )
 from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name, stage_layers
-from hfscale.parallel.partition import cut_by_cost, layer_costs
+from hfscale.parallel.partition import ModelStructure, layer_costs, partition_by_cost
 from hfscale.parallel.stages import StagePlan
-from hfscale.parallel.structure import ModelStructure
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Schedule
@@ -54,7 +53,7 @@ def test_stages_are_cut_as_the_runtime_cuts_them():
     for _ in range(60):
         layers, head = dice.randint(2, 40), dice.choice([0.1, 0.5, 1.0, 1.23, 2.7, 9.0])
         stages = dice.randint(1, min(layers, 9))
-        cuts = cut_by_cost([1.0] * layers, head, stages)
+        cuts = partition_by_cost([1.0] * layers, head, stages)
         assert sorted(stage_layers(layers, head, stages)[:-1]) == sorted(len(cut.layers) for cut in cuts[:-1])
         assert stage_layers(layers, head, stages)[-1] == len(cuts[-1].layers), (layers, head, stages)
 

@@ -150,8 +150,8 @@ def rank_of_stage(schedule: str, stage: int, pp: int) -> int:
 def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
     """Number of layers of each stage, such that the slowest stage is as fast as possible.
 
-    It gives what `hfscale.parallel.partition.cut_by_cost` gives for layers of equal cost, and is fast enough for a
-    search; tests/test_planner_pipeline.py compares them.
+    It gives what `hfscale.parallel.partition.partition_by_cost` gives for layers of equal cost, and is fast enough for
+    a search; tests/test_planner_pipeline.py compares them.
 
     Args:
         layers (`int`): Layers of the model.

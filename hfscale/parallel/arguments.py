@@ -1,30 +1,195 @@
-"""The flags of the parallel axes, as a dataclass for `HfArgumentParser`."""
+"""The flags of the parallel axes, the layout and stages that they ask for, and the arguments that are refused."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+from transformers import TrainingArguments
+
+from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
+from hfscale.integrations.strategy import requested_family
+from hfscale.parallel.stages import StagePlan
 from hfscale.utils.flags import flag, require_positive
 
 
 @dataclass(kw_only=True)
 class ParallelArguments:
-    """Sizes of the parallel axes, where they are to differ from the launcher's config."""
+    """Sizes of the parallel axes, where they differ from the launcher's config.
+
+    Raises:
+        UsageError: a size is not greater than 0.
+    """
 
     dp_replicate_size: int | None = flag("Replicas of the sharded model (HSDP).")
-    dp_shard_size: int | None = flag("Ranks that share one replica; default: what the other axes leave.")
+    dp_shard_size: int | None = flag(
+        "Ranks that share one replica; default: the number of processes divided by the other sizes."
+    )
     cp_size: int | None = flag(
         "Ranks that share one sequence (FSDP2: ring attention; DeepSpeed: Ulysses; tp_pp: keys gathered)."
     )
     tp_size: int | None = flag("Ranks that share each matrix.")
     pp_size: int | None = flag("Ranks that share the layers (recipes/tp_pp).")
-    sequence_parallel: bool = flag("Those of --tp_size share norms and residuals (recipes/tp_pp).", default=False)
+    sequence_parallel: bool = flag(
+        "The ranks of --tp_size split the sequence where they would all compute the same norms and residuals "
+        "(recipes/tp_pp).",
+        default=False,
+    )
     pipeline_schedule: str = flag(
-        "Order of the stages' work: " + ", ".join(SCHEDULES) + ".", default="1F1B", choices=tuple(SCHEDULES)
+        "Pipeline schedule: " + ", ".join(SCHEDULES) + ".", default="1F1B", choices=tuple(SCHEDULES)
     )
     virtual_stages: int | None = flag("Stages per pipeline rank, for the schedules that take several.")
     dry_run: int | None = flag(
-        "Train nothing: build the program of so many ranks without weights or GPUs, print memory and schedule."
+        "Do not train: build the program of this many ranks without weights or GPUs, print memory and schedule."
     )
 
     def __post_init__(self) -> None:
         require_positive(self, *(n for n in vars(self) if n not in ("pipeline_schedule", "sequence_parallel")))
+
+
+def decide_layout(
+    world_size: int,
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    cp: int | None = None,
+    dp_shard: int | None = None,
+    dp_replicate: int | None = None,
+) -> ParallelLayout:
+    """Make the layout of these sizes.
+
+    Args:
+        world_size (`int`): the number of processes.
+        tp, pp, cp, dp_replicate (`int`, *optional*): sizes of the axes; 1 where absent.
+        dp_shard (`int`, *optional*): ranks that share one replica; absent: the processes divided by the other sizes.
+
+    Returns:
+        The layout.
+
+    Raises:
+        LayoutError: the product of the sizes is not the world size; the message names the nearest sizes that fit.
+    """
+    tp = tp or 1
+    pp = pp or 1
+    cp = cp or 1
+    dp_replicate = dp_replicate or 1
+    if dp_shard is None:
+        sizes = {"pp_size": pp, "tp_size": tp, "cp_size": cp, "dp_replicate_size": dp_replicate}
+        product = math.prod(sizes.values())
+        if world_size % product:
+            with_cp = f"cp_size {cp} x " if cp > 1 else ""
+            raise LayoutError(
+                f"tp_size {tp} x pp_size {pp} x {with_cp}dp_replicate_size {dp_replicate} = {product} does not divide "
+                f"the {world_size} processes: {_nearest_size(world_size, sizes)}, or start "
+                f"{max(1, round(world_size / product)) * product}"
+            )
+        dp_shard = world_size // product
+    layout = ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp)
+    layout.check_world_size(world_size)
+    return layout
+
+
+def _nearest_size(world_size: int, sizes: dict[str, int]) -> str:
+    """Name the first flag of which another value makes the product of all sizes divide the world."""
+    for name, size in sizes.items():
+        product_of_others = math.prod(sizes.values()) // size
+        legal = [n for n in range(1, world_size + 1) if world_size % (n * product_of_others) == 0]
+        if legal:
+            return f"set --{name} {min(legal, key=lambda n: abs(n - size))}"
+    return "set --tp_size 1 and --pp_size 1"
+
+
+def plan_stages(
+    parallel: ParallelArguments, args: TrainingArguments, *, world_size: int | None = None
+) -> tuple[ParallelLayout, StagePlan]:
+    """Work out the layout and the pipeline stages that the arguments ask for. Needs no model.
+
+    Args:
+        parallel (`ParallelArguments`): sizes of the axes and the schedule.
+        args (`TrainingArguments`): its world size and its `gradient_accumulation_steps`, which are the micro-batches.
+        world_size (`int`, *optional*): ranks to plan for; absent: those of this run.
+
+    Returns:
+        The layout and the stages.
+
+    Raises:
+        LayoutError: the sizes do not fit the world, or the schedule cannot run that many micro-batches.
+        UsageError: an unknown schedule, or a number of stages per rank that it does not take.
+    """
+    layout = decide_layout(
+        world_size or args.world_size,
+        tp=parallel.tp_size,
+        pp=parallel.pp_size,
+        cp=parallel.cp_size,
+        dp_shard=parallel.dp_shard_size,
+        dp_replicate=parallel.dp_replicate_size,
+    )
+    plan = StagePlan(schedule=parallel.pipeline_schedule, pp=layout.pp, virtual_stages=parallel.virtual_stages)
+    plan.check_micro_batches(args.gradient_accumulation_steps)
+    return layout, plan
+
+
+def check_arguments(
+    args: TrainingArguments,
+    *,
+    cp: int = 1,
+    compute_metrics: Any = None,
+    compute_loss_func: Any = None,
+    model_init: Any = None,
+    optimizers: tuple[Any, Any] = (None, None),
+    **_: Any,
+) -> None:
+    """Make sure that `ParallelTrainer` supports everything that these arguments ask for.
+
+    Args:
+        args (`TrainingArguments`): the run's arguments.
+        cp (`int`): ranks that share one sequence.
+        compute_metrics, compute_loss_func, model_init, optimizers: as given to the Trainer.
+
+    Raises:
+        UsageError: something is not supported; the message names it and the fix.
+    """
+    family = requested_family(args)
+    scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    compression = getattr(args, "gradient_compression", "none")
+    unsupported = {
+        "the launcher's config asks for DeepSpeed, but ParallelTrainer shards the model itself: launch with "
+        "accelerate_configs/tp_pp.yaml (ZeRO works with recipes/sharded)": family == "zero",
+        "the launcher's config asks for FSDP, but ParallelTrainer shards the model itself: launch with "
+        "accelerate_configs/tp_pp.yaml": family == "fsdp",
+        "--fp16 is set: it scales the loss per rank, which pipeline stages cannot share; use --bf16": args.fp16,
+        "compute_metrics is given: it needs logits, which stay on the last stage; evaluate by eval_loss": (
+            compute_metrics
+        ),
+        f"compute_loss_func is given with --cp_size {cp}: it needs complete sequences, of which each rank has a part; "
+        "set --cp_size 1": cp > 1 and compute_loss_func,
+        "model_init is given: its models would not be parallelized; give model, on the meta device if it is large": (
+            model_init
+        ),
+        "optimizers is given: an optimizer made before the model is sharded steps other parameters; choose one with "
+        "--optim": optimizers[0],
+        "--average_tokens_across_devices is false: ParallelTrainer always weighs every token equally; leave the flag "
+        "out": not args.average_tokens_across_devices,
+        "--auto_find_batch_size is set: the model cannot be sharded twice; set --per_device_train_batch_size": (
+            args.auto_find_batch_size
+        ),
+        "--torch_compile is set: compiled pipeline stages are not supported; leave the flag out": args.torch_compile,
+        "--use_liger_kernel is set: its kernels do not support pipeline stages; leave the flag out": (
+            args.use_liger_kernel
+        ),
+        "--neftune_noise_alpha is set: later pipeline stages have no embeddings; leave the flag out": (
+            args.neftune_noise_alpha
+        ),
+        "--include_num_input_tokens_seen is set: it counts the tokens of each rank; use the metric "
+        "scaling/tokens_seen instead": args.include_num_input_tokens_seen != "no",
+        f"--lr_scheduler_type is {scheduler}: it cannot be resumed on another layout; use another one": (
+            scheduler in ("reduce_lr_on_plateau", "greedy")
+        ),
+        f"--gradient_compression is {compression}: it works on DDP's gradients only; leave the flag out": (
+            compression != "none"
+        ),
+    }
+    for message, is_requested in unsupported.items():
+        if is_requested:
+            raise UsageError(message)

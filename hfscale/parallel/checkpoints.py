@@ -1,53 +1,360 @@
-"""How `ParallelTrainer` saves and goes on: the part of it that reads and writes checkpoints.
+"""What `ParallelTrainer` writes and reads: checkpoints that any layout can resume, and models for `from_pretrained`.
 
-A checkpoint's tensors are those of `hfscale.parallel.state`. Beside them lie Trainer's small files and two of JSON
-that say what the tensors cannot, so that any layout, and by conversion any strategy, goes on from it. What is to be
-written is handed over as `sharded_state` and `checkpoint_files`, and so it can be written beside the training too.
+A checkpoint's folder `dcp` is a torch distributed checkpoint under the names of the Hugging Face model. It holds
+`model.<parameter>` and `optimizer.<parameter>.<state>` (`exp_avg`, `step`, …): each tensor stands for the complete
+one, and its pieces are stored as the ranks hold them. It contains nothing that depends on the layout: no parameter
+groups, no rank numbers, no second copy of tied weights.
+
+With it are Trainer's small files and two JSON files with what the tensors do not tell, so that any layout, and by
+conversion any strategy, can resume from it. `sharded_state` and `checkpoint_files` return all that is to be written,
+so that `hfscale.integrations.saving` can also write it in the background.
 """
 
 import io
+import json
 import tempfile
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peft import PeftModel
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DTensor, Shard
 from transformers import Trainer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, ParallelMetadata, read_parallel_metadata
+from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, PART, ParallelMetadata, read_parallel_metadata
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.pickles import load_archive
 from hfscale.errors import CheckpointError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.checkpoint_files import rng_name
 from hfscale.integrations.resume import readable_checkpoint
-from hfscale.parallel import export, state
-from hfscale.parallel.mesh import ParallelMesh
+from hfscale.parallel.mesh import ParallelMesh, copy_local_shard, local_tensor, reshard, shard_dim
 from hfscale.parallel.model import ParallelizedModel
+from hfscale.parallel.tensor import PackedParameter
+from hfscale.utils import distributed
 
+ADAPTER_FILE = "adapter_model.safetensors"
+_FILE_BYTES = 5 * 10**9  # transformers' own size of a shard
 _GROUPS = 2  # of Trainer's optimizer, with and without weight decay; a mesh of several axes may make more of them
 
 
-class SavesLaidOut(Trainer):
-    """A Trainer whose model is laid out over a mesh, as far as its checkpoints go."""
+# --- the tensors of a checkpoint -------------------------------------------------------------------------------------
+
+
+def reshard_all(parallelized: ParallelizedModel) -> None:
+    """Make FSDP2 free the gathered parameters of all stages; see `hfscale.parallel.mesh.reshard`."""
+    for stage in parallelized.stages:
+        reshard(stage)
+
+
+def model_tensors(parallelized: ParallelizedModel) -> dict[str, torch.Tensor]:
+    """Collect this rank's parameters and persistent buffers by canonical name; they share the model's memory.
+
+    Of a model with adapters only the trained parameters are collected.
+    """
+    reshard_all(parallelized)
+    parameters = parallelized.model.named_parameters()
+    if parallelized.has_adapters:
+        return {name: p.data for name, p in parameters if p.requires_grad}
+    tensors = {_canonical_name(parallelized, name): p.data for name, p in parameters}
+    persistent = parallelized.model.state_dict().keys()
+    return tensors | {name: b for name, b in parallelized.model.named_buffers() if name in persistent}
+
+
+def stored_tensors(
+    parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.Tensor]:
+    """Collect what this rank writes into a checkpoint's folder `dcp`.
+
+    Args:
+        parallelized (`ParallelizedModel`): the model.
+        optimizer (`torch.optim.Optimizer`, *optional*): where given, its state is collected too.
+
+    Returns:
+        Name -> tensor. Each is one rectangle of a complete tensor. They share the training's memory, so their values
+        change with the next step.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(parallelized).items()}
+    if optimizer is not None:
+        for name, parameter in _optimized_parameters(parallelized, optimizer):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+    return dict(_unpacked(parallelized, tensors))
+
+
+def load_model(checkpoint: Path, parallelized: ParallelizedModel) -> None:
+    """Read this rank's part of the model, in place, from a checkpoint of any layout.
+
+    Args:
+        checkpoint (`Path`): the checkpoint's folder.
+        parallelized (`ParallelizedModel`): the model.
+
+    Raises:
+        CheckpointError: a parameter is missing or has another shape.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(parallelized).items()}
+    _read_tensors(checkpoint, parallelized, tensors)
+    if parallelized.tied is not None:
+        parallelized.tied.equalize()
+
+
+def load_optimizer(checkpoint: Path, parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Read this rank's part of the optimizer's state from a checkpoint of any layout.
+
+    Args:
+        checkpoint (`Path`): the checkpoint's folder.
+        parallelized (`ParallelizedModel`): the model.
+        optimizer (`torch.optim.Optimizer`): its state is replaced.
+
+    Raises:
+        CheckpointError: as for `load_model`, or a state that is neither one number nor of its parameter's shape.
+    """
+    shapes = _stored_shapes(checkpoint)
+    is_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    wanted: dict[str, torch.Tensor] = {}
+    for name, parameter in _optimized_parameters(parallelized, optimizer):
+        prefix = f"optimizer.{name}."
+        keys = {key.removeprefix(prefix).split(PART)[0] for key in shapes if key.startswith(prefix)}
+        states[parameter] = {}
+        for key in sorted(keys):
+            shape = shapes.get(prefix + key)
+            if shape is not None and len(shape) == 0:
+                state = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
+            elif shape is None or shape == parameter.shape:
+                state = torch.zeros_like(parameter.data)
+            else:
+                raise CheckpointError(
+                    f"{checkpoint}: {prefix}{key} has shape {tuple(shape)}, but its parameter has "
+                    f"{tuple(parameter.shape)}: the state of this optimizer cannot be sharded; choose another one "
+                    "with --optim and start from the weights with --model_name_or_path"
+                )
+            states[parameter][key] = wanted.setdefault(prefix + key, state)
+    _read_tensors(checkpoint, parallelized, wanted)
+    for parameter, state in states.items():
+        # Two copies of a tied weight on one rank have read the same tensors; each of them steps its own.
+        optimizer.state[parameter] = {key: tensor.clone() for key, tensor in state.items()}
+
+
+def _read_tensors(checkpoint: Path, parallelized: ParallelizedModel, tensors: dict[str, torch.Tensor]) -> None:
+    """Read into `tensors`. A conversion writes packed parameters in one piece: each rank reads these completely, one
+    after the other into host memory, and keeps its shard."""
+    shapes = _stored_shapes(checkpoint)
+    in_one_piece = {n: t for n, t in tensors.items() if n in shapes and _packing(parallelized, n, t) is not None}
+    others = {name: tensor for name, tensor in tensors.items() if name not in in_one_piece}
+    try:
+        dcp.load(dict(_unpacked(parallelized, others)), checkpoint_id=checkpoint / FOLDER)
+        for name, tensor in sorted(in_one_piece.items()):
+            full = torch.empty(shapes[name], dtype=tensor.dtype)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` is intended
+                dcp.load({name: full}, checkpoint_id=checkpoint / FOLDER, no_dist=True)
+            copy_local_shard(tensor, full)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise CheckpointError(f"{checkpoint} does not hold this model: {cause}") from error
+
+
+def _stored_shapes(checkpoint: Path) -> dict[str, torch.Size]:
+    stored = FileSystemReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
+    return {name: entry.size for name, entry in stored.items() if hasattr(entry, "size")}
+
+
+def _optimized_parameters(
+    parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, nn.Parameter]]:
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in parallelized.model.named_parameters():
+        if id(parameter) in optimized:
+            yield _canonical_name(parallelized, name), parameter
+
+
+def _canonical_name(parallelized: ParallelizedModel, name: str) -> str:
+    """The name of a parameter in the unsplit model: a tied head has the embedding's."""
+    if parallelized.structure.tied and name == f"{parallelized.structure.head}.weight":
+        return f"{parallelized.structure.token_embedding}.weight"
+    return name
+
+
+def _unpacked(parallelized: ParallelizedModel, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor as one rectangle of a complete one: a packed parameter as its matrices, sharing its memory."""
+    for name, tensor in tensors.items():
+        packing = _packing(parallelized, name, tensor)
+        if packing is None:
+            yield name, tensor
+        else:
+            yield from ((f"{name}{PART}{number}", part) for number, part in enumerate(_matrices(tensor, packing)))
+
+
+def _packing(parallelized: ParallelizedModel, name: str, tensor: torch.Tensor) -> PackedParameter | None:
+    if tensor.ndim == 0:
+        return None
+    return next((p for own, p in parallelized.packed.items() if f".{own}." in f".{name}."), None)
+
+
+def _matrices(tensor: torch.Tensor, packing: PackedParameter) -> list[torch.Tensor]:
+    pieces = local_tensor(tensor).chunk(packing.parts, dim=packing.dim)
+    if not isinstance(tensor, DTensor):
+        return list(pieces)
+    shape = list(tensor.shape)
+    shape[packing.dim] //= packing.parts
+    stride = torch.empty(shape, device="meta").stride()
+    # Strided shards of the packed parameter are plain shards of each matrix.
+    placements = [Shard(packing.dim) if shard_dim(p) == packing.dim else p for p in tensor.placements]
+    return [
+        DTensor.from_local(
+            piece, tensor.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        for piece in pieces
+    ]
+
+
+# --- a model for `from_pretrained` -----------------------------------------------------------------------------------
+
+
+def write_weights(folder: Path, parallelized: ParallelizedModel, mesh: ParallelMesh) -> None:
+    """Write the model's safetensors files and their index, or an adapter's single file. Call it on every rank.
+
+    One rank of each pipeline rank writes its stages' files. Its host memory has to hold the tensors of one file, or of
+    one layer where that is more.
+
+    Args:
+        folder (`Path`): an existing folder.
+        parallelized (`ParallelizedModel`): the model.
+        mesh (`ParallelMesh`): all ranks.
+    """
+    is_writer = mesh.data_rank == mesh.cp_rank == mesh.tp_rank == 0
+    if parallelized.has_adapters:
+        _write_adapter(folder, parallelized, is_writer=is_writer)
+        return
+    index: dict[str, str] = {}
+    size = 0
+    for number, tensors in enumerate(_files(parallelized)):
+        if not is_writer:
+            continue
+        tensors = revert_weight_conversion(parallelized.model, tensors)
+        name = f"model-{mesh.pp_rank:05d}-{number:05d}.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
+        index |= dict.fromkeys(tensors, name)
+        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    indexes = _gather_objects((index, size))
+    if distributed.rank() == 0:
+        # A weight that two stages hold (a tied one) is in two files; the index names the first.
+        weight_map = {key: name for index, _ in reversed(indexes) for key, name in index.items()}
+        content = {"metadata": {"total_size": sum(size for _, size in indexes)}, "weight_map": weight_map}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    distributed.barrier()
+
+
+def _files(parallelized: ParallelizedModel) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield full tensors in host memory, file by file; a layer is never in two files. Every rank of a stage has to
+    iterate over all of them, because gathering a tensor is a collective."""
+    gathered: dict[str, torch.Tensor] = {}
+    size = 0
+    previous = None
+    for name, tensor in model_tensors(parallelized).items():
+        layer = parallelized.structure.layer_of(name)
+        if size > _FILE_BYTES and layer != previous:
+            yield gathered
+            gathered = {}
+            size = 0
+        gathered[name] = _full_tensor(tensor)
+        size += gathered[name].numel() * gathered[name].element_size()
+        previous = layer
+    if gathered:
+        yield gathered
+
+
+def _write_adapter(folder: Path, parallelized: ParallelizedModel, *, is_writer: bool) -> None:
+    own = {name: _full_tensor(tensor) for name, tensor in model_tensors(parallelized).items()}
+    gathered = _gather_objects(own if is_writer else {})
+    if distributed.rank() == 0:
+        # In its files peft adds the names of its two wrappers and leaves out the adapter's own name.
+        named = {
+            f"base_model.model.{_without_adapter(name)}": tensor.contiguous()
+            for tensors in gathered
+            for name, tensor in tensors.items()
+        }
+        save_file(named, folder / ADAPTER_FILE, {"format": "pt"})
+    distributed.barrier()
+
+
+def _without_adapter(name: str) -> str:
+    *before, _, last = name.split(".")
+    return ".".join([*before, last])
+
+
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def _gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, in rank order."""
+    if not distributed.is_distributed():
+        return [value]
+    values: list[Any] = [None] * distributed.world_size()
+    dist.all_gather_object(values, value, group=distributed.side_group())
+    return values
+
+
+# --- the Trainer's side ----------------------------------------------------------------------------------------------
+
+
+def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
+    """Restore a learning-rate scheduler's position and base learning rate, from which its learning rates follow.
+
+    The other lists in its state have an entry per parameter group, and the number of groups depends on the layout.
+
+    Args:
+        scheduler: the new scheduler.
+        saved (`dict`): the state of another one, which may have another number of parameter groups.
+    """
+    if len(set(saved["base_lrs"])) == 1:
+        scheduler.base_lrs = saved["base_lrs"][:1] * len(scheduler.base_lrs)
+        for group in scheduler.optimizer.param_groups:
+            group["initial_lr"] = saved["base_lrs"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the scheduler steps before the optimizer
+        for _ in range(saved["last_epoch"]):
+            scheduler.step()
+
+
+class ParallelCheckpointTrainer(Trainer):
+    """The part of `ParallelTrainer` that writes and reads checkpoints.
+
+    The methods with an underscore override Trainer's own steps of saving and resuming, for which there are no public
+    hooks; tests/test_parallel_plan.py::test_internals_of_libraries_are_where_this_package_uses_them fails when they
+    move.
+    """
 
     parallelized: ParallelizedModel
     layout: ParallelLayout
     mesh: ParallelMesh
     parameter_names: ParameterNames
-    """Of the whole model."""
-    _unchanging: dict[str, bytes] | None = None
+    """Names of the trained parameters of the unsplit model."""
+    _cached_model_files: dict[str, bytes] | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in Trainer; a checkpoint of another strategy (DDP, FSDP2, ZeRO …) is converted first.
+        """Train as Trainer does; a checkpoint of another strategy (DDP, FSDP2, ZeRO …) is converted first.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*): as for `Trainer.train`.
+            args, kwargs: as for `Trainer.train`.
 
         Raises:
-            LayoutError: it cannot be.
+            LayoutError: the checkpoint cannot be converted.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
@@ -55,47 +362,50 @@ class SavesLaidOut(Trainer):
             resume_from_checkpoint = readable_checkpoint(self.args, resume_from_checkpoint, strategy="parallel")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    # --- what is written ---------------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------------------------
 
     def sharded_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What this rank writes of its tensors, by folder of the checkpoint and name; they share the training's
-        memory, so a copy is to be made before the next step."""
+        """Collect the tensors that this rank writes: folder of the checkpoint -> name -> tensor.
+
+        They share the training's memory: copy them before the next step.
+        """
         optimizer = None if self.args.save_only_model else self.optimizer.optimizer
-        return {FOLDER: state.stored_tensors(self.parallelized, optimizer)}
+        return {FOLDER: stored_tensors(self.parallelized, optimizer)}
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        """Name -> content of the small files that the main process writes beside the tensors, as of now."""
+        """Make the small files that the main process writes besides the tensors: name -> content, as of now."""
         files = dict(self._model_files())
         scheduler = None if self.args.save_only_model else self._scheduler_file()
         if scheduler is not None:
             files[SCHEDULER_NAME] = scheduler
         files[PARAMETERS_NAME] = self.parameter_names.to_json().encode()
-        facts = ParallelMetadata(
+        metadata = ParallelMetadata(
             layout=asdict(self.layout),
             packed={name: packed.dim for name, packed in self.parallelized.packed.items()},
             groups=self._group_options(),
         )
-        return files | {PARALLEL_NAME: facts.to_json().encode()}
+        return files | {PARALLEL_NAME: metadata.to_json().encode()}
 
     def _group_options(self) -> list[dict[str, Any]]:
-        """As a model in one piece would have them: groups differ by their weight decay alone."""
+        """The options of the optimizer's groups in the unsplit model, which differ by their weight decay only."""
         group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
         return [group | {"weight_decay": decay} for decay in (self.args.weight_decay, 0.0)]
 
     def _scheduler_file(self) -> bytes | None:
-        """Trainer's scheduler.pt for two groups of parameters, however many this layout has made of them."""
+        """Trainer's scheduler.pt for two parameter groups, however many this layout has made of them."""
         saved = self.lr_scheduler.state_dict()
         if len(set(saved["base_lrs"])) > 1:
             return None
         groups = len(saved["base_lrs"])
-        cut = {k: v[:1] * _GROUPS if isinstance(v, list) and len(v) == groups else v for k, v in saved.items()}
+        of_two = {k: v[:1] * _GROUPS if isinstance(v, list) and len(v) == groups else v for k, v in saved.items()}
         buffer = io.BytesIO()
-        torch.save(cut, buffer)
+        torch.save(of_two, buffer)
         return buffer.getvalue()
 
     def _model_files(self) -> dict[str, bytes]:
-        """Config (or the adapter's) and tokenizer: they do not change, and a large vocabulary takes its time."""
-        if self._unchanging is None:
+        """Config (or the adapter's config) and tokenizer. They are cached, because they do not change and a large
+        vocabulary takes long to write."""
+        if self._cached_model_files is None:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 if isinstance(self.model, PeftModel):
@@ -107,57 +417,62 @@ class SavesLaidOut(Trainer):
                 if self.processing_class is not None:
                     self.processing_class.save_pretrained(name)
                 found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-                self._unchanging = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
-        return self._unchanging
+                self._cached_model_files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+        return self._cached_model_files
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Within training a checkpoint but for what Trainer writes itself; else a `from_pretrained` folder."""
+        """Write a folder for `from_pretrained`. When Trainer calls it to save a checkpoint, write the model and the
+        optimizer as a checkpoint instead.
+
+        Args:
+            output_dir (`str`, *optional*): the folder; absent: the run's `output_dir`.
+            _internal_call (`bool`): whether Trainer is saving a checkpoint.
+        """
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if _internal_call:
             for name, tensors in self.sharded_state().items():
                 dcp.save(tensors, checkpoint_id=folder / name)
         else:
-            export.write_weights(folder, self.parallelized, self.mesh)
+            write_weights(folder, self.parallelized, self.mesh)
         if self.args.should_save:
             for name, content in (self.checkpoint_files() if _internal_call else self._model_files()).items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """`save_model` has: the optimizer's state lies beside the model's."""
+        """Do nothing: `save_model` has written them with the model."""
 
-    # --- what is read ------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not (Path(resume_from_checkpoint) / FOLDER).is_dir():
             raise CheckpointError(
                 f"{resume_from_checkpoint} was not written by ParallelTrainer and has no manifest: convert it with "
-                f"`hfscale checkpoints convert {resume_from_checkpoint} NEW_FOLDER --to parallel`, begin from the "
-                "weights of a model folder with --model_name_or_path, or afresh with --resume_from_checkpoint false"
+                f"`hfscale checkpoints convert {resume_from_checkpoint} NEW_FOLDER --to parallel`, start from the "
+                "weights of a model folder with --model_name_or_path, or start from scratch with "
+                "--resume_from_checkpoint false"
             )
         read_parallel_metadata(
             Path(resume_from_checkpoint)
-        )  # what cannot be continued is told before its tensors are read
-        state.load_model(Path(resume_from_checkpoint), self.parallelized)
+        )  # raises, before any tensor is read, if the checkpoint is broken
+        load_model(Path(resume_from_checkpoint), self.parallelized)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Of the scheduler its position alone: its lists have an entry per parameter group, and how many groups there
-        are depends on the layout."""
         if checkpoint is None:
             return
-        state.load_optimizer(Path(checkpoint), self.parallelized, self.optimizer.optimizer)
-        state.restore_position(self.lr_scheduler, load_archive(Path(checkpoint) / SCHEDULER_NAME))
+        load_optimizer(Path(checkpoint), self.parallelized, self.optimizer.optimizer)
+        restore_scheduler(self.lr_scheduler, load_archive(Path(checkpoint) / SCHEDULER_NAME))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Each rank its own; in another layout all the first rank's, as they all began with one seed: ranks that share
-        a matrix must drop out the same elements."""
+        """Restore each rank's own random state. In another layout all ranks get that of the first rank: they have all
+        started with one seed, and ranks that share a matrix must drop out the same elements."""
         if checkpoint is None or read_parallel_metadata(Path(checkpoint)).layout == asdict(self.layout):
             super()._load_rng_state(checkpoint)
             return
-        known = [Path(checkpoint) / name for name in ("rng_state_0.pth", "rng_state.pth")]
+        of_first_rank = [Path(checkpoint) / name for name in ("rng_state_0.pth", "rng_state.pth")]
         with tempfile.TemporaryDirectory() as folder:
-            for path in [path for path in known if path.is_file()][:1]:
+            for path in [path for path in of_first_rank if path.is_file()][:1]:
                 (Path(folder) / rng_name(self)).symlink_to(path.resolve())
             super()._load_rng_state(folder)
 

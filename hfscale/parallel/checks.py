@@ -1,4 +1,4 @@
-"""Whether a model, a batch and a world go with a layout, said before anything is built or any group is made."""
+"""Checks of a model's config against a layout, made before a model is built or a process group exists."""
 
 import math
 
@@ -6,101 +6,172 @@ from transformers import PreTrainedConfig
 
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.parallel.context import check_kernel
-from hfscale.parallel.families import check_contexts, check_family, check_matrices, check_sequences
+from hfscale.facts.parallel_families import (
+    CONTEXT_PARALLEL_TESTED,
+    CONTEXT_PARALLEL_UNSUPPORTED,
+    PIPELINE_TESTED,
+    PIPELINE_UNSUPPORTED,
+    SEQUENCE_PARALLEL_TESTED,
+    TENSOR_PARALLEL_UNSUPPORTED,
+)
+from hfscale.parallel.context import attention_implementation, check_attention_implementation
 from hfscale.parallel.stages import StagePlan
+from hfscale.utils.logging import get_logger
 
+logger = get_logger(__name__)
 
-def decide_layout(
-    world_size: int,
-    *,
-    tp: int | None = None,
-    pp: int | None = None,
-    cp: int | None = None,
-    dp_shard: int | None = None,
-    dp_replicate: int | None = None,
-) -> ParallelLayout:
-    """The layout of these sizes; what is left open of the data parallel ranks becomes shards of one replica.
-
-    Raises:
-        LayoutError: the sizes do not make up the world; the message names the nearest that do.
-    """
-    tp, pp, cp, dp_replicate = tp or 1, pp or 1, cp or 1, dp_replicate or 1
-    if dp_shard is None:
-        sizes = {"pp_size": pp, "tp_size": tp, "cp_size": cp, "dp_replicate_size": dp_replicate}
-        replica = math.prod(sizes.values())
-        if world_size % replica:
-            shared = f"cp_size {cp} x " if cp > 1 else ""
-            raise LayoutError(
-                f"tp_size {tp} x pp_size {pp} x {shared}dp_replicate_size {dp_replicate} = {replica} does not divide "
-                f"the {world_size} processes: {_nearest_sizes(world_size, sizes)}, or start "
-                f"{max(1, round(world_size / replica)) * replica}"
-            )
-        dp_shard = world_size // replica
-    layout = ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp)
-    layout.check_world_size(world_size)
-    return layout
-
-
-def _nearest_sizes(world_size: int, sizes: dict[str, int]) -> str:
-    """The first flag of which another value makes the product of all divide the world."""
-    for flag, size in sizes.items():
-        others = math.prod(sizes.values()) // size
-        legal = [n for n in range(1, world_size + 1) if world_size % (n * others) == 0]
-        if legal:
-            return f"set --{flag} {min(legal, key=lambda n: abs(n - size))}"
-    return "set --tp_size 1 and --pp_size 1"
+_FAMILIES_FILE = "hfscale/facts/parallel_families.py"
 
 
 def check_config(
     config: PreTrainedConfig, layout: ParallelLayout, plan: StagePlan, *, sequence_parallel: bool = False
 ) -> None:
-    """Make sure that a model's shape divides over the axes.
+    """Make sure that a model can be parallelized over a layout.
+
+    Args:
+        config (`PreTrainedConfig`): the model's config.
+        layout (`ParallelLayout`): sizes of the axes.
+        plan (`StagePlan`): the pipeline stages.
+        sequence_parallel (`bool`): whether the tensor parallel ranks split sequences between blocks.
 
     Raises:
-        LayoutError: heads, vocabulary or layers do not; the message names the nearest sizes that do.
-        UsageError: quantised weights, which cannot be cut, a model without tensor-parallel plan, or one whose
-            sequences cannot be.
+        LayoutError: heads, vocabulary or layers do not divide over the axes; the message names the nearest sizes.
+        UsageError: the weights are quantised, or the model's family does not support one of the axes.
     """
     if plan.stages > 1:
-        check_family(config.model_type)
+        check_pipeline_family(config.model_type)
     text = config.get_text_config()
     if getattr(config, "quantization_config", None):
         raise UsageError(
-            f"the {config.model_type} checkpoint has quantised weights, which cannot be cut over ranks: give one in "
-            "bf16 or fp32, or train it with recipes/sharded and --load_in_4bit"
+            f"the {config.model_type} checkpoint has quantised weights, which cannot be sharded over ranks: give a "
+            "checkpoint in bf16 or fp32, or train it with recipes/sharded and --load_in_4bit"
         )
     if text.num_hidden_layers < plan.stages:
         possible = text.num_hidden_layers // plan.per_rank
         raise LayoutError(
-            f"pp_size {plan.pp} with {plan.per_rank} stages per rank makes {plan.stages} stages, and the model has "
-            f"{text.num_hidden_layers} layers: set --pp_size {max(1, possible)}"
+            f"--pp_size is {plan.pp}: with {plan.per_rank} stages per rank it makes {plan.stages} stages, but the "
+            f"model has {text.num_hidden_layers} layers: set --pp_size {max(1, possible)}"
         )
-    check_matrices(config.model_type, layout.tp)
+    check_tensor_family(config.model_type, layout.tp)
     if layout.cp > 1:
-        check_contexts(config, layout.cp)
-        if config._attn_implementation is not None:  # of a model, not of a bare config
-            check_kernel(config._attn_implementation, layout.cp)
+        check_context_family(config, layout.cp)
+        implementation = attention_implementation(config)
+        if implementation is not None:  # a bare config, which no model has been made from, names none
+            check_attention_implementation(implementation, layout.cp)
     if sequence_parallel:
-        check_sequences(config.model_type, layout.tp)
-    if layout.tp == 1:
-        return
+        check_sequence_family(config.model_type, layout.tp)
+    if layout.tp > 1:
+        _check_tensor_sizes(config, layout.tp)
+
+
+def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
+    text = config.get_text_config()
     if not text.base_model_tp_plan:
         raise UsageError(
-            f"tp_size {layout.tp}: transformers has no tensor-parallel plan for {config.model_type}; set --tp_size 1"
+            f"--tp_size is {tp}: transformers has no tensor-parallel plan for {config.model_type}; set --tp_size 1"
         )
     heads = text.num_attention_heads
     counts = {
         "attention heads": heads,
         "key-value heads": getattr(text, "num_key_value_heads", None) or heads,
-        "tokens of vocabulary": text.vocab_size,
+        "vocabulary entries": text.vocab_size,
     }
     for what, count in counts.items():
-        if count % layout.tp:
+        if count % tp:
             common = math.gcd(*counts.values())
             legal = [n for n in range(1, common + 1) if common % n == 0]
-            nearest = min(legal, key=lambda n: abs(n - layout.tp))
+            nearest = min(legal, key=lambda n: abs(n - tp))
             raise LayoutError(
-                f"tp_size {layout.tp} does not divide the model's {count} {what}: set --tp_size {nearest} "
+                f"--tp_size is {tp}, which does not divide the model's {count} {what}: set --tp_size {nearest} "
                 f"(one of {', '.join(map(str, legal[:12]))})"
             )
+
+
+def check_pipeline_family(model_type: str) -> None:
+    """Make sure that a model family can be split into pipeline stages; warn where nobody has compared it.
+
+    Args:
+        model_type (`str`): as in the model's config.
+
+    Raises:
+        UsageError: the family is known not to compute the same in stages.
+    """
+    if model_type in PIPELINE_UNSUPPORTED:
+        raise UsageError(
+            f"{model_type} cannot be split into pipeline stages ({PIPELINE_UNSUPPORTED[model_type]}): set --pp_size 1"
+        )
+    if model_type not in PIPELINE_TESTED:
+        logger.warning(
+            "no test has compared the pipeline stages of a %s model with the unsplit model: compare the first losses "
+            "with those of a run with --pp_size 1",
+            model_type,
+        )
+
+
+def check_tensor_family(model_type: str, tp: int) -> None:
+    """Make sure that the matrices of a model family can be sharded over `tp` ranks.
+
+    Args:
+        model_type (`str`): as in the model's config.
+        tp (`int`): ranks that share each matrix.
+
+    Raises:
+        UsageError: transformers' tensor-parallel plan for the family is known to be wrong.
+    """
+    if tp > 1 and model_type in TENSOR_PARALLEL_UNSUPPORTED:
+        raise UsageError(
+            f"--tp_size is {tp}: tensor parallelism does not work with {model_type} "
+            f"({TENSOR_PARALLEL_UNSUPPORTED[model_type]}); set --tp_size 1"
+        )
+
+
+def check_sequence_family(model_type: str, tp: int) -> None:
+    """Make sure that sequence parallelism works for a model family.
+
+    Args:
+        model_type (`str`): as in the model's config.
+        tp (`int`): ranks that share each matrix.
+
+    Raises:
+        UsageError: there is one tensor parallel rank only, or no test has shown that the family computes the same.
+    """
+    if tp == 1:
+        raise UsageError(
+            "--sequence_parallel is true: it splits sequences over the ranks of --tp_size, which is 1; leave the flag "
+            "out"
+        )
+    if model_type not in SEQUENCE_PARALLEL_TESTED:
+        raise UsageError(
+            f"--sequence_parallel is true: it was not tested with {model_type}; leave the flag out (tested: "
+            f"{', '.join(sorted(SEQUENCE_PARALLEL_TESTED)[:12])} ...: {_FAMILIES_FILE})"
+        )
+
+
+def check_context_family(config: PreTrainedConfig, cp: int) -> None:
+    """Make sure that a model computes the same when each rank has a part of every sequence.
+
+    Args:
+        config (`PreTrainedConfig`): the model's config.
+        cp (`int`): ranks that share one sequence.
+
+    Raises:
+        UsageError: its family is not verified, or its rotary angles depend on the longest position that a rank sees.
+    """
+    if config.model_type in CONTEXT_PARALLEL_UNSUPPORTED:
+        reason = CONTEXT_PARALLEL_UNSUPPORTED[config.model_type]
+        raise UsageError(
+            f"--cp_size is {cp}: context parallelism does not work with {config.model_type} ({reason}); set "
+            "--cp_size 1"
+        )
+    if config.model_type not in CONTEXT_PARALLEL_TESTED:
+        raise UsageError(
+            f"--cp_size is {cp}: context parallelism was not tested with {config.model_type}; set --cp_size 1 "
+            f"(tested: {', '.join(sorted(CONTEXT_PARALLEL_TESTED)[:12])} ...: {_FAMILIES_FILE})"
+        )
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    for kind in sorted(kinds & {"dynamic", "longrope"}):
+        raise UsageError(
+            f"--cp_size is {cp}: rope_type {kind} depends on the longest position, which only one rank of a sequence "
+            "has; set --cp_size 1"
+        )

@@ -1,13 +1,16 @@
-"""Context parallelism: each of several ranks keeps a part of every sequence, through the whole model.
+"""Context parallelism: several ranks hold a part of every sequence each, through the whole model.
 
-Attention is the one place where tokens meet. There queries stay where they are and keys and values of the whole
-sequence are gathered, layer by layer (Llama Team, arXiv 2407.21783, section 3.3.2): few bytes where heads share keys
-and values, and any mask can be had. Of 2 x cp equal chunks rank i holds chunks i and 2 x cp - 1 - i, one early and one
-late, so that the work of a causal mask is the same on every rank.
+Attention is the only operation in which tokens interact. There queries stay on their rank, and the keys and values of
+the complete sequence are gathered layer by layer (Llama Team, arXiv 2407.21783, section 3.3.2): with grouped-query
+attention these are few bytes, and any attention mask can be used. A sequence is divided into 2 x cp equal chunks, and
+rank i holds chunks i and 2 x cp - 1 - i, one early and one late, so that a causal mask gives every rank the same work.
 
-The model is not changed. Its attention and its masks are asked for by name, through transformers' public registries
-`AttentionInterface` and `AttentionMaskInterface`; the name of `ContextParallel.kernel` leads here, and from here to
-the implementation that the model had, with the keys of the whole sequence and the mask's rows of this rank's tokens.
+The model's code is not changed. transformers looks up its attention and its masks by name, in the public registries
+`AttentionInterface` and `AttentionMaskInterface`. Under the name `ContextParallel.kernel` it finds the functions of
+this module, which call the model's original implementation with the keys of the complete sequence and with the mask's
+rows of this rank's tokens.
+
+Shapes below: B = batch, S = tokens of the complete sequence, H = heads, D = width of a head.
 """
 
 import copy
@@ -22,132 +25,190 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
 
 from hfscale.errors import UnsupportedModelError, UsageError
+from hfscale.parallel.losses import IGNORED_LABEL
 
-_IGNORED = -100  # the label that transformers' losses skip
-_KERNELS = ("sdpa", "eager")
-_PACKED = "packed_position_ids"  # of whole sequences, beside the model's keywords
-_CUT = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
-_numbers = count()
+_IMPLEMENTATIONS = ("sdpa", "eager")
+_PACKED_POSITIONS = "packed_position_ids"  # positions of complete sequences, passed along with the model's keywords
+_INPUTS = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
+_kernel_numbers = count()
 
 
-def own_positions(length: int, rank: int, ranks: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Which of `length` tokens a rank holds, (length / ranks,), in its order: those of chunks `rank` and
-    2 x ranks - 1 - `rank`."""
+def local_positions(length: int, rank: int, ranks: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Positions of the tokens that a rank holds: those of chunks `rank` and 2 x ranks - 1 - `rank`.
+
+    Args:
+        length (`int`): tokens of a sequence, S; a multiple of 2 x ranks.
+        rank (`int`): index of the rank among those that share the sequence.
+        ranks (`int`): how many ranks share it.
+        device (`torch.device`): where to make the result.
+
+    Returns:
+        (S / ranks,), in the order in which the rank holds them.
+    """
     chunks = torch.arange(length, device=device).chunk(2 * ranks)
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def in_order(parts: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
-    """The ranks' parts one after the other along `dim` -> the same tokens in the order of the sequence."""
-    chunks = parts.chunk(2 * ranks, dim=dim)
+def restore_order(gathered: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
+    """Put the tokens of all ranks, concatenated along `dim`, into the order of the sequence."""
+    chunks = gathered.chunk(2 * ranks, dim=dim)
     early = [chunks[2 * rank] for rank in range(ranks)]
     late = [chunks[2 * rank + 1] for rank in reversed(range(ranks))]
     return torch.cat([*early, *late], dim=dim)
 
 
-class ContextParallel:
-    """Cuts a step's inputs to this rank's tokens, and is the attention of the model that works on them.
+def attention_implementation(config: PreTrainedConfig) -> str | None:
+    """The name of the attention implementation that a config asks for; None where it names none."""
+    # No public way to read what `set_attn_implementation` sets. tests/test_parallel_context.py fails when it moves.
+    return config._attn_implementation
+
+
+def check_attention_implementation(name: str | None, cp: int) -> str:
+    """Make sure that an attention implementation accepts masks that are made for it.
 
     Args:
-        model (`PreTrainedModel`): whole; its attention implementation is set to `kernel`.
-        mesh (`DeviceMesh`): the ranks that share a sequence, one axis.
-        sequence_parts (`int`): into how many parts sequence parallelism cuts what a rank has of a sequence.
+        name (`str`, *optional*): name of the implementation.
+        cp (`int`): ranks that share one sequence.
+
+    Returns:
+        The name.
 
     Raises:
-        UsageError: an attention implementation that makes masks of its own.
-        UnsupportedModelError: a model that does not ask for its attention by name.
+        UsageError: it does not accept them.
+    """
+    if name not in _IMPLEMENTATIONS:
+        raise UsageError(
+            f"--attn_implementation is {name}: cp_size {cp} works with {' and '.join(_IMPLEMENTATIONS)} attention; "
+            "give --attn_implementation sdpa"
+        )
+    return name
+
+
+class ContextParallel:
+    """Selects this rank's tokens from a step's inputs, and computes the model's attention for them.
+
+    Args:
+        model (`PreTrainedModel`): the unsplit model; its attention implementation is set to `kernel`.
+        mesh (`DeviceMesh`): the ranks that share a sequence, one axis.
+        sequence_parts (`int`): into how many parts sequence parallelism splits a rank's tokens.
+
+    Raises:
+        UsageError: the model uses an attention implementation that makes masks of its own.
+        UnsupportedModelError: the model does not look up its attention by name.
     """
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parts: int = 1) -> None:
-        self.mesh, self.rank, self.ranks = mesh, mesh.get_local_rank(), mesh.size()
+        self.mesh = mesh
+        self.rank = mesh.get_local_rank()
+        self.ranks = mesh.size()
         self.multiple = self.ranks * math.lcm(2, sequence_parts)
         """What the length of a sequence has to be a multiple of."""
-        self.kernel = f"context_parallel_{next(_numbers)}"
-        """The name of this attention, one for each model."""
-        self._original = check_kernel(model.config._attn_implementation, self.ranks)
+        self.kernel = f"context_parallel_{next(_kernel_numbers)}"
+        """The name under which this attention is registered, one for each model."""
+        self._original = check_attention_implementation(attention_implementation(model.config), self.ranks)
         self._chunks = (self.rank, 2 * self.ranks - 1 - self.rank)
-        self._biases: dict[tuple[int, int], torch.Tensor] = {}
-        self._packed: torch.Tensor | None = None
+        self._causal_biases: dict[tuple[int, int], torch.Tensor] = {}
+        self._packed_positions: torch.Tensor | None = None
         self._is_padded = False
-        _own_config(model)
+        _copy_config(model)
         AttentionInterface.register(self.kernel, self._attend)
         AttentionMaskInterface.register(self.kernel, self._mask)
         model.set_attn_implementation(self.kernel)
-        if model.config._attn_implementation != self.kernel:
+        if attention_implementation(model.config) != self.kernel:
             raise UnsupportedModelError(
-                f"cp_size {self.ranks}: the attention of {type(model).__name__} cannot be replaced; set --cp_size 1"
+                f"--cp_size is {self.ranks}: the attention of {type(model).__name__} cannot be replaced; set "
+                "--cp_size 1"
             )
-
-    @classmethod
-    def over(cls, model: PreTrainedModel, mesh: DeviceMesh | None, *, sequence_parts: int) -> "ContextParallel | None":
-        """Over the ranks of a mesh; None where there is none."""
-        return cls(model, mesh, sequence_parts=sequence_parts) if mesh is not None else None
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
-    def cut(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A step's inputs, each (micro-batches x rows, length), a multiple of `multiple` -> what this rank gives to
-        its stages.
+    def shard_inputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Select this rank's tokens from the inputs of a step.
 
-        `input_ids`, `position_ids` and `shift_labels`, the label of each token's successor, are this rank's part,
-        (rows, length / cp); `labels` and `attention_mask` stay whole: for who counts them, and for masks.
+        Args:
+            inputs (`dict`): tensors of (B, S), where S is a multiple of `multiple`.
+
+        Returns:
+            The inputs for this rank's stages. `input_ids`, `position_ids` and `shift_labels` (the label of each
+            token's successor) are (B, S / cp). `labels` and `attention_mask` stay (B, S), for counting tokens and for
+            masks.
 
         Raises:
-            UsageError: an input of which it is not known whether it is to be cut.
+            UsageError: an input of which it is not known how to split it.
         """
-        unknown = sorted(inputs.keys() - set(_CUT)) + [name for name, value in inputs.items() if value.ndim != 2]
+        self._check_inputs(inputs)
+        tokens = inputs["input_ids"]
+        batch, length = tokens.shape
+        self._make_causal_biases(length // (2 * self.ranks))
+        positions = local_positions(length, self.rank, self.ranks, tokens.device)
+        sharded = {name: inputs[name] for name in ("labels", "attention_mask") if name in inputs}
+
+        # Labels are shifted before sequences are split: the successor of a rank's last token is on another rank.
+        shift_labels = inputs.get("shift_labels")
+        if shift_labels is None and "labels" in inputs:
+            shift_labels = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+        sharded["input_ids"] = tokens[:, positions]
+        if shift_labels is not None:
+            sharded["shift_labels"] = shift_labels[:, positions]
+
+        given = inputs.get("position_ids")
+        sharded["position_ids"] = positions.expand(batch, -1) if given is None else given[:, positions]
+        if given is not None and "attention_mask" not in inputs and find_packed_sequence_indices(given) is not None:
+            # As in transformers: without a mask, positions that restart separate packed sequences.
+            sharded[_PACKED_POSITIONS] = given
+        if "attention_mask" in inputs and bool(inputs["attention_mask"].all()):
+            del sharded["attention_mask"]
+        return sharded
+
+    def _check_inputs(self, inputs: dict[str, torch.Tensor]) -> None:
+        unknown = sorted(inputs.keys() - set(_INPUTS)) + [name for name, value in inputs.items() if value.ndim != 2]
         if unknown:
             raise UsageError(
-                f"cp_size {self.ranks}: input {unknown[0]} is none of {', '.join(_CUT)}, of (batch, sequence): leave "
-                "it out or set --cp_size 1"
+                f"--cp_size is {self.ranks}: input {unknown[0]} is none of {', '.join(_INPUTS)} of shape (batch, "
+                "sequence): leave it out or set --cp_size 1"
             )
-        if "labels" in inputs and "shift_labels" not in inputs:
-            following = nn.functional.pad(inputs["labels"], (0, 1), value=_IGNORED)[:, 1:]
-            inputs = inputs | {"shift_labels": following}
-        tokens = inputs["input_ids"]
-        chunk = tokens.shape[1] // (2 * self.ranks)
-        for number in self._chunks:  # here, for in a layer that is computed again no tensor of this kind can be made
-            seen = (number + 1) * chunk
-            self._biases.setdefault((chunk, seen), causal_lower_right(chunk, seen))
-        positions = own_positions(tokens.shape[1], self.rank, self.ranks, tokens.device)
-        whole = {name: inputs[name] for name in ("labels", "attention_mask") if name in inputs}
-        own = {name: inputs[name][:, positions] for name in ("input_ids", "shift_labels") if name in inputs}
-        given = inputs.get("position_ids")
-        own["position_ids"] = positions.expand(tokens.shape[0], -1) if given is None else given[:, positions]
-        if given is not None and "attention_mask" not in inputs and find_packed_sequence_indices(given) is not None:
-            own[_PACKED] = (
-                given  # as transformers takes them: without a mask, positions that start again part sequences
-            )
-        if "attention_mask" in inputs and bool(inputs["attention_mask"].all()):
-            del whole["attention_mask"]
-        return whole | own
 
-    def enter(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The model's keywords for a micro-batch, from its part of `cut`; to be called when a stage's forward starts.
+    def _make_causal_biases(self, chunk: int) -> None:
+        """Make the causal masks of this rank's two chunks here and not in the layers: while a layer's activations are
+        recomputed, no tensor of this kind can be made."""
+        for number in self._chunks:
+            visible = (number + 1) * chunk
+            self._causal_biases.setdefault((chunk, visible), causal_lower_right(chunk, visible))
 
-        They hold a mask of the whole sequence, so that transformers takes its length for that of the keys, and does
-        not look for packed sequences in positions of which this rank has a part.
+    def prepare_micro_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Make the model's keywords for a micro-batch; to be called at the start of a stage's forward.
+
+        They contain a padding mask of the complete sequence. Therefore transformers takes its length for the number of
+        keys, and does not look for packed sequences in positions of which this rank has a part.
+
+        Args:
+            inputs (`dict`): the micro-batch's part of what `shard_inputs` returned.
+
+        Returns:
+            The keywords.
         """
         inputs = dict(inputs)
-        self._packed = inputs.pop(_PACKED, None)
+        self._packed_positions = inputs.pop(_PACKED_POSITIONS, None)
         self._is_padded = "attention_mask" in inputs
         if not self._is_padded:
-            rows, length = inputs["position_ids"].shape
-            inputs["attention_mask"] = inputs["position_ids"].new_ones(rows, length * self.ranks)
+            batch, length = inputs["position_ids"].shape
+            inputs["attention_mask"] = inputs["position_ids"].new_ones(batch, length * self.ranks)
         return inputs
 
     # --- attention --------------------------------------------------------------------------------------------------
 
-    def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's tokens along `dim` -> those of all ranks, in order; on the way back each rank gets the sum of
-        what all ranks have of its tokens' gradient."""
-        parts = DTensor.from_local(part, self.mesh, [Shard(dim)], run_check=False)
-        gathered = parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return in_order(gathered, self.ranks, dim)
+    def gather_sequence(self, local: torch.Tensor, dim: int) -> torch.Tensor:
+        """Gather the tokens of all ranks, in order, from this rank's tokens along `dim`.
+
+        In the backward pass each rank gets the sum, over all ranks, of the gradient of its tokens.
+        """
+        shards = DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
+        gathered = shards.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return restore_order(gathered, self.ranks, dim)
 
     def _attend(
         self,
@@ -158,24 +219,25 @@ class ContextParallel:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """(batch, heads, sequence / cp, width) each -> (batch, sequence / cp, heads, width)."""
+        """query, key, value (B, H, S / cp, D) -> (B, S / cp, H, D)."""
         widths = [key.shape[-1], value.shape[-1]]
-        both = self.whole(torch.cat([key, value], dim=-1), dim=2)
-        key, value = both.split(widths, dim=-1)
-        attend = self._implementation(module)
+        gathered = self.gather_sequence(torch.cat([key, value], dim=-1), dim=2)
+        key, value = gathered.split(widths, dim=-1)
+        attend = self._original_attention(module)
         if attention_mask is not None:
             return attend(module, query, key, value, attention_mask, **options)
-        # Causal and nothing else: each of the two chunks sees what comes before it, and no mask need be in memory.
+        # A purely causal mask: each of the two chunks attends to what precedes it, and no mask is held in memory.
         chunk = query.shape[2] // 2
         outputs = []
-        for own, number in zip(query.split(chunk, dim=2), self._chunks, strict=True):
-            seen = (number + 1) * chunk
-            bias = self._biases[chunk, seen]
-            outputs.append(attend(module, own, key[:, :, :seen], value[:, :, :seen], bias, **options)[0])
+        for chunk_query, number in zip(query.split(chunk, dim=2), self._chunks, strict=True):
+            visible = (number + 1) * chunk
+            bias = self._causal_biases[chunk, visible]
+            output, _ = attend(module, chunk_query, key[:, :, :visible], value[:, :, :visible], bias, **options)
+            outputs.append(output)
         return torch.cat(outputs, dim=1), None
 
-    def _implementation(self, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
-        if self._original == "eager":  # each family has its own, under one name in the file of its attention
+    def _original_attention(self, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
+        if self._original == "eager":  # each family has its own, under the same name in the file of its attention
             return sys.modules[type(module).__module__].eager_attention_forward
         return AttentionInterface()[self._original]
 
@@ -190,22 +252,27 @@ class ContextParallel:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> torch.Tensor | None:
-        """The rows of a mask that are this rank's tokens', (batch, 1, sequence / cp, sequence); None where it is
-        causal and nothing else. `mask_function` says of two places in the sequence whether one sees the other."""
-        indices = find_packed_sequence_indices(self._packed) if self._packed is not None else None
+        """Make the mask's rows for this rank's tokens, (B, 1, S / cp, S); None where the mask is purely causal.
+
+        `mask_function` tells whether one position of the sequence attends to another.
+        """
+        packed = self._packed_positions
+        indices = find_packed_sequence_indices(packed) if packed is not None else None
         is_causal = allow_is_causal_skip and indices is None and not self._is_padded
         if self._original == "sdpa" and is_causal and (local_size is None or kv_length < local_size):
             return None
         if indices is not None:
-            mask_function = packed_sequence_compatibility_function(mask_function, self._packed, indices)
-        positions = own_positions(kv_length, self.rank, self.ranks, device)
+            mask_function = packed_sequence_compatibility_function(mask_function, packed, indices)
+        positions = local_positions(kv_length, self.rank, self.ranks, device)
 
-        def of_own(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        def local_mask_function(
+            batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        ) -> torch.Tensor:
             return mask_function(batch, head, positions[query], key)
 
         return AttentionMaskInterface()[self._original](
             kv_length=kv_length,
-            mask_function=of_own,
+            mask_function=local_mask_function,
             attention_mask=attention_mask if self._is_padded else None,
             allow_is_causal_skip=False,
             local_size=local_size,
@@ -214,38 +281,10 @@ class ContextParallel:
         )
 
 
-def _own_config(model: PreTrainedModel) -> None:
-    """Give `model` a copy of its config: what is set in it is not to reach another model that was made from it."""
+def _copy_config(model: PreTrainedModel) -> None:
+    """Give a model its own copy of its config, so that changes do not reach other models made from the same config."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
         if id(getattr(module, "config", None)) in copies:
             module.config = copies[id(module.config)]
-
-
-def check_kernel(name: str | None, cp: int) -> str:
-    """Make sure that an attention implementation takes masks that are made for it; returns its name.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if name not in _KERNELS:
-        raise UsageError(
-            f"cp_size {cp} gathers keys around sdpa or eager attention, not {name}: give --attn_implementation sdpa"
-        )
-    return name
-
-
-class ShiftedBefore:
-    """A Trainer's label smoother for labels that have been shifted before sequences were cut.
-
-    Args:
-        smoother (`callable`): the one for whole sequences.
-    """
-
-    def __init__(self, smoother: Callable[..., torch.Tensor]) -> None:
-        self._smoother = smoother
-
-    def __call__(self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, **options: Any) -> Any:
-        """The smoothed loss; nothing is shifted again."""
-        return self._smoother(model_output, labels, shift_labels=False, **options)

@@ -1,8 +1,9 @@
-"""A whole cluster's program on one CPU: what each pipeline rank would hold, and how its schedule goes.
+"""The program of a whole cluster, built on one CPU: what each pipeline rank would hold, and how long it would wait.
 
-Nothing is estimated that can be built: the model is laid out over a mesh of the full size as in a run, on the meta
-device and with a process group that sends nothing, once for each kind of stage. Weights, gradients and optimizer
-states are then counted; activations and the loss follow the planner's formulas (`hfscale.planner.activations`).
+Whatever can be built is not estimated: the model is parallelized over a mesh of the full size as in a real run, on the
+meta device and with a process group that sends nothing, once for each kind of pipeline rank. Weights, gradients and
+optimizer states are then counted. Activations and the loss follow the planner's formulas
+(`hfscale.planner.memory`).
 """
 
 from collections.abc import Callable, Iterable
@@ -13,8 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore  # no public way to make a world that is not there
+from torch.testing._internal.distributed.fake_pg import FakeStore  # no public way to simulate a process group
 from transformers import PreTrainedModel, TrainingArguments
 
 from hfscale.errors import UsageError
@@ -22,9 +22,9 @@ from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.checks import check_config
-from hfscale.parallel.mesh import make_mesh
+from hfscale.parallel.mesh import local_tensor, make_mesh
 from hfscale.parallel.model import ParallelizedModel, parallelize_model
-from hfscale.parallel.partition import StageCut
+from hfscale.parallel.partition import StageSpec
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
@@ -33,15 +33,15 @@ from hfscale.planner.model_view import view_of
 
 _GIB = 2.0**30
 _ADAM_BYTES = 8  # two moments in fp32
-_GRADIENT_BYTES = 4  # what FSDP2 sums micro-batches in
+_GRADIENT_BYTES = 4  # the type in which FSDP2 sums micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What a rank of one pipeline rank holds at its peak, in GiB."""
+    """What each rank of one pipeline rank holds at its peak, in GiB."""
 
     pp_rank: int
-    """Which pipeline rank."""
+    """The index of the pipeline rank."""
     layers: str
     """Numbers of its layers, by stage."""
     parameters: int
@@ -49,15 +49,15 @@ class RankMemory:
     states: float
     """Its shard of weights, gradients and optimizer moments."""
     gathered: float
-    """Weights whole between forward and backward, and the gradients that micro-batches add up in."""
+    """Weights that are gathered between forward and backward, and the gradients in which micro-batches are summed."""
     activations: float
-    """What the backward passes of the micro-batches in flight need."""
+    """Activations that the backward passes of the micro-batches in flight need."""
     loss: float
     """Logits and their gradients."""
 
     @property
     def total(self) -> float:
-        """All parts, without the CUDA context and NCCL's buffers."""
+        """The sum of all parts, without the CUDA context and NCCL's buffers."""
         return self.states + self.gathered + self.activations + self.loss
 
 
@@ -70,7 +70,7 @@ def dry_run(
     block_size: int,
     sequence_parallel: bool = False,
 ) -> list[RankMemory]:
-    """Lay a model out over a world that is not there; returns what its pipeline ranks hold.
+    """Parallelize a model over a simulated world.
 
     Args:
         make_model (`callable`): makes the model on the meta device.
@@ -78,28 +78,36 @@ def dry_run(
         plan (`StagePlan`): its stages.
         args (`TrainingArguments`): batch, accumulation, precision and recomputation are taken from it.
         block_size (`int`): tokens per sequence.
-        sequence_parallel (`bool`): whether tensor parallel ranks share each sequence between blocks.
+        sequence_parallel (`bool`): whether tensor parallel ranks split each sequence between blocks.
+
+    Returns:
+        What each pipeline rank holds.
 
     Raises:
         UsageError: this process is part of a real world.
-        LayoutError: the model does not go with the layout.
+        LayoutError: the model does not fit the layout.
     """
     if dist.is_initialized():
-        raise UsageError("--dry_run pretends a world of its own: start it with python, not with accelerate launch")
+        raise UsageError("--dry_run simulates all ranks in one process: start it with python, not accelerate launch")
     check_config(make_model().config, layout, plan, sequence_parallel=sequence_parallel)
-    kinds: dict[tuple[object, ...], ParallelizedModel] = {}
-    cuts: list[StageCut] = []
+    # Pipeline ranks whose stages have the same numbers of layers hold the same, so each kind is built once.
+    built: dict[tuple[object, ...], ParallelizedModel] = {}
+    specs: list[StageSpec] = []
     ranks = []
     for pp_rank in range(layout.pp):
-        kind = tuple((len(cuts[i].layers), cuts[i].is_first, cuts[i].is_last) for i in plan.stages_of(pp_rank) if cuts)
-        if not kind or kind not in kinds:
+        if not specs or _kind(specs, plan, pp_rank) not in built:
             parallelized = _build(make_model(), layout, plan, args, pp_rank, sequence_parallel)
-            cuts = parallelized.cuts
-            kind = tuple((len(s.cut.layers), s.cut.is_first, s.cut.is_last) for s in parallelized.stages)
-            kinds[kind] = parallelized
-        own = [cuts[index] for index in plan.stages_of(pp_rank)]
-        ranks.append(_memory(kinds[kind], own, layout, plan, args, pp_rank, block_size, sequence_parallel))
+            specs = parallelized.specs
+            built[_kind(specs, plan, pp_rank)] = parallelized
+        own = [specs[index] for index in plan.stages_of(pp_rank)]
+        parallelized = built[_kind(specs, plan, pp_rank)]
+        ranks.append(_memory(parallelized, own, layout, plan, args, pp_rank, block_size, sequence_parallel))
     return ranks
+
+
+def _kind(specs: list[StageSpec], plan: StagePlan, pp_rank: int) -> tuple[object, ...]:
+    own = (specs[index] for index in plan.stages_of(pp_rank))
+    return tuple((len(spec.layers), spec.is_first, spec.is_last) for spec in own)
 
 
 def _build(
@@ -127,7 +135,7 @@ def _build(
 
 def _memory(
     parallelized: ParallelizedModel,
-    cuts: Iterable[StageCut],
+    specs: list[StageSpec],
     layout: ParallelLayout,
     plan: StagePlan,
     args: TrainingArguments,
@@ -135,54 +143,63 @@ def _memory(
     block_size: int,
     sequence_parallel: bool,
 ) -> RankMemory:
-    cuts = list(cuts)
     parameters = list(parallelized.model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    states = _bytes(parameters) + sum(_local(p) * (_GRADIENT_BYTES + _ADAM_BYTES) for p in trained)
-    gathered = 0.0
-    shards = layout.dp_shard * layout.cp
-    if shards > 1:
-        width = 2 if args.bf16 else 4
-        whole = [_local(p) * shards for p in parameters]
-        summed = sum(_local(p) * shards * _GRADIENT_BYTES for p in trained)
-        # One stage alone gathers layer by layer; in a pipeline all stay whole until the last micro-batch.
-        gathered = width * max(whole) if layout.pp == 1 else width * sum(whole) + summed
+    states = sum(_local_size(p) * p.element_size() for p in parameters)
+    states += sum(_local_size(p) * (_GRADIENT_BYTES + _ADAM_BYTES) for p in trained)
+    gathered = _gathered_bytes(parameters, layout, bytes_per_weight=2 if args.bf16 else 4)
     job = Job(
         shape=ModelShape.from_config(parallelized.model.config.to_dict()),
-        gpu=accelerator("H100-80GB"),  # of no consequence for bytes
+        gpu=accelerator("H100-80GB"),  # any: the formulas of bytes do not use it
         layout=layout,
         seq_len=block_size,
         micro_batch=args.per_device_train_batch_size,
         global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size,
         recompute="full" if args.activation_checkpointing or args.gradient_checkpointing else "none",
         sequence_parallel=sequence_parallel,
-        loss_parallel=parallelized.vocabulary is not None,
+        loss_parallel=parallelized.vocab_loss is not None,
     )
-    view, constants = view_of(job.shape), find_framework("hf")
+    view = view_of(job.shape)
+    constants = find_framework("hf")
     kept, working = kept_and_working(view, job, constants)
-    held = plan.in_flight(pp_rank, job.micro_batches) * sum(len(cut.layers) for cut in cuts)
-    loss = loss_bytes(view, job, constants) if any(cut.is_last for cut in cuts) else 0.0
+    layers_in_flight = plan.in_flight(pp_rank, job.micro_batches) * sum(len(spec.layers) for spec in specs)
+    loss = loss_bytes(view, job, constants) if any(spec.is_last for spec in specs) else 0.0
     return RankMemory(
         pp_rank=pp_rank,
-        layers=" ".join(f"{cut.layers.start}-{cut.layers.stop - 1}" for cut in cuts),
+        layers=" ".join(f"{spec.layers.start}-{spec.layers.stop - 1}" for spec in specs),
         parameters=sum(p.numel() for p in parameters),
         states=states / _GIB,
         gathered=gathered / _GIB,
-        activations=(held * kept + working) / _GIB,
+        activations=(layers_in_flight * kept + working) / _GIB,
         loss=loss / _GIB,
     )
 
 
-def _local(parameter: nn.Parameter) -> int:
-    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+def _gathered_bytes(parameters: Iterable[nn.Parameter], layout: ParallelLayout, *, bytes_per_weight: int) -> float:
+    shards = layout.dp_shard * layout.cp
+    if shards == 1:
+        return 0.0
+    weights = [_local_size(p) * shards * bytes_per_weight for p in parameters]
+    if layout.pp == 1:
+        return max(weights)  # a single stage gathers layer by layer
+    # In a pipeline all weights and summed gradients stay gathered until the last micro-batch.
+    gradients = sum(_local_size(p) * shards * _GRADIENT_BYTES for p in parameters if p.requires_grad)
+    return sum(weights) + gradients
 
 
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(_local(p) * p.element_size() for p in parameters)
+def _local_size(parameter: nn.Parameter) -> int:
+    return local_tensor(parameter).numel()
 
 
 def print_dry_run(ranks: list[RankMemory], layout: ParallelLayout, plan: StagePlan, args: TrainingArguments) -> None:
-    """Print memory per pipeline rank and how the schedule goes."""
+    """Print a table of the memory per pipeline rank, and how long the schedule waits.
+
+    Args:
+        ranks (`list[RankMemory]`): of `dry_run`.
+        layout (`ParallelLayout`): sizes of the axes.
+        plan (`StagePlan`): the pipeline stages.
+        args (`TrainingArguments`): its `gradient_accumulation_steps` are the micro-batches.
+    """
     micro_batches = args.gradient_accumulation_steps
     table = Table("pp rank", "layers", "parameters", "states", "gathered", "activations", "loss", "GiB", box=None)
     for rank in ranks:
@@ -191,10 +208,10 @@ def print_dry_run(ranks: list[RankMemory], layout: ParallelLayout, plan: StagePl
     console = Console(width=110)
     console.print(f"{layout.world_size} ranks: {layout}")
     console.print(table)
-    held = [plan.in_flight(rank, micro_batches) for rank in range(layout.pp)]
+    in_flight = max(plan.in_flight(rank, micro_batches) for rank in range(layout.pp))
     console.print(
-        f"{plan.schedule}: {plan.stages} stages, {micro_batches} micro-batches a step, at most {max(held):g} held at "
-        f"once; a rank waits {plan.bubble_fraction(micro_batches):.1%} of the time by the formula, if all stages are "
-        "equally fast"
+        f"{plan.schedule}: {plan.stages} stages, {micro_batches} micro-batches per step, at most {in_flight:g} in "
+        f"flight; by the formula a rank waits {plan.bubble_fraction(micro_batches):.1%} of the time, if all stages "
+        "are equally fast"
     )
-    console.print("The CUDA context and NCCL's buffers come on top: about 1 to 3 GiB.")
+    console.print("The CUDA context and NCCL's buffers need about 1 to 3 GiB more.")

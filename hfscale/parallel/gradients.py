@@ -1,4 +1,4 @@
-"""What stands between the last backward and the optimizer step: sums that are still due, the norm, the clip."""
+"""What happens to gradients between the last backward pass and the optimizer step: sums, norm and clipping."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,15 +8,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from hfscale.parallel.mesh import ParallelMesh
-from hfscale.parallel.shards import local_tensor
+from hfscale.parallel.mesh import ParallelMesh, local_tensor
+
+
+@torch.no_grad()
+def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each gradient the placements of its parameter: the backward pass returns some of them replicated, such as
+    the embedding's."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 @torch.no_grad()
 def sum_partial_gradients(parameters: Iterable[nn.Parameter], mesh: ParallelMesh) -> None:
-    """Add up, over the tensor parallel ranks, gradients of which each rank has its own heads' part.
+    """Sum, over the tensor parallel ranks, gradients of which each rank has a part; all in one message.
 
-    Once per optimizer step, after the data parallel reduction; in one message.
+    To be called once per optimizer step, after the data parallel reduction.
+
+    Args:
+        parameters: `ParallelizedModel.partial_gradients`.
+        mesh (`ParallelMesh`): all ranks.
     """
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     if mesh.layout.tp == 1 or not gradients:
@@ -28,9 +41,10 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], mesh: ParallelMesh
 
 
 class TiedWeight:
-    """A weight that the first stage uses as embedding and the last as head, each in a copy of its own.
+    """A weight that the first stage uses as embedding and the last as head, with a copy on each of the two.
 
-    Both copies begin equal, and take the same step from the same gradient, the sum of both: so they stay one weight.
+    Both copies start equal and take the same optimizer steps from the same gradient, the sum of both, so they stay
+    equal. Make it on every rank, since every rank takes part in making its process groups.
 
     Args:
         embedding (`nn.Parameter`, *optional*): this rank's copy as embedding, where it holds the first stage.
@@ -50,22 +64,23 @@ class TiedWeight:
     ) -> None:
         self.copies = [copy for copy in (embedding, head) if copy is not None]
         self.duplicate = head
-        """The copy that counts no second time in norms and checkpoints; None on ranks without one."""
-        self._group, self._last = None, None
+        """The copy that norms and checkpoints leave out; None on ranks without one."""
+        self._group: dist.ProcessGroup | None = None
+        self._head_rank: int | None = None
         if first_rank != last_rank:
-            self._group, self._last = _pair_group(mesh, first_rank, last_rank)
+            self._group, self._head_rank = _pair_group(mesh, first_rank, last_rank)
 
     @torch.no_grad()
     def equalize(self) -> None:
-        """Give the embedding the head's values: freshly drawn, the head is what a model in one piece would keep."""
+        """Give the embedding the values of the head: of newly drawn weights an unsplit model would keep the head's."""
         if self._group is not None and self.copies:
-            dist.broadcast(local_tensor(self.copies[0]), src=self._last, group=self._group)
+            dist.broadcast(local_tensor(self.copies[0]), src=self._head_rank, group=self._group)
         elif len(self.copies) == 2:
             local_tensor(self.copies[0]).copy_(local_tensor(self.copies[1]))
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Make the gradient of both copies their sum."""
+        """Set the gradient of both copies to their sum."""
         if not self.copies or self.copies[0].grad is None:
             return
         if self._group is not None:
@@ -77,35 +92,30 @@ class TiedWeight:
 
 
 def _pair_group(mesh: ParallelMesh, first: int, last: int) -> tuple[dist.ProcessGroup | None, int | None]:
-    """The group of this rank's first and last stage and the global rank of the last; every rank makes all groups."""
+    """Make the groups of corresponding ranks of the first and last stage, on every rank; return this rank's group and
+    the global rank that holds its head."""
     ranks = mesh.device_mesh.mesh.flatten(1)  # (pp, all other axes)
-    mine: tuple[dist.ProcessGroup | None, int | None] = (None, None)
+    own: tuple[dist.ProcessGroup | None, int | None] = (None, None)
     for pair in zip(ranks[first].tolist(), ranks[last].tolist(), strict=True):
         group = dist.new_group(list(pair))
         if dist.get_rank() in pair:
-            mine = (group, pair[1])
-    return mine
-
-
-@torch.no_grad()
-def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Lay each gradient out as its parameter is: backward returns some of them, the embedding's first, whole."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+            own = (group, pair[1])
+    return own
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> torch.Tensor:
-    """The 2-norm of the whole model's gradient, a scalar, equal on every rank.
+    """Compute the 2-norm of the whole model's gradient. Call it on every rank.
 
-    Each rank adds up the squares it holds, divided by the number of ranks that hold the same ones, and one sum over
-    the world gives the total: sqrt(sum_ranks sum_p ||g_p||^2 / copies_p).
+    Each rank adds up the squares that it holds, divided by the number of ranks that hold the same ones, and one sum
+    over the world gives the total: sqrt(sum_ranks sum_p ||g_p||^2 / copies_p).
 
     Args:
-        parameters: this rank's, without second copies of tied weights.
+        parameters: this rank's parameters, without second copies of tied weights.
         mesh (`ParallelMesh`): all ranks.
+
+    Returns:
+        A scalar, equal on every rank.
     """
     by_copies: Mapping[int, list[torch.Tensor]] = defaultdict(list)
     device = torch.device(mesh.device_mesh.device_type)
@@ -120,7 +130,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> tor
 
 
 def _copies(gradient: torch.Tensor, mesh: ParallelMesh) -> int:
-    """How many ranks of one stage hold the same elements as this one."""
+    """The number of ranks of one stage that hold the same elements as this one."""
     layout = mesh.layout
     copies = layout.tp * layout.cp * layout.dp_shard * layout.dp_replicate
     if isinstance(gradient, DTensor):
@@ -130,9 +140,15 @@ def _copies(gradient: torch.Tensor, mesh: ParallelMesh) -> int:
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Clip: multiply every gradient by max_norm / (norm + 1e-6) where that is below 1, as
-    `torch.nn.utils.clip_grad_norm_` does."""
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply every gradient by max_norm / (norm + 1e-6) where that is below 1, as `torch.nn.utils.clip_grad_norm_`
+    does.
+
+    Args:
+        parameters: this rank's parameters.
+        norm (`torch.Tensor`): of `gradient_norm`.
+        max_norm (`float`): the largest norm to keep.
+    """
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,52 +1,64 @@
-"""One world of processes, seen along five axes.
+"""The device mesh of a run, and each rank's shard of a tensor on it.
 
-Ranks count fastest along `tp`, then `cp`, `dp_shard`, `dp_replicate`, slowest along `pp`: so the ranks of a tensor
-parallel group, which exchange activations in every layer, are neighbours inside a node, and only what passes from one
-stage to the next crosses the slowest links (Narayanan et al. 2021, arXiv 2104.04473, takeaway #1). `dp_shard` and `cp`
-are one axis, `dp_shard_cp`, where parameters are cut: ranks that share a sequence hold the same ones.
+Ranks count fastest along `tp`, then `cp`, `dp_shard`, `dp_replicate`, and slowest along `pp`. The ranks of a tensor
+parallel group exchange activations in every layer, so they are neighbours inside a node; only the hidden states that
+one stage sends to the next cross the slowest links (Narayanan et al. 2021, arXiv 2104.04473, takeaway #1). Parameters
+are sharded over `dp_shard` and `cp` together, as one axis `dp_shard_cp`: ranks that share a sequence hold the same
+parameters.
 """
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+# No public way: transformers' packed styles and FSDP2 over tensor parallelism make this placement, and torch exports
+# it nowhere. tests/test_parallel_plan.py::test_internals_of_libraries_are_where_this_package_uses_them fails when it
+# moves.
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hfscale.facts.layout import ParallelLayout
 
 AXES = ("pp", "dp_replicate", "dp_shard_cp", "tp")
-"""Names of the mesh axes along which parameters are cut or repeated, slowest first."""
-_APART = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Names of the mesh axes over which parameters are sharded or replicated, slowest first."""
+_AXES_WITH_CP = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_SHARDING_ORDER = ("tp", "dp_shard_cp")  # FSDP2 shards what tensor parallelism has sharded before
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelMesh:
-    """Where this rank stands, and its groups."""
+    """All ranks along the axes of a layout, and this rank's position and process groups."""
 
     layout: ParallelLayout
     """Sizes of the axes."""
     device_mesh: DeviceMesh
     """All ranks, by `AXES`."""
     cp_mesh: DeviceMesh | None = None
-    """The ranks that share this one's sequences, in the order of their parts; None where each has its own."""
+    """The ranks that share this rank's sequences, in the order of their parts; None without context parallelism."""
 
     @property
     def pp_rank(self) -> int:
-        """Which pipeline rank this is, from 0."""
+        """The index of this pipeline rank, from 0."""
         return self.device_mesh["pp"].get_local_rank()
 
     @property
     def tp_rank(self) -> int:
-        """Which part of each matrix this rank holds, from 0."""
+        """The index of the shard of each matrix that this rank holds, from 0."""
         return self.device_mesh["tp"].get_local_rank()
 
     @property
     def cp_rank(self) -> int:
-        """Which part of each sequence this rank holds, from 0."""
+        """The index of the part of each sequence that this rank holds, from 0."""
         return self.device_mesh["dp_shard_cp"].get_local_rank() % self.layout.cp
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples this rank reads, from 0; equal on all ranks that work on the same."""
+        """The index of the share of the samples that this rank reads, from 0; ranks that work on the same samples have
+        the same index."""
         replica = self.device_mesh["dp_replicate"].get_local_rank()
         return replica * self.layout.dp_shard + self.device_mesh["dp_shard_cp"].get_local_rank() // self.layout.cp
 
@@ -62,26 +74,97 @@ class ParallelMesh:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """What `fully_shard` takes: one axis for FSDP2, two for HSDP; DDP is HSDP whose shard axis has one rank."""
+        """The mesh for `fully_shard`: one axis for FSDP2, two for HSDP; DDP is HSDP with one rank on the shard
+        axis."""
         if self.layout.dp_replicate > 1:
             return self.device_mesh["dp_replicate", "dp_shard_cp"]
         return self.device_mesh["dp_shard_cp"]
 
 
 def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
-    """The mesh of `layout` over the default process group, whose size it must be.
+    """Make the mesh of a layout over the default process group. Call it on every rank.
+
+    Args:
+        layout (`ParallelLayout`): sizes of the axes.
+        device_type (`str`): `cuda` or `cpu`.
+
+    Returns:
+        The mesh.
 
     Raises:
         LayoutError: the layout has another number of ranks than the world.
     """
     if not dist.is_initialized() and layout.world_size == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # meshes ask for one
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a device mesh requires a group
     layout.check_world_size(dist.get_world_size())
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
     cp_mesh = None
     if layout.cp > 1:
-        apart = tuple(getattr(layout, axis) for axis in _APART)
-        cp_mesh = init_device_mesh(device_type, apart, mesh_dim_names=_APART)["cp"]
+        sizes_with_cp = tuple(getattr(layout, axis) for axis in _AXES_WITH_CP)
+        cp_mesh = init_device_mesh(device_type, sizes_with_cp, mesh_dim_names=_AXES_WITH_CP)["cp"]
     return ParallelMesh(
         layout=layout, device_mesh=init_device_mesh(device_type, sizes, mesh_dim_names=AXES), cp_mesh=cp_mesh
     )
+
+
+# --- shards of tensors -----------------------------------------------------------------------------------------------
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """The dim that a placement shards, strided shards of packed matrices included; None where it does not shard."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Compute, without communication, the part of a full tensor that this rank holds of a parameter.
+
+    Args:
+        full (`torch.Tensor`): values of the parameter's full shape.
+        parameter (`torch.Tensor`): a `DTensor` over axes of `AXES`, or a plain tensor, of which every rank holds all.
+
+    Returns:
+        The rank's shard: a view of `full` where it is contiguous, else a copy.
+    """
+    if not isinstance(parameter, DTensor):
+        return full
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names
+    for axis in _SHARDING_ORDER:
+        if axis not in names:
+            continue
+        position = names.index(axis)
+        placement = parameter.placements[position]
+        size = mesh.size(position)
+        rank = mesh.get_local_rank(position)
+        if axis == "tp" and isinstance(placement, _StridedShard):
+            # A packed parameter (gate and up in one): each of its matrices is sharded by itself.
+            matrices = full.chunk(placement.split_factor, dim=placement.dim)
+            full = torch.cat([_chunk(matrix, placement.dim, size, rank) for matrix in matrices], dim=placement.dim)
+        elif (dim := shard_dim(placement)) is not None:
+            full = _chunk(full, dim, size, rank)
+    return full
+
+
+def _chunk(tensor: torch.Tensor, dim: int, chunks: int, index: int) -> torch.Tensor:
+    """One of so many chunks as `torch.chunk` makes them; empty where it makes fewer."""
+    made = tensor.chunk(chunks, dim=dim)
+    return made[index] if index < len(made) else tensor.narrow(dim, 0, 0)
+
+
+@torch.no_grad()
+def copy_local_shard(parameter: torch.Tensor, full: torch.Tensor) -> None:
+    """Set a parameter to the values of a full tensor: each rank copies its own shard."""
+    local_tensor(parameter).copy_(local_shard(full, parameter))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a `DTensor`, which shares its memory; a plain tensor is returned as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Make FSDP2 free every gathered parameter of `model`: after a forward without backward parameters may still be
+    gathered, and `parameters()` then returns other tensors than those that the optimizer steps."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

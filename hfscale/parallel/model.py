@@ -1,4 +1,4 @@
-"""A causal language model laid out over a mesh: cut into stages, each cut over tensor and data parallel ranks."""
+"""A causal language model parallelized over a mesh: split into stages, each sharded over its ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -6,233 +6,334 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from hfscale.errors import UsageError
-from hfscale.parallel.balance import RouterBalance
-from hfscale.parallel.batches import pad_to_multiple
 from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.gradients import TiedWeight
+from hfscale.parallel.losses import RouterBalanceLoss, VocabParallelLoss, keep_logits_sharded
 from hfscale.parallel.mesh import ParallelMesh
-from hfscale.parallel.partition import IdentityStage, Stage, StageCut, cut_by_cost, layer_costs, prune, stage_view
-from hfscale.parallel.schedule import Pipeline
-from hfscale.parallel.sequence import apply_sequences, enter, plan_sequences
+from hfscale.parallel.partition import (
+    IdentityStage,
+    ModelStructure,
+    StageSpec,
+    layer_costs,
+    partition_by_cost,
+    remove_other_stages,
+    stage_view,
+)
+from hfscale.parallel.pipeline import Pipeline, Stage, pad_to_multiple
+from hfscale.parallel.sequence import (
+    SequencePlan,
+    apply_sequence_parallel,
+    insert_stage_input,
+    plan_sequence_parallel,
+)
 from hfscale.parallel.stages import StagePlan
-from hfscale.parallel.structure import ModelStructure
-from hfscale.parallel.tensor import Packed, apply_plan, packed_parameters, tensor_parallel_plan
-from hfscale.parallel.vocabulary import VocabularyLoss, leave_logits_cut
+from hfscale.parallel.tensor import PackedParameter, apply_tensor_parallel, packed_parameters, tensor_parallel_plan
 
-Loss = Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor]
+LossFunction = Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor]
+"""`loss(view, inputs)`: the loss of one micro-batch on the last stage, a scalar."""
+WeightFiller = Callable[[PreTrainedModel, Mapping[str, str]], None]
+"""`fill(model, aliases)` gives values to this rank's parameters; `aliases` maps names to the names under which
+checkpoints keep the same weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelizedModel:
-    """What `parallelize_model` made of a model."""
+    """The result of `parallelize_model`."""
 
     model: PreTrainedModel
-    """The model that was given: this rank's modules alone, cut, under the names they had."""
+    """The model that was given, changed in place: this rank's modules only, sharded, under the names they had."""
     structure: ModelStructure
-    """Where its parts are."""
-    cuts: list[StageCut]
+    """Names of its parts."""
+    specs: list[StageSpec]
     """All stages of the pipeline."""
     stages: list[Stage]
-    """This rank's."""
-    partial: list[nn.Parameter]
-    """Parameters whose gradient is to be summed over the tensor parallel ranks."""
-    is_adapted: bool
+    """This rank's stages."""
+    partial_gradients: list[nn.Parameter]
+    """Parameters whose gradient has to be summed over the tensor parallel ranks."""
+    has_adapters: bool
     """Whether it has LoRA adapters."""
-    packed: dict[str, Packed]
+    packed: dict[str, PackedParameter]
     """Parameters that hold several matrices in one."""
-    balance: RouterBalance | None
+    balance: RouterBalanceLoss | None
     """The load-balancing loss of a mixture of experts, where its config asks for one."""
     tied: TiedWeight | None
-    """The weight that first and last stage share, where they are two."""
+    """The weight that first and last stage share, where there are several stages."""
     sequence_parts: int
-    """Into how many parts a sequence is cut between the blocks of a layer."""
-    vocabulary: VocabularyLoss | None
-    """The loss of logits that are cut over the tensor parallel ranks; None where each holds them whole."""
+    """Into how many parts a sequence is split between the blocks of a layer."""
+    vocab_loss: VocabParallelLoss | None
+    """The loss for logits that are sharded over the tensor parallel ranks; None where each rank has all logits."""
     context: ContextParallel | None
-    """What cuts sequences over the context parallel ranks; None where each rank has its own."""
+    """Splits sequences over the context parallel ranks; None without context parallelism."""
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence has to be a multiple of."""
+        return self.context.multiple if self.context is not None else self.sequence_parts
 
 
 def parallelize_model(
     model: PreTrainedModel,
     mesh: ParallelMesh,
     plan: StagePlan,
-    loss: Loss,
+    loss: LossFunction,
     *,
     compute_dtype: torch.dtype | None = None,
-    fill: Callable[[PreTrainedModel, Mapping[str, str]], None] | None = None,
+    fill: WeightFiller | None = None,
     sequence_parallel: bool = False,
-    cut_logits: bool = True,
+    shard_logits: bool = True,
 ) -> ParallelizedModel:
-    """Cut `model`, in place, to what this rank holds of it.
+    """Reduce a model, in place, to the modules and shards that this rank holds. Call it on every rank.
 
-    Its weights may be real, and are cut, or on the meta device: then `fill` is called for them after the cut, and no
-    rank ever has more than its own part.
+    Its weights may be real and are then sharded. Or they are on the meta device: then `fill` is called after sharding,
+    and no rank ever holds more than its own part.
 
     Args:
-        model (`PreTrainedModel`): a whole causal language model, adapters inside it included.
+        model (`PreTrainedModel`): an unsplit causal language model, with its adapters if it has any.
         mesh (`ParallelMesh`): all ranks.
-        plan (`StagePlan`): how many stages, and who holds them.
-        loss (`callable`): `loss(view, inputs)`, the loss of one micro-batch on the last stage.
-        compute_dtype (`torch.dtype`, *optional*): what matrices are multiplied in, from weights of the model's type;
-            absent: that type.
-        fill (`callable`, *optional*): for a model on the meta device: `fill(model, aliases)` gives values to this
-            rank's memory, once there is some; `aliases` are names whose weights checkpoints keep under others.
-            Absent: such a model stays without memory.
+        plan (`StagePlan`): the number of stages and the ranks that hold them.
+        loss (`callable`): the loss of one micro-batch on the last stage.
+        compute_dtype (`torch.dtype`, *optional*): the type of matrix products; absent: that of the weights.
+        fill (`callable`, *optional*): gives values to a model on the meta device; absent: it stays without memory.
         sequence_parallel (`bool`): whether tensor parallel ranks keep a part of the sequence each between blocks.
-        cut_logits (`bool`): whether each of them keeps its part of the logits, where the model's loss allows it.
+        shard_logits (`bool`): whether each of them keeps its part of the logits, where the model's loss allows it.
+
+    Returns:
+        The parallelized model.
 
     Raises:
-        UnsupportedModelError: a model that cannot be cut so.
-        LayoutError: fewer layers than stages.
+        UnsupportedModelError: the model cannot be parallelized in this way.
+        LayoutError: there are fewer layers than stages.
     """
+    tp_mesh = mesh.device_mesh["tp"]
+    device = torch.device(mesh.device_mesh.device_type)
+
+    # 1. Make every plan first: all of them need the names, shapes and ties of the unsplit model.
     tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
     packed = packed_parameters(model)
     structure = ModelStructure.of(model)
-    tp_mesh = mesh.device_mesh["tp"]
-    is_cut = cut_logits and leave_logits_cut(model, tensor_plan, structure.head)
-    vocabulary = VocabularyLoss(group=mesh.tp_group) if is_cut else None
-    sequences = plan_sequences(model, structure, tensor_plan) if sequence_parallel and tensor_plan else None
-    sequence_parts = mesh.layout.tp if sequences is not None else 1
-    context = ContextParallel.over(model, mesh.cp_mesh, sequence_parts=sequence_parts)
-    balance = RouterBalance.of(model, context and context.whole)
-    cuts = cut_by_cost(*layer_costs(model, structure), plan.stages)
-    own = [cuts[index] for index in plan.stages_of(mesh.pp_rank)]
-    prune(model, structure, own)
-    partial = apply_plan(model, sequences.rest_of(tensor_plan) if sequences else tensor_plan, tp_mesh)
-    partial |= apply_sequences(model, structure, sequences, tp_mesh) if sequences is not None else set()
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(torch.device(mesh.device_mesh.device_type))
-    _tie(model, structure, plan)
-    stages = []
-    for cut in own:
-        view = stage_view(model, structure, cut)
-        if vocabulary is not None:
-            view.loss_function = vocabulary
-        entrance = enter(view, structure, cut, tp_mesh) if sequences is not None else None
-        stages.append(Stage(view, structure, cut, loss, balance, entrance and entrance.stage_hidden_states, context))
+    is_sharded = shard_logits and keep_logits_sharded(model, tensor_plan, structure.head)
+    vocab_loss = VocabParallelLoss(group=mesh.tp_group) if is_sharded else None
+    sequence_plan = (
+        plan_sequence_parallel(model, structure, tensor_plan) if sequence_parallel and tensor_plan else None
+    )
+    sequence_parts = mesh.layout.tp if sequence_plan is not None else 1
+    specs = partition_by_cost(*layer_costs(model, structure), plan.stages)
+    own_specs = [specs[index] for index in plan.stages_of(mesh.pp_rank)]
+
+    # 2. Replace the attention and find the routers, before the stages get their copies of the model's config.
+    context = None
+    if mesh.cp_mesh is not None:
+        context = ContextParallel(model, mesh.cp_mesh, sequence_parts=sequence_parts)
+    balance = None
+    if RouterBalanceLoss.is_enabled(model):
+        balance = RouterBalanceLoss(model, context.gather_sequence if context is not None else None)
+
+    # 3. Drop the other stages' layers, so that nothing is sharded or moved to the device in vain.
+    remove_other_stages(model, structure, own_specs)
+
+    # 4. Shard over tensor parallel ranks, before data parallel ones, which shard these shards again.
+    partial_gradients = _shard_over_tensor_ranks(model, structure, tensor_plan, sequence_plan, mesh)
+
+    # 5. Move real weights to the device: only now are they no more than this rank's part (but for FSDP2's sharding).
+    if not _is_on_meta(model):
+        model.to(device)
+    _tie_weights(model, structure, plan)  # sharding has made two parameters of a tied one
+
+    # 6. Make the stages: views of the modules as sharded above, which are the roots of FSDP2 below.
+    stages = [
+        _make_stage(model, structure, spec, loss, balance, context, vocab_loss, tp_mesh if sequence_plan else None)
+        for spec in own_specs
+    ]
+
+    # 7. Shard over data and context parallel ranks.
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
-        _shard(model, structure, stages, mesh, compute_dtype, packed)
-    is_meta = any(parameter.is_meta for parameter in model.parameters())
-    if is_meta and fill is not None:
-        model.to_empty(device=torch.device(mesh.device_mesh.device_type))
-        _tie(model, structure, plan)
-        fill(model, {f"{structure.head}.weight": f"{structure.token_embedding}.weight"} if structure.tied else {})
-        _tie(model, structure, plan)
+        _shard_over_data_ranks(model, structure, stages, mesh, compute_dtype, packed)
+
+    # 8. Give a model on the meta device its memory and values, now that every parameter is this rank's shard.
+    was_on_meta = _is_on_meta(model)
+    if was_on_meta and fill is not None:
+        model.to_empty(device=device)
+        _tie_weights(model, structure, plan)  # getting memory has made two parameters of a tied one
+        aliases = {f"{structure.head}.weight": f"{structure.token_embedding}.weight"} if structure.tied else {}
+        fill(model, aliases)
+        _tie_weights(model, structure, plan)
+
+    # 9. Connect the copies of a weight that is tied across stages, once both have their values.
     tied = None
     if structure.tied and plan.stages > 1:
-        first, last = own[0].is_first, own[-1].is_last
-        tied = TiedWeight(
-            model.get_submodule(structure.token_embedding).weight if first else None,
-            model.get_submodule(structure.head).weight if last else None,
-            mesh,
-            first_rank=plan.rank_of(0),
-            last_rank=plan.rank_of(plan.stages - 1),
-        )
-        if not is_meta or fill is not None:
+        tied = _tie_across_stages(model, structure, mesh, plan, own_specs)
+        if not was_on_meta or fill is not None:
             tied.equalize()
+
     parameters = dict(model.named_parameters())
     return ParallelizedModel(
         model=model,
         structure=structure,
-        cuts=cuts,
+        specs=specs,
         stages=stages,
-        partial=[parameters[name] for name in sorted(partial)],
-        is_adapted=any(".lora_" in name for name in parameters),
+        partial_gradients=[parameters[name] for name in sorted(partial_gradients)],
+        has_adapters=any(".lora_" in name for name in parameters),
         packed=packed,
         balance=balance,
         tied=tied,
         sequence_parts=sequence_parts,
-        vocabulary=vocabulary,
+        vocab_loss=vocab_loss,
         context=context,
     )
 
 
-def _tie(model: PreTrainedModel, structure: ModelStructure, plan: StagePlan) -> None:
-    """Make embedding and head one parameter again: cutting them and giving them memory has made two."""
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _tie_weights(model: PreTrainedModel, structure: ModelStructure, plan: StagePlan) -> None:
+    """Make embedding and head of a single stage one parameter again."""
     if structure.tied and plan.stages == 1:
         model.get_submodule(structure.head).weight = model.get_submodule(structure.token_embedding).weight
 
 
-def _shard(
+def _tie_across_stages(
+    model: PreTrainedModel, structure: ModelStructure, mesh: ParallelMesh, plan: StagePlan, own: list[StageSpec]
+) -> TiedWeight:
+    has_embedding = own[0].is_first
+    has_head = own[-1].is_last
+    return TiedWeight(
+        model.get_submodule(structure.token_embedding).weight if has_embedding else None,
+        model.get_submodule(structure.head).weight if has_head else None,
+        mesh,
+        first_rank=plan.rank_of(0),
+        last_rank=plan.rank_of(plan.stages - 1),
+    )
+
+
+def _shard_over_tensor_ranks(
+    model: PreTrainedModel,
+    structure: ModelStructure,
+    tensor_plan: dict[str, str],
+    sequence_plan: SequencePlan | None,
+    mesh: ParallelMesh,
+) -> set[str]:
+    """Tensor parallelism, and sequence parallelism where it is planned; returns the names of the parameters of whose
+    gradient each rank has a part."""
+    tp_mesh = mesh.device_mesh["tp"]
+    if sequence_plan is None:
+        return apply_tensor_parallel(model, tensor_plan, tp_mesh)
+    partial = apply_tensor_parallel(model, sequence_plan.remaining_tensor_plan(tensor_plan), tp_mesh)
+    return partial | apply_sequence_parallel(model, structure, sequence_plan, tp_mesh)
+
+
+def _make_stage(
+    model: PreTrainedModel,
+    structure: ModelStructure,
+    spec: StageSpec,
+    loss: LossFunction,
+    balance: RouterBalanceLoss | None,
+    context: ContextParallel | None,
+    vocab_loss: VocabParallelLoss | None,
+    sequence_mesh: DeviceMesh | None,
+) -> Stage:
+    """A stage; `sequence_mesh` are the ranks of sequence parallelism, None without."""
+    view = stage_view(model, structure, spec)
+    if vocab_loss is not None:
+        view.loss_function = vocab_loss
+    stage_hidden_states = None
+    if sequence_mesh is not None:
+        stage_hidden_states = insert_stage_input(view, structure, spec, sequence_mesh).stage_hidden_states
+    return Stage(view, structure, spec, loss, balance, stage_hidden_states, context)
+
+
+def _shard_over_data_ranks(
     model: PreTrainedModel,
     structure: ModelStructure,
     stages: list[Stage],
     mesh: ParallelMesh,
     compute_dtype: torch.dtype | None,
-    packed: Mapping[str, Packed],
+    packed: Mapping[str, PackedParameter],
 ) -> None:
     """FSDP2 or HSDP over the data parallel ranks: per layer, embedding, norm with head, and the rest of each stage.
 
-    With several stages the parameters stay whole between forward and backward (gathering them for each micro-batch
-    would cost more than the pipeline gives); a single stage gathers twice, as full sharding does.
+    With several stages the parameters stay gathered between forward and backward, because gathering them for each
+    micro-batch would cost more than the pipeline gains; a single stage gathers them twice, as full sharding does.
     """
-    packed_rows = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    packed_by_rows = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
+    has_single_stage = stages[0].spec.stages == 1
+    policy = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
-        # The rows of a packed matrix belong to several: cut its columns, so that each part stays one rectangle.
-        "shard_placement_fn": lambda parameter: Shard(1) if id(parameter) in packed_rows else None,
+        # The rows of a packed parameter belong to several matrices: it is sharded by columns, so that each part stays
+        # one rectangle.
+        "shard_placement_fn": lambda parameter: Shard(1) if id(parameter) in packed_by_rows else None,
         "mesh": mesh.data_mesh,
-        "reshard_after_forward": stages[0].cut.stages == 1,
-        "mp_policy": policy if compute_dtype is not None else MixedPrecisionPolicy(),
+        "reshard_after_forward": has_single_stage,
+        "mp_policy": policy,
     }
-    shared = structure.tied and stages[0].cut.stages == 1  # one weight, two uses: gathered with the whole stage
-    for module in _units(model, structure, shared=shared):
-        fully_shard(module, **options)
+    is_shared = structure.tied and has_single_stage  # one weight with two uses is gathered with the whole stage
+    for unit in _fsdp_units(model, structure, is_shared=is_shared):
+        fully_shard(unit, **options)
     for stage in stages:
         fully_shard(stage, **options)
 
 
-def _units(model: PreTrainedModel, structure: ModelStructure, *, shared: bool) -> Iterator[Any]:
+def _fsdp_units(model: PreTrainedModel, structure: ModelStructure, *, is_shared: bool) -> Iterator[Any]:
+    """The modules, or lists of modules, whose parameters are gathered together."""
     for layer in model.get_submodule(structure.layers):
         if not isinstance(layer, IdentityStage):
             yield layer
     embedding = model.get_submodule(structure.token_embedding)
-    if not isinstance(embedding, IdentityStage) and not shared:
+    if not isinstance(embedding, IdentityStage) and not is_shared:
         yield embedding
-    tail = [model.get_submodule(name) for name in structure.after if not (shared and name == structure.head)]
+    tail = [model.get_submodule(name) for name in structure.after if not (is_shared and name == structure.head)]
     if tail and not isinstance(tail[0], IdentityStage):
         yield tail
 
 
 class ParallelModel(nn.Module):
-    """What a Trainer calls instead of the model: a forward over a whole step's micro-batches runs the pipeline.
+    """The module that a Trainer calls: a forward over all micro-batches of a step runs the pipeline.
 
     Args:
         parallelized (`ParallelizedModel`): the model.
-        pipeline (`Pipeline`): its stages' schedule.
+        pipeline (`Pipeline`): runs its stages.
     """
 
     def __init__(self, parallelized: ParallelizedModel, pipeline: Pipeline) -> None:
         super().__init__()
         self.stages = nn.ModuleList(parallelized.stages)
-        self._pipeline, self._context = pipeline, parallelized.context
-        self._multiple = (
-            parallelized.context.multiple if parallelized.context is not None else parallelized.sequence_parts
-        )
-        self._counts_tokens = parallelized.balance is not None
+        self._pipeline = pipeline
+        self._context = parallelized.context
+        self._multiple = parallelized.sequence_multiple
+        self._counts_all_tokens = parallelized.balance is not None
 
     def forward(self, *, micro_batches: int, **inputs: torch.Tensor) -> torch.Tensor:
-        """In training mode forward and backward, else forward only: see `Pipeline.train` and `Pipeline.evaluate`.
+        """Run the pipeline: forward and backward in training mode, else forward only.
+
+        Args:
+            micro_batches (`int`): number of micro-batches.
+            inputs: the model's keywords, each (micro-batches x rows, sequence).
+
+        Returns:
+            As `Pipeline.train` and `Pipeline.evaluate`.
 
         Raises:
-            UsageError: sequences that have to be lengthened, of a model whose loss counts their tokens.
+            UsageError: sequences would have to be padded, and the model's loss counts padding.
         """
         length = inputs["input_ids"].shape[1]
         padded = -(-length // self._multiple) * self._multiple
         if padded != length:
-            if self._counts_tokens and "attention_mask" not in inputs:
+            if self._counts_all_tokens and "attention_mask" not in inputs:
                 raise UsageError(
-                    f"output_router_logits counts all tokens, and sequences of {length} that are cut would be padded "
-                    f"to a multiple of {self._multiple}: set --block_size {padded}"
+                    f"output_router_logits counts all tokens, and sequences of {length} tokens would be padded to a "
+                    f"multiple of {self._multiple} to be split: set --block_size {padded}"
                 )
             inputs = pad_to_multiple(inputs, self._multiple)
         if self._context is not None:
-            inputs = self._context.cut(inputs)
+            inputs = self._context.shard_inputs(inputs)
         if self.training:
             return self._pipeline.train(micro_batches, inputs)
         return self._pipeline.evaluate(micro_batches, inputs)

@@ -1,11 +1,13 @@
-"""Which layers a pipeline stage holds, and a model that runs them alone.
+"""Where a model keeps its parts, which layers each pipeline stage holds, and a view of the model that runs one stage.
 
-A stage is not a new model: it is the whole one with foreign parts replaced by an identity, so that every parameter
-keeps the name it has in the checkpoint, and transformers' own forward makes masks and rotary embeddings.
+A stage is not a new model. It is the model in which every module of another stage is replaced by an identity: each
+parameter keeps the name that it has in the checkpoint, and transformers' own forward computes masks and rotary
+embeddings.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,51 +16,114 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfscale.errors import LayoutError
-from hfscale.parallel.balance import RouterBalance, WithLoss
-from hfscale.parallel.context import ContextParallel
-from hfscale.parallel.structure import ModelStructure
+from hfscale.errors import LayoutError, UnsupportedModelError
 
 _EMBEDDING_FACTORS = ("embedding_multiplier", "embed_scale")
-"""Numbers that some decoders multiply embeddings with in their own forward, Granite's among them."""
-
-
-class IdentityStage(nn.Identity):
-    """Stands where another stage's module stood; hands on its first argument.
-
-    Args:
-        original (`nn.Module`, *optional*): what stood there; its plain attributes (the kind of a layer, say) are kept,
-            for some decoders read them on their way through the layers.
-    """
-
-    def __init__(self, original: nn.Module | None = None) -> None:
-        super().__init__()
-        for name, value in vars(original).items() if original is not None else ():
-            if isinstance(value, str | int | bool) and not name.startswith("_") and name != "training":
-                setattr(self, name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first positional argument, or the first keyword's value."""
-        return args[0] if args else next(iter(kwargs.values()))
-
-
-class NoPosition(nn.Module):
-    """Stands where the first stage has learned positions: it added them already."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Zero, on the device of the argument."""
-        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        return torch.zeros((), device=device)
+"""Attributes of decoders that multiply the embeddings in their own forward, such as Granite's."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageCut:
-    """What one stage holds."""
+class ModelStructure:
+    """Names of a causal language model's modules, in the order in which a token passes them.
+
+    They are found by inspecting the model, not from a list of families.
+    """
+
+    decoder: str
+    """The module that holds the layers, such as `model` or `model.decoder`."""
+    token_embedding: str
+    """The table of token embeddings."""
+    before: tuple[str, ...]
+    """Other modules before the layers: learned positions, a norm of the embeddings."""
+    layers: str
+    """The list of layers."""
+    depth: int
+    """The number of layers."""
+    after: tuple[str, ...]
+    """The modules after the layers: the final norm, the head."""
+    head: str
+    """The module whose `weight` turns hidden states into logits; one of `after`."""
+    tied: bool
+    """Whether head and token embedding share their weight."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelStructure":
+        """Inspect an unsplit model, on any device.
+
+        Args:
+            model (`PreTrainedModel`): a causal language model.
+
+        Returns:
+            The names of its parts.
+
+        Raises:
+            UnsupportedModelError: it has no single stack of decoder layers between embeddings and a head.
+        """
+        names = {id(module): name for name, module in model.named_modules()}
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        depth = model.config.get_text_config().num_hidden_layers
+        stacks = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == depth and name.count(".") <= 2
+        ]
+        if embedding is None or head is None or id(head) not in names or len(stacks) != 1 or "." not in stacks[0]:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is not a stack of {depth} layers between token embeddings and a head: it "
+                "cannot be split into pipeline stages; set --pp_size 1"
+            )
+        layers = stacks[0]
+        decoder = layers.rpartition(".")[0]
+        before = []
+        after = []
+        behind_layers = False
+        for name, child in model.get_submodule(decoder).named_children():
+            path = f"{decoder}.{name}"
+            if path == layers:
+                behind_layers = True
+                continue
+            computes = _has_parameters(child) or (behind_layers and "Norm" in type(child).__name__)
+            if child is embedding or not computes:
+                continue
+            if behind_layers and not isinstance(child, nn.Embedding):
+                after.append(path)
+            else:
+                before.append(path)
+        outermost = decoder.split(".")[0]
+        after += [name for name, child in model.named_children() if name != outermost and _has_parameters(child)]
+        return cls(
+            decoder=decoder,
+            token_embedding=names[id(embedding)],
+            before=tuple(before),
+            layers=layers,
+            depth=depth,
+            after=tuple(after),
+            head=names[id(head)],
+            tied=getattr(embedding, "weight", None) is getattr(head, "weight", None),
+        )
+
+    def layer_of(self, name: str) -> int | None:
+        """The number of the layer that a parameter or module belongs to; None outside the layers."""
+        match = re.match(rf"{re.escape(self.layers)}\.(\d+)(\.|$)", name)
+        return int(match[1]) if match else None
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+# --- which layers a stage holds --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """The part of the model that one pipeline stage holds."""
 
     index: int
-    """Which stage, from 0."""
+    """The stage's number, from 0."""
     stages: int
-    """Stages in all."""
+    """The number of stages of the pipeline."""
     layers: range
     """Numbers of its layers."""
 
@@ -74,46 +139,66 @@ class StageCut:
 
 
 def layer_costs(model: PreTrainedModel, structure: ModelStructure) -> tuple[list[float], float]:
-    """Multiply-accumulates per token of each layer and of the head, from parameter counts (attention scores, which
-    depend on the length of the sequence, are alike in all layers and left out).
+    """Count the multiply-accumulate operations per token of each layer and of the head.
 
-    Of stacked experts only those count that a token passes: `num_experts_per_tok` of them.
+    They are the numbers of parameters. Attention scores, which depend on the sequence length, are the same in all
+    layers and left out. Of stacked experts only `num_experts_per_tok` count, which a token passes.
+
+    Args:
+        model (`PreTrainedModel`): the unsplit model.
+        structure (`ModelStructure`): names of its parts.
+
+    Returns:
+        The operations of each layer, and those of the head.
     """
     config = model.config.get_text_config()
-    per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
+    experts_per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
     costs = [0.0] * structure.depth
     for name, parameter in model.named_parameters():
         layer = structure.layer_of(name)
         if layer is not None and parameter.ndim >= 2:
-            used = min(1.0, per_token / parameter.shape[0]) if parameter.ndim == 3 else 1.0
+            used = min(1.0, experts_per_token / parameter.shape[0]) if parameter.ndim == 3 else 1.0
             costs[layer] += parameter.numel() * used
     return costs, float(model.get_submodule(structure.head).weight.numel())
 
 
-def cut_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> list[StageCut]:
-    """Consecutive layers for each stage such that the slowest stage is as fast as can be.
+def partition_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> list[StageSpec]:
+    """Assign consecutive layers to each stage so that the slowest stage is as fast as possible.
 
-    Among equally fast cuts the one with the smallest sum of squares is taken: the rest is spread evenly. The head
-    counts for the last stage; looking tokens up costs nothing. Solved exactly by dynamic programming over
-    (stage, first layer).
+    Among equally fast partitions the one with the smallest sum of squares is taken, which spreads the rest evenly. The
+    head counts for the last stage; the embedding look-up costs nothing. The solution is exact, by dynamic programming
+    over (stage, first layer).
+
+    Args:
+        costs (`Sequence[float]`): cost of each layer.
+        head_cost (`float`): cost of the head.
+        stages (`int`): number of stages.
+
+    Returns:
+        The stages, in order.
 
     Raises:
-        LayoutError: fewer layers than stages.
+        LayoutError: there are fewer layers than stages.
     """
     depth = len(costs)
     if depth < stages:
-        raise LayoutError(f"{stages} pipeline stages need as many layers, and the model has {depth}: {depth} at most")
-    total = [0.0, *accumulate(costs)]
+        raise LayoutError(
+            f"{stages} pipeline stages need at least {stages} layers, but the model has {depth}: set --pp_size or "
+            f"--virtual_stages so that there are at most {depth} stages"
+        )
+    totals = [0.0, *accumulate(costs)]
+    last = stages - 1
 
     def cost(stage: int, start: int, stop: int) -> float:
-        return total[stop] - total[start] + (head_cost if stage == stages - 1 else 0.0)
+        return totals[stop] - totals[start] + (head_cost if stage == last else 0.0)
 
-    # best[start]: (slowest, sum of squares, where the next stage starts) of the stages from this one on.
-    last = stages - 1
+    # best[start]: (cost of the slowest stage, sum of squares, where the next stage starts) of this stage and all later
+    # ones, when this stage starts at layer `start`.
     best = {start: (cost(last, start, depth), cost(last, start, depth) ** 2, depth) for start in range(depth)}
     choices = [best]
     for stage in range(stages - 2, -1, -1):
-        following, best = best, {}
+        following = best
+        best = {}
         for start in range(depth - (stages - stage) + 1):
             best[start] = min(
                 (max(here, following[stop][0]), here**2 + following[stop][1], stop)
@@ -125,131 +210,116 @@ def cut_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> list[S
     for stage in range(stages):
         bounds.append(choices[stage][bounds[-1]][2])
     return [
-        StageCut(index=index, stages=stages, layers=range(start, stop))
+        StageSpec(index=index, stages=stages, layers=range(start, stop))
         for index, (start, stop) in enumerate(pairwise(bounds))
     ]
 
 
-def prune(model: PreTrainedModel, structure: ModelStructure, cuts: Iterable[StageCut]) -> None:
-    """Take out of `model`, in place, all that none of these stages holds. A head that was tied to an embedding of
-    another stage gets a weight of its own, under its own name."""
-    cuts = list(cuts)
-    stages = cuts[0].stages
+# --- a model that holds, and runs, only some stages ------------------------------------------------------------------
+
+
+class IdentityStage(nn.Identity):
+    """Takes the place of a module that another stage holds; returns its first argument.
+
+    Args:
+        original (`nn.Module`, *optional*): the replaced module. Its plain attributes, such as the type of a layer, are
+            kept, because some decoders read them.
+    """
+
+    def __init__(self, original: nn.Module | None = None) -> None:
+        super().__init__()
+        for name, value in vars(original).items() if original is not None else ():
+            if isinstance(value, str | int | bool) and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first positional argument, or the value of the first keyword."""
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+class ZeroPositions(nn.Module):
+    """Takes the place of learned position embeddings in later stages: the first stage has added them already."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return zero, on the device of the arguments."""
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        return torch.zeros((), device=device)
+
+
+def remove_other_stages(model: PreTrainedModel, structure: ModelStructure, stages: Iterable[StageSpec]) -> None:
+    """Remove from a model, in place, all modules that none of this rank's stages holds.
+
+    A head that was tied to the embedding gets a weight of its own, under its own name, where there are several stages.
+
+    Args:
+        model (`PreTrainedModel`): the unsplit model.
+        structure (`ModelStructure`): names of its parts.
+        stages (`Iterable[StageSpec]`): this rank's stages.
+    """
+    stages = list(stages)
     layers = model.get_submodule(structure.layers)
-    kept = {layer for cut in cuts for layer in cut.layers}
+    kept = {layer for stage in stages for layer in stage.layers}
     for number in range(structure.depth):
         if number not in kept:
             layers[number] = IdentityStage(layers[number])
-    if not any(cut.is_first for cut in cuts):
-        _take_out_first(model, structure)
-    if not any(cut.is_last for cut in cuts):
-        for name in structure.after:
-            model.set_submodule(name, IdentityStage())
-    elif structure.tied and stages > 1:
+    if not any(stage.is_first for stage in stages):
+        _replace_embeddings(model, structure)
+    if not any(stage.is_last for stage in stages):
+        _replace_head(model, structure)
+    elif structure.tied and stages[0].stages > 1:
         head = model.get_submodule(structure.head)
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
 
 
-def stage_view(model: PreTrainedModel, structure: ModelStructure, cut: StageCut) -> PreTrainedModel:
-    """A shallow copy of a pruned `model` in which `cut`'s parts alone do something; modules are shared, not copied."""
-    view = _shallow(model)
-    parent: nn.Module = view
-    for part in structure.decoder.split("."):
-        child = _shallow(getattr(parent, part))
-        parent._modules[part] = child
-        parent = child
+def stage_view(model: PreTrainedModel, structure: ModelStructure, stage: StageSpec) -> PreTrainedModel:
+    """Make a shallow copy of a model in which only the modules of one stage compute; modules are shared, not copied.
+
+    Args:
+        model (`PreTrainedModel`): a model that holds at least this stage.
+        structure (`ModelStructure`): names of its parts.
+        stage (`StageSpec`): the stage.
+
+    Returns:
+        The view. Its decoder takes hidden states as `inputs_embeds` where it is not the first stage.
+    """
+    view = _shallow_copy(model)
+    decoder: nn.Module = view
+    for name in structure.decoder.split("."):
+        child = _shallow_copy(getattr(decoder, name))
+        setattr(decoder, name, child)
+        decoder = child
     layers = model.get_submodule(structure.layers)
-    own = [layer if number in cut.layers else IdentityStage(layer) for number, layer in enumerate(layers)]
-    parent._modules[structure.layers.rpartition(".")[2]] = nn.ModuleList(own)
-    if not cut.is_first:
-        _take_out_first(view, structure)
-        for name, child in parent.named_children():
+    own = [layer if number in stage.layers else IdentityStage(layer) for number, layer in enumerate(layers)]
+    setattr(decoder, structure.layers.rpartition(".")[2], nn.ModuleList(own))
+    if not stage.is_first:
+        _replace_embeddings(view, structure)
+        for name, child in decoder.named_children():
             if isinstance(child, nn.Dropout):  # of the embeddings
-                parent._modules[name] = IdentityStage()
+                setattr(decoder, name, IdentityStage())
         for name in _EMBEDDING_FACTORS:
-            if hasattr(parent, name):
-                setattr(parent, name, 1.0)
-    if not cut.is_last:
-        for name in structure.after:
-            view.set_submodule(name, IdentityStage())
+            if hasattr(decoder, name):
+                setattr(decoder, name, 1.0)
+    if not stage.is_last:
+        _replace_head(view, structure)
     return view
 
 
-def _take_out_first(model: PreTrainedModel, structure: ModelStructure) -> None:
+def _replace_embeddings(model: PreTrainedModel, structure: ModelStructure) -> None:
     model.set_submodule(structure.token_embedding, IdentityStage())
     for name in structure.before:
-        is_position = isinstance(model.get_submodule(name), nn.Embedding | NoPosition)
-        model.set_submodule(name, NoPosition() if is_position else IdentityStage())
+        is_position = isinstance(model.get_submodule(name), nn.Embedding | ZeroPositions)
+        model.set_submodule(name, ZeroPositions() if is_position else IdentityStage())
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def _replace_head(model: PreTrainedModel, structure: ModelStructure) -> None:
+    for name in structure.after:
+        model.set_submodule(name, IdentityStage())
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """A copy whose child modules can be replaced without replacing them in the original; parameters are shared."""
     copied = copy.copy(module)
+    # No public way: a module and its copy share the dict of child modules. tests/test_parallel_families.py fails when
+    # it moves.
     copied._modules = dict(module._modules)
     return copied
-
-
-class Stage(nn.Module):
-    """One pipeline stage: hidden states (or tokens) in, hidden states (or the loss) out.
-
-    Args:
-        view (`PreTrainedModel`): of `stage_view`.
-        anatomy (`ModelStructure`): where its parts are.
-        cut (`StageCut`): which stage it is.
-        loss (`callable`): `loss(view, inputs)` of the last stage, a scalar; `inputs` are the model's keywords.
-        balance (`RouterBalance`, *optional*): the loss of its routers, where the model has one.
-        stage_hidden_states (`callable`, *optional*): with sequence parallelism, takes the hidden states that come from
-            another stage, (micro-batch, sequence / tp, hidden), and returns what the decoder is given.
-        context (`ContextParallel`, *optional*): where this rank has a part of each sequence.
-    """
-
-    def __init__(
-        self,
-        view: PreTrainedModel,
-        structure: ModelStructure,
-        cut: StageCut,
-        loss: Any,
-        balance: RouterBalance | None = None,
-        stage_hidden_states: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        context: ContextParallel | None = None,
-    ) -> None:
-        super().__init__()
-        self.view = view
-        self.cut = cut
-        self._stand_in_for, self._context = stage_hidden_states, context
-        self._loss = loss
-        self._inner = structure.decoder.split(".")[0]
-        self._balance = balance
-        self._balance_losses: list[torch.Tensor] = []
-        if balance is not None:
-            balance.watch(self)
-
-    def forward(self, first: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Tokens (micro-batch, sequence) or hidden states (micro-batch, sequence, hidden) -> hidden states or a
-        scalar loss; `labels` among the keywords are used by the last stage only."""
-        if self._stand_in_for is not None and not self.cut.is_first:
-            first = self._stand_in_for(first)
-        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-        if self._context is not None:
-            inputs = self._context.enter(inputs)
-        inputs["input_ids" if self.cut.is_first else "inputs_embeds"] = first
-        if self._balance is None:
-            return self._compute(inputs)
-        self._balance.begin()
-        output = self._compute(inputs | {"output_router_logits": False})
-        extra = self._balance.take(mask, labels, first.shape[0]).to(output.device)
-        if self.cut.is_last:
-            return output + extra
-        self._balance_losses.append(extra.detach())
-        return WithLoss.apply(output, extra)
-
-    def _compute(self, inputs: dict[str, Any]) -> torch.Tensor:
-        if self.cut.is_last:
-            return self._loss(self.view, inputs)
-        for name in ("labels", "shift_labels"):
-            inputs.pop(name, None)
-        return getattr(self.view, self._inner)(**inputs, use_cache=False).last_hidden_state
-
-    def take_balance_losses(self) -> list[torch.Tensor]:
-        """What the routers of a stage that is not the last have added to the loss since the last call."""
-        losses, self._balance_losses = self._balance_losses, []
-        return losses

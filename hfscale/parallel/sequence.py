@@ -1,16 +1,18 @@
 """Sequence parallelism: between the blocks of a layer, each tensor parallel rank keeps its part of the sequence.
 
-Norms, residuals and what stages send each other are (batch, sequence / tp, hidden) instead of whole and alike on every
-rank; attention and MLP see the whole sequence (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+Norms, residuals and the hidden states that stages exchange are (B, S / tp, hidden), instead of complete and equal on
+every rank; attention and MLP get the complete sequence (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 
-| block | on the way in, and back | on the way out, and back |
+| block | input, and its gradient | output, and its gradient |
 |---|---|---|
-| lean: linear layers cut by columns, then by rows | all-gather, reduce-scatter | reduce-scatter, all-gather |
-| any other (experts, adapters): whole on each rank | all-gather, slice | slice, all-gather |
+| sharded: colwise, then rowwise linear layers | all-gather, reduce-scatter | reduce-scatter, all-gather |
+| replicated: any other (experts, adapters), equal on each rank | all-gather, slice | slice, all-gather |
 
-A lean block moves what plain tensor parallelism moves in its all-reduces; the others half as much again. Parameters
-that only see a part of the tokens (norms, biases added after the reduce-scatter) have a part of their gradient on each
-rank: it is summed once per step (`hfscale.parallel.gradients.sum_partial_gradients`).
+A sharded block sends what plain tensor parallelism sends in its all-reduces; a replicated block sends half as much
+again. Parameters that see only a part of the tokens (norms, biases added after the reduce-scatter) have a part of
+their gradient on each rank: it is summed once per step (`hfscale.parallel.gradients.sum_partial_gradients`).
+
+Shapes: B = batch, S = tokens of a sequence, hidden = the model's width, features = the width inside a block.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,173 +27,201 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers import PreTrainedModel
 
 from hfscale.errors import UnsupportedModelError
-from hfscale.parallel.partition import IdentityStage, StageCut
-from hfscale.parallel.shards import local_tensor
-from hfscale.parallel.structure import ModelStructure
+from hfscale.parallel.mesh import local_tensor
+from hfscale.parallel.partition import IdentityStage, ModelStructure, StageSpec
+from hfscale.parallel.tensor import PARTIAL_GRADIENT_STYLE
 
-_SEQUENCE = Shard(1)
-_PER_HEAD = "replicated_with_grad_allreduce"  # norms inside attention, of which each rank has its own heads'
+_SEQUENCE_SHARD = Shard(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePlan:
-    """Which modules see a part of the sequence, and which all of it; names within the whole model."""
+    """Which modules get a part of the sequence, and which the complete sequence; names of the unsplit model."""
 
-    whole: tuple[str, ...]
+    replicated: tuple[str, ...]
     """Blocks that compute the same on every rank."""
-    lean: tuple[str, ...]
+    sharded: tuple[str, ...]
     """Blocks of which every rank computes a part."""
-    columns: tuple[str, ...]
-    """Linear layers in lean blocks that are cut by columns."""
-    rows: tuple[str, ...]
-    """Linear layers in lean blocks that are cut by rows."""
-    apart: tuple[str, ...]
+    colwise: tuple[str, ...]
+    """Linear layers in sharded blocks that are sharded by columns."""
+    rowwise: tuple[str, ...]
+    """Linear layers in sharded blocks that are sharded by rows."""
+    local_tokens: tuple[str, ...]
     """Parameters that see only this rank's tokens."""
 
-    def rest_of(self, tensor_plan: Mapping[str, str]) -> dict[str, str]:
-        """A tensor-parallel plan without the hooks that this one puts in their place; parameters are cut as before."""
-        replaced = {*self.columns, *self.rows}
+    def remaining_tensor_plan(self, tensor_plan: Mapping[str, str]) -> dict[str, str]:
+        """The tensor-parallel plan without the module hooks that sequence parallelism replaces; parameters are sharded
+        as before."""
+        replaced = {*self.colwise, *self.rowwise}
         return {name: style for name, style in tensor_plan.items() if name not in replaced}
 
 
-def plan_sequences(model: PreTrainedModel, structure: ModelStructure, tensor_plan: Mapping[str, str]) -> SequencePlan:
-    """Look at a whole `model` for what may see a part of the sequence.
+def plan_sequence_parallel(
+    model: PreTrainedModel, structure: ModelStructure, tensor_plan: Mapping[str, str]
+) -> SequencePlan:
+    """Work out which modules of a model may get a part of the sequence.
+
+    Args:
+        model (`PreTrainedModel`): the unsplit model.
+        structure (`ModelStructure`): names of its parts.
+        tensor_plan (`Mapping`): name -> style of tensor parallelism.
+
+    Returns:
+        The plan.
 
     Raises:
-        UnsupportedModelError: something in or behind its layers is neither a norm nor a block.
+        UnsupportedModelError: a module after the layers is neither a norm nor the head.
     """
-    found: dict[str, list[str]] = {"whole": [], "lean": [], "columns": [], "rows": [], "apart": []}
+    found: dict[str, list[str]] = {
+        kind: [] for kind in ("replicated", "sharded", "colwise", "rowwise", "local_tokens")
+    }
     for number in range(structure.depth):
         name = f"{structure.layers}.{number}"
         layer = model.get_submodule(name)
-        found["apart"] += [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=False)]
+        found["local_tokens"] += [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=False)]
         for child, module in layer.named_children():
-            _place(found, f"{name}.{child}", module, tensor_plan)
+            _classify(found, f"{name}.{child}", module, tensor_plan)
     for name in structure.after:
         module = model.get_submodule(name)
         if name != structure.head and not _is_norm(module):
-            raise _not_known(model, name)
-        _place(found, name, module, tensor_plan, last="colwise")  # logits stay cut
+            raise UnsupportedModelError(
+                f"--sequence_parallel: {name} of {type(model).__name__} is neither a norm nor the head; leave the "
+                "flag out"
+            )
+        _classify(found, name, module, tensor_plan, last_style="colwise")  # logits stay sharded
     return SequencePlan(**{kind: tuple(names) for kind, names in found.items()})
 
 
-def _place(
-    found: dict[str, list[str]], name: str, module: nn.Module, tensor_plan: Mapping[str, str], *, last: str = "rowwise"
+def _classify(
+    found: dict[str, list[str]],
+    name: str,
+    module: nn.Module,
+    tensor_plan: Mapping[str, str],
+    *,
+    last_style: str = "rowwise",
 ) -> None:
-    """Note what `module` is; a lean block ends with linear layers of style `last`."""
+    """Add `module` to the lists that it belongs to; a sharded block ends with linear layers of style `last_style`."""
     if not any(True for _ in module.parameters()):
-        return  # activations, dropouts, rotary angles
+        return  # activations, dropouts, rotary embeddings
     if _is_norm(module):
-        found["apart"] += [f"{name}.{own}" for own, _ in module.named_parameters()]
+        found["local_tokens"] += [f"{name}.{own}" for own, _ in module.named_parameters()]
         return
     linear = dict(_linear_layers(name, module, tensor_plan))
-    if None in linear.values() or last not in linear.values():
-        found["whole"].append(name)
+    if None in linear.values() or last_style not in linear.values():
+        found["replicated"].append(name)
         return
-    found["lean"].append(name)
-    found["columns"] += [own for own, style in linear.items() if style == "colwise"]
-    rows = [own for own, style in linear.items() if style == "rowwise"]
-    found["rows"] += rows
-    found["apart"] += [f"{own}.bias" for own in rows]
+    found["sharded"].append(name)
+    found["colwise"] += [own for own, style in linear.items() if style == "colwise"]
+    rowwise = [own for own, style in linear.items() if style == "rowwise"]
+    found["rowwise"] += rowwise
+    found["local_tokens"] += [f"{own}.bias" for own in rowwise]
 
 
 def _linear_layers(name: str, module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """The style of each module in a block that has parameters; None for what makes the block not lean."""
+    """The style of each module of a block that has parameters; None for one that a sharded block cannot contain."""
     for own, part in module.named_modules(prefix=name):
         if any(True for _ in part.parameters(recurse=False)):
             style = plan.get(own)
             is_linear = type(part) is nn.Linear and style in ("colwise", "rowwise")
-            yield own, style if is_linear or style == _PER_HEAD else None
+            yield own, style if is_linear or style == PARTIAL_GRADIENT_STYLE else None
 
 
 def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in module.parameters())
 
 
-def _not_known(model: PreTrainedModel, name: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"--sequence_parallel: {name} of {type(model).__name__} is neither norm nor head; leave the flag out"
-    )
-
-
-def apply_sequences(
+def apply_sequence_parallel(
     model: PreTrainedModel, structure: ModelStructure, plan: SequencePlan, mesh: DeviceMesh
 ) -> set[str]:
-    """Hook the blocks of a (pruned) `model` whose parameters have been cut over `mesh`, in place.
+    """Hook the blocks of a model whose parameters have been sharded over the tensor parallel ranks, in place.
+
+    Args:
+        model (`PreTrainedModel`): a model that may lack the modules of other stages.
+        structure (`ModelStructure`): names of its parts.
+        plan (`SequencePlan`): which modules get what.
+        mesh (`DeviceMesh`): the tensor parallel ranks, one axis.
 
     Returns:
-        Names of the parameters that every rank holds whole and has a part of the gradient of.
+        Names of the parameters that every rank holds completely, with only a part of their gradient.
     """
     modules = {name: module for name, module in model.named_modules() if not isinstance(module, IdentityStage)}
-    for name in plan.lean:
+    for name in plan.sharded:
         if name in modules:
-            modules[name].register_forward_pre_hook(partial(_gather, mesh, Partial()), with_kwargs=True)
-    for name in plan.whole:
+            modules[name].register_forward_pre_hook(partial(_gather_input, mesh, Partial()), with_kwargs=True)
+    for name in plan.replicated:
         if name in modules:
-            modules[name].register_forward_pre_hook(partial(_gather, mesh, Replicate()), with_kwargs=True)
+            modules[name].register_forward_pre_hook(partial(_gather_input, mesh, Replicate()), with_kwargs=True)
             if name != structure.head:
                 modules[name].register_forward_hook(partial(_slice_output, mesh))
-    for name in plan.columns:
+    for name in plan.colwise:
         if name in modules:
-            modules[name].forward = partial(_columns, modules[name])
-    for name in plan.rows:
+            modules[name].forward = partial(_colwise_forward, modules[name])
+    for name in plan.rowwise:
         if name in modules:
-            modules[name].forward = partial(_rows, modules[name], mesh)
-    return {name for name, _ in model.named_parameters() if name in set(plan.apart)}
+            modules[name].forward = partial(_rowwise_forward, modules[name], mesh)
+    return {name for name, _ in model.named_parameters() if name in set(plan.local_tokens)}
 
 
-def _gather(mesh: DeviceMesh, gradient: Placement, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A block's first argument, (batch, sequence / tp, hidden) -> (batch, sequence, hidden). Where ranks each have a
-    part of the gradient of the whole, it is a reduce-scatter on the way back; where each has all of it, a slice."""
+def _gather_input(mesh: DeviceMesh, gradient: Placement, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Gather a block's first argument, (B, S / tp, hidden) -> (B, S, hidden).
 
-    def whole(hidden: torch.Tensor) -> torch.Tensor:
-        parts = DTensor.from_local(hidden, mesh, [_SEQUENCE], run_check=False)
-        return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
+    Where each rank has a part of the gradient (`Partial`), the backward is a reduce-scatter; where each has the
+    complete gradient (`Replicate`), it is a slice.
+    """
 
-    return _with_first(args, kwargs, whole)
+    def gather(hidden: torch.Tensor) -> torch.Tensor:
+        shards = DTensor.from_local(hidden, mesh, [_SEQUENCE_SHARD], run_check=False)
+        return shards.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
+
+    return _change_first(args, kwargs, gather)
 
 
 def _slice_output(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
-    """A block's output, or the first of several: this rank's part of the sequence."""
+    """Reduce a block's output, or the first of several outputs, to this rank's part of the sequence."""
     if isinstance(output, tuple):
         return (slice_sequence(output[0], mesh), *output[1:])
     return slice_sequence(output, mesh)
 
 
 def slice_sequence(hidden: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """(batch, sequence, hidden), the same on every rank -> this rank's (batch, sequence / tp, hidden)."""
-    whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[_SEQUENCE]).to_local()
+    """Take this rank's part of a sequence: (B, S, hidden), equal on every rank -> (B, S / tp, hidden)."""
+    replicated = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+    return replicated.redistribute(placements=[_SEQUENCE_SHARD]).to_local()
 
 
-def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _change_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply `change` to the hidden states among a module's arguments, the first of them."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
     return args, kwargs | {name: change(kwargs[name])}
 
 
-def _columns(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """(batch, sequence, hidden) -> (batch, sequence, features / tp); nothing is sent."""
+def _colwise_forward(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """(B, S, hidden) -> (B, S, features / tp), without communication."""
     bias = None if linear.bias is None else local_tensor(linear.bias)
     return nn.functional.linear(hidden, local_tensor(linear.weight), bias)
 
 
-def _rows(linear: nn.Linear, mesh: DeviceMesh, features: torch.Tensor) -> torch.Tensor:
-    """(batch, sequence, features / tp) -> the sum over the ranks, (batch, sequence / tp, hidden)."""
-    part = nn.functional.linear(features, local_tensor(linear.weight))
-    summed = DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[_SEQUENCE])
+def _rowwise_forward(linear: nn.Linear, mesh: DeviceMesh, features: torch.Tensor) -> torch.Tensor:
+    """(B, S, features / tp) -> the sum over the ranks, (B, S / tp, hidden), by a reduce-scatter."""
+    product = nn.functional.linear(features, local_tensor(linear.weight))
+    summed = DTensor.from_local(product, mesh, [Partial()], run_check=False).redistribute(placements=[_SEQUENCE_SHARD])
     hidden = summed.to_local()
     return hidden if linear.bias is None else hidden + local_tensor(linear.bias)
 
 
 class StageInput(IdentityStage):
-    """Stands in front of a stage's first layer: what comes from the embedding is sliced, and what comes from another
-    stage, in slices already, takes the place of the stand-in that went through the decoder.
+    """Wraps a stage's first layer, and gives it this rank's part of the hidden states.
+
+    The output of the embedding is sliced. What another stage has sent is a part already: the decoder is called with
+    zeros of the complete shape instead, and here the received part takes their place.
 
     Args:
         layer (`nn.Module`): the layer.
-        mesh (`DeviceMesh`): the tensor parallel ranks.
+        mesh (`DeviceMesh`): the tensor parallel ranks, one axis.
     """
 
     def __init__(self, layer: nn.Module, mesh: DeviceMesh) -> None:
@@ -201,26 +231,36 @@ class StageInput(IdentityStage):
         self._received: torch.Tensor | None = None
 
     def stage_hidden_states(self, received: torch.Tensor) -> torch.Tensor:
-        """Keep this rank's part of the hidden states until the layer is called; returns zeros of the whole's shape,
-        in the memory of one, from which decoders make masks and positions."""
+        """Keep received hidden states until the layer is called.
+
+        Args:
+            received (`torch.Tensor`): (B, S / tp, hidden).
+
+        Returns:
+            Zeros, (B, S, hidden) in the memory of one number, from which decoders make masks and positions.
+        """
         self._received = received
-        rows, length, hidden = received.shape
-        return received.new_zeros(()).expand(rows, length * self._mesh.size(), hidden)
+        batch, length, hidden = received.shape
+        return received.new_zeros(()).expand(batch, length * self._mesh.size(), hidden)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's, with the hidden states first."""
-        received, self._received = self._received, None
+        """Call the layer with this rank's part of the hidden states."""
+        received = self._received
+        self._received = None
 
-        def own(hidden: torch.Tensor) -> torch.Tensor:
-            # A copy: a view would keep the whole embedding's output until the backward pass.
+        def local_part(hidden: torch.Tensor) -> torch.Tensor:
+            # A copy: a view would keep the embedding's complete output until the backward pass.
             return slice_sequence(hidden, self._mesh).clone() if received is None else received
 
-        args, kwargs = _with_first(args, kwargs, own)
+        args, kwargs = _change_first(args, kwargs, local_part)
         return self.layer(*args, **kwargs)
 
 
-def enter(view: PreTrainedModel, structure: ModelStructure, cut: StageCut, mesh: DeviceMesh) -> StageInput:
-    """Put an `Enter` in front of the first layer of a stage's `view`."""
+def insert_stage_input(
+    view: PreTrainedModel, structure: ModelStructure, stage: StageSpec, mesh: DeviceMesh
+) -> StageInput:
+    """Wrap the first layer of a stage's view in a `StageInput`, and return it."""
     layers = view.get_submodule(structure.layers)
-    layers[cut.layers.start] = StageInput(layers[cut.layers.start], mesh)
-    return layers[cut.layers.start]
+    first = StageInput(layers[stage.layers.start], mesh)
+    layers[stage.layers.start] = first
+    return first

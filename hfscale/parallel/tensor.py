@@ -1,12 +1,11 @@
-"""Tensor parallelism by the plan that transformers has for the model, with what it gets wrong mended.
+"""Tensor parallelism by the plan that transformers has for a model, with a fix for the gradients that it gets wrong.
 
-transformers 5.23 sums the gradient of `replicated_with_grad_allreduce` parameters (the q/k norms of Qwen3 and Gemma 3)
-over the ranks after every backward, onto what earlier micro-batches have left there: with more than one micro-batch
-the earlier ones count several times. Here such parameters are left alone by the hook, and summed once per step
-(`hfscale.parallel.gradients.sum_partial_gradients`).
+After every backward pass, transformers 5.23 sums the gradient of `replicated_with_grad_allreduce` parameters (the q/k
+norms of Qwen3 and Gemma 3) over the ranks, together with what earlier micro-batches have accumulated there: with more
+than one micro-batch the earlier ones count several times. Here no hook is installed for these parameters; their
+gradients are summed once per step (`hfscale.parallel.gradients.sum_partial_gradients`).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,77 +17,89 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_
 from hfscale.errors import UnsupportedModelError
 from hfscale.parallel.partition import IdentityStage
 
+PARTIAL_GRADIENT_STYLE = "replicated_with_grad_allreduce"
+"""transformers' style of parameters that every rank holds, with the gradient of its own heads only."""
+_BASE_LAYER = ".base_layer"  # what peft inserts between a linear layer's name and its weight
+
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
-    """How a parameter that holds several matrices in one is put together."""
+class PackedParameter:
+    """How a parameter that holds several matrices in one is composed."""
 
     dim: int
-    """Along which dimension they follow each other."""
+    """The dim along which the matrices are concatenated."""
     parts: int
-    """How many they are."""
-
-
-_PARTIAL = "replicated_with_grad_allreduce"
-_ADAPTED = ".base_layer"  # what peft puts between a linear layer's name and its weight
+    """The number of matrices."""
 
 
 def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]:
-    """The style of each module and parameter by its name; of the whole model, before it is cut into stages.
+    """Look up the tensor-parallel style of each module and parameter; to be called before the model is split.
 
-    With LoRA adapters in the model, the half of an adapter that faces the cut side of its linear layer is cut alike:
-    B's rows for layers cut by columns, A's columns for layers cut by rows.
+    With LoRA adapters in the model, the half of an adapter next to the sharded side of its linear layer is sharded in
+    the same way: the rows of B for colwise layers, the columns of A for rowwise layers.
+
+    Args:
+        model (`PreTrainedModel`): the unsplit model.
+        tp_size (`int`): ranks that share each matrix.
+
+    Returns:
+        Name -> style.
 
     Raises:
         UnsupportedModelError: transformers has no plan for the model.
     """
     if not model.tp_plan:
         raise UnsupportedModelError(
-            f"tp_size {tp_size}: transformers has no tensor-parallel plan for {model.config.model_type}; use tp_size 1"
+            f"--tp_size is {tp_size}: transformers has no tensor-parallel plan for {model.config.model_type}; set "
+            "--tp_size 1"
         )
-    # No public way: the expansion of a plan to this model's own modules. tests/test_parallel.py fails where it moves.
+    # No public way: the expansion of a plan to this model's own modules. tests/test_parallel_sequence.py fails when it
+    # moves.
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=tp_size))
     for name, module in model.named_modules():
         style = plan.get(name)
         if style is None or not hasattr(module, "base_layer"):
             continue
         del plan[name]
-        halves = module.lora_B if style.startswith("colwise") else module.lora_A
-        which = "lora_B" if style.startswith("colwise") else "lora_A"
-        for part in (f"{name}{_ADAPTED}", *(f"{name}.{which}.{adapter}" for adapter in halves)):
+        half = "lora_B" if style.startswith("colwise") else "lora_A"
+        adapters = getattr(module, half)
+        for part in (f"{name}{_BASE_LAYER}", *(f"{name}.{half}.{adapter}" for adapter in adapters)):
             plan |= {f"{part}.{own}": style for own, _ in model.get_submodule(part).named_parameters(recurse=False)}
             plan[part] = style
     return plan
 
 
-def packed_parameters(model: PreTrainedModel) -> dict[str, Packed]:
-    """The parameters of a whole `model` that hold several matrices in one (gate and up of stacked experts, say)."""
+def packed_parameters(model: PreTrainedModel) -> dict[str, PackedParameter]:
+    """Find the parameters of an unsplit model that hold several matrices in one, such as gate and up of stacked
+    experts; returns name -> composition."""
     if not model.tp_plan:
         return {}
-    plan, found = tensor_parallel_plan(model, 2), {}
+    plan = tensor_parallel_plan(model, 2)
+    found = {}
     for name, parameter in model.named_parameters():
         style = plan.get(name, "")
         if style.startswith("packed") and parameter.ndim > 1:
             dim = parameter.ndim - (2 if style == "packed_colwise" else 1)
-            found[name] = Packed(dim=dim, parts=ALL_PARALLEL_STYLES[style].split_factor)
+            found[name] = PackedParameter(dim=dim, parts=ALL_PARALLEL_STYLES[style].split_factor)
     return found
 
 
-def apply_plan(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> set[str]:
-    """Cut the parameters of a (pruned) `model` over `mesh` and hook its modules, in place.
+def apply_tensor_parallel(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> set[str]:
+    """Shard the parameters of a model over the tensor parallel ranks and hook its modules, in place.
+
+    Args:
+        model (`nn.Module`): a model that may lack the modules of other stages.
+        plan (`dict`): name -> style, of the unsplit model.
+        mesh (`DeviceMesh`): the tensor parallel ranks, one axis.
 
     Returns:
-        Names of the parameters that every rank holds whole and has a part of the gradient of.
+        Names of the parameters that every rank holds completely, with only a part of their gradient.
     """
     if not plan:
         return set()
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    present = {name for name, module in modules.items() if not isinstance(module, IdentityStage)} | set(parameters)
-    plan = {name: style for name, style in plan.items() if name in present}
-    partial = {name for name, style in plan.items() if style == _PARTIAL}
+    parameters = dict(model.named_parameters())
+    modules = {name for name, module in model.named_modules() if not isinstance(module, IdentityStage)}
+    plan = {name: style for name, style in plan.items() if name in modules or name in parameters}
+    partial = {name for name, style in plan.items() if style == PARTIAL_GRADIENT_STYLE}
     apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in partial})
-    return set(_parameters_under(parameters, partial))
-
-
-def _parameters_under(parameters: Iterable[str], names: set[str]) -> Iterable[str]:
-    return (name for name in parameters if name in names or name.rpartition(".")[0] in names)
+    return {name for name in parameters if name in partial or name.rpartition(".")[0] in partial}

@@ -1,10 +1,10 @@
 """`ParallelTrainer`: Hugging Face's Trainer over tensor x pipeline x data parallel ranks.
 
-What a Trainer user knows stays: `TrainingArguments`, callbacks, datasets and collators, evaluation, logs, checkpoints,
-resume. What is different underneath:
+What a Trainer user knows stays the same: `TrainingArguments`, callbacks, datasets and collators, evaluation, logs,
+checkpoints, resuming. The differences are internal:
 
-- a step's `gradient_accumulation_steps` batches are the pipeline's micro-batches, run by one schedule;
-- ranks that share a sample (tensor and pipeline parallel ones) read the same batches and count once;
+- the `gradient_accumulation_steps` batches of a step are the pipeline's micro-batches, run by one schedule;
+- ranks that share a sample (tensor, pipeline and context parallel ones) read the same batches and count once;
 - the loss is that of the last stage, sent to all ranks.
 """
 
@@ -25,39 +25,40 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfscale.checkpoint.formats.parameter_names import trained_names
 from hfscale.errors import UsageError
 from hfscale.integrations.metric_injector import MetricInjector
-from hfscale.parallel import gradients, state
-from hfscale.parallel.arguments import ParallelArguments
-from hfscale.parallel.batches import stack_batches
-from hfscale.parallel.checkpoints import SavesLaidOut
+from hfscale.parallel import gradients
+from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages
+from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
-from hfscale.parallel.clock import StageTimes
-from hfscale.parallel.context import ShiftedBefore
+from hfscale.parallel.losses import PreshiftedLabelSmoother
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
-from hfscale.parallel.schedule import Pipeline
-from hfscale.parallel.stage_flags import check_arguments, plan_stages
+from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches
 from hfscale.parallel.weights import draw_weights, read_weights
 
 
-class ParallelTrainer(SavesLaidOut):
-    """A Trainer whose model is cut over `tp_size` x `pp_size` ranks, and repeated or sharded over the others.
+class ParallelTrainer(ParallelCheckpointTrainer):
+    """A Trainer whose model is split over `tp_size` x `pp_size` x `cp_size` ranks, and replicated or sharded over the
+    others.
+
+    The methods with an underscore override steps of Trainer for which there are no public hooks; tests/
+    test_parallel_plan.py::test_internals_of_libraries_are_where_this_package_uses_them fails when they move.
 
     | metric key | unit | meaning |
     |---|---|---|
-    | `scaling/bubble_fraction` | ratio | share of the pipeline schedule's time in which a rank waits, mean of all |
+    | `scaling/bubble_fraction` | ratio | share of the pipeline schedule in which a rank waits, mean over ranks |
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`): whole and the same on every rank, or on the meta device. It is cut
-            in place: each rank keeps its part.
+        model (`PreTrainedModel` or `PeftModel`): unsplit and the same on every rank, or on the meta device. It is
+            changed in place: each rank keeps its part.
         args (`TrainingArguments`): of any kind.
         parallel (`ParallelArguments`, *optional*): sizes of the axes; absent: all ranks are data parallel.
-        weights_from (`str`, *optional*): a folder of safetensors or a hub id, for a model on the meta device; each
-            rank reads its part. Absent: they are drawn from `args.seed`, the same under every layout.
+        weights_from (`str`, *optional*): a folder of safetensors files or a hub id, for a model on the meta device;
+            each rank reads its part. Absent: the weights are drawn from `args.seed`, equal under every layout.
         kwargs: as for `Trainer`.
 
     Raises:
-        LayoutError: sizes that do not fit together, the world, or the model.
-        UsageError: a model or an argument that does not go with it.
+        LayoutError: the sizes do not fit together, the world, or the model.
+        UsageError: the model or an argument is not supported.
     """
 
     def __init__(
@@ -74,53 +75,52 @@ class ParallelTrainer(SavesLaidOut):
         check_arguments(args, cp=self.layout.cp, **kwargs)
         check_config(model.config, self.layout, self.stage_plan, sequence_parallel=parallel.sequence_parallel)
         self.mesh = make_mesh(self.layout, args.device.type)
-        causal = model.get_base_model() if _is_adapted(model) else model
+        causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
         self.whole_sizes = tuple(
             sum(p.numel() for p in model.parameters() if p.requires_grad or not only_trained)
             for only_trained in (False, True)
         )
-        """Parameters of the whole model: all, and those that are trained."""
+        """Parameters of the unsplit model: all, and those that are trained."""
         self.parameter_names = trained_names(model)
         self.parallelized: ParallelizedModel = parallelize_model(
-            causal,
+            causal_lm,
             self.mesh,
             self.stage_plan,
             self._loss_of_last_stage,
             compute_dtype=torch.bfloat16 if args.bf16 else None,
-            fill=partial(_fill, seed=args.seed, weights_from=weights_from),
+            fill=partial(_fill_weights, seed=args.seed, weights_from=weights_from),
             sequence_parallel=parallel.sequence_parallel,
-            cut_logits=kwargs.get("compute_loss_func") is None,
+            shard_logits=kwargs.get("compute_loss_func") is None,
         )
         super().__init__(model, args, *positional, **kwargs)
-        if self.parallelized.vocabulary is not None and self.label_smoother is not None:
-            self.label_smoother = self.parallelized.vocabulary.smoother(self.label_smoother.epsilon)
+        if self.parallelized.vocab_loss is not None and self.label_smoother is not None:
+            self.label_smoother = self.parallelized.vocab_loss.smoother(self.label_smoother.epsilon)
         if self.parallelized.context is not None and self.label_smoother is not None:
-            self.label_smoother = ShiftedBefore(self.label_smoother)
-        # The Trainer's own way to leave a model alone: no wrapper, no placement.
+            self.label_smoother = PreshiftedLabelSmoother(self.label_smoother)
+        # Trainer's own switch for a model that it should neither wrap nor move.
         self.is_distributed_loading_by_transformers = True
         self.accelerator.prepare_data_loader = self._prepare_data_loader
-        hidden = causal.config.get_text_config().hidden_size
-        dtype = torch.bfloat16 if args.bf16 else causal.dtype
         self.pipeline = Pipeline(
             self.parallelized.stages,
             self.stage_plan,
             self.mesh.pp_group,
             args.device,
-            hidden_size=hidden,
-            dtype=dtype,
+            hidden_size=causal_lm.config.get_text_config().hidden_size,
+            dtype=torch.bfloat16 if args.bf16 else causal_lm.dtype,
             sequence_parts=self.parallelized.sequence_parts,
         )
         self.parallel_model = ParallelModel(self.parallelized, self.pipeline)
-        self._waiting: list[dict[str, torch.Tensor]] = []
-        self._items: torch.Tensor | int | None = None
+        self._buffered_batches: list[dict[str, torch.Tensor]] = []
+        self._num_items: torch.Tensor | int | None = None
 
     # --- batches: ranks that share a sample count once --------------------------------------------------------------
 
     def get_tp_size(self) -> int:
-        """Ranks that read the same samples; what Trainer divides the world by."""
+        """The number of ranks that read the same samples, by which Trainer divides the world."""
         return self.layout.ranks_per_replica
 
     def _prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
+        """What `Accelerator.prepare_data_loader` does, with data parallel ranks instead of all processes."""
         accelerator = self.accelerator
         prepared = prepare_data_loader(
             data_loader,
@@ -137,12 +137,14 @@ class ParallelTrainer(SavesLaidOut):
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
+        # No public way to tell Accelerate of a data loader that it has not prepared itself.
         accelerator._dataloaders.append(prepared)
         return prepared
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+        """Give Trainer the module that runs the pipeline instead of the model."""
         _, data_loader = super()._prepare_for_training(*args, **kwargs)
         self.model_wrapped = self.parallel_model
         if self.layout.pp > 1:
@@ -150,7 +152,10 @@ class ParallelTrainer(SavesLaidOut):
         return self.parallel_model, data_loader
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Trainer would send rank 0's plain parameters to all; here other ranks hold other ones."""
+        """Do nothing: Trainer would send rank 0's plain parameters to all ranks, but other ranks hold other ones."""
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do nothing: `parallelize_model` has moved it."""
 
     def training_step(
         self,
@@ -158,26 +163,40 @@ class ParallelTrainer(SavesLaidOut):
         inputs: dict[str, torch.Tensor | Any],
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Keep a micro-batch; with the last one of the step, run the schedule and complete the gradients."""
-        self._waiting.append(self._prepare_inputs(inputs))
+        """Buffer a micro-batch. With the last micro-batch of the step, run the schedule and complete the gradients.
+
+        Args:
+            model (`nn.Module`): unused; `parallel_model` is run.
+            inputs (`dict`): the model's keywords, each (batch, sequence).
+            num_items_in_batch (`int` or `torch.Tensor`, *optional*): tokens of the whole step to divide the loss by.
+
+        Returns:
+            The loss of the whole step with its last micro-batch, 0 before.
+
+        Raises:
+            UsageError: the last step of an epoch has too few micro-batches for the schedule, and the model's loss does
+                not allow to fill them up.
+        """
+        self._buffered_batches.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches, self._waiting = self._waiting, []
+        batches = self._buffered_batches
+        self._buffered_batches = []
         self.parallel_model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         micro_batches = self.stage_plan.micro_batches_for(len(batches))
         if micro_batches > len(batches) and num_items_in_batch is None:
             raise UsageError(
-                f"the last step of an epoch has {len(batches)} micro-batches, {self.stage_plan.schedule} needs "
-                f"{micro_batches}, and {type(self.parallelized.model).__name__} has no loss over counted tokens to "
-                "fill them up: give --max_steps, so that the run ends before"
+                f"the last step of an epoch has {len(batches)} micro-batches, but {self.stage_plan.schedule} needs "
+                f"{micro_batches}, and {type(self.parallelized.model).__name__} has no loss over counted tokens, to "
+                "which empty micro-batches would add nothing: give --max_steps, so that the run ends before that step"
             )
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = len(batches)
-        loss = self._run(stack_batches(batches, micro_batches), micro_batches, num_items_in_batch)
+        loss = self._run_pipeline(stack_batches(batches, micro_batches), micro_batches, num_items_in_batch)
         gradients.align_gradients(self.parallelized.model.parameters())
-        gradients.sum_partial_gradients(self.parallelized.partial, self.mesh)
+        gradients.sum_partial_gradients(self.parallelized.partial_gradients, self.mesh)
         if self.parallelized.tied is not None:
             self.parallelized.tied.sum_gradients()
         return loss
@@ -189,7 +208,16 @@ class ParallelTrainer(SavesLaidOut):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, None, None]:
-        """The loss over the batches of all data parallel ranks; logits stay where they are."""
+        """Compute the loss over the batches of all data parallel ranks; logits stay on the last stage.
+
+        Args:
+            model (`nn.Module`): unused; `parallel_model` is run.
+            inputs (`dict`): the model's keywords, each (batch, sequence).
+            prediction_loss_only, ignore_keys: unused.
+
+        Returns:
+            The loss, None, None.
+        """
         inputs = self._prepare_inputs(inputs)
         items = self._get_num_items_in_batch([inputs], self.args.device)
         self.parallel_model.eval()
@@ -197,79 +225,79 @@ class ParallelTrainer(SavesLaidOut):
         self.current_gradient_accumulation_steps = micro_batches
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = micro_batches
-        loss = self._run(dict(inputs), micro_batches, items)
-        state.reshard_all(self.parallelized)
+        loss = self._run_pipeline(dict(inputs), micro_batches, items)
+        reshard_all(self.parallelized)
         return loss, None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As in Trainer; a batch's loss, which all ranks know, counts once per sample."""
+        """Evaluate as Trainer does; the loss of a batch, which all ranks know, counts once per sample."""
         self.gather_function = self._once_per_sample
         return super().evaluation_loop(*args, **kwargs)
 
     def _once_per_sample(self, losses: torch.Tensor) -> torch.Tensor:
         gathered = losses.repeat(self.layout.data_parallel_size)
-        state_ = self.accelerator.gradient_state
-        return gathered[: state_.remainder] if state_.end_of_dataloader and state_.remainder > 0 else gathered
+        gradient_state = self.accelerator.gradient_state
+        if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
+            return gathered[: gradient_state.remainder]
+        return gathered
 
-    def _run(
+    def _run_pipeline(
         self, inputs: dict[str, torch.Tensor], micro_batches: int, items: torch.Tensor | int | None
     ) -> torch.Tensor:
-        self._items = items
+        self._num_items = items
         with self.compute_loss_context_manager():
             loss = self.parallel_model(micro_batches=micro_batches, **inputs).detach().clone()
-        # The last stage's ranks hold it, tp of them alike; those with other tokens have scaled theirs to average.
-        dist.all_reduce(loss) if dist.is_initialized() else None
+        # The tp ranks of the last stage hold the same loss; ranks with other tokens have scaled theirs for averaging.
+        if dist.is_initialized():
+            dist.all_reduce(loss)
         return loss / (self.layout.tp * self.layout.cp * self.layout.data_parallel_size)
 
     def _loss_of_last_stage(self, view: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-        """One micro-batch's loss as Trainer computes it: label smoothing and `compute_loss_func` included.
+        """Compute the loss of one micro-batch as Trainer does, with label smoothing and `compute_loss_func`.
 
-        Gradients are averaged over all ranks with tokens of their own. Trainer makes up for data parallel ones; of
-        those that share a sequence each has the loss of its tokens alone.
+        Gradients are averaged over all ranks that have different tokens. Trainer already compensates for the data
+        parallel ones. Context parallel ranks each have the loss of their own tokens only, so it is multiplied by cp.
         """
         if self.parallelized.context is not None:
-            if self._items is None:
+            if self._num_items is None:
                 raise UsageError(
-                    f"cp_size {self.layout.cp}: {type(self.parallelized.model).__name__} has no loss over counted "
-                    "tokens, which the ranks of a sequence could add up: set --cp_size 1"
+                    f"--cp_size is {self.layout.cp}: {type(self.parallelized.model).__name__} has no loss over "
+                    "counted tokens, which the ranks of a sequence could add up; set --cp_size 1"
                 )
             if self.label_smoother is not None:
                 inputs = inputs | {"labels": inputs["shift_labels"]}
-            loss = self.compute_loss(view, {**inputs, "use_cache": False}, num_items_in_batch=self._items)
+        loss = self.compute_loss(view, {**inputs, "use_cache": False}, num_items_in_batch=self._num_items)
+        if self.parallelized.context is not None:
             return loss * self.layout.cp
-        loss = self.compute_loss(view, {**inputs, "use_cache": False}, num_items_in_batch=self._items)
-        scaled = (self.model_accepts_loss_kwargs and self._items is not None) or self.compute_loss_func is not None
-        return loss if scaled else loss / self.current_gradient_accumulation_steps
+        is_scaled = (self.model_accepts_loss_kwargs and self._num_items is not None) or (
+            self.compute_loss_func is not None
+        )
+        return loss if is_scaled else loss / self.current_gradient_accumulation_steps
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def _counted_once(self) -> list[nn.Parameter]:
+    def _distinct_parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters without second copies of tied weights."""
         duplicate = self.parallelized.tied.duplicate if self.parallelized.tied is not None else None
         return [p for p in self.parallelized.model.parameters() if p is not duplicate]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return gradients.gradient_norm(self._counted_once(), self.mesh) if grad_norm is None else grad_norm
+        return gradients.gradient_norm(self._distinct_parameters(), self.mesh) if grad_norm is None else grad_norm
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        norm = gradients.gradient_norm(self._counted_once(), self.mesh)
-        gradients.scale_gradients(self.parallelized.model.parameters(), norm, self.args.max_grad_norm)
+        norm = gradients.gradient_norm(self._distinct_parameters(), self.mesh)
+        gradients.clip_gradients(self.parallelized.model.parameters(), norm, self.args.max_grad_norm)
         return norm
 
     # --- what is logged ---------------------------------------------------------------------------------------------
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
-        """6 N D of the whole model, shared among the ranks that work on a sample: Trainer adds up all ranks."""
+        """6 N D of the unsplit model, divided among the ranks that work on a sample, because Trainer sums over all
+        ranks."""
         return 6 * inputs["input_ids"].numel() * self.whole_sizes[0] // self.layout.ranks_per_replica
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It is where it belongs since `parallelize_model`."""
 
-
-def _is_adapted(model: nn.Module) -> bool:
-    return isinstance(model, PeftModel)
-
-
-def _fill(model: PreTrainedModel, aliases: Mapping[str, str], *, seed: int, weights_from: str | None) -> None:
+def _fill_weights(model: PreTrainedModel, aliases: Mapping[str, str], *, seed: int, weights_from: str | None) -> None:
     draw_weights(model, seed=seed, parameters=weights_from is None)
     if weights_from is not None:
         read_weights(model, weights_from, aliases=aliases)

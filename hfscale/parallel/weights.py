@@ -1,13 +1,13 @@
-"""Weights for a model that nobody has trained yet: the same ones under every strategy, from a config and a seed.
+"""Initial weights: drawn from a config and a seed, the same under every strategy, or read by each rank in parts.
 
-transformers draws them in one stream of random numbers, whose course depends on how the model was built: DeepSpeed
-ZeRO-3's `zero.Init`, for one, starts another training than DDP from the same seed. Here each module draws from a
-generator of its own, seeded by the run's seed and the module's name, so neither the strategy nor the order matters.
+transformers draws weights from one stream of random numbers, so they depend on how the model was built: with the same
+seed, DeepSpeed ZeRO-3's `zero.Init` gives other weights than DDP. Here each module draws from a generator of its own,
+seeded by the run's seed and the module's name, so that neither the strategy nor the order matters.
 """
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -28,29 +28,32 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from hfscale.errors import UsageError
-from hfscale.parallel.shards import write_local_part
+from hfscale.parallel.mesh import copy_local_shard
 from hfscale.utils import distributed
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
-    """A causal language model with drawn weights, held by as few ranks as the strategy allows.
+    """Make a causal language model with drawn weights, in the memory of as few ranks as the strategy allows.
 
-    Under ZeRO-3 each rank keeps its part and one module at a time is whole. Under FSDP2 with
-    `fsdp_cpu_ram_efficient_loading` rank 0 alone fills the memory of its copy, from which Accelerate hands out the
-    shards. Under all else every rank has the model, as its strategy wants it.
+    Under ZeRO-3 each rank keeps its part, and one module at a time is gathered. Under FSDP2 with
+    `fsdp_cpu_ram_efficient_loading` only rank 0 fills the memory of its copy, from which Accelerate distributes the
+    shards. Under all other strategies every rank has the model, as the strategy requires.
 
     Args:
         config (`PreTrainedConfig`): of any architecture with a causal language model.
         seed (`int`): equal seeds give equal weights under every strategy and on every number of processes.
         dtype (`torch.dtype`): of the parameters.
         kwargs: for `AutoModelForCausalLM.from_config`, such as `attn_implementation`.
+
+    Returns:
+        The model, on the CPU.
     """
     if is_deepspeed_zero3_enabled():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
     else:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
-        model.to_empty(device="cpu")  # not yet memory: that comes with the first write
+        model.to_empty(device="cpu")  # the system provides memory only when it is written
         model.tie_weights()
     draw_weights(model, seed=seed, parameters=not is_fsdp_enabled() or distributed.rank() == 0)
     return model
@@ -58,30 +61,33 @@ def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kw
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) -> None:
-    """Draw every weight of `model` anew, by the model's own rules, from `seed` and the modules' names alone.
+    """Draw every weight of a model by the model's own rules, from the seed and the names of its modules only.
 
     Args:
-        parameters (`bool`): False computes the buffers only (rotary frequencies) and draws adapters, for a rank that
-            will be sent or read the model's own parameters.
+        model (`PreTrainedModel`): on a real device; its weights are overwritten.
+        seed (`int`): the run's seed.
+        parameters (`bool`): False computes only the buffers (rotary frequencies) and draws only adapters, for a rank
+            whose parameters are sent or read afterwards.
     """
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         if isinstance(module, LoraLayer):
-            visit(module.get_base_layer(), name, owner)  # by the name it has without adapters
+            visit(module.get_base_layer(), name, owner)  # by the name that it has without adapters
             _draw_adapters(module, _seed_of(seed, f"{name}.lora"))
             return
-        # Children first, as transformers does it: a parent may draw some of their weights again, at another scale.
+        # Children first, as in transformers: a parent may draw some of their weights again, with another scale.
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}", child if isinstance(child, PreTrainedModel) else owner)
-        if isinstance(module, XIELUActivation):  # Apertus' rules have none for what its constructor computes
-            with _whole(module):
+        if isinstance(module, XIELUActivation):  # Apertus has no rule for what its constructor computes
+            with _gathered(module):
                 module.load_state_dict(XIELUActivation(dtype=module.beta.dtype).state_dict())
             return
         if not parameters and _parameters_of(module):
             return
-        with _whole(module), torch.random.fork_rng(devices=[]):
+        with _gathered(module), torch.random.fork_rng(devices=[]):
             torch.manual_seed(_seed_of(seed, name))
-            # The rule of each architecture; the public `initialize_weights` draws all modules from one stream.
+            # No public way to apply the architecture's rule to one module: `initialize_weights` draws all modules from
+            # one stream. tests/test_weights.py fails when it moves.
             owner._init_weights(module)
 
     visit(model, "", model)
@@ -90,18 +96,19 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
 def read_weights(
     model: PreTrainedModel, name_or_path: str, *, aliases: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Read a checkpoint's weights into `model`, each rank its own part of what it holds, straight from the files.
+    """Read a checkpoint's weights into a model, each rank its own part directly from the files.
 
-    transformers' own reader does it: it knows how each architecture's checkpoints are named and put together, and
-    reads of a `DTensor` parameter the rank's slice alone. Adapters are left as they are.
+    transformers' own reader does it: it knows how each architecture's checkpoints name and combine their tensors, and
+    it reads only the rank's slice of a `DTensor` parameter. Adapters are not changed.
 
     Args:
-        model (`PreTrainedModel`): on a real device, its parameters whole, cut, or (other stages') missing.
+        model (`PreTrainedModel`): on a real device; its parameters are full, sharded or (of other stages) missing.
         name_or_path (`str`): a folder with safetensors files, or a hub id.
-        aliases: names of parameters that checkpoints leave out, and whose weights they take (tied ones).
+        aliases (`Mapping`): names of parameters that checkpoints leave out (tied ones) -> names of the weights that
+            they take.
 
     Raises:
-        UsageError: no safetensors files, or a parameter that stands in none.
+        UsageError: there are no safetensors files, or a parameter is in none of them.
     """
     adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     renamed = {rf"^{re.escape(name)}\.(weight|bias)$": rf"{name}.base_layer.\1" for name in adapted}
@@ -114,7 +121,7 @@ def read_weights(
             if missing not in slices and source in slices:
                 slices[missing] = slices[source]
         config = LoadStateDictConfig(
-            device_map={"": _device_of(model)},
+            device_map={"": next(model.parameters()).device},
             dtype=model.dtype,
             weight_mapping=get_model_conversion_mapping(model, renamed or None),
         )
@@ -123,7 +130,8 @@ def read_weights(
     if missing or info.mismatched_keys:
         what = f"no {missing[0]}" if missing else f"another shape of {sorted(info.mismatched_keys)[0][0]}"
         raise UsageError(
-            f"--model_name_or_path {name_or_path} has {what}: it is not a {model.config.model_type} of this config"
+            f"--model_name_or_path {name_or_path} has {what}: it is not a {model.config.model_type} of this config; "
+            "give the config that belongs to it"
         )
 
 
@@ -136,21 +144,18 @@ def _weight_files(name_or_path: str) -> list[str]:
         return list(get_checkpoint_shard_files(name_or_path, index)[0])
     except OSError as error:
         raise UsageError(
-            f"--model_name_or_path {name_or_path} has no {SAFE_WEIGHTS_NAME}, and no other format can be read in parts"
+            f"--model_name_or_path {name_or_path} has no {SAFE_WEIGHTS_NAME}: other formats cannot be read in parts; "
+            "give a folder or hub id with safetensors files"
         ) from error
 
 
-def _device_of(model: PreTrainedModel) -> torch.device:
-    return next(parameter.device for parameter in model.parameters())
-
-
 def _draw_adapters(layer: LoraLayer, seed: int) -> None:
-    """Adapters by peft's own rule (A drawn, B zero), from `seed`."""
+    """Draw adapters by peft's own rule (A random, B zero)."""
     parts = [half[name] for half in (layer.lora_A, layer.lora_B) for name in half]
     with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):
         for part in parts:
-            if any(isinstance(p, DTensor) or p.device.type != "cpu" for p in part.parameters()):
-                stack.enter_context(_whole_on_host(part))
+            if _needs_host_copies(part.parameters()):
+                stack.enter_context(_full_on_host(part))
         torch.manual_seed(seed)
         for name in layer.lora_A:
             layer.reset_lora_parameters(name, True)
@@ -161,16 +166,20 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a module's rule may touch: its own and its children's."""
+    """The parameters that a module's rule may change: its own and its children's."""
     return [parameter for part in (module, *module.children()) for parameter in part.parameters(recurse=False)]
 
 
+def _needs_host_copies(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(isinstance(parameter, DTensor) or parameter.device.type != "cpu" for parameter in parameters)
+
+
 @contextlib.contextmanager
-def _whole(module: nn.Module) -> Iterator[None]:
-    """Within, the parameters that ZeRO-3 or a mesh keeps in parts are whole; what is made of them stays."""
+def _gathered(module: nn.Module) -> Iterator[None]:
+    """Inside this context, parameters that ZeRO-3 or a mesh keeps in shards are complete; changes to them are kept."""
     parameters = _parameters_of(module)
-    if any(isinstance(parameter, DTensor) or parameter.device.type != "cpu" for parameter in parameters):
-        with _whole_on_host(module):
+    if _needs_host_copies(parameters):
+        with _full_on_host(module):
             yield
         return
     if not (parameters and is_deepspeed_zero3_enabled()):
@@ -183,22 +192,24 @@ def _whole(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _whole_on_host(module: nn.Module) -> Iterator[None]:
-    """Within, whole tensors in host memory stand for the parameters that a rule may touch; of those that it wrote,
-    each rank then keeps its part. What the rule leaves alone costs no memory: pages are given out when written."""
-    held = [
+def _full_on_host(module: nn.Module) -> Iterator[None]:
+    """Inside this context, full tensors in host memory take the place of the parameters that a rule may change; of the
+    tensors that it wrote, each rank then keeps its shard. A tensor that is not written costs no memory, because the
+    system provides memory only when it is written."""
+    originals = [
         (part, name, parameter)
         for part in (module, *module.children())
         for name, parameter in part.named_parameters(recurse=False)
     ]
-    for part, name, parameter in held:
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        part._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    for part, name, parameter in originals:
+        full = torch.empty(parameter.shape, dtype=parameter.dtype)
+        setattr(part, name, nn.Parameter(full, requires_grad=parameter.requires_grad))
     try:
         yield
     finally:
-        for part, name, parameter in held:
-            written = part._parameters[name]
-            part._parameters[name] = parameter
-            if written is not None and written._version > 0:
-                write_local_part(parameter, written.detach())
+        for part, name, parameter in originals:
+            drawn = getattr(part, name)
+            setattr(part, name, parameter)
+            # torch counts in-place writes here; there is no public way to learn whether a tensor was written.
+            if drawn is not None and drawn._version > 0:
+                copy_local_shard(parameter, drawn.detach())

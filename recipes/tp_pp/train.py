@@ -22,8 +22,8 @@ from hfscale import ParallelArguments, ParallelTrainer
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
 from hfscale.integrations.strategy import check_launch
+from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run, print_dry_run
-from hfscale.parallel.stage_flags import plan_stages
 from hfscale.recipe.arguments import check_evaluation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.data import load_packed_datasets

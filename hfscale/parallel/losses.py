@@ -1,0 +1,284 @@
+"""Losses that no rank can compute alone: cross-entropy over a sharded vocabulary, and the load balancing of experts.
+
+**Cross-entropy.** Each tensor parallel rank has the logits of its part of the vocabulary, and no rank ever holds all
+logits of a token. The ranks exchange three numbers per token: the largest logit, the sum of the exponentials, and the
+logit of the label (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). Label smoothing needs a fourth: the sum
+of all logits.
+
+**Load balancing.** The loss of a mixture-of-experts layer with E experts is E sum_i f_i P_i, where f_i is the share of
+the tokens whose top-k choices include expert i and P_i is the expert's mean probability (Fedus et al., Switch
+Transformers, arXiv 2101.03961, equations 4 to 6). Here it is computed per layer, so that it does not depend on how
+layers are assigned to stages: its mean over layers, micro-batches and data parallel ranks, times
+`router_aux_loss_coef`. transformers first averages f and P over all layers, which no stage knows, and adds the loss
+once per accumulated micro-batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from hfscale.errors import UnsupportedModelError
+
+IGNORED_LABEL = -100
+"""The label of positions that transformers' losses leave out."""
+_GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")  # of a head whose complete logits every rank gets
+
+
+# --- cross-entropy over a sharded vocabulary -------------------------------------------------------------------------
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Losses of tokens, and the gradient of this rank's logits, from this rank's part of the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, smoothing: float, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        """(tokens, vocabulary / tp), (tokens,) -> (tokens,), which is the same on all ranks.
+
+        With V entries and smoothing e, the loss is -(1 - e) log p_label - e / V sum_j log p_j (Szegedy et al.,
+        arXiv 1512.00567, section 7), where -log p_j = log sum exp(z - max z) - (z_j - max z).
+        """
+        width = logits.shape[-1]
+        tp = group.size()
+        peak = logits.amax(dim=-1).float()
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        shifted = logits.float() - peak[:, None]
+        column = labels - group.rank() * width
+        is_local = (column >= 0) & (column < width)
+        column = torch.where(is_local, column, 0)[:, None]
+        label_logits = torch.where(is_local, shifted.gather(-1, column).squeeze(-1), 0.0)
+        logit_sums = shifted.sum(dim=-1) if smoothing else torch.zeros_like(label_logits)
+        probabilities = shifted.exp_()
+        sums = torch.stack([probabilities.sum(dim=-1), label_logits, logit_sums])
+        dist.all_reduce(sums, group=group)
+        probabilities /= sums[0][:, None]
+        ctx.save_for_backward(probabilities, column, is_local)
+        ctx.smoothing = smoothing
+        ctx.vocabulary = width * tp
+        ctx.dtype = logits.dtype
+        return sums[0].log() - (1 - smoothing) * sums[1] - smoothing / (width * tp) * sums[2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """The gradient of column j is p_j - e / V, minus 1 - e where j is the label."""
+        probabilities, column, is_local = ctx.saved_tensors
+        per_token = gradients[0][:, None]
+        gradient = (probabilities - ctx.smoothing / ctx.vocabulary) * per_token
+        gradient.scatter_add_(-1, column, (ctx.smoothing - 1) * is_local[:, None] * per_token)
+        return gradient.to(ctx.dtype), None, None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabParallelLoss:
+    """The loss function of a model whose logits are sharded over the tensor parallel ranks."""
+
+    group: dist.ProcessGroup
+    """The tensor parallel ranks, in the order of their parts of the vocabulary."""
+    epsilon: float = 0.0
+    """Label smoothing."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = IGNORED_LABEL,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Compute what transformers' `ForCausalLMLoss` computes, from this rank's logits.
+
+        Args:
+            logits (`torch.Tensor`): (batch, sequence, vocabulary / tp).
+            labels (`torch.Tensor`): (batch, sequence), not shifted; unused where `shift_labels` is given.
+            vocab_size (`int`): entries of the whole vocabulary.
+            num_items_in_batch (`int` or `torch.Tensor`, *optional*): tokens to divide the sum by; absent: those here.
+            ignore_index (`int`): the label of positions that are left out.
+            shift_labels (`torch.Tensor`, *optional*): the label of each position's successor, (batch, sequence).
+
+        Returns:
+            The loss, a scalar.
+
+        Raises:
+            UnsupportedModelError: the logits are not this rank's part of the vocabulary.
+        """
+        if logits.shape[-1] * self.group.size() != vocab_size:
+            raise UnsupportedModelError(
+                f"{logits.shape[-1]} logits on each of {self.group.size()} ranks do not make up a vocabulary of "
+                f"{vocab_size}: set --tp_size 1"
+            )
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return self._mean(logits, shift_labels, num_items_in_batch, ignore_index)
+
+    def smoother(self, epsilon: float) -> "VocabParallelLabelSmoother":
+        """The label smoother that a Trainer calls, for the same logits."""
+        return VocabParallelLabelSmoother(loss=replace(self, epsilon=epsilon))
+
+    def _mean(
+        self, logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | int | None, ignored: int
+    ) -> torch.Tensor:
+        labels = labels.reshape(-1).to(logits.device)
+        counts = labels != ignored
+        losses = _VocabParallelCrossEntropy.apply(logits.flatten(0, -2), labels.clamp(min=0), self.epsilon, self.group)
+        total = torch.where(counts, losses, 0.0).sum()
+        return total / (counts.sum() if items is None else torch.as_tensor(items).to(total.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabParallelLabelSmoother:
+    """What a Trainer with `label_smoothing_factor` calls instead of transformers' `LabelSmoother`."""
+
+    loss: VocabParallelLoss
+    """The loss, with its `epsilon`."""
+
+    def __call__(
+        self,
+        model_output: Mapping[str, torch.Tensor],
+        labels: torch.Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Compute the smoothed loss, a scalar, of a causal language model's output."""
+        logits = model_output["logits"]
+        vocabulary = logits.shape[-1] * self.loss.group.size()
+        return self.loss(logits, labels, vocabulary, num_items_in_batch, shift_labels=None if shift_labels else labels)
+
+
+class PreshiftedLabelSmoother:
+    """A Trainer's label smoother for labels that were shifted before the sequences were split over ranks.
+
+    Args:
+        smoother (`callable`): the smoother for complete sequences.
+    """
+
+    def __init__(self, smoother: Callable[..., torch.Tensor]) -> None:
+        self._smoother = smoother
+
+    def __call__(self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, **options: Any) -> Any:
+        """Compute the smoothed loss without shifting the labels again."""
+        return self._smoother(model_output, labels, shift_labels=False, **options)
+
+
+def keep_logits_sharded(model: PreTrainedModel, plan: dict[str, str], head: str) -> bool:
+    """Change the tensor-parallel plan of an unsplit model so that its head returns this rank's logits only.
+
+    Args:
+        model (`PreTrainedModel`): the model.
+        plan (`dict`): module name -> style; changed in place.
+        head (`str`): name of the model's head.
+
+    Returns:
+        Whether the plan was changed. It is not where transformers shards the head in another way, or where the model
+        has a loss of its own.
+    """
+    if plan.get(head) not in _GATHERED_STYLES or model.loss_function is not ForCausalLMLoss:
+        return False
+    plan |= {name: "colwise" for name in plan if name == head or name.startswith(f"{head}.")}
+    return True
+
+
+# --- load balancing of experts ---------------------------------------------------------------------------------------
+
+
+class RouterBalanceLoss:
+    """Records the router logits of this rank's layers and computes their load-balancing loss.
+
+    Args:
+        model (`PreTrainedModel`): the unsplit model, with `output_router_logits` in its config.
+        gather_sequence (`callable`, *optional*): `gather_sequence(local, dim)` gathers sequences of which each rank
+            has a part, since f and P are means over all tokens of a micro-batch; absent: each rank has all tokens.
+
+    Raises:
+        UnsupportedModelError: the model does not say where its routers are or what weight the loss has.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, gather_sequence: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    ) -> None:
+        config = model.config.get_text_config()
+        # No public way to learn which module's output the model reports as router logits. tests/test_parallel.py::
+        # test_families_and_the_load_balancing_of_experts fails when it moves.
+        recorders = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
+        self._recorder: Any = next((found["router_logits"] for found in recorders if "router_logits" in found), None)
+        self._experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        self._coefficient = getattr(config, "router_aux_loss_coef", None)
+        if not hasattr(self._recorder, "target_class") or None in (self._experts, self._coefficient):
+            raise UnsupportedModelError(
+                f"output_router_logits is true: the load-balancing loss of {config.model_type} is not supported; set "
+                "it to false in the model's config"
+            )
+        self._top_k = config.num_experts_per_tok
+        self._layers = sum(isinstance(m, self._recorder.target_class) for m in model.modules())
+        self._logits: list[torch.Tensor] | None = None
+        self._gather_sequence = gather_sequence
+        self.micro_batches = 1
+        """Micro-batches of the step that contain labels."""
+
+    @staticmethod
+    def is_enabled(model: PreTrainedModel) -> bool:
+        """Whether the model's config asks for the load-balancing loss."""
+        return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+
+    def watch(self, stage: nn.Module) -> None:
+        """Record the router logits of the layers in `stage` from now on."""
+        for module in stage.modules():
+            if isinstance(module, self._recorder.target_class):
+                module.register_forward_hook(self._record)
+
+    def _record(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._logits is not None:  # None while activations are recomputed
+            self._logits.append(output[self._recorder.index] if isinstance(output, tuple) else output)
+
+    def start_forward(self) -> None:
+        """Start recording; to be called before a stage's forward."""
+        self._logits = []
+
+    def finish_forward(
+        self, attention_mask: torch.Tensor | None, labels: torch.Tensor | None, batch: int
+    ) -> torch.Tensor:
+        """Stop recording and compute the stage's share of the loss for the micro-batch that has just passed it.
+
+        Args:
+            attention_mask (`torch.Tensor`, *optional*): (batch, sequence), the padding mask.
+            labels (`torch.Tensor`, *optional*): (batch, sequence).
+            batch (`int`): sequences of the micro-batch.
+
+        Returns:
+            A scalar; 0 where all labels are ignored.
+        """
+        recorded = self._logits or []
+        self._logits = None
+        if self._gather_sequence is not None:
+            recorded = [self._gather_sequence(r.reshape(batch, -1, r.shape[-1]), 1).flatten(0, 1) for r in recorded]
+        losses = [load_balancing_loss_func((r,), self._experts, self._top_k, attention_mask) for r in recorded]
+        if not losses:
+            return torch.zeros(())
+        share = self._coefficient / (self._layers * self.micro_batches)
+        has_labels = (labels != IGNORED_LABEL).any() if labels is not None else 1.0
+        return torch.stack(losses).sum() * share * has_labels
+
+
+class AttachLoss(torch.autograd.Function):
+    """The identity on hidden states, which also starts a loss's backward pass: the loss gets the gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `hidden`: schedules detach a stage's output in place, which a view does not allow."""
+        ctx.dtype = loss.dtype
+        ctx.device = loss.device
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradient of `hidden` as it came, and 1 for the loss."""
+        return gradients[0], torch.ones((), dtype=ctx.dtype, device=ctx.device)

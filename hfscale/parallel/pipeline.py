@@ -1,0 +1,442 @@
+"""A rank's pipeline stages, run over the micro-batches of a step by torch's schedules, and how long they wait."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from transformers import PreTrainedModel, TrainerState
+
+from hfscale.errors import UsageError
+from hfscale.facts.schedules import SCHEDULES
+from hfscale.metrics.clocks import clock_of
+from hfscale.metrics.records import JSONL_NAME, RankLines
+from hfscale.parallel.context import ContextParallel
+from hfscale.parallel.losses import IGNORED_LABEL, AttachLoss, RouterBalanceLoss
+from hfscale.parallel.partition import ModelStructure, StageSpec
+from hfscale.parallel.stages import StagePlan
+from hfscale.utils import distributed
+
+TORCH_SCHEDULES = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBV": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+"""torch's schedule for each name of `hfscale.facts.schedules.SCHEDULES`."""
+_CACHED_SCHEDULES = 4
+_TIMED_SCHEDULES = 64
+_PADDING = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
+
+# Shapes below: rows = sequences of a micro-batch, sequence = tokens of a sequence that a rank's stages are given,
+# hidden = the model's width.
+
+
+# --- the micro-batches of a step -------------------------------------------------------------------------------------
+
+
+def stack_batches(batches: list[dict[str, Any]], micro_batches: int) -> dict[str, torch.Tensor]:
+    """Concatenate the micro-batches of a step along the batch dim, all padded to the same shape.
+
+    Args:
+        batches (`list[dict]`): inputs of the model, each tensor (rows, sequence) of any size.
+        micro_batches (`int`): how many the pipeline needs. Where there are fewer batches, copies of the last one
+            without labels follow.
+
+    Returns:
+        Tensors of (micro-batches x rows, sequence); the labels of padding are ignored.
+
+    Raises:
+        UsageError: an input is not a tensor of (rows, sequence).
+    """
+    batches = [*batches, *({**batches[-1], **_ignored(batches[-1])} for _ in range(micro_batches - len(batches)))]
+    rows = max(batch["input_ids"].shape[0] for batch in batches)
+    length = max(batch["input_ids"].shape[1] for batch in batches)
+    stacked = {}
+    for name, value in batches[0].items():
+        if not isinstance(value, torch.Tensor) or value.ndim < 2:
+            raise UsageError(
+                f"input {name} is not a tensor of (batch, sequence), which a pipeline needs to split it: have the "
+                "data collator leave it out"
+            )
+        stacked[name] = torch.cat([_padded(name, batch[name], rows, length) for batch in batches])
+    return stacked
+
+
+def pad_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
+    """Pad every input on the right, so that its length is a multiple of `multiple`.
+
+    The labels of the padding are ignored, and the other tokens of a causal model do not attend to it.
+
+    Args:
+        inputs (`dict`): tensors of (rows, sequence).
+        multiple (`int`): what the length has to be a multiple of.
+
+    Returns:
+        The padded inputs.
+    """
+    rows, length = inputs["input_ids"].shape
+    return {name: _padded(name, value, rows, -(-length // multiple) * multiple) for name, value in inputs.items()}
+
+
+def _ignored(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(batch[name], IGNORED_LABEL) for name in _PADDING if name in batch}
+
+
+def _padded(name: str, value: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """Pad an input to (rows, length). Added rows attend to themselves: a row that attends to nothing has NaN logits,
+    and then NaN gradients, even if its labels are ignored."""
+    fill = _PADDING.get(name, 0)
+    value = nn.functional.pad(value, (0, length - value.shape[1]), value=fill)
+    return nn.functional.pad(value, (0, 0, 0, rows - value.shape[0]), value=1 if name == "attention_mask" else fill)
+
+
+def _split(inputs: dict[str, torch.Tensor], micro_batches: int) -> list[dict[str, torch.Tensor]]:
+    columns = [value.tensor_split(micro_batches) for value in inputs.values()]
+    return [dict(zip(inputs, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+# --- one stage -------------------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """One pipeline stage: takes tokens or hidden states, returns hidden states or the loss.
+
+    Args:
+        view (`PreTrainedModel`): the stage's view of the model, from `stage_view`.
+        structure (`ModelStructure`): names of the model's parts.
+        spec (`StageSpec`): which stage it is.
+        loss (`callable`): `loss(view, inputs)`, a scalar, used by the last stage; `inputs` are the model's keywords.
+        balance (`RouterBalanceLoss`, *optional*): the load-balancing loss of experts, where the model has one.
+        stage_hidden_states (`callable`, *optional*): with sequence parallelism, takes the hidden states of another
+            stage, (rows, sequence / tp, hidden), and returns the decoder's input.
+        context (`ContextParallel`, *optional*): with context parallelism, prepares the inputs of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        view: PreTrainedModel,
+        structure: ModelStructure,
+        spec: StageSpec,
+        loss: Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor],
+        balance: RouterBalanceLoss | None = None,
+        stage_hidden_states: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        context: ContextParallel | None = None,
+    ) -> None:
+        super().__init__()
+        self.view = view
+        self.spec = spec
+        self._loss = loss
+        self._base_model = structure.decoder.split(".")[0]
+        self._stage_hidden_states = stage_hidden_states
+        self._context = context
+        self._balance = balance
+        self._balance_losses: list[torch.Tensor] = []
+        if balance is not None:
+            balance.watch(self)
+
+    def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Run the stage on one micro-batch.
+
+        Args:
+            hidden (`torch.Tensor`): tokens (rows, sequence) for the first stage, else hidden states (rows, sequence,
+                hidden).
+            inputs: the model's other keywords; only the last stage uses `labels`.
+
+        Returns:
+            Hidden states, (rows, sequence, hidden), or the last stage's loss, a scalar.
+        """
+        if self._stage_hidden_states is not None and not self.spec.is_first:
+            hidden = self._stage_hidden_states(hidden)
+        attention_mask = inputs.get("attention_mask")
+        labels = inputs.get("labels")
+        if self._context is not None:
+            inputs = self._context.prepare_micro_batch(inputs)
+        inputs["input_ids" if self.spec.is_first else "inputs_embeds"] = hidden
+        if self._balance is None:
+            return self._compute(inputs)
+        self._balance.start_forward()
+        output = self._compute(inputs | {"output_router_logits": False})
+        balance_loss = self._balance.finish_forward(attention_mask, labels, hidden.shape[0]).to(output.device)
+        if self.spec.is_last:
+            return output + balance_loss
+        self._balance_losses.append(balance_loss.detach())
+        return AttachLoss.apply(output, balance_loss)
+
+    def _compute(self, inputs: dict[str, Any]) -> torch.Tensor:
+        if self.spec.is_last:
+            return self._loss(self.view, inputs)
+        for name in ("labels", "shift_labels"):
+            inputs.pop(name, None)
+        return getattr(self.view, self._base_model)(**inputs, use_cache=False).last_hidden_state
+
+    def take_balance_losses(self) -> list[torch.Tensor]:
+        """Return the load-balancing losses of a stage that is not the last, since the previous call."""
+        losses = self._balance_losses
+        self._balance_losses = []
+        return losses
+
+
+# --- all stages of a rank --------------------------------------------------------------------------------------------
+
+
+class Pipeline:
+    """Runs a rank's stages over micro-batches, forward and backward or forward only.
+
+    Args:
+        stages (`Sequence[Stage]`): this rank's stages, in the order of `plan.stages_of`.
+        plan (`StagePlan`): all stages of the pipeline.
+        group (`ProcessGroup`): the pipeline ranks.
+        device (`torch.device`): where the stages are.
+        hidden_size (`int`): width of the hidden states that stages exchange.
+        dtype (`torch.dtype`): their type.
+        sequence_parts (`int`): into how many parts sequence parallelism splits them; 1 without.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        plan: StagePlan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        sequence_parts: int = 1,
+    ) -> None:
+        self.stages = list(stages)
+        self.plan = plan
+        self.group = group
+        self.device = device
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.sequence_parts = sequence_parts
+        self.clock = BusyClock(device)
+        self._schedules: OrderedDict[tuple[int, int, int], Any] = OrderedDict()
+
+    def train(self, micro_batches: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run forward and backward of a whole step.
+
+        Args:
+            micro_batches (`int`): number of micro-batches.
+            inputs (`dict`): the model's keywords, each (micro-batches x rows, …), with `input_ids` and `labels`.
+
+        Returns:
+            On the rank of the last stage the sum of the micro-batches' losses, a scalar; on the others 0, or the sum
+            of their load-balancing losses.
+        """
+        if self.plan.pp == 1:
+            return self._train_single_stage(micro_batches, inputs)
+        inputs = dict(inputs)
+        tokens = inputs.pop("input_ids")
+        schedule = self._schedule(micro_batches, tokens.shape[0] // micro_batches, tokens.shape[1])
+        losses: list[torch.Tensor] = []
+        has_first = any(stage.spec.is_first for stage in self.stages)
+        has_last = any(stage.spec.is_last for stage in self.stages)
+        start = self.clock.now()
+        schedule.step(
+            *([tokens] if has_first else []),
+            target=tokens if has_last else None,  # unused: the last stage's output is the loss
+            losses=losses if has_last else None,
+            return_outputs=False,
+            **inputs,
+        )
+        self.clock.add("all", start)
+        return self._sum(losses)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run forward only, in the same way for every schedule; arguments and result as for `train`.
+
+        Each stage of a rank takes all micro-batches before the rank's next stage does. torch's own `eval` does not
+        support the V-shaped schedules (2.13).
+        """
+        local: dict[tuple[int, int], torch.Tensor] = {}  # (stage, micro-batch) -> output for a stage of this rank
+        sends = []
+        losses = []
+        for stage in self.stages:
+            index = stage.spec.index
+            for number, part in enumerate(_split(inputs, micro_batches)):
+                tokens = part.pop("input_ids")
+                if stage.spec.is_first:
+                    received = tokens
+                elif (index - 1, number) in local:
+                    received = local.pop((index - 1, number))
+                else:
+                    received = torch.empty(self._hidden_shape(*tokens.shape), dtype=self.dtype, device=self.device)
+                    dist.recv(received, group_src=self.plan.rank_of(index - 1), group=self.group)
+                output = stage(received, **part)
+                if stage.spec.is_last:
+                    losses.append(output)
+                elif self.plan.rank_of(index + 1) == self.plan.rank_of(index):
+                    local[index, number] = output
+                else:
+                    peer = self.plan.rank_of(index + 1)
+                    sends.append(dist.isend(output.contiguous(), group_dst=peer, group=self.group))
+        for send in sends:
+            send.wait()
+        return self._sum(losses)
+
+    def _train_single_stage(self, micro_batches: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Plain gradient accumulation without a pipeline; the data parallel reduction follows the last backward."""
+        (stage,) = self.stages
+        losses = []
+        for number, part in enumerate(_split(inputs, micro_batches), 1):
+            if isinstance(stage, FSDPModule):
+                stage.set_requires_gradient_sync(number == micro_batches)
+            loss = stage(part.pop("input_ids"), **part)
+            loss.backward()
+            losses.append(loss)
+        return self._sum(losses)
+
+    def _sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        losses = [*losses, *(loss for stage in self.stages for loss in stage.take_balance_losses())]
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack([loss.detach().float() for loss in losses]).sum()
+
+    def _schedule(self, micro_batches: int, rows: int, length: int) -> Any:
+        """torch's schedule for micro-batches of this shape. The most recent ones are cached with their receive
+        buffers."""
+        key = (micro_batches, rows, length)
+        if key not in self._schedules:
+            self.plan.check_micro_batches(micro_batches)
+            if len(self._schedules) == _CACHED_SCHEDULES:
+                self._schedules.popitem(last=False)
+            stages = [self._torch_stage(stage, rows, length) for stage in self.stages]
+            self._schedules[key] = TORCH_SCHEDULES[self.plan.schedule](
+                stages[0] if SCHEDULES[self.plan.schedule] == "line" else stages,
+                n_microbatches=micro_batches,
+                loss_fn=lambda output, target: output,
+                scale_grads=False,  # the loss is already normalised by the tokens of the whole step
+            )
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _hidden_shape(self, rows: int, length: int) -> tuple[int, int, int]:
+        """The shape of what one stage sends to the next, (rows, sequence / sequence_parts, hidden)."""
+        return rows, length // self.sequence_parts, self.hidden_size
+
+    def _torch_stage(self, stage: Stage, rows: int, length: int) -> PipelineStage:
+        """A stage for torch's schedules; its shapes are given, so that torch does not run the model to infer them."""
+        hidden = torch.empty(self._hidden_shape(rows, length), dtype=self.dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        timed = TimedStage(
+            stage,
+            stage.spec.index,
+            self.plan.stages,
+            self.device,
+            input_args=tokens if stage.spec.is_first else hidden,
+            output_args=loss if stage.spec.is_last else hidden,
+            group=self.group,
+        )
+        timed.clock = self.clock
+        return timed
+
+
+# --- how long a rank waits -------------------------------------------------------------------------------------------
+
+
+class BusyClock:
+    """Adds up how long a rank's stages compute and how long its schedules take; the difference is waiting time.
+
+    Args:
+        device (`torch.device`): where the stages compute; on a GPU events are recorded, on a CPU the host's clock is
+            read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
+        self.now = self._clock.now
+        self._spans: dict[str, list[tuple[Any, Any]]] = {"busy": [], "all": []}
+
+    def add(self, kind: str, start: Any) -> None:
+        """Add the time since `start`, a value of `now()`, to `busy` (a stage computed) or `all` (a schedule ran)."""
+        self._spans[kind].append((start, self.now()))
+        if kind == "all" and len(self._spans["all"]) > _TIMED_SCHEDULES:
+            self._spans = {"busy": [], "all": []}  # nobody has read them for long: only the recent past counts
+
+    def read(self) -> tuple[float, float, int]:
+        """Return, since the previous call, the seconds computed, the seconds in schedules and the schedules' number.
+
+        On a GPU it waits for the last event.
+        """
+        spans = self._spans
+        self._spans = {"busy": [], "all": []}
+        for recorded in spans.values():
+            if recorded:
+                self._clock.wait_for(recorded[-1][1])
+        busy, total = (sum(self._clock.seconds(start, end) for start, end in spans[kind]) for kind in ("busy", "all"))
+        return busy, total, len(spans["all"])
+
+
+class TimedStage(PipelineStage):
+    """A stage that times its computation: everything except waiting for its neighbours."""
+
+    clock: BusyClock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        start = self.clock.now()
+        output = super().forward_one_chunk(*args, **kwargs)
+        self.clock.add("busy", start)
+        return output
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        start = self.clock.now()
+        super().backward_one_chunk(*args, **kwargs)
+        self.clock.add("busy", start)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        start = self.clock.now()
+        super().backward_weight_one_chunk(*args, **kwargs)
+        self.clock.add("busy", start)
+
+
+class StageTimes:
+    """Metrics of the time that stages take, for each training log.
+
+    A run whose folder has `scaling.jsonl` also gets each rank's own time, for `hfscale report`: one slow stage slows
+    all others down.
+
+    | name | unit | meaning |
+    |---|---|---|
+    | `scaling/bubble_fraction` | ratio | share of the longest rank's schedule in which a rank waits, mean over ranks |
+    | `stage_s` in `hfscale_ranks.jsonl` | s | computing time of a rank's stages per schedule, one number per rank |
+
+    Args:
+        clock (`BusyClock`): the clock of this rank's stages; what it has counted until now is discarded.
+        output_dir (`Path`): the run's folder.
+    """
+
+    def __init__(self, clock: BusyClock, output_dir: Path) -> None:
+        self._clock = clock
+        self._folder = output_dir
+        self._lines = RankLines(output_dir)
+        clock.read()
+
+    def keys(self, state: TrainerState) -> dict[str, float]:
+        """Return the metrics of the time since the previous call. Call it on every rank."""
+        busy, total, schedules = zip(*distributed.gather_rows(self._clock.read()), strict=True)
+        if not sum(total):
+            return {}
+        if state.is_world_process_zero and (self._folder / JSONL_NAME).exists():
+            own = [seconds / number for seconds, number in zip(busy, schedules, strict=True)]
+            self._lines.add(state.global_step, {"stage_s": own})
+        # A rank that finishes its part early waits outside its schedule too, so the longest schedule counts for all.
+        return {"scaling/bubble_fraction": 1 - sum(busy) / (len(busy) * max(total))}
