@@ -453,9 +453,8 @@ class ParallelCheckpointTrainer(Trainer):
                 "weights of a model folder with --model_name_or_path, or start from scratch with "
                 "--resume_from_checkpoint false"
             )
-        read_parallel_metadata(
-            Path(resume_from_checkpoint)
-        )  # raises, before any tensor is read, if the checkpoint is broken
+        # Raises if the checkpoint is broken, before any tensor is read.
+        read_parallel_metadata(Path(resume_from_checkpoint))
         load_model(Path(resume_from_checkpoint), self.parallelized)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
