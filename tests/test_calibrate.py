@@ -1,4 +1,4 @@
-"""`hfscale plan --calibrate`: what is measured, the file it writes, and plans that use it."""
+"""`hfscale plan --calibrate`: the measurements, the file that it writes, and plans that use the file."""
 
 import json
 import tomllib
@@ -13,22 +13,22 @@ from hfscale.errors import StorageError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.local_hardware import find_accelerator, read_rows
 from hfscale.facts.prices import all_prices, prices_of
-from hfscale.health import calibrate as room
+from hfscale.health import calibrate
 from hfscale.planner.frameworks import shared_constants
 from hfscale.planner.network import Group, Network
 from hfscale.utils import distributed
 
-SMALL = room.Sizes(matrices=(64, 128), copy_bytes=2**20, messages=(4096, 65536))
+SMALL = calibrate.Sizes(matrices=(64, 128), copy_bytes=2**20, messages=(4096, 65536))
 PLAN = ["plan", "gpt2", "--gpus", "2", "--seq-len", "512", "--global-batch", "8", "--precision", "fp32", "--json"]
 ROW = {"name": "mine", "memory_gib": 80, "memory_tb_s": 2.0, "bf16_tflops": 300.0, "source": "a test", "date": "2026"}
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home without a hardware file, and measurements that take no time."""
+    """A home folder without a hardware file, and short measurements."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(room, "ON_CPU", SMALL)
-    monkeypatch.setattr(room, "SECONDS", 0.01)
+    monkeypatch.setattr(calibrate, "ON_CPU", SMALL)
+    monkeypatch.setattr(calibrate, "SECONDS", 0.01)
     return tmp_path / "home" / "hfscale" / "hardware.toml"
 
 
@@ -45,7 +45,7 @@ def table(path, **changes):
 
 
 class TestOnThisMachine:
-    def test_plans_find_the_default_file_by_the_name_it_wrote(self, capsys, home):
+    def test_plans_find_the_default_file_by_the_name_in_it(self, capsys, home):
         out = run(capsys, "plan", "--calibrate").out
         assert f"Written: {home}; plan with it: hfscale plan MODEL --gpu local-cpu --gpus N --precision fp32" in out
         assert "accelerate launch -m hfscale plan --calibrate" in out
@@ -57,7 +57,7 @@ class TestOnThisMachine:
         found = json.loads(run(capsys, *PLAN, "--gpu", "LOCAL CPU").out)
         assert found["hardware"]["gpu"] == "local-cpu"
 
-    def test_a_file_of_ones_own(self, capsys, tmp_path):
+    def test_the_file_can_be_named(self, capsys, tmp_path):
         path = tmp_path / "deep" / "mine.toml"
         found = json.loads(run(capsys, "plan", "--calibrate", path, "--json").out)
         assert found["file"] == str(path)
@@ -69,8 +69,8 @@ class TestOnThisMachine:
         run(capsys, *argv, "--hardware", path)
         assert "local-cpu" in run(capsys, *PLAN, "--gpu", "nothing", "--hardware", path, code=2).err
 
-    def test_a_rate_is_work_over_time(self):
-        found = room.calibrate()
+    def test_rates_are_work_over_time(self):
+        found = calibrate.calibrate()
         assert found.processes == 1
         for row in found.measurements:
             if row["kind"] == "matmul":
@@ -93,26 +93,26 @@ class TestOnThisMachine:
         assert any(f"{row.achieved_link_gb_s:g} GB/s measured inside" in line for line in assumed)
 
 
-class TestTheFile:
+class TestHardwareFile:
     def test_other_rows_stay_and_a_single_process_keeps_the_collectives(self, tmp_path):
         path = table(tmp_path / "h.toml")
-        found = room.calibrate()
+        found = calibrate.calibrate()
         linked = replace(found, gpu=replace(found.gpu, achieved_link_gb_s=3.0, hop_us=7.0), processes=2)
-        room.write(linked, path)
-        room.write(replace(found, gpu=replace(found.gpu, achieved_memory_tb_s=0.5)), path)
+        calibrate.write(linked, path)
+        calibrate.write(replace(found, gpu=replace(found.gpu, achieved_memory_tb_s=0.5)), path)
         assert [row.name for row in read_rows(path)] == ["mine", "local-cpu"]
         row = find_accelerator("local-cpu", path)
         assert (row.achieved_link_gb_s, row.hop_us, row.achieved_memory_tb_s) == (3.0, 7.0, 0.5)
         assert len(tomllib.loads(path.read_text())["measurement"]) == len(found.measurements)
-        room.write(replace(linked, gpu=found.gpu), path)  # several processes that found no link: nothing is kept
+        calibrate.write(replace(linked, gpu=found.gpu), path)  # several processes measured: no rate is kept
         assert find_accelerator("local-cpu", path).achieved_link_gb_s is None
 
-    def test_a_folder_that_cannot_be_made(self, tmp_path):
+    def test_a_folder_that_cannot_be_created_is_a_storage_error(self, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(StorageError, match="cannot be written"):
-            room.write(room.calibrate(), tmp_path / "file" / "h.toml")
+        with pytest.raises(StorageError, match=r"h\.toml"):
+            calibrate.write(calibrate.calibrate(), tmp_path / "file" / "h.toml")
 
-    def test_ones_own_row_goes_before_the_shipped_one(self, home):
+    def test_the_users_row_takes_precedence_over_the_shipped_one(self, home):
         table(home, name="H100-80GB", aliases=["our node"])
         assert find_accelerator("our node").memory_gib == 80
         assert find_accelerator("h100-80gb").source == "a test"
@@ -136,7 +136,7 @@ class TestTheFile:
         assert len(found.err.splitlines()) == 1
 
     @pytest.mark.parametrize("content", [b"[[accel", b"\xff\xfe", b"accelerator = 3", b"accelerator = [3]"])
-    def test_what_is_no_hardware_file_is_one_line_and_is_not_overwritten(self, capsys, home, content):
+    def test_another_file_is_a_usage_error_and_is_not_overwritten(self, capsys, home, content):
         home.parent.mkdir(parents=True)
         home.write_bytes(content)
         for argv in ([*PLAN, "--gpu", "H100"], ["plan", "--calibrate"]):
@@ -160,8 +160,8 @@ class TestTheFile:
         assert len(found.err.splitlines()) == 1
 
 
-class TestWhatPlansMakeOfIt:
-    def test_measured_rates_are_taken_as_they_are(self):
+class TestPlansWithACalibration:
+    def test_measured_rates_are_used_without_change(self):
         gpu = replace(accelerator("H100-80GB"), achieved_link_gb_s=200.0, achieved_network_gb_s=20.0, hop_us=5.0)
         network = Network.of(gpu, node_size=8, network_gb_s=None, shared=shared_constants())
         assert network.bandwidth(Group(size=8)) == 200e9
@@ -175,26 +175,26 @@ class TestWhatPlansMakeOfIt:
         (slow, *_) = json.loads(run(capsys, *PLAN, "--gpu", "mine").out)["choices"]
         table(home, fp32_tflops=1.0, achieved_fp32_tflops=2.0, achieved_memory_tb_s=0.2)
         (fast, *_) = json.loads(run(capsys, *PLAN, "--gpu", "mine").out)["choices"]
-        # Attention goes with the peak, the launches of kernels with the host.
+        # Attention scales with the peak, kernel launches with the host.
         assert 0.45 < fast["time_s"]["compute"] / slow["time_s"]["compute"] < 0.65
 
     def test_a_known_gpu_keeps_its_datasheet_and_its_prices(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-        monkeypatch.setattr(room, "_memory_gib", lambda device: 79.1)
+        monkeypatch.setattr(calibrate, "_memory_gib", lambda device: 79.1)
         found = [
             {"kind": "matmul", "dtype": "bf16", "tflops": 700.0},
             {"kind": "matmul", "dtype": "bf16", "tflops": 650.0},
             {"kind": "copy", "gb_s": 2900.0},
             {"kind": "host", "gb_s": 50.0},
         ]
-        row = room._accelerator(torch.device("cuda", 0), found)
+        row = calibrate._accelerator(torch.device("cuda", 0), found)
         known = accelerator("H100-80GB")
         assert (row.name, row.base, row.bf16_tflops) == ("local-H100-80GB", "H100-80GB", known.bf16_tflops)
         assert (row.achieved_bf16_tflops, row.achieved_memory_tb_s) == (700.0, 2.9)
         assert prices_of(row, all_prices()) == prices_of(known, all_prices())
 
-    def test_links_inside_a_node_and_between(self, monkeypatch):
-        """Two nodes of four: the network's ring has the latency of both, and runs on the cards of four ranks."""
+    def test_links_inside_a_node_and_between_nodes_are_separated(self, monkeypatch):
+        """Two nodes with four ranks each: the network's ring has both latencies; four ranks share its cards."""
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         monkeypatch.setattr(distributed, "world_size", lambda: 8)
         found = [
@@ -203,7 +203,7 @@ class TestWhatPlansMakeOfIt:
             for size, seconds, rate in ((64, times[0], 0.001), (2**20, times[1], 200.0 if where == "node" else 80.0))
             for kind, passes in (("all_reduce", 2), ("all_gather", 1))
         ]
-        links = room._links(found)
+        links = calibrate._links(found)
         assert links == pytest.approx(
             {"achieved_link_gb_s": 200.0, "hop_us": 10.0, "achieved_network_gb_s": 20.0, "network_hop_us": 30.0}
         )
@@ -211,10 +211,10 @@ class TestWhatPlansMakeOfIt:
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "ON_GPU", SMALL)
-    found = room.calibrate()
+    monkeypatch.setattr(calibrate, "ON_GPU", SMALL)
+    found = calibrate.calibrate()
     assert {row["kind"] for row in found.measurements} == {"matmul", "copy", "host"}
-    assert find_accelerator(room.write(found, tmp_path / "h.toml").name, tmp_path / "h.toml").memory_gib > 1
+    assert find_accelerator(calibrate.write(found, tmp_path / "h.toml").name, tmp_path / "h.toml").memory_gib > 1
 
 
 def test_the_documentation_names_the_default_file():

@@ -1,4 +1,4 @@
-"""GPU telemetry, from readings as NVML gives them; no GPU is needed, for the sensor is what is exchanged."""
+"""GPU telemetry from recorded NVML readings; no GPU is needed, since the sensor is replaced."""
 
 import math
 import sys
@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hfscale.health import gpu as room
+from hfscale.health import gpu
 from hfscale.health.gpu import GpuWatch, NvmlSensor, Reading, xids
 from hfscale.health.monitor import GpuThread, Monitor
 
-WELL = Reading(
+HEALTHY = Reading(
     temperature_c=61.0,
     power_w=655.0,
     sm_clock_mhz=1755.0,
@@ -28,8 +28,8 @@ KERNEL = [
 ]
 
 
-class Recorded:
-    """Readings in a row; the last one stays."""
+class RecordedSensor:
+    """A sensor that returns given readings in order, and then the last one again."""
 
     def __init__(self, *readings):
         self.readings = list(readings)
@@ -38,20 +38,20 @@ class Recorded:
         return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
 
 
-def told(*readings, log=None):
-    """The messages of each look after the first."""
-    watch = GpuWatch(Recorded(WELL, *readings), log)
+def messages(*readings, log=None):
+    """The messages of each reading after the first."""
+    watch = GpuWatch(RecordedSensor(HEALTHY, *readings), log)
     return [[finding.message for finding in watch.look()] for _ in readings]
 
 
-def test_a_gpu_at_its_power_limit_is_well():
-    assert told(WELL, WELL) == [[], []]
-    assert WELL.throttled is None
+def test_a_gpu_at_its_power_limit_is_healthy():
+    assert messages(HEALTHY, HEALTHY) == [[], []]
+    assert HEALTHY.throttled is None
 
 
-def test_throttling_is_told_once_with_its_reason(tmp_path):
-    hot = replace(WELL, temperature_c=91.0, sm_clock_mhz=1200.0, reasons=0x44)
-    (first, second) = told(hot, hot, log=tmp_path / "none")
+def test_throttling_is_reported_once_with_its_reason(tmp_path):
+    hot = replace(HEALTHY, temperature_c=91.0, sm_clock_mhz=1200.0, reasons=0x44)
+    (first, second) = messages(hot, hot, log=tmp_path / "none")
     assert "91 °C, 1200 MHz (hardware thermal slowdown)" in first[0]
     assert second == []
 
@@ -61,34 +61,34 @@ def test_throttling_is_told_once_with_its_reason(tmp_path):
     [
         ({"ecc_uncorrected": 2}, "2 more uncorrected"),
         ({"ecc_corrected": 10}, "7 more corrected"),
-        ({"remap_pending": True}, "waits for a reset"),
+        ({"remap_pending": True}, "needs a reset"),
         ({"remap_failed": True}, "exchanged"),
         ({"reasons": 0x80}, "power brake"),
     ],
 )
-def test_what_is_new_and_bad_is_told(change, part, tmp_path):
-    ((message,),) = told(replace(WELL, **change), log=tmp_path / "none")
+def test_a_new_problem_is_reported(change, part, tmp_path):
+    ((message,),) = messages(replace(HEALTHY, **change), log=tmp_path / "none")
     assert part in message
 
 
-def test_an_xid_of_this_gpu_since_the_start(tmp_path):
+def test_an_xid_of_this_gpu_since_the_start_is_reported(tmp_path):
     log = tmp_path / "kern.log"
     log.write_text("\n".join(KERNEL[:1]))
-    watch = GpuWatch(Recorded(WELL), log)
+    watch = GpuWatch(RecordedSensor(HEALTHY), log)
     assert watch.look() == []
     log.write_text("\n".join(KERNEL))
-    (finding,) = watch.look()  # the other GPU's 31 is not its own
+    (finding,) = watch.look()  # XID 31 is of another GPU
     assert "XID 79 (fell off the bus)" in finding.message
-    assert GpuWatch(Recorded(WELL), log).look() == []  # of before the run
+    assert GpuWatch(RecordedSensor(HEALTHY), log).look() == []  # from before the run
 
 
-def test_the_kernels_lines_are_read_or_left():
+def test_xids_are_read_from_the_kernels_messages():
     assert xids(KERNEL) == [("0000:17:00", 79), ("0000:ca:00", 31)]
-    assert isinstance(xids(room._kernel_lines(None)), list)
+    assert isinstance(xids(gpu._kernel_lines(None)), list)
 
 
 def nvml(**missing):
-    """The functions of pynvml that are called, as it has them."""
+    """A stand-in for pynvml with the functions that are called; those in `missing` raise NVMLError."""
 
     class NVMLError(Exception):
         pass
@@ -125,14 +125,14 @@ def properties(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="ab-cd"))
 
 
-def test_nvmls_units_become_ours(properties):
+def test_units_of_nvml_are_converted(properties):
     module = nvml()
     reading = NvmlSensor(torch.device("cuda", 0), module).read()
-    assert reading == replace(WELL, power_w=654.321, remap_pending=True)
+    assert reading == replace(HEALTHY, power_w=654.321, remap_pending=True)
     assert module.asked == ["GPU-ab-cd"]
 
 
-def test_what_a_gpu_does_not_have_is_absent(properties):
+def test_values_that_a_gpu_does_not_report_are_absent(properties):
     module = nvml(nvmlDeviceGetTotalEccErrors=1, nvmlDeviceGetRemappedRows=1, nvmlDeviceGetPowerUsage=1)
     reading = NvmlSensor(torch.device("cuda", 0), module).read()
     assert (reading.power_w, reading.ecc_corrected, reading.remap_failed) == (None, None, False)
@@ -140,14 +140,14 @@ def test_what_a_gpu_does_not_have_is_absent(properties):
 
 
 def test_without_the_package_there_is_no_sensor(monkeypatch):
-    assert room.sensor_of(torch.device("cpu")) is None
+    assert gpu.sensor_of(torch.device("cpu")) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert room.sensor_of(torch.device("cuda", 0)) is None
+    assert gpu.sensor_of(torch.device("cuda", 0)) is None
 
 
-def test_the_keys_are_there_with_a_sensor_and_absent_without():
-    hot = replace(WELL, reasons=0x20, temperature_c=88.0)
-    thread = GpuThread(GpuWatch(Recorded(hot)), every_s=0.01)
+def test_metric_keys_are_logged_with_a_sensor_and_absent_without():
+    hot = replace(HEALTHY, reasons=0x20, temperature_c=88.0)
+    thread = GpuThread(GpuWatch(RecordedSensor(hot)), every_s=0.01)
     thread.start()
     monitor = Monitor(hosts=["node"], gpu=thread)
     while not thread._found:
@@ -157,16 +157,16 @@ def test_the_keys_are_there_with_a_sensor_and_absent_without():
     assert (found[0].ranks, found[0].host) == ((0,), "node")
     monitor.stop()
     assert Monitor(hosts=["node"]).exchange(1, None) == ({}, [])
-    silent = GpuThread(GpuWatch(Recorded(Reading())))
-    assert Monitor(hosts=["node"], gpu=silent).exchange(1, math.nan)[0] == {"gpu/throttled": 0.0}
+    without_values = GpuThread(GpuWatch(RecordedSensor(Reading())))
+    assert Monitor(hosts=["node"], gpu=without_values).exchange(1, math.nan)[0] == {"gpu/throttled": 0.0}
 
 
-def test_the_names_are_nvmls():
+def test_the_stand_in_has_the_names_of_pynvml():
     pynvml = pytest.importorskip("pynvml")
     for name in vars(nvml()):
         assert name == "asked" or hasattr(pynvml, name), name
-    assert pynvml.nvmlClocksEventReasonHwThermalSlowdown in room.THERMAL
-    assert pynvml.nvmlClocksEventReasonSwThermalSlowdown in room.THERMAL
+    assert pynvml.nvmlClocksEventReasonHwThermalSlowdown in gpu.THERMAL
+    assert pynvml.nvmlClocksEventReasonSwThermalSlowdown in gpu.THERMAL
     assert {pynvml.nvmlClocksEventReasonHwSlowdown, pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown} == set(
-        room.BRAKES
+        gpu.BRAKES
     )

@@ -1,4 +1,4 @@
-"""Hangs: who is blamed for what, what is rightly slow, and real ranks of which one stands still."""
+"""Hangs: which rank is blamed, what may be slow, and real ranks of which one hangs."""
 
 import json
 import sys
@@ -12,9 +12,15 @@ from tiny import tiny_trainer
 from transformers import TrainerCallback
 from workers.health_hang import run
 
-from hfscale.health import stacks
-from hfscale.health.diagnosis import Snapshot, diagnose
-from hfscale.health.flight import Position, positions_of
+from hfscale.health.diagnosis import (
+    Position,
+    Snapshot,
+    all_stacks,
+    diagnose,
+    frames_of,
+    positions_of,
+    slow_activity,
+)
 from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.rank_store import RankStore
 from hfscale.integrations.trainer import training_frame
@@ -51,42 +57,42 @@ def blamed(*snapshots):
     return [(finding.ranks, finding.message) for finding in diagnose(len(snapshots), HOSTS, given)]
 
 
-class TestWhoIsToBlame:
-    def test_who_does_not_answer(self):
+class TestBlame:
+    def test_a_rank_that_does_not_answer(self):
         (((rank,), text),) = blamed(snap(waits(9)), None, snap(waits(9)))
         assert rank == 1
         assert "does not answer" in text
 
-    def test_who_has_not_come_to_the_collective_also_of_two(self):
+    def test_a_rank_that_has_not_reached_the_collective_of_two_or_three_ranks(self):
         for ranks in ((snap(waits(9)), snap(past(8))), (snap(waits(9)), snap(past(8)), snap(waits(9)))):
             (((rank,), text),) = blamed(*ranks)
             assert rank == 1
-            assert "has not come to all_reduce (9 of group 0)" in text
+            assert "all_reduce (9 of group 0)" in text
             assert "train.py:3 main" in text
 
-    def test_the_root_of_a_chain_and_not_who_waits_for_it(self):
-        """Rank 1 waits in group 1 for rank 2, and so has not come to group 0's collective."""
+    def test_the_cause_of_a_chain_of_waits_and_not_a_rank_in_between(self):
+        """Rank 1 waits in group 1 for rank 2, and so has not reached group 0's collective."""
         one = snap(past(8), waits(3, group="1"))
         two = snap(past(8), past(2, group="1"))
         (((rank,), _),) = blamed(snap(waits(9)), one, two)
         assert rank == 2
 
-    def test_the_odd_collective(self):
+    def test_a_rank_in_another_collective_than_most(self):
         (((rank,), text),) = blamed(snap(waits(9)), snap(waits(9)), snap(waits(9, "all_gather")))
         assert rank == 2
         assert "all_gather" in text
         ((ranks, text),) = blamed(snap(waits(9)), snap(waits(9, "all_gather")))
         assert ranks == (0, 1)
 
-    def test_a_gpu_that_has_not_begun_and_a_link(self):
+    def test_a_gpu_that_has_not_started_and_a_broken_link(self):
         (((rank,), text),) = blamed(snap(waits(9, started=True)), snap(waits(9, started=False)))
         assert rank == 1
-        assert "its GPU has not begun it" in text
+        assert "its GPU has not started it" in text
         ((ranks, text),) = blamed(snap(waits(9)), snap(waits(9)))
         assert ranks == ()
         assert "a link" in text
 
-    def test_nobody_waits(self):
+    def test_no_rank_waits(self):
         (((rank,), _),) = blamed(snap(step=5), snap(step=4), snap(step=5))
         assert rank == 1
         ((ranks, text),) = blamed(snap(phase="between steps"), snap(phase="between steps"))
@@ -94,23 +100,23 @@ class TestWhoIsToBlame:
         assert "between steps, at train.py:3 main" in text
 
     @pytest.mark.parametrize("occupation", ["compiling", "saving", "evaluating"])
-    def test_one_that_is_rightly_slow_makes_it_no_hang(self, occupation):
+    def test_an_activity_that_may_be_slow_is_not_a_hang(self, occupation):
         assert blamed(snap(waits(9)), snap(past(8), occupation=occupation)) == []
 
-    def test_the_first_exception_and_not_those_it_caused(self):
+    def test_the_first_exception_and_not_those_that_it_caused(self):
         gone = "RuntimeError: Connection closed by peer"
         (((rank,), text),) = blamed(snap(error=gone), snap(error="ValueError: a bad batch"), snap(error=gone))
         assert rank == 1
         assert "a bad batch" in text
 
 
-def test_a_snapshot_travels_as_json():
+def test_a_snapshot_survives_json():
     one = snap(waits(9, started=True), past(3, "1"), error="x", stacks="y")
     assert Snapshot.from_dict(json.loads(json.dumps(one.to_dict()))) == one
 
 
 def test_positions_of_an_nccl_dump():
-    """The fields as torch's flight recorder writes them for NCCL (version 2.10)."""
+    """The fields are those that torch's Flight Recorder writes for NCCL (version 2.10)."""
 
     def entry(number, state, retired, operation="nccl:all_reduce", is_p2p=False):
         return {
@@ -139,23 +145,23 @@ def test_positions_of_an_nccl_dump():
     assert positions_of([{"entries": []}]) == []
 
 
-def test_compiling_is_seen_on_the_stack():
+def test_compiling_is_detected_on_the_stack():
     done, source = threading.Event(), "def wait(event):\n    event.wait(10)\n"
     scope = {}
     exec(compile(source, "/lib/torch/_dynamo/convert_frame.py", "exec"), scope)  # noqa: S102 - a frame of that file
     thread = threading.Thread(target=scope["wait"], args=(done,))
     thread.start()
     time.sleep(0.1)
-    assert stacks.occupation(stacks.frames_of(thread.ident)) == "compiling"
-    assert stacks.occupation(stacks.frames_of(threading.get_ident())) is None
-    assert "convert_frame" in stacks.all_stacks()
+    assert slow_activity(frames_of(thread.ident)) == "compiling"
+    assert slow_activity(frames_of(threading.get_ident())) is None
+    assert "convert_frame" in all_stacks()
     done.set()
     thread.join()
-    assert stacks.frames_of(thread.ident) == []
+    assert frames_of(thread.ident) == []
 
 
-class Watched(TrainerCallback):
-    """A training with a watchdog of its own."""
+class WithWatchdog(TrainerCallback):
+    """Starts a watchdog of its own for a training."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -163,18 +169,18 @@ class Watched(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         limits = Limits(floor_s=0.5, factor=5, grace_s=0.2, poll_s=0.05)
-        self.dog = HangWatchdog(RankStore(store, 0, 1), self.folder, limits=limits, inside=training_frame())
-        self.dog.start()
+        self.watchdog = HangWatchdog(RankStore(store, 0, 1), self.folder, limits=limits, inside=training_frame())
+        self.watchdog.start()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.dog.step_began(state.global_step)
+        self.watchdog.step_began(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.dog.step_ended()
+        self.watchdog.step_ended()
 
 
-class Slow(Watched):
-    """Sleeps in a save and in an evaluation, and with `hang` in a step."""
+class SlowCallback(WithWatchdog):
+    """Sleeps in a save and in an evaluation, and with `hang` in a step too."""
 
     def __init__(self, folder, hang):
         super().__init__(folder)
@@ -193,22 +199,22 @@ class Slow(Watched):
 
 
 @pytest.mark.parametrize("hang", [False, True])
-def test_a_long_save_and_evaluation_are_no_hang_and_a_long_step_is(tmp_path, hang):
-    slow = Slow(tmp_path, hang)
+def test_a_long_step_is_a_hang_and_a_long_save_or_evaluation_is_not(tmp_path, hang):
+    slow = SlowCallback(tmp_path, hang)
     saving = {"save_strategy": "steps", "save_steps": 8, "eval_strategy": "steps", "eval_steps": 8, "max_steps": 8}
     tiny_trainer(tmp_path, slow, **saving).train()
     time.sleep(0.3)
-    dog = slow.dog
-    assert bool(dog.findings) == hang
-    assert not dog.is_alive(), "outside the Trainer there is nothing to watch"
+    watchdog = slow.watchdog
+    assert bool(watchdog.findings) == hang
+    assert not watchdog.is_alive(), "the watchdog must end with the training"
     if hang:
-        verdict = json.loads((dog.folder / "verdict.json").read_text())
+        verdict = json.loads((watchdog.folder / "verdict.json").read_text())
         assert "on_step_end" in verdict["findings"][0]["message"]
-        assert "on_step_end" in (dog.folder / "rank-0.txt").read_text()
+        assert "on_step_end" in (watchdog.folder / "rank-0.txt").read_text()
 
 
-class Broken(Watched):
-    """Ends by an exception when it is warm; or, with `pace_s`, goes on at that pace."""
+class FailingCallback(WithWatchdog):
+    """Raises an exception after the warm-up; with `pace_s` it makes each step last that long instead."""
 
     def __init__(self, folder, pace_s=None):
         super().__init__(folder)
@@ -222,25 +228,25 @@ class Broken(Watched):
             raise RuntimeError("out of memory")
 
 
-def test_a_training_that_broke_off_is_not_watched_in_the_next_one(tmp_path):
-    first, second = Broken(tmp_path), Broken(tmp_path, pace_s=0.2)
+def test_a_failed_training_is_not_watched_during_the_next_one(tmp_path):
+    first, second = FailingCallback(tmp_path), FailingCallback(tmp_path, pace_s=0.2)
     again = tiny_trainer(tmp_path, second, max_steps=10)
     with pytest.raises(RuntimeError, match="out of memory"):
         tiny_trainer(tmp_path, first, max_steps=10).train()
     again.train()
-    assert first.dog.findings == second.dog.findings == []
-    assert not first.dog.is_alive()
+    assert first.watchdog.findings == second.watchdog.findings == []
+    assert not first.watchdog.is_alive()
 
 
 @pytest.mark.world(3)
-def test_healthy_ranks_are_not_accused(tmp_path):
+def test_healthy_ranks_are_not_blamed(tmp_path):
     assert all(result["found"] == [] for result in run(3, "none", 0, QUICK, tmp_path).results.values())
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.world(3)
 @pytest.mark.parametrize(("fault", "guilty"), [("stop", 0), ("skip", 1)])
-def test_the_rank_that_stands_still_is_named_in_time(tmp_path, fault, guilty):
+def test_the_rank_that_hangs_is_named_in_time(tmp_path, fault, guilty):
     ended = run(3, fault, guilty, QUICK, tmp_path)
     assert len(ended.results) == (2 if fault in ("stop", "kill") else 3)
     for result in ended.results.values():
@@ -253,10 +259,10 @@ def test_the_rank_that_stands_still_is_named_in_time(tmp_path, fault, guilty):
 
 
 @pytest.mark.world(2)
-def test_under_trainer_the_one_that_stands_still_is_named_and_both_end(launch, tmp_path):
+def test_under_trainer_the_hanging_rank_is_named_and_both_processes_end(launch, tmp_path):
     done = launch(2, REPOSITORY / "tests" / "workers" / "health_training.py")
     assert done.code != 0
-    (line,) = done.lines("hfscale: training stands still at step 31")
+    (line,) = done.lines("hfscale: training hangs at step 31")
     assert "rank 1 (" in line
     assert "health_training.py" in line
     (verdict,) = (tmp_path / "out" / "hfscale_hang").glob("*/verdict.json")
@@ -267,10 +273,10 @@ def test_under_trainer_the_one_that_stands_still_is_named_and_both_end(launch, t
     assert all(skew >= 1 for skew in skews)
 
 
-def test_the_flight_recorder_is_where_it_was():
-    """The two functions with a leading underscore that hfscale.health.flight calls."""
+def test_the_flight_recorder_still_has_the_functions_that_are_called():
+    """The two functions with a leading underscore that hfscale.health.diagnosis calls."""
     from torch._C import _distributed_c10d
 
     dump = json.loads(_distributed_c10d._dump_fr_trace_json(True, False))
-    assert dump["version"].startswith("2."), "torch's dump has changed: read hfscale/health/flight.py against it"
+    assert dump["version"].startswith("2."), "torch's dump has changed: adapt hfscale/health/diagnosis.py"
     assert sys._current_frames()

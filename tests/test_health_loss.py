@@ -1,4 +1,4 @@
-"""Losses that are no numbers or jump, replicas that are not equal, and what a run does then."""
+"""Losses that are not finite or jump, replicas that differ, and what a run does then."""
 
 import math
 import random
@@ -15,30 +15,30 @@ from hfscale.health.loss import LossGuard, checksum, compare_replicas
 HOSTS = ["a", "a", "b", "b"]
 
 
-def falling(seed, steps=200):
-    """A training's losses: from 6 to 3, with noise."""
+def falling_losses(seed, steps=200):
+    """Losses that fall from 6 to 3, with noise."""
     chance = random.Random(seed)
     return [3 + 3 * math.exp(-step / 40) + chance.gauss(0, 0.05) for step in range(steps)]
 
 
-class TestTheGuard:
+class TestLossGuard:
     @pytest.mark.parametrize(
         ("loss", "norm", "part"),
         [(math.nan, 1.0, "loss is nan"), (math.inf, 1.0, "loss is inf"), (1.0, math.nan, "norm is nan")],
     )
-    def test_what_is_no_number_is_an_error_at_once(self, loss, norm, part):
+    def test_a_value_that_is_not_finite_is_an_error_at_once(self, loss, norm, part):
         found = LossGuard().check(7, loss, norm)
         assert found.level == "error"
         assert f"{part} at step 7" in found.message
 
-    def test_a_jump_is_told_and_ordinary_losses_are_not(self):
+    def test_a_jump_is_reported_and_ordinary_losses_are_not(self):
         for seed in range(50):
             guard = LossGuard()
-            found = [guard.check(step, loss, 1.0) for step, loss in enumerate(falling(seed))]
+            found = [guard.check(step, loss, 1.0) for step, loss in enumerate(falling_losses(seed))]
             assert not any(found)
             assert "jumps to 6" in guard.check(200, 6.0, 1.0).message
 
-    def test_a_flat_loss_does_not_make_a_spike_of_a_hair(self):
+    def test_a_small_rise_of_a_flat_loss_is_not_a_spike(self):
         guard = LossGuard()
         assert not any(guard.check(step, 3.0 + 1e-4 * (step % 2), None) for step in range(20))
         assert guard.check(20, 3.05, None) is None
@@ -46,7 +46,7 @@ class TestTheGuard:
 
 
 class TestReplicas:
-    def test_equal_weights_have_equal_sums_and_one_changed_bit_shows_in_time(self):
+    def test_equal_weights_have_equal_checksums_and_a_changed_bit_shows_after_some_steps(self):
         one, other = tiny_model(), tiny_model()
         assert checksum(one.parameters(), 5) == checksum(other.parameters(), 5)
         with torch.no_grad():
@@ -54,30 +54,30 @@ class TestReplicas:
             weight[300] += 1e-6
         differ = [checksum(one.parameters(), step) != checksum(other.parameters(), step) for step in range(200)]
         assert any(differ)
-        assert not all(differ)  # only a sample is summed
+        assert not all(differ)  # only a sample of the weights is summed
 
-    def test_the_sum_is_exact_in_a_double_and_takes_nan(self):
+    def test_the_checksum_is_exact_in_a_double_also_with_nan(self):
         weights = [torch.nn.Parameter(torch.full((4096,), math.nan))]
         value = checksum(weights, 1)
         assert value == int(value) < 2**52
         assert checksum(weights, 1) == value
         assert checksum([], 1) == 0.0
 
-    def test_the_odd_one_is_named_and_of_two_both(self):
+    def test_the_replica_that_differs_is_named_and_of_two_both(self):
         (found,) = compare_replicas([5.0, 5.0, 6.0, 5.0], [1.0] * 4, HOSTS, 9)
         assert (found.ranks, found.host) == ((2,), "b")
         assert [f.ranks for f in compare_replicas([5.0, 6.0], [1.0] * 2, HOSTS, 9)] == [(0,), (1,)]
         assert compare_replicas([5.0] * 4, [1.0] * 4, HOSTS, 9) == []
         assert compare_replicas([math.nan] * 4, [math.nan] * 4, HOSTS, 9) == []
 
-    def test_a_gradient_norm_of_its_own(self):
+    def test_a_replica_with_another_gradient_norm_is_named(self):
         (found,) = compare_replicas([math.nan] * 4, [1.0, 1.0, 1.0, 1.4], HOSTS, 9)
         assert found.ranks == (3,)
         assert "1.4" in found.message
 
 
-class Poison(TrainerCallback):
-    """Makes the weights NaN at the end of a step."""
+class MakeWeightsNan(TrainerCallback):
+    """Sets weights to NaN at the end of a step."""
 
     def __init__(self, step):
         self.step = step
@@ -97,18 +97,18 @@ SAVING = {
 }
 
 
-def test_stop_goes_back_to_the_last_checkpoint_of_a_good_log(tmp_path):
+def test_stop_keeps_the_last_checkpoint_of_a_good_log(tmp_path):
     """NaN from the end of step 4 on: the log of step 4 is the last good one, that of step 6 is not."""
     health = CommHealthCallback(on_bad_training="stop")
-    trainer = tiny_trainer(tmp_path, health, Poison(5), SpotCheckpointCallback(), **SAVING)
-    with pytest.raises(HealthError, match=r"nan at step 6.*goes on from checkpoint-4"):
+    trainer = tiny_trainer(tmp_path, health, MakeWeightsNan(5), SpotCheckpointCallback(), **SAVING)
+    with pytest.raises(HealthError, match=r"nan at step 6.* checkpoint-4"):
         trainer.train()
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     assert (tmp_path / "checkpoint-5.superseded").is_dir()
 
 
-def test_warn_goes_on_and_says_so(tmp_path, caplog):
-    trainer = tiny_trainer(tmp_path, CommHealthCallback(), Poison(5), **(SAVING | {"save_strategy": "no"}))
+def test_warn_continues_and_logs_the_finding(tmp_path, caplog):
+    trainer = tiny_trainer(tmp_path, CommHealthCallback(), MakeWeightsNan(5), **(SAVING | {"save_strategy": "no"}))
     with caplog.at_level("INFO", logger="hfscale"):
         import logging
 
@@ -122,6 +122,6 @@ def test_warn_goes_on_and_says_so(tmp_path, caplog):
     ("argument", "part"),
     [({"hang_after_s": 0}, "hang_after_s is 0"), ({"on_hang": "x"}, "'x'"), ({"on_bad_training": "y"}, "'y'")],
 )
-def test_a_wrong_argument_is_named(argument, part):
+def test_a_wrong_argument_is_a_usage_error(argument, part):
     with pytest.raises(UsageError, match=part):
         CommHealthCallback(**argument)

@@ -1,66 +1,66 @@
-"""The pre-flight: what is told from what, and real ranks of which one is at fault. More in tests/faults/."""
+"""The pre-flight: findings from given results, and real ranks of which one is at fault. More in tests/faults/."""
 
 import pytest
 import torch
 from workers.health_preflight import run
 
 from hfscale.facts.hardware import accelerator
-from hfscale.health import collectives, compute, machine
-from hfscale.health.verdict import accuse, known_hosts
+from hfscale.health import measure, preflight
+from hfscale.health.preflight import blame_ranks, known_hosts
 from hfscale.utils.findings import Finding, has_errors, join_errors, name_ranks
 
 HELLO = {rank: {"host": f"node-{rank // 2}", "local_rank": rank % 2, "local_world_size": 2} for rank in range(4)}
 
 
 def at(*phases, error=None):
-    """What four ranks say at the end: their phases, None for one that says nothing."""
+    """The notes that ranks write at the end: their phases; None for a rank that does not write."""
     return {rank: {"phase": phase, "error": error} for rank, phase in enumerate(phases) if phase}
 
 
-class TestTheVerdict:
-    def test_who_does_not_answer_is_named_with_its_host(self):
-        (found,) = accuse(4, HELLO, at("all_reduce", "all_reduce", None, "all_reduce"))
+class TestBlame:
+    def test_a_rank_that_does_not_answer_is_named_with_its_host(self):
+        (found,) = blame_ranks(4, HELLO, at("all_reduce", "all_reduce", None, "all_reduce"))
         assert (found.ranks, found.host) == ((2,), "node-1")
         assert "dead, stopped or cut off" in found.message
 
-    def test_who_never_came_has_the_host_of_its_neighbours(self):
+    def test_a_rank_that_never_arrived_has_the_host_of_its_neighbours(self):
         hello = {rank: note for rank, note in HELLO.items() if rank != 3}
         assert known_hosts(4, hello) == {0: "node-0", 1: "node-0", 2: "node-1", 3: "node-1"}
-        (found,) = accuse(4, hello, at("arrive", "arrive", "arrive", None))
+        (found,) = blame_ranks(4, hello, at("arrive", "arrive", "arrive", None))
         assert (found.ranks, found.host) == ((3,), "node-1")
-        assert "never came" in found.message
-        assert accuse(4, {0: HELLO[0]}, at("arrive", None, None, None))[2].host is None
+        assert "never arrived" in found.message
+        assert blame_ranks(4, {0: HELLO[0]}, at("arrive", None, None, None))[2].host is None
 
-    def test_behind_and_ahead_of_the_most(self):
-        (behind,) = accuse(4, HELLO, at("all_reduce", "matmul", "all_reduce", "all_reduce"))
+    def test_a_rank_behind_or_ahead_of_most_is_named(self):
+        (behind,) = blame_ranks(4, HELLO, at("all_reduce", "matmul", "all_reduce", "all_reduce"))
         assert (behind.ranks, "still in matmul" in behind.message) == ((1,), True)
-        (ahead,) = accuse(4, HELLO, at("all_reduce", "all_reduce", "all_reduce", "all_gather"))
+        (ahead,) = blame_ranks(4, HELLO, at("all_reduce", "all_reduce", "all_reduce", "all_gather"))
         assert (ahead.ranks, "already in all_gather" in ahead.message) == ((3,), True)
 
-    def test_of_two_the_one_that_waits_for_nobody_hangs_and_else_both_are_told(self):
-        (found,) = accuse(2, HELLO, at("connect", "matmul"))
+    def test_of_two_ranks_the_one_that_waits_for_no_other_is_named_and_otherwise_both(self):
+        (found,) = blame_ranks(2, HELLO, at("connect", "matmul"))
         assert found.ranks == (1,)
-        (found,) = accuse(2, HELLO, at("all_reduce", "all_gather"))
+        (found,) = blame_ranks(2, HELLO, at("all_reduce", "all_gather"))
         assert found.ranks == (0, 1)
 
-    def test_an_error_of_one_and_a_hang_of_all(self):
+    def test_an_error_of_one_rank_and_a_hang_of_all(self):
         notes = at("connect", "connect", "connect", "connect")
         notes[1]["error"] = "RuntimeError: no route"
-        (found,) = accuse(4, HELLO, notes)
+        (found,) = blame_ranks(4, HELLO, notes)
         assert (found.ranks, "no route" in found.message) == ((1,), True)
-        (found,) = accuse(4, HELLO, at(*["all_reduce"] * 4))
+        (found,) = blame_ranks(4, HELLO, at(*["all_reduce"] * 4))
         assert found.ranks == ()
-        assert "ended on no rank" in found.message
+        assert "all_reduce" in found.message
 
-    def test_names(self):
+    def test_ranks_and_errors_are_listed(self):
         assert name_ranks([3], "n") == "rank 3 (n)"
         assert name_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
-        errors = [Finding(level="error", check="x", problem=str(i), ranks=(i,)) for i in range(6)]
+        errors = [Finding(level="error", check="x", problem=str(i), fix="y", ranks=(i,)) for i in range(6)]
         assert join_errors(errors).endswith("; and 2 more")
         assert has_errors(errors)
 
 
-class TestRanksAreCompared:
+class TestComparison:
     def notes(self, **changes):
         notes = {}
         for rank in range(4):
@@ -73,82 +73,84 @@ class TestRanksAreCompared:
         [
             ({"versions": {"torch": "2.12"}}, "error", "has torch 2.12, the others 2.13"),
             ({"versions": {}}, "error", "has torch none"),
-            ({"device": "A100"}, "warning", "is a A100, the others are H100"),
+            ({"device": "A100"}, "warning", "has the device A100, the others H100"),
             ({"variables": {"NCCL_ALGO": "Ring"}}, "warning", "NCCL_ALGO=Ring, the others unset"),
         ],
     )
-    def test_what_differs_is_named(self, change, level, part):
-        (found,) = machine.compare(self.notes(**change))
+    def test_a_rank_that_differs_is_named(self, change, level, part):
+        (found,) = preflight.compare_ranks(self.notes(**change))
         assert (found.level, found.ranks, found.host) == (level, (2,), "n2")
         assert part in found.message
 
-    def test_equal_ranks_and_no_secret(self, monkeypatch):
-        assert machine.compare(self.notes()) == []
+    def test_equal_ranks_have_no_findings_and_no_secret_is_shared(self, monkeypatch):
+        assert preflight.compare_ranks(self.notes()) == []
         environ = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "secret", "WANDB_API_KEY": "secret", "NCCL_SOCKET_IFNAME": "eth0"}
-        told = machine.describe_self(environ)
-        assert told["variables"] == {"NCCL_DEBUG": "INFO"}
-        assert "secret" not in str(told)
+        note = preflight.describe_rank(environ)
+        assert note["variables"] == {"NCCL_DEBUG": "INFO"}
+        assert "secret" not in str(note)
 
-    def test_a_clock_that_is_off(self):
+    def test_a_wrong_clock_is_named_with_its_host(self):
         hosts = dict.fromkeys(range(4), "a") | {3: "b"}
-        (found,) = machine.clock_skew({0: 100.0, 1: 100.01, 2: 100.02, 3: 90.0}, hosts)
+        (found,) = preflight.compare_clocks({0: 100.0, 1: 100.01, 2: 100.02, 3: 90.0}, hosts)
         assert (found.ranks, found.host) == ((3,), "b")
         assert "-10.0 s" in found.message
-        assert machine.clock_skew({0: 1.0, 1: 1.5}, hosts) == []
+        assert preflight.compare_clocks({0: 1.0, 1: 1.5}, hosts) == []
 
-    def test_slow_and_wrong_devices(self):
+    def test_slow_and_wrong_devices_are_named(self):
         well = {"wrong": 0.0, "seconds": 1.0, "slow_ratio": 1.4, "shares_cores": 0.0}
         results = {rank: dict(well) for rank in range(4)}
-        assert compute.compare(results, {}) == []
+        assert measure.compare_matmul(results, {}) == []
         results[1]["seconds"], results[2]["wrong"] = 1.5, 3.0
-        found = compute.compare(results, {1: "h"})
+        found = measure.compare_matmul(results, {1: "h"})
         assert [(f.ranks, f.check) for f in found] == [((1,), "speed"), ((2,), "matmul")]
         results[0]["seconds"] = 1.5
-        assert [f.ranks for f in compute.compare(results, {}) if f.check == "speed"] == [(0,), (1,)]
-        results[0]["shares_cores"] = results[1]["shares_cores"] = 1.0  # CPUs, and half of the ranks: their neighbours
-        assert [f.check for f in compute.compare(results, {})] == ["matmul"]
+        assert [f.ranks for f in measure.compare_matmul(results, {}) if f.check == "speed"] == [(0,), (1,)]
+        results[0]["shares_cores"] = results[1]["shares_cores"] = (
+            1.0  # CPUs, and half of the ranks: other work on their cores
+        )
+        assert [f.check for f in measure.compare_matmul(results, {})] == ["matmul"]
 
-    def test_links_far_below_their_datasheet(self):
+    def test_links_far_below_their_datasheet_are_reported(self):
         row = {"kind": "all_reduce", "bytes": 2**28, "seconds": 0.01}
         rows = [{**row, "where": "node", "gb_s": 40.0}, {**row, "where": "network", "gb_s": 300.0}]
-        (found,) = collectives.compare_links(rows, accelerator("H100-80GB"), 8)
+        (found,) = measure.compare_links(rows, accelerator("H100-80GB"), 8)
         assert "inside a node moves 40.0 GB/s" in found.message
         assert "225 or more" in found.message  # half of NVLink's 450 in one direction
-        assert collectives.compare_links(rows, None, 8) == []
+        assert measure.compare_links(rows, None, 8) == []
 
 
-def test_a_slow_link_shows_at_both_ends():
+def test_a_slow_link_is_reported_for_both_ends():
     def rows(seconds, size=2**24):
         return [{"kind": "neighbours", "bytes": size, "seconds": seconds}, {"kind": "all_reduce", "seconds": 9.0}]
 
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
-    (found,) = collectives.compare_neighbours({0: rows(1.0), 1: rows(4.0), 2: rows(4.0), 3: rows(1.1)}, hosts)
+    (found,) = measure.compare_neighbours({0: rows(1.0), 1: rows(4.0), 2: rows(4.0), 3: rows(1.1)}, hosts)
     assert (found.ranks, found.host, found.level) == ((1, 2), None, "warning")
-    assert collectives.compare_neighbours({0: rows(1.0), 1: rows(2.0)}, hosts) == []
-    assert collectives.compare_neighbours({0: rows(1.0, 4096), 1: rows(9.0, 4096)}, hosts) == []
+    assert measure.compare_neighbours({0: rows(1.0), 1: rows(2.0)}, hosts) == []
+    assert measure.compare_neighbours({0: rows(1.0, 4096), 1: rows(9.0, 4096)}, hosts) == []
 
 
 @pytest.mark.parametrize("n", [4, 100, 256])
 def test_the_known_product_is_the_product(n):
-    left, right, known = compute.operands(n, torch.device("cpu"))
+    left, right, known = measure.known_product(n, torch.device("cpu"))
     expected = left.to(torch.int64) @ right.to(torch.int64)
     assert torch.equal(known.to(torch.int64), expected)
     assert known.abs().max() > 0
 
 
 def errors(ended):
-    """What the ranks that lived said, which must be one and the same."""
-    told = [result["errors"] for result in ended.results.values()]
-    assert all(one == told[0] for one in told), told
-    return told[0]
+    """The errors that the living ranks found, which must be the same on all."""
+    found = [result["errors"] for result in ended.results.values()]
+    assert all(one == found[0] for one in found), found
+    return found[0]
 
 
 @pytest.mark.world(3)
-def test_healthy_ranks_are_not_accused():
+def test_healthy_ranks_are_not_blamed():
     ended = run(3, "none", 0, 20.0)
     assert errors(ended) == []
     assert not any(result["stuck"] for result in ended.results.values())
-    assert {row["kind"] for row in ended.results[0]["links"]} == set(collectives.KINDS)
+    assert {row["kind"] for row in ended.results[0]["links"]} == set(measure.KINDS)
 
 
 @pytest.mark.world(3)
@@ -162,7 +164,7 @@ def test_healthy_ranks_are_not_accused():
         ("killed:all_gather", 1, "presence"),
     ],
 )
-def test_one_rank_at_fault_is_named_by_every_other(fault, guilty, check):
+def test_a_faulty_rank_is_named_by_every_other_rank(fault, guilty, check):
     ended = run(3, fault, guilty, 20.0)
     assert len(ended.results) == (2 if fault.startswith("killed") else 3)
     ((ranks, host, found, _),) = errors(ended)

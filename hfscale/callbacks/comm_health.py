@@ -1,5 +1,11 @@
-"""Before the first step: is every rank well, and is what runs what was asked for? During the run: who holds it up?"""
+"""Checks that a run is the one that was asked for and that its ranks are healthy, before the first step and during it.
 
+At the beginning the callback compares the strategy with the request, checks the node (`hfscale.health.node`) and lets
+all ranks check each other (`hfscale.health.preflight`). During the run it feeds two observers: the `Monitor`, which
+compares the ranks at each log, and the `HangWatchdog`, a thread that detects when progress stops.
+"""
+
+import logging
 import math
 import os
 import sys
@@ -9,9 +15,9 @@ from typing import Any, Literal
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.callbacks.rank_check import check_ranks, connect_board, tell
 from hfscale.checkpoint.store import archive, latest_checkpoint
 from hfscale.errors import HealthError, StrategyMismatchError, UsageError
+from hfscale.health import node, preflight
 from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.health.gpu import GpuWatch, sensor_of
 from hfscale.health.hang import HangWatchdog, Limits
@@ -26,42 +32,48 @@ from hfscale.integrations.trainer import DataFetchHook, calling_trainer, trainin
 from hfscale.metrics.records import RankLines
 from hfscale.utils import distributed
 from hfscale.utils.findings import Finding, join_errors
-from hfscale.utils.logging import get_logger
+from hfscale.utils.logging import get_logger, is_main_process
 
 logger = get_logger(__name__)
 
+PREFLIGHT_DEADLINE_S = 60.0
+_SPEED_PROBE_BYTES = 16 * 2**20
+_LOG_LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_trainings = 0
+"""Trainings of this process so far; each has a store of its own."""
+
 
 class CommHealthCallback(TrainerCallback):
-    """Stops a run that is not the one asked for or whose ranks are not well, and names what holds it up.
+    """Stops a run that is not the one asked for or whose ranks are not healthy, and names what slows it down.
 
-    At the beginning: strategy, world size and model wrapper are compared with the request; the node's variables,
-    limits and disk are looked at; every rank multiplies against a known answer, and all collectives are checked for
-    their values (half a second). During the run a thread watches for hangs and names the rank that keeps the others
-    waiting, with every rank's stacks in `hfscale_hang/`; at each log the ranks exchange one vector, from which
-    stragglers, ranks that wait for data, replicas that have drifted apart and GPUs that throttle are named; losses
-    are watched for NaN, infinity and spikes. See `hfscale.health`.
+    At the beginning, the strategy, the number of processes and the model wrapper are compared with the request; the
+    node's variables, limits and disk are checked; every rank multiplies matrices with a known product, and all
+    collectives are checked for their values (half a second). During the run a thread detects hangs and names the rank
+    that the others wait for, with every rank's stacks in `hfscale_hang/`. At each log the ranks exchange one vector,
+    which shows stragglers, ranks that wait for data, replicas that differ and GPUs that throttle. Losses are checked
+    for NaN, infinity and spikes. See `hfscale.health`.
 
     | metric key | unit | meaning |
     |---|---|---|
     | `scaling/straggler_skew` | ratio | slowest rank's own work over the median rank's; from two processes on |
     | `gpu/temperature_c_max` | °C | hottest GPU (with `nvidia-ml-py`) |
     | `gpu/power_w` | W | mean power of a GPU |
-    | `gpu/throttled` | ratio | share of the GPUs that are slowed down by heat or a power brake |
+    | `gpu/throttled` | ratio | share of the GPUs that are throttled by temperature or a power brake |
 
     Args:
         preflight (`bool`): whether ranks check each other before the first step.
-        hang_after_s (`float`, *optional*): seconds of silence that are a hang, or ten steps where that is more; None:
-            hangs are not watched for.
+        hang_after_s (`float`, *optional*): seconds of silence that count as a hang, or ten steps where that is longer;
+            None: hangs are not watched for.
         on_hang (`str`): `report`, or `abort`: after the report the processes end, so that the launcher restarts them.
         stragglers (`bool`): whether each rank's own work is timed.
-        on_bad_training (`str`): on a NaN or infinite loss and on replicas that differ, `warn`, or `stop`: checkpoints
-            after the last good log are set aside and the run ends.
+        on_bad_training (`str`): what happens at a NaN or infinite loss and where replicas differ: `warn`, or `stop`:
+            checkpoints after the last good log are archived and the run ends.
 
     Raises:
-        StrategyMismatchError: when the Trainer is made (number of processes) or training begins (strategy, wrapper,
+        StrategyMismatchError: when the Trainer is created (number of processes) or training begins (strategy, wrapper,
             ranks that disagree).
-        HealthError: a rank is missing, computes or communicates wrongly; with `stop`, a training that cannot go on.
-        UsageError: an argument that is none of the above.
+        HealthError: a rank is missing, computes or communicates wrongly; with `stop`, the training is not healthy.
+        UsageError: an argument has another value than those above.
     """
 
     def __init__(
@@ -79,8 +91,11 @@ class CommHealthCallback(TrainerCallback):
             raise UsageError(f"on_hang is {on_hang!r}: use report or abort")
         if on_bad_training not in ("warn", "stop"):
             raise UsageError(f"on_bad_training is {on_bad_training!r}: use warn or stop")
-        self.preflight, self.hang_after_s, self.on_hang = preflight, hang_after_s, on_hang
-        self.stragglers, self.on_bad_training = stragglers, on_bad_training
+        self.preflight = preflight
+        self.hang_after_s = hang_after_s
+        self.on_hang = on_hang
+        self.stragglers = stragglers
+        self.on_bad_training = on_bad_training
         self._watchdog: HangWatchdog | None = None
         self._monitor: Monitor | None = None
         self._previous_hook: Any = None
@@ -89,7 +104,7 @@ class CommHealthCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         check_launch(args)
-        if args.deepspeed and args.local_process_index == 0:  # now: it is before training begins that it would wait
+        if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for one before training begins
             remove_abandoned_locks(os.environ)
 
     def on_train_begin(
@@ -102,20 +117,24 @@ class CommHealthCallback(TrainerCallback):
         if len(set(steps)) > 1:
             raise StrategyMismatchError(
                 f"the ranks start at different steps {[int(step) for step in steps]}: they do not see the same "
-                "output_dir; put it on storage that every machine shares"
+                "output_dir; put it on storage that all machines share"
             )
         logger.info("strategy %s on %d processes (%s)", strategy, args.world_size, args.device.type)
         if args.world_size > 1:
             logger.info("each rank: %s", describe_strategy(trainer))
-        self._end()  # of an earlier training that broke off
-        self._losses, self._healthy_step, self._args = LossGuard(), state.global_step, args
-        rank_store = connect_board(args) if self.preflight or self.hang_after_s else None
+        self._end()  # an earlier training may have ended by an exception
+        self._losses = LossGuard()
+        self._healthy_step = state.global_step
+        self._args = args
+        rank_store = connect_rank_store(args) if self.preflight or self.hang_after_s else None
         if self.preflight:
             check_ranks(trainer, rank_store)
         self._rank_lines = RankLines(Path(args.output_dir)) if state.is_world_process_zero else None
-        self._watch(trainer, strategy, rank_store)
+        self._start_monitor(trainer, strategy)
+        if rank_store is not None and self.hang_after_s:
+            self._start_watchdog(args, rank_store, self.hang_after_s)
         MetricInjector.of(trainer).add(self._keys)
-        DataFetchHook.of(trainer).add(self._batch_came)
+        DataFetchHook.of(trainer).add(self._batch_arrived)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -128,7 +147,7 @@ class CommHealthCallback(TrainerCallback):
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._moved()
+        self._progressed()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -141,40 +160,40 @@ class CommHealthCallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._moved()
+        self._progressed()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._moved_aside()
+        self._pause_ended()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._moved_aside()
+        self._pause_ended()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._moved_aside()
+        self._pause_ended()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._end()
 
-    def _batch_came(self) -> None:
+    def _batch_arrived(self) -> None:
         if self._monitor is not None:
-            self._monitor.batch_came()
+            self._monitor.batch_arrived()
 
-    def _moved(self) -> None:
+    def _progressed(self) -> None:
         if self._watchdog is not None:
-            self._watchdog.moved()
+            self._watchdog.progressed()
 
-    def _moved_aside(self) -> None:
-        self._moved()
+    def _pause_ended(self) -> None:
+        self._progressed()
         if self._monitor is not None:
-            self._monitor.aside()
+            self._monitor.pause_ended()
 
-    def _watch(self, trainer: Trainer, strategy: str, rank_store: RankStore | None) -> None:
+    def _start_monitor(self, trainer: Trainer, strategy: str) -> None:
         args = trainer.args
-        has_peers = args.world_size > 1  # a rank alone has nobody to be slower than
+        has_peers = args.world_size > 1  # a single rank is not slower than others
         timer = LocalTimer(trainer.model_wrapped, strategy, args.device) if self.stragglers and has_peers else None
         if timer is not None and not timer.measures:
             logger.info("stragglers are not looked for: under %s a rank's own work cannot be timed", strategy)
@@ -189,37 +208,40 @@ class CommHealthCallback(TrainerCallback):
             gpu=gpu,
             replicas=list(trainer.model.parameters()) if are_replicas else (),
         )
-        if rank_store is not None and self.hang_after_s:
-            self._watchdog = HangWatchdog(
-                rank_store,
-                Path(args.output_dir),
-                limits=Limits(floor_s=self.hang_after_s),
-                abort=self.on_hang == "abort",
-                inside=training_frame(),
-            )
-            self._watchdog.start()
-            self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
+
+    def _start_watchdog(self, args: TrainingArguments, rank_store: RankStore, hang_after_s: float) -> None:
+        self._watchdog = HangWatchdog(
+            rank_store,
+            Path(args.output_dir),
+            limits=Limits(floor_s=hang_after_s),
+            abort=self.on_hang == "abort",
+            inside=training_frame(),
+        )
+        self._watchdog.start()
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_exception
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An exception ends this process: find out which rank began it, then report it as before."""
+        """An exception ends this process: find the rank that caused it, then call the previous hook."""
         if self._watchdog is not None and isinstance(error, Exception):
             self._watchdog.examine_failure(error)
             self._watchdog.stop()
         (self._previous_hook or sys.__excepthook__)(kind, error, trace)
 
     def _keys(self, state: TrainerState) -> dict[str, float]:
-        """The keys of the window that ends now. Called on every rank."""
+        """Compare the ranks and return the metric keys of this log. Called on every rank."""
         if self._monitor is None:
             return {}
-        logs, step = state.log_history[-1], state.global_step
+        logs = state.log_history[-1]
+        step = state.global_step
         keys, found = self._monitor.exchange(step, logs.get("grad_norm"))
         if "loss" in logs:
             bad_loss = self._losses.check(step, logs["loss"], logs.get("grad_norm"))
             found += [bad_loss] if bad_loss is not None else []
         if self._rank_lines is not None and self._monitor.own_s:
             self._rank_lines.add(step, {"compute_s": self._monitor.own_s})
-        tell(found)
-        # What the loss and the replicas say is the same on every rank, so all stop or none.
+        log_findings(found)
+        # Findings about the loss and the replicas are the same on every rank, so all ranks stop or none.
         bad = [f for f in found if f.level == "error" and f.check in ("loss", "replicas")]
         if bad and self.on_bad_training == "stop":
             self._stop(bad)
@@ -228,12 +250,12 @@ class CommHealthCallback(TrainerCallback):
         return {name: value for name, value in keys.items() if math.isfinite(value)}
 
     def _stop(self, bad: list[Finding]) -> None:
-        """End the run at the last checkpoint that was written while all was well.
+        """End the run at the last checkpoint that was written before the fault.
 
         Raises:
             HealthError: always.
         """
-        finish_saves(calling_trainer())  # one that is still being written would come to stand after those set aside
+        finish_saves(calling_trainer())  # one that is still being written would not be archived
         distributed.barrier()
         output_dir = self._args.output_dir
         if self._args.should_save and Path(output_dir).is_dir():
@@ -241,8 +263,8 @@ class CommHealthCallback(TrainerCallback):
         distributed.barrier()
         good = latest_checkpoint(output_dir) if self._args.should_save and Path(output_dir).is_dir() else None
         self._end()
-        go_on = f"the relaunched command goes on from {Path(good).name}" if good else "no good checkpoint was written"
-        raise HealthError(f"stopped: {join_errors(bad)}; {go_on}")
+        resume = f"the relaunched command resumes from {Path(good).name}" if good else "no good checkpoint was written"
+        raise HealthError(f"stopped: {join_errors(bad)}; {resume}")
 
     def _end(self) -> None:
         if self._watchdog is not None:
@@ -252,3 +274,69 @@ class CommHealthCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None
+
+
+def connect_rank_store(args: TrainingArguments) -> RankStore | None:
+    """Connect to the launcher's store; None for a single process, and where no launcher's variables point to one."""
+    global _trainings
+    _trainings += 1  # on all ranks alike
+    if args.world_size == 1:
+        return None
+    if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
+        logger.info("no launcher's variables are set: ranks are not checked, and hangs are not watched for")
+        return None
+    try:
+        return RankStore.connect(f"training-{_trainings}")
+    except HealthError as error:  # the process group may have been created without that store
+        logger.error("ranks are not checked and hangs are not watched for: %s", error)
+        return None
+
+
+def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
+    """Check this node, and all ranks together where they have a store; log what is found.
+
+    Raises:
+        HealthError: a rank is missing, or computes or communicates wrongly.
+    """
+    args = trainer.args
+    of_this_node: list[Finding] = []
+    if args.local_process_index == 0:
+        of_this_node = node.check_node(os.environ, node.Node.here(node.gpu_names())) + _check_disk(trainer)
+    if rank_store is None:
+        log_findings(of_this_node)
+        return
+    facts = {"node": [finding.to_dict() for finding in of_this_node]}
+    plan = preflight.PreflightPlan(device=args.device, deadline_s=PREFLIGHT_DEADLINE_S, facts=facts)
+    result = preflight.run(rank_store, plan)
+    # A slow device does no harm apart from slowing the run down: it is logged, and the run's own times will show it.
+    bad = [finding for finding in result.findings if finding.level == "error" and finding.check != "speed"]
+    if bad:
+        raise HealthError(f"the ranks are not fit to train: {join_errors(bad)}")
+    of_all_nodes = [Finding.from_dict(fields) for _, note in sorted(result.ranks.items()) for fields in note["node"]]
+    log_findings([*result.findings, *of_all_nodes])
+
+
+def _check_disk(trainer: Trainer) -> list[Finding]:
+    """Check space and time for checkpoints as large as this model's weights and AdamW states."""
+    args = trainer.args
+    if args.save_strategy == "no":
+        return []
+    sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in trainer.model.parameters()]
+    weights = sum(numel * p.element_size() for numel, p in sizes)
+    states = node.BYTES_PER_TRAINED_PARAMETER * sum(numel for numel, p in sizes if p.requires_grad)
+    return node.check_disk(
+        Path(args.output_dir),
+        checkpoint_bytes=weights + states,
+        bytes_per_s=node.write_speed(Path(args.output_dir), _SPEED_PROBE_BYTES),
+        notice_s=node.DEFAULT_NOTICE_S,
+    )
+
+
+def log_findings(findings: list[Finding]) -> None:
+    """Log each finding in one line, from the main process; from another rank what only that rank knows."""
+    for finding in findings:
+        is_about_own_gpu = finding.ranks == (distributed.rank(),) and finding.check == "gpu"
+        if is_main_process():
+            logger.log(_LOG_LEVELS[finding.level], "%s", finding)
+        elif is_about_own_gpu:
+            logger.error("%s", finding)

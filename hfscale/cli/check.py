@@ -1,4 +1,4 @@
-"""`hfscale check`: is this node, and under a launcher every rank and link, fit to train on?"""
+"""`hfscale check`: whether this node, and under a launcher every rank and link, is fit to train."""
 
 import json
 import time
@@ -21,28 +21,29 @@ def register(app: typer.Typer) -> None:
 def run(
     deadline: Annotated[float, typer.Option(help="Seconds until every rank knows the verdict.")] = DEFAULT_DEADLINE_S,
     output_dir: Annotated[
-        Path | None, typer.Option(help="Where checkpoints will go: room and speed are checked.")
+        Path | None, typer.Option(help="Folder for checkpoints: free space and speed are checked.")
     ] = None,
     checkpoint_gib: Annotated[
-        float | None, typer.Option(help="Size of one (default: the largest that is there).")
+        float | None, typer.Option(help="Size of a checkpoint (default: the largest in --output-dir).")
     ] = None,
-    notice: Annotated[float, typer.Option(help="Seconds between a preemption's notice and the end.")] = 30.0,
+    notice: Annotated[float, typer.Option(help="Seconds between a preemption notice and the end.")] = 30.0,
     backend: Annotated[str | None, typer.Option(help="nccl or gloo (default: nccl where there is a GPU).")] = None,
-    short: Annotated[bool, typer.Option("--short", help="Small buffers only: no bandwidth.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Use small buffers only: bandwidth is not measured.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> int:
     """Check this node; under `accelerate launch -m hfscale check` all ranks and the links between them too."""
     begun = time.monotonic()
     if deadline < 5:
-        raise UsageError(f"--deadline {deadline:g} is below 5 s: starting the processes alone takes longer")
+        raise UsageError(f"--deadline is {deadline:g}: give at least 5 s, since starting the processes takes longer")
     if backend not in (None, "nccl", "gloo"):
-        raise UsageError(f"--backend {backend} is neither nccl nor gloo")
-    if notice <= 0 or (checkpoint_gib is not None and checkpoint_gib <= 0):
-        raise UsageError("--notice and --checkpoint-gib must be above 0")
-    from hfscale.health.check import Request, check_all, leave
+        raise UsageError(f"--backend is {backend}: use nccl or gloo")
+    for flag, value in (("--notice", notice), ("--checkpoint-gib", checkpoint_gib)):
+        if value is not None and value <= 0:
+            raise UsageError(f"{flag} is {value:g}: it must be greater than 0")
+    from hfscale.health.check import CheckRequest, check_all, leave
 
     report = check_all(
-        Request(
+        CheckRequest(
             deadline_s=deadline,
             output_dir=output_dir,
             checkpoint_bytes=None if checkpoint_gib is None else int(checkpoint_gib * 2**30),
@@ -52,6 +53,6 @@ def run(
         ),
         begun=begun,
     )
-    if report.speaks:
+    if report.is_reporter:
         print(json.dumps(report.to_dict()) if as_json else report.text(), flush=True)
     return leave(report)

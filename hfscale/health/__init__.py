@@ -1,1 +1,1 @@
-"""Is the node, the network, each rank and the training itself well, and if not: who, where, and what to do."""
+"""Health checks of nodes, links, ranks and of the training itself: what is wrong, where, and how to fix it."""

@@ -1,7 +1,8 @@
-"""The lock that torch puts on the folder of an extension while it builds or loads it.
+"""Removes abandoned locks of torch's C++ extensions, which would block every later launch.
 
-A process that is killed meanwhile leaves the file behind, and `torch.utils.cpp_extension` (2.13) waits for its end
-without a word, in every later launch: a DeepSpeed run that lost its machine at a bad moment would never start again.
+torch puts a lock file into the folder of an extension while it builds or loads it. A process that is killed meanwhile
+leaves the file behind, and `torch.utils.cpp_extension` (2.13) silently waits for it to disappear in every later
+launch: a DeepSpeed run that lost its machine at a bad moment would never start again.
 """
 
 import os
@@ -17,9 +18,9 @@ from hfscale.utils.logging import get_logger
 logger = get_logger(__name__)
 
 UNSEEN_HOLDER_AGE_S = 600.0
-"""Age from which a lock is taken to be left over where its holder may be a process that cannot be seen from here, on
-another machine or another user's; our own choice: the longest build that we have seen, DeepSpeed's CPU Adam on busy
-cores, takes half of it."""
+"""Age from which a lock counts as abandoned if its holder may be a process that is not visible from here, on another
+machine or of another user; our own choice: the longest build that we have seen, DeepSpeed's CPU Adam on busy cores,
+takes half of it."""
 _SHARED_FILE_SYSTEMS = (
     "nfs",
     "lustre",
@@ -36,37 +37,41 @@ _SHARED_FILE_SYSTEMS = (
 
 
 def abandoned_locks(environ: Mapping[str, str]) -> list[Path]:
-    """Locks that nobody holds any more.
+    """Locks that no process holds any more.
 
-    The holder keeps the file open. On a disk of this machine, of a user's own files, that is seen from outside; for
-    others `UNSEEN_HOLDER_AGE_S` decides. Holders in other containers that share the folder are not seen either.
+    The holder keeps the file open, which is visible for files of this user on a disk of this machine; for other files
+    `UNSEEN_HOLDER_AGE_S` decides. Holders in other containers that share the folder are not visible either.
+
+    Args:
+        environ: the environment variables, which say where extensions are built.
     """
     return [path for path in _locks(environ) if _is_abandoned(path)]
 
 
 def remove_abandoned_locks(environ: Mapping[str, str]) -> None:
-    """Let the next load go on. Call it on one process of each machine, before an extension is loaded."""
+    """Delete abandoned locks. Call it on one process of each machine, before an extension is loaded.
+
+    Args:
+        environ: the environment variables, which say where extensions are built.
+    """
     for path in _locks(environ):
-        seen = _identity(path)
-        # Another run may have removed it meanwhile too, and then have taken the lock itself.
-        if _is_abandoned(path) and _identity(path) == seen:
+        identity = _identity(path)
+        # Another run may have removed the file meanwhile and have taken the lock itself.
+        if _is_abandoned(path) and _identity(path) == identity:
             path.unlink(missing_ok=True)
-            logger.warning("removed %s: the process that held it while an extension was loaded is gone", path)
+            logger.warning("removed %s: the process that held it while it loaded an extension has ended", path)
 
 
 def lock_finding(path: str, host: str) -> Finding:
-    """What to say of such a lock."""
-    message = (
-        f"{path} is left from a build that was killed: DeepSpeed, where it needs that extension, waits for it without "
-        "end; delete it"
-    )
-    return Finding(level="warning", check="build lock", problem=message, host=host)
+    """The finding about an abandoned lock."""
+    problem = f"{path} is left from a build that was killed: DeepSpeed waits for it forever if it needs that extension"
+    return Finding(level="warning", check="build lock", problem=problem, fix="delete it", host=host)
 
 
 def _locks(environ: Mapping[str, str]) -> list[Path]:
     cache = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
-    # Below the folder given, an extension each; below the default one, first a folder for each Python and CUDA.
+    # TORCH_EXTENSIONS_DIR has a folder per extension; the default has one per Python and CUDA version above these.
     return sorted((*root.glob("*/lock"), *root.glob("*/*/lock")))
 
 
@@ -89,7 +94,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _is_shared(path: Path) -> bool:
-    """Whether the file system may be written to from another machine."""
+    """Whether another machine may write to the file system."""
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     nearest = next((folder for folder in path.resolve().parents if folder in mounts), None)
     return nearest is None or mounts[nearest].startswith(_SHARED_FILE_SYSTEMS)
@@ -101,6 +106,9 @@ def _is_open(path: Path) -> bool:
         try:
             if any(file.path == name for file in process.open_files()):
                 return True
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended, or another user's, and the file is ours
+        except (
+            psutil.NoSuchProcess,
+            psutil.AccessDenied,
+        ):  # it has ended, or belongs to another user
             continue
     return False

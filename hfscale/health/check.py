@@ -1,7 +1,12 @@
-"""The whole of `hfscale check`: this node alone, or under a launcher every rank with every other.
+"""`hfscale check`: this node alone, or under a launcher every rank together with all others.
 
-hfscale check                            # variables, limits, disk of this node
-accelerate launch -m hfscale check       # and on every rank: matrix products, collectives, clocks, versions
+    hfscale check                            # variables, limits, disk of this node
+    accelerate launch -m hfscale check       # and on every rank: matrix products, collectives, clocks, versions
+
+Under a launcher every rank connects to the launcher's key-value store (`RankStore`), runs the pre-flight
+(`hfscale.health.preflight`) and gets the same findings. If one of them is an error, each rank prints it and writes
+that it has: the launcher ends all ranks as soon as the first one leaves, so none leaves before all have printed. The
+lowest rank that is alive prints the report.
 """
 
 import os
@@ -20,63 +25,63 @@ import torch.distributed as dist
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import match_device_name
-from hfscale.health import collectives, disk, env, preflight
+from hfscale.health import measure, node, preflight
 from hfscale.health.rank_store import RankStore, launcher_has_store
 from hfscale.utils.findings import Finding, has_errors
 
 T = TypeVar("T")
-_SAID_S = 3.0
-"""Seconds that ranks wait for each other's last words: the launcher ends all when the first has gone."""
+_REPORT_WAIT_S = 3.0
+"""Seconds that ranks wait for each other to print their errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is asked."""
+class CheckRequest:
+    """The options of a check."""
 
     deadline_s: float
     """Seconds until every rank knows the verdict."""
     output_dir: Path | None = None
-    """Where checkpoints will go."""
+    """Where checkpoints will be written; None: the disk is not checked."""
     checkpoint_bytes: int | None = None
-    """Size of one; None: of the largest in `output_dir`."""
-    notice_s: float = disk.DEFAULT_NOTICE_S
-    """Seconds between a preemption's notice and the end of the machine."""
+    """Size of a checkpoint; None: that of the largest in `output_dir`."""
+    notice_s: float = node.DEFAULT_NOTICE_S
+    """Seconds between a preemption notice and the end of the machine."""
     backend: str | None = None
-    """`nccl` or `gloo`; None: by the device."""
+    """`nccl` or `gloo`; None: chosen by the device."""
     short: bool = False
-    """Small buffers only."""
+    """Whether to use small buffers only."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What was found."""
+class CheckReport:
+    """The outcome of a check."""
 
     findings: tuple[Finding, ...]
-    """Of the nodes and the ranks."""
+    """Findings about the nodes and the ranks."""
     world_size: int
-    """Ranks that should be there."""
+    """The number of ranks that there should be."""
     rank: int
-    """This one."""
+    """The rank of this process."""
     ranks: Mapping[int, Mapping[str, Any]]
-    """What each rank said about itself."""
+    """What each rank wrote about itself."""
     links: list[dict[str, Any]]
-    """Collectives by size."""
+    """The collectives by size."""
     seconds: float
     """From start to verdict."""
-    speaks: bool
-    """Whether this process prints the report: the lowest rank that lives."""
+    is_reporter: bool
+    """Whether this process prints the report: the lowest rank that is alive."""
     rank_store: RankStore | None = None
-    """To wait for the others' last words."""
+    """The store of all ranks; None for a single process."""
     stuck: bool = False
     """Whether a thread hangs in a collective."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing forbids training."""
+        """Whether there are no errors."""
         return not has_errors(self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The report for `--json`."""
         return {
             "ok": self.ok,
             "world_size": self.world_size,
@@ -87,7 +92,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """For people."""
+        """The report for people."""
         lines = [f"{finding.level}: {finding}" for finding in self.findings]
         for row in self.links:
             size = f"{row['bytes'] / 2**20:.3g} MiB"
@@ -95,91 +100,106 @@ class Report:
             lines.append(
                 f"{row['kind']} of {size}{where}: {row['seconds'] * 1e3:.2f} ms, {row['gb_s']:.2f} GB/s past each rank"
             )
-        hosts = len({note["host"] for note in self.ranks.values()})
-        of = (
-            f"{self.world_size} ranks on {hosts} node{'s' if hosts != 1 else ''}"
-            if self.world_size > 1
-            else "this node"
-        )
+        subject = "this node"
+        if self.world_size > 1:
+            hosts = len({note["host"] for note in self.ranks.values()})
+            subject = f"{self.world_size} ranks on {hosts} node{'s' if hosts != 1 else ''}"
+        else:
+            lines.append("ranks and links are not checked by one process: accelerate launch -m hfscale check")
         errors = sum(finding.level == "error" for finding in self.findings)
         verdict = "fit to train" if self.ok else f"not fit to train: {errors} error{'s' if errors > 1 else ''}"
-        if self.world_size == 1:
-            lines.append("ranks and links are not checked by one process: accelerate launch -m hfscale check")
-        return "\n".join([*lines, f"{of}: {verdict} ({self.seconds:.1f} s)"])
+        return "\n".join([*lines, f"{subject}: {verdict} ({self.seconds:.1f} s)"])
 
 
-def check_all(request: Request, *, begun: float, environ: Mapping[str, str] = os.environ) -> Report:
+def check_all(request: CheckRequest, *, begun: float, environ: Mapping[str, str] = os.environ) -> CheckReport:
     """Check this node, and where a launcher started several processes all ranks together.
 
+    Args:
+        request (`CheckRequest`): the options.
+        begun (`float`): `time.monotonic()` from which the deadline counts.
+        environ (`Mapping[str, str]`): the environment variables.
+
     Raises:
-        UsageError: NCCL is asked for without a GPU, or a launcher's variable is no number.
+        UsageError: NCCL is asked for without a GPU, or a launcher's variable is not a number.
         HealthError: the launcher's store does not answer.
         StorageError: the output folder cannot be written.
     """
-    world_size, rank = env.whole(environ, "WORLD_SIZE", 1), env.whole(environ, "RANK", 0)
-    local_rank = env.whole(environ, "LOCAL_RANK", 0)
+    world_size = node.read_count(environ, "WORLD_SIZE", 1)
+    local_rank = node.read_count(environ, "LOCAL_RANK", 0)
     device = _device(request, local_rank)
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    here = env.lint(environ, env.Node.here(gpus)) + _disk(request, local_rank) if local_rank == 0 else []
-    if world_size == 1:
-        return Report(
-            findings=tuple(here),
-            world_size=1,
-            rank=0,
-            links=[],
-            seconds=time.monotonic() - begun,
-            speaks=True,
-            ranks={0: preflight.machine.describe_self(environ, device)},
-        )
+    node_findings = _check_node(request, environ) if local_rank == 0 else []
+    if world_size > 1:
+        return _check_ranks(request, begun, environ, device, node_findings)
+    return CheckReport(
+        findings=tuple(node_findings),
+        world_size=1,
+        rank=0,
+        ranks={0: preflight.describe_rank(environ, device)},
+        links=[],
+        seconds=time.monotonic() - begun,
+        is_reporter=True,
+    )
+
+
+def _check_ranks(
+    request: CheckRequest,
+    begun: float,
+    environ: Mapping[str, str],
+    device: torch.device,
+    node_findings: list[Finding],
+) -> CheckReport:
+    """Run the pre-flight with all ranks of the launcher."""
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: ending.append(number))
-    left_s = begun + request.deadline_s - time.monotonic()
-    rank_store = _in_time(
-        left_s, environ, lambda: RankStore.connect("check", environ, timeout_s=left_s - 1, opens=True)
-    )
-    plan = preflight.Plan(
+    deadline = begun + request.deadline_s
+
+    def connect_store() -> RankStore:
+        return RankStore.connect("check", environ, timeout_s=deadline - time.monotonic() - 1, opens=True)
+
+    rank_store = _with_time_limit(deadline, environ, connect_store)
+    plan = preflight.PreflightPlan(
         device=device,
         deadline_s=request.deadline_s,
-        connect=lambda: _connect(rank_store, request, device),
-        facts={"node": [finding.to_dict() for finding in here]},
-        sizes=preflight.SHORT_SIZES if request.short else _sizes(device),
+        connect=lambda: _make_process_group(rank_store, request, device),
+        facts={"node": [finding.to_dict() for finding in node_findings]},
+        sizes=_buffer_sizes(request, device),
     )
-    found = _in_time(
-        begun + request.deadline_s - time.monotonic(),
-        environ,
-        lambda: preflight.run(rank_store, plan, begun=begun, is_ending=lambda: bool(ending)),
+    result = _with_time_limit(
+        deadline, environ, lambda: preflight.run(rank_store, plan, begun=begun, is_ending=lambda: bool(ending))
     )
-    nodes = [Finding.from_dict(fields) for note in found.ranks.values() for fields in note.pop("node")]
-    gpu = match_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    links = (
-        [] if request.short else collectives.compare_links(found.links, gpu, env.whole(environ, "LOCAL_WORLD_SIZE", 1))
-    )
-    report = Report(
-        findings=(*found.findings, *links, *nodes),
-        world_size=world_size,
-        rank=rank,
-        ranks=found.ranks,
-        links=found.links,
-        seconds=found.seconds,
-        speaks=rank == 0,
+    of_all_nodes = [Finding.from_dict(fields) for note in result.ranks.values() for fields in note.pop("node")]
+    slow_links: list[Finding] = []
+    if not request.short:
+        gpu = match_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        slow_links = measure.compare_links(result.links, gpu, node.read_count(environ, "LOCAL_WORLD_SIZE", 1))
+    report = CheckReport(
+        findings=(*result.findings, *slow_links, *of_all_nodes),
+        world_size=rank_store.world_size,
+        rank=rank_store.rank,
+        ranks=result.ranks,
+        links=result.links,
+        seconds=result.seconds,
+        is_reporter=rank_store.rank == 0,
         rank_store=rank_store,
-        stuck=found.stuck,
+        stuck=result.stuck,
     )
-    return report if report.ok else _tell(report)
+    return report if report.ok else _print_errors(report, rank_store)
 
 
-def _in_time(seconds: float, environ: Mapping[str, str], run: Callable[[], T]) -> T:
-    """`run()`; past its time this process ends, for then the store itself hangs, and with it whoever holds it."""
+def _with_time_limit(deadline: float, environ: Mapping[str, str], run: Callable[[], T]) -> T:
+    """`run()`; past the deadline (monotonic clock) this process ends, since then the store itself hangs."""
 
     def end() -> None:
         holder = "the launcher of the first node" if launcher_has_store(environ) else "rank 0"
-        text = (
-            f"{holder} at {environ['MASTER_ADDR']} holds the store of all ranks and does not answer: it is stopped, "
+        print(
+            f"hfscale: error on rank {environ['RANK']}: {holder} at {environ['MASTER_ADDR']} holds the store of all "
+            "ranks and does not answer: it is stopped, dead or cut off",
+            file=sys.stderr,
+            flush=True,
         )
-        print(f"hfscale: error on rank {environ['RANK']}: {text}dead or cut off", file=sys.stderr, flush=True)
         os._exit(1)
 
-    timer = threading.Timer(max(0.0, seconds), end)
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
     timer.daemon = True
     timer.start()
     try:
@@ -188,8 +208,29 @@ def _in_time(seconds: float, environ: Mapping[str, str], run: Callable[[], T]) -
         timer.cancel()
 
 
-def leave(report: Report) -> int:
-    """The exit code; a process that hangs in a collective ends here, for nothing else would end it."""
+def _print_errors(report: CheckReport, rank_store: RankStore) -> CheckReport:
+    """Print the errors on this rank, and wait until all ranks that are alive have; the lowest of them reports."""
+    for finding in report.findings:
+        if finding.level == "error":
+            print(f"hfscale: error on rank {report.rank}: {finding}", file=sys.stderr, flush=True)
+    absent = {rank for finding in report.findings if finding.check == "presence" for rank in finding.ranks}
+    until = time.monotonic() + _REPORT_WAIT_S
+    try:
+        rank_store.write("printed", {})
+        while rank_store.count("printed") < report.world_size - len(absent) and time.monotonic() < until:
+            time.sleep(preflight.POLL_S)
+        return replace(report, is_reporter=report.rank == min(rank_store.read("printed")))
+    except dist.DistError:  # the rank that keeps the store has seen that all have printed, and left
+        return replace(report, is_reporter=False)
+
+
+def leave(report: CheckReport) -> int:
+    """Leave the process group.
+
+    Returns:
+        The exit code. A process that hangs in a collective, or found errors, ends here instead, since nothing else
+        would end it.
+    """
     code = 0 if report.ok else 1
     if report.rank_store is None:
         return code
@@ -202,37 +243,23 @@ def leave(report: Report) -> int:
     return code
 
 
-def _tell(report: Report) -> Report:
-    """Each rank that lives says what is wrong; the lowest of them prints the report. None leaves before all have."""
-    rank_store = report.rank_store
-    assert rank_store is not None
-    for finding in report.findings:
-        if finding.level == "error":
-            print(f"hfscale: error on rank {report.rank}: {finding}", file=sys.stderr, flush=True)
-    named = {rank for finding in report.findings if finding.check == "presence" for rank in finding.ranks}
-    until = time.monotonic() + _SAID_S
-    try:
-        rank_store.post("said", {})
-        while rank_store.count("said") < report.world_size - len(named) and time.monotonic() < until:
-            time.sleep(preflight.POLL_S)
-        return replace(report, speaks=report.rank == min(rank_store.read("said")))
-    except dist.DistError:  # the rank that keeps the store has seen that all have said it, and left
-        return replace(report, speaks=False)
-
-
-def _device(request: Request, local_rank: int) -> torch.device:
+def _device(request: CheckRequest, local_rank: int) -> torch.device:
     if torch.cuda.is_available() and request.backend != "gloo":
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     if request.backend == "nccl":
-        raise UsageError("--backend nccl needs a GPU, and torch sees none here: leave it out, or look at nvidia-smi")
+        raise UsageError(
+            "--backend nccl needs a GPU, and torch finds none here: leave the flag out, or check nvidia-smi"
+        )
     return torch.device("cpu")
 
 
-def _sizes(device: torch.device) -> tuple[int, ...]:
+def _buffer_sizes(request: CheckRequest, device: torch.device) -> tuple[int, ...]:
+    if request.short:
+        return preflight.SHORT_SIZES
     return preflight.GPU_SIZES if device.type == "cuda" else preflight.CPU_SIZES
 
 
-def _connect(rank_store: RankStore, request: Request, device: torch.device) -> None:
+def _make_process_group(rank_store: RankStore, request: CheckRequest, device: torch.device) -> None:
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("group", rank_store.store),
@@ -242,12 +269,13 @@ def _connect(rank_store: RankStore, request: Request, device: torch.device) -> N
     )
 
 
-def _disk(request: Request, local_rank: int) -> list[Finding]:
-    if request.output_dir is None or local_rank > 0:
-        return []
-    size = request.checkpoint_bytes or disk.largest_checkpoint_bytes(request.output_dir)
-    speed = disk.write_speed(request.output_dir)
-    return disk.judge(
+def _check_node(request: CheckRequest, environ: Mapping[str, str]) -> list[Finding]:
+    found = node.check_node(environ, node.Node.here(node.gpu_names()))
+    if request.output_dir is None:
+        return found
+    size = request.checkpoint_bytes or node.largest_checkpoint_bytes(request.output_dir)
+    speed = node.write_speed(request.output_dir)
+    return found + node.check_disk(
         request.output_dir,
         checkpoint_bytes=size,
         bytes_per_s=speed,

@@ -1,16 +1,177 @@
-"""Who keeps a hanging run waiting, from what each rank was doing when it stood still.
+"""Which rank keeps a hanging run waiting, from what each rank was doing when progress stopped.
 
-A rank that waits in a collective waits for those of its group that have not entered it. Of these, the ones that wait
-for nobody themselves are the cause. Where all wait, the ranks whose collective is not the one that most are in are.
+Each rank takes a `Snapshot` of itself: its step, the place of its main thread in the code, and its position in its
+collectives (`positions`). `diagnose` compares them:
+
+- A rank that waits in a collective waits for those ranks of its group that have not entered it. Of these, the ranks
+  that are not waiting in a collective themselves are the cause.
+- Where all ranks wait, those whose collective differs from the one that most ranks are in are the cause.
+
+Positions come from torch's Flight Recorder, which keeps the last 2,000 collectives of NCCL and of gloo unless
+`TORCH_FR_BUFFER_SIZE` is 0. torch 2.13 has no public way to read it from inside the process
+(`torch.distributed.flight_recorder` analyses files that NCCL's own watchdog wrote after its timeout), so the two
+functions with a leading underscore are called here (`_dumps`) and nowhere else.
 """
 
+import json
+import sys
+import threading
+import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Any
 
-from hfscale.health.flight import POINT_TO_POINT, Position
+from torch._C import _distributed_c10d
+
 from hfscale.utils.findings import Finding
+
+POINT_TO_POINT = "/p2p"
+"""Suffix of a group's name for its sends and receives, which are numbered separately."""
+COMPILING = ("torch/_dynamo/", "torch/_inductor/", "torch/utils/cpp_extension", "/triton/compiler/")
+"""Files on the stack of a thread that compiles: it may be slow, and does so rarely."""
+_TRAINER = "transformers/trainer"
+SAVING = ("_save_checkpoint", "save_model", "on_save", "_save_optimizer_and_scheduler")
+EVALUATING = ("evaluate", "predict", "evaluation_loop", "on_evaluate")
+"""Functions of Trainer and events of its callbacks, compared by name only: nothing is called."""
+_WAITING_FILES = ("threading.py", "selectors.py", "contextlib.py", "queue.py")
+_CAUSED_BY_A_PEER = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out")
+_MUST_MATCH = "one of them skipped a collective or called them in another order: all ranks must run the same code"
+_SEE_STACK = "see its stack in hfscale_hang/; take it out of the run if it hangs again"
+
+
+# The position of this rank in its collectives
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """The position of a rank in the collectives of one process group."""
+
+    group: str
+    """The group's name, the same on all its ranks."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group; empty where the recorder does not report them (gloo)."""
+    entered: int
+    """Number of the last collective that this rank entered."""
+    waiting: int | None = None
+    """Number of the first collective that it entered and that is not finished; None: it does not wait."""
+    operation: str | None = None
+    """The name of that collective, such as `all_reduce`."""
+    sizes: str | None = None
+    """The shapes of its inputs."""
+    started: bool | None = None
+    """With NCCL, whether its kernel runs on the GPU; None where that is not known (gloo)."""
+
+    def __str__(self) -> str:
+        if self.waiting is None:
+            return f"past {self.entered} of group {self.group}"
+        return f"in {self.operation} {self.sizes} ({self.waiting} of group {self.group})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The position for JSON."""
+        return {**asdict(self), "ranks": list(self.ranks)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Position":
+        """The position that `to_dict` described."""
+        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
+
+
+def positions() -> list[Position]:
+    """The position of this rank in each process group; empty where the recorder is off or has recorded nothing."""
+    return positions_of([json.loads(dump) for dump in _dumps()])
+
+
+def positions_of(dumps: list[dict[str, Any]]) -> list[Position]:
+    """The positions in the dumps of one rank's recorders (parsed JSON, version 2.x of torch's format)."""
+    found = []
+    for dump in dumps:
+        members = {
+            config["name"] or name: tuple(json.loads(config["ranks"] or "[]"))
+            for name, config in dump.get("pg_config", {}).items()
+        }
+        entries: dict[str, list[dict[str, Any]]] = {}
+        for entry in dump.get("entries", []):
+            group = entry["process_group"][0] + (POINT_TO_POINT if entry["is_p2p"] else "")
+            entries.setdefault(group, []).append(entry)
+        found += [_position(name, members.get(name, ()), of_group) for name, of_group in entries.items()]
+    return found
+
+
+def _position(name: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) -> Position:
+    number = "p2p_seq_id" if name.endswith(POINT_TO_POINT) else "collective_seq_id"
+    active = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    entered = max(entry[number] for entry in entries)
+    if not active:
+        return Position(group=name, ranks=ranks, entered=entered)
+    first = min(active, key=lambda entry: entry[number])
+    is_nccl = first["profiling_name"].startswith("nccl:")
+    return Position(
+        group=name,
+        ranks=ranks,
+        entered=entered,
+        waiting=first[number],
+        operation=first["profiling_name"].partition(":")[2],
+        sizes=str(first["input_sizes"]),
+        started=first["state"] == "started" if is_nccl else None,
+    )
+
+
+def _dumps() -> list[str]:
+    """The JSON of gloo's recorder, and of NCCL's where torch is built with it."""
+    found = [_distributed_c10d._dump_fr_trace_json(True, False)]
+    if hasattr(_distributed_c10d, "_dump_nccl_trace_json"):
+        found.append(_distributed_c10d._dump_nccl_trace_json(True, False))
+    return [dump.decode() if isinstance(dump, bytes) else dump for dump in found]
+
+
+# The position of this rank in its code
+
+
+def frames_of(thread_id: int) -> list[FrameType]:
+    """The frames of a thread, innermost first; empty where the thread has ended."""
+    frame = sys._current_frames().get(thread_id)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def slow_activity(frames: list[FrameType]) -> str | None:
+    """`compiling`, `saving` or `evaluating` where a thread does something that may take long; else None."""
+    for frame in frames:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if any(part in file for part in COMPILING):
+            return "compiling"
+        if _TRAINER in file or name.startswith("on_"):
+            if name in SAVING:
+                return "saving"
+            if name in EVALUATING:
+                return "evaluating"
+    return None
+
+
+def code_position(frames: list[FrameType]) -> str:
+    """`file.py:12 function` of the innermost frame outside torch and the standard library's waiting functions."""
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and not file.endswith(_WAITING_FILES):
+            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}"
+    return "unknown"
+
+
+def all_stacks() -> str:
+    """The stacks of all threads of this process, as text."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for thread_id, frame in sys._current_frames().items():
+        parts.append(f"thread {names.get(thread_id, thread_id)}\n" + "".join(traceback.format_stack(frame)))
+    return "\n".join(parts)
+
+
+# Who is to blame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,75 +185,90 @@ class Snapshot:
     phase: str
     """`starting`, `compute` or `between steps` (data, log, evaluation, save)."""
     idle_s: float
-    """Seconds since it last moved on."""
+    """Seconds since its last progress."""
     occupation: str | None
-    """`compiling`, `saving` or `evaluating`: rightly slow; None otherwise."""
+    """`compiling`, `saving` or `evaluating`, which may take long; None otherwise."""
     place: str
     """Where its main thread is: `file.py:12 function`."""
     positions: tuple[Position, ...]
-    """Where it is in its collectives."""
+    """Its positions in its collectives."""
     error: str | None = None
     """The exception that ends it, if one does."""
     stacks: str = ""
-    """All its threads."""
+    """The stacks of all its threads."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For the board."""
+        """The snapshot for JSON."""
         return {**asdict(self), "positions": [position.to_dict() for position in self.positions]}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Snapshot":
-        """The reverse of `to_dict`."""
+        """The snapshot that `to_dict` described."""
         return cls(**{**fields, "positions": tuple(map(Position.from_dict, fields["positions"]))})
 
     @property
     def waiting(self) -> Position | None:
-        """The collective it waits in, the first one where they are several."""
+        """The first collective that the rank waits in, None where it waits in none."""
         return next((position for position in self.positions if position.waiting is not None), None)
+
+    @property
+    def activity(self) -> str:
+        """What the rank is doing, in words."""
+        return f"in {self.phase} of step {self.step} for {self.idle_s:.0f} s, at {self.place}"
+
+
+Blame = Callable[[int, str, str], Finding]
+"""Makes a finding about a rank, from problem and fix."""
 
 
 def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, Snapshot]) -> list[Finding]:
-    """The ranks that are to blame, or one finding about all where no rank is; empty where a rank is rightly slow.
+    """Find the ranks that are to blame for a hang.
 
     Args:
-        world_size: how many ranks there are.
+        world_size: the number of ranks.
         hosts: the host of each rank.
-        snapshots: of the ranks that answered.
+        snapshots: the snapshots of the ranks that answered.
+
+    Returns:
+        A finding for each rank to blame, or one about all where no single rank is; empty where a rank does something
+        that may take long.
     """
 
-    def blame(rank: int, message: str) -> Finding:
-        return Finding(level="error", check="hang", problem=message, ranks=(rank,), host=hosts.get(rank))
+    def blame(rank: int, problem: str, fix: str) -> Finding:
+        return Finding(level="error", check="hang", problem=problem, fix=fix, ranks=(rank,), host=hosts.get(rank))
 
     absent = [rank for rank in range(world_size) if rank not in snapshots]
     if absent:
-        text = "does not answer: its process is dead, stopped, or held by a call that never returns"
-        return [blame(rank, text) for rank in absent]
+        problem = "does not answer: its process is dead, stopped, or in a call that never returns"
+        return [blame(rank, problem, "see its log and the kernel log of its host") for rank in absent]
     failed = {rank: snap.error for rank, snap in snapshots.items() if snap.error}
     if failed:
-        own = {rank: error for rank, error in failed.items() if not _is_of_a_peer(error)}
-        return [blame(rank, f"failed: {error}") for rank, error in sorted((own or failed).items())]
+        own = {rank: error for rank, error in failed.items() if not _is_caused_by_a_peer(error)}
+        fix = "see its log for the traceback"
+        return [blame(rank, f"failed: {error}", fix) for rank, error in sorted((own or failed).items())]
     if any(snap.occupation for snap in snapshots.values()):
         return []
     waiting = {rank: snap.waiting for rank, snap in snapshots.items() if snap.waiting is not None}
     if not waiting:
-        return _nobody_waits(snapshots, blame)
-    late = _not_arrived(waiting, snapshots)
-    roots = sorted(rank for rank in late if rank not in waiting)
-    if roots:
-        return [
-            blame(
-                rank,
-                f"has not come to {late[rank].operation} ({late[rank].waiting} of group {late[rank].group}), in which "
-                f"{len(waiting)} wait: it is {_doing(snapshots[rank])}",
-            )
-            for rank in roots
-        ]
-    return _all_wait(waiting, snapshots, blame)
+        return _blame_when_nobody_waits(snapshots, blame)
+    missing = _not_arrived(waiting, snapshots)
+    causes = sorted(rank for rank in missing if rank not in waiting)
+    if not causes:
+        return _blame_when_all_wait(waiting, blame, snapshots)
+    return [
+        blame(
+            rank,
+            f"has not reached {missing[rank].operation} ({missing[rank].waiting} of group {missing[rank].group}), in "
+            f"which {len(waiting)} wait: it is {snapshots[rank].activity}",
+            _SEE_STACK,
+        )
+        for rank in causes
+    ]
 
 
 def _not_arrived(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot]) -> dict[int, Position]:
     """The ranks that have not entered a collective in which others wait, each with that collective."""
-    late: dict[int, Position] = {}
+    missing: dict[int, Position] = {}
     for position in waiting.values():
         if position.group.endswith(POINT_TO_POINT) or position.waiting is None:
             continue
@@ -100,60 +276,63 @@ def _not_arrived(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapsh
             mine = next((p for p in snap.positions if p.group == position.group), None)
             is_member = rank in position.ranks if position.ranks else (mine is not None or position.group == "0")
             if is_member and (mine is None or mine.entered < position.waiting):
-                late.setdefault(rank, position)
-    return late
+                missing.setdefault(rank, position)
+    return missing
 
 
-def _all_wait(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot], blame: Any) -> list[Finding]:
-    """Everybody who could be waited for waits too: the odd ones are named, or else the GPU that has not begun."""
-    places = {rank: (p.group, p.waiting, p.operation, p.sizes) for rank, p in waiting.items()}
-    (first, most), *rest = Counter(places.values()).most_common()
-    if rest and rest[0][1] == most:
-        text = "are not in the same place: " + ", ".join(f"rank {rank} {p}" for rank, p in sorted(waiting.items())[:8])
-        text += "; one left a collective out, or called them in another order"
-        return [Finding(level="error", check="hang", problem=text, ranks=tuple(sorted(waiting)))]
+def _blame_when_all_wait(
+    waiting: Mapping[int, Position], blame: Blame, snapshots: Mapping[int, Snapshot]
+) -> list[Finding]:
+    """Every rank that could be waited for waits too: blame those in another collective than most, else a GPU that has
+    not started the collective, else the links."""
+    collectives = {rank: (p.group, p.waiting, p.operation, p.sizes) for rank, p in waiting.items()}
+    (most_common, count), *rest = Counter(collectives.values()).most_common()
+    if rest and rest[0][1] == count:
+        listed = ", ".join(f"rank {rank} {position}" for rank, position in sorted(waiting.items())[:8])
+        problem = f"wait in different collectives: {listed}"
+        return [Finding(level="error", check="hang", problem=problem, fix=_MUST_MATCH, ranks=tuple(sorted(waiting)))]
     if rest:
-        reference = next(p for rank, p in waiting.items() if places[rank] == first)
+        reference = next(p for rank, p in waiting.items() if collectives[rank] == most_common)
         return [
             blame(
                 rank,
-                f"is {waiting[rank]} while {most} ranks are {reference}: it left a collective out, or called "
-                f"them in another order ({_doing(snapshots[rank])})",
+                f"is {waiting[rank]} while {count} ranks are {reference} ({snapshots[rank].activity})",
+                "it skipped a collective or called them in another order: all ranks must run the same code",
             )
             for rank in sorted(waiting)
-            if places[rank] != first
+            if collectives[rank] != most_common
         ]
-    not_begun = [rank for rank, position in waiting.items() if position.started is False]
-    if 0 < len(not_begun) < len(waiting):
-        text = f"has called {first[2]} but its GPU has not begun it: an earlier kernel hangs there"
-        return [blame(rank, text) for rank in sorted(not_begun)]
-    text = f"all ranks are {next(iter(waiting.values()))}, and it does not end: a link, a switch or a GPU's DMA hangs"
-    return [Finding(level="error", check="hang", problem=text)]
+    not_started = [rank for rank, position in waiting.items() if position.started is False]
+    if 0 < len(not_started) < len(waiting):
+        problem = f"has called {most_common[2]} but its GPU has not started it: an earlier kernel hangs there"
+        return [blame(rank, problem, _SEE_STACK) for rank in sorted(not_started)]
+    problem = f"all ranks are {next(iter(waiting.values()))}, and it does not end"
+    fix = "a link, a switch or a GPU's DMA hangs: run hfscale check under the launcher"
+    return [Finding(level="error", check="hang", problem=problem, fix=fix)]
 
 
-def _nobody_waits(snapshots: Mapping[int, Snapshot], blame: Any) -> list[Finding]:
-    """No rank is in a collective: those that are behind are named, or else what all do is."""
-    ahead = max(snap.step for snap in snapshots.values())
-    behind = [rank for rank, snap in snapshots.items() if snap.step < ahead]
+def _blame_when_nobody_waits(snapshots: Mapping[int, Snapshot], blame: Blame) -> list[Finding]:
+    """No rank is in a collective: blame those that are steps behind, else report where the ranks stall."""
+    newest = max(snap.step for snap in snapshots.values())
+    behind = sorted(rank for rank, snap in snapshots.items() if snap.step < newest)
     if behind:
         return [
-            blame(rank, f"is at step {snapshots[rank].step}, others at {ahead}: it is {_doing(snapshots[rank])}")
-            for rank in sorted(behind)
+            blame(
+                rank,
+                f"is at step {snapshots[rank].step}, others at {newest}: it is {snapshots[rank].activity}",
+                _SEE_STACK,
+            )
+            for rank in behind
         ]
-    idle = max(snap.idle_s for snap in snapshots.values())
-    stalled = [rank for rank, snap in snapshots.items() if snap.idle_s > idle / 2]
-    places = Counter(f"{snapshots[rank].phase}, at {snapshots[rank].place}" for rank in stalled)
-    text = f"no rank waits for another, {len(stalled)} stand still in {places.most_common(1)[0][0]}"
-    ranks = tuple(sorted(stalled)) if len(stalled) < len(snapshots) else ()
-    return [Finding(level="error", check="hang", problem=text, ranks=ranks)]
+    longest_s = max(snap.idle_s for snap in snapshots.values())
+    stalled = sorted(rank for rank, snap in snapshots.items() if snap.idle_s > longest_s / 2)
+    where = Counter(f"{snapshots[rank].phase}, at {snapshots[rank].place}" for rank in stalled)
+    problem = f"no rank waits for another, {len(stalled)} stall in {where.most_common(1)[0][0]}"
+    ranks = tuple(stalled) if len(stalled) < len(snapshots) else ()
+    fix = "see the stacks in hfscale_hang/"
+    return [Finding(level="error", check="hang", problem=problem, fix=fix, ranks=ranks)]
 
 
-def _doing(snap: Snapshot) -> str:
-    return f"in {snap.phase} of step {snap.step} for {snap.idle_s:.0f} s, at {snap.place}"
-
-
-def _is_of_a_peer(error: str) -> bool:
-    """Whether an exception only tells that another rank has gone."""
-    return any(
-        word in error for word in ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out")
-    )
+def _is_caused_by_a_peer(error: str) -> bool:
+    """Whether an exception only says that another rank has ended."""
+    return any(text in error for text in _CAUSED_BY_A_PEER)

@@ -1,7 +1,7 @@
-"""What a GPU says about itself: heat, power, clocks, memory errors, and the driver's own error numbers.
+"""GPU telemetry: temperature, power, clocks, memory errors, and the error numbers (XIDs) of the driver.
 
-Read through NVML (package `nvidia-ml-py`, extra `gpu`); without it, or without its library, there is no sensor and no
-number.
+Values are read through NVML (package `nvidia-ml-py`, extra `gpu`); without the package, or without NVML's library,
+there is no sensor and there are no values.
 """
 
 import os
@@ -18,9 +18,9 @@ from hfscale.utils.findings import Finding
 # nvml.h, nvmlClocksEventReason*: bits of nvmlDeviceGetCurrentClocksEventReasons.
 THERMAL = {0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown"}
 BRAKES = {0x08: "hardware slowdown", 0x80: "power brake"}
-"""Power capping by software (0x04) is no fault: a GPU at full load runs at its power limit."""
+"""Power capping by software (0x04) is not a fault: a GPU at full load runs at its power limit."""
 ECC_KINDS = ("corrected", "uncorrected")
-# NVIDIA's XID catalogue (docs.nvidia.com/deploy/xid-errors): those that take the GPU or the link away.
+# NVIDIA's XID catalogue (docs.nvidia.com/deploy/xid-errors): XIDs after which the GPU or the link is unusable.
 FATAL_XIDS = {
     48: "double-bit memory error",
     63: "row remapping",
@@ -38,7 +38,7 @@ _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One look at one GPU; None: it does not tell."""
+    """The values of one GPU at one moment; None where the GPU does not report a value."""
 
     temperature_c: float | None = None
     """Core temperature, °C."""
@@ -47,38 +47,38 @@ class Reading:
     sm_clock_mhz: float | None = None
     """Clock of the multiprocessors, MHz."""
     reasons: int = 0
-    """Why the clocks are not at their highest: bits as in nvml.h."""
+    """Why the clocks are below their maximum: bits as in nvml.h."""
     ecc_uncorrected: int | None = None
-    """Memory errors that were not corrected, since the driver was loaded."""
+    """Uncorrected memory errors since the driver was loaded."""
     ecc_corrected: int | None = None
-    """Memory errors that were corrected, since the driver was loaded."""
+    """Corrected memory errors since the driver was loaded."""
     remap_pending: bool = False
-    """A memory row waits for a reset to be replaced."""
+    """Whether a memory row will be replaced at the next reset."""
     remap_failed: bool = False
-    """A memory row could not be replaced."""
+    """Whether a memory row could not be replaced."""
     bus: str | None = None
     """PCI address."""
 
     @property
     def throttled(self) -> str | None:
-        """Why it is slowed down against its will; None where it is not."""
+        """Why the GPU is throttled by temperature or a power brake; None where it is not."""
         names = [name for bit, name in (THERMAL | BRAKES).items() if self.reasons & bit]
         return ", ".join(names) or None
 
 
 class Sensor(Protocol):
-    """Where readings come from."""
+    """A source of readings."""
 
     def read(self) -> Reading:
-        """Look now."""
+        """The values now."""
 
 
 class NvmlSensor:
-    """One CUDA device, by NVML.
+    """Reads one CUDA device through NVML.
 
     Args:
         device (`torch.device`): a CUDA device of this process.
-        nvml (module, *optional*): what `import pynvml` gives.
+        nvml (module): the module `pynvml`.
     """
 
     def __init__(self, device: torch.device, nvml: Any) -> None:
@@ -90,14 +90,14 @@ class NvmlSensor:
 
     def read(self) -> Reading:
         nvml = self._nvml
-        power = self._ask("nvmlDeviceGetPowerUsage")  # mW
-        remapped = self._ask("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
-        pci = self._ask("nvmlDeviceGetPciInfo")
+        power = self._query("nvmlDeviceGetPowerUsage")  # mW
+        remapped = self._query("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
+        pci = self._query("nvmlDeviceGetPciInfo")
         return Reading(
-            temperature_c=self._ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+            temperature_c=self._query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
             power_w=None if power is None else power / 1e3,
-            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            reasons=self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0,
+            sm_clock_mhz=self._query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+            reasons=self._query("nvmlDeviceGetCurrentClocksEventReasons") or 0,
             ecc_uncorrected=self._errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
             ecc_corrected=self._errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
             remap_pending=bool(remapped and remapped[2]),
@@ -106,10 +106,10 @@ class NvmlSensor:
         )
 
     def _errors(self, kind: int) -> int | None:
-        found = self._ask("nvmlDeviceGetTotalEccErrors", kind, self._nvml.NVML_VOLATILE_ECC)
+        found = self._query("nvmlDeviceGetTotalEccErrors", kind, self._nvml.NVML_VOLATILE_ECC)
         return None if found is None else int(found)
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def _query(self, name: str, *arguments: Any) -> Any:
         """One value; None where this GPU or driver does not have it."""
         try:
             return getattr(self._nvml, name)(self._handle, *arguments)
@@ -118,7 +118,7 @@ class NvmlSensor:
 
 
 def sensor_of(device: torch.device) -> Sensor | None:
-    """The sensor of a CUDA device; None on another device, or where NVML is not there."""
+    """The sensor of a CUDA device; None for other devices, and where NVML is not available."""
     if device.type != "cuda":
         return None
     try:
@@ -132,57 +132,70 @@ def sensor_of(device: torch.device) -> Sensor | None:
 
 
 class GpuWatch:
-    """Keeps a rank's readings, and says once what is new and bad.
+    """Watches a rank's GPU and reports each new problem once.
 
     Args:
-        sensor (`Sensor`): where they come from.
-        kernel_log (`Path`, *optional*): a text of the kernel's messages, for XIDs. By default the kernel's own.
+        sensor (`Sensor`): the source of readings.
+        kernel_log (`Path`, *optional*): a text file with the kernel's messages, for XIDs. By default the kernel's own
+            buffer.
     """
 
     def __init__(self, sensor: Sensor, kernel_log: Path | None = None) -> None:
-        self._sensor, self._kernel_log = sensor, kernel_log
+        self._sensor = sensor
+        self._kernel_log = kernel_log
         self.first = self.last = sensor.read()
         """The first and the newest reading."""
-        self._told: set[str] = set()
-        self._xids = set(self._read_xids())  # those of before the run are not its own
+        self._reported: set[str] = set()
+        self._earlier_xids = set(self._read_xids())  # XIDs from before the run do not concern it
 
     def look(self) -> list[Finding]:
-        """Read, and tell what was not told before."""
-        self.last = now = self._sensor.read()
-        bad: dict[str, str] = {}
+        """Take a reading.
+
+        Returns:
+            Findings about problems that have not been reported before.
+        """
+        self.last = self._sensor.read()
+        problems = self._problems(self.last)
+        new = {name: texts for name, texts in problems.items() if name not in self._reported}
+        self._reported |= new.keys()
+        return [Finding(level="warning", check="gpu", problem=problem, fix=fix) for problem, fix in new.values()]
+
+    def _problems(self, now: Reading) -> dict[str, tuple[str, str]]:
+        """Problem and fix by the name of each current problem."""
+        found: dict[str, tuple[str, str]] = {}
         if now.throttled:
-            heat = f" at {now.temperature_c:.0f} °C" if now.temperature_c is not None else ""
+            temperature = f" at {now.temperature_c:.0f} °C" if now.temperature_c is not None else ""
             clock = f", {now.sm_clock_mhz:.0f} MHz" if now.sm_clock_mhz is not None else ""
-            bad["throttled"] = f"its GPU is throttled{heat}{clock} ({now.throttled}): look at cooling and power"
+            problem = f"the GPU is throttled{temperature}{clock} ({now.throttled})"
+            found["throttled"] = (problem, "check cooling and power")
         for kind in ECC_KINDS:
             before, after = (getattr(reading, f"ecc_{kind}") for reading in (self.first, now))
             if before is not None and after is not None and after > before:
-                bad[kind] = f"its GPU has {after - before} more {kind} memory errors since the start: "
-                bad[kind] += "take it out of the run" if kind == "uncorrected" else "have it watched"
+                problem = f"the GPU has {after - before} more {kind} memory errors since the start"
+                fix = "take it out of the run" if kind == "uncorrected" else "watch whether they increase"
+                found[kind] = (problem, fix)
         if now.remap_failed:
-            bad["remap failed"] = "its GPU could not replace a memory row: have it exchanged"
+            found["remap failed"] = ("the GPU could not replace a memory row", "have the GPU exchanged")
         elif now.remap_pending:
-            bad["remap pending"] = "its GPU waits for a reset to replace a memory row: reset it before the next run"
-        for bus, number in sorted(set(self._read_xids()) - self._xids):
+            found["remap pending"] = ("the GPU needs a reset to replace a memory row", "reset it before the next run")
+        for bus, number in sorted(set(self._read_xids()) - self._earlier_xids):
             if _same_bus(bus, now.bus):
                 meaning = f" ({FATAL_XIDS[number]})" if number in FATAL_XIDS else ""
-                bad[f"xid {number}"] = f"the driver reports XID {number}{meaning} for its GPU: see the kernel log"
-        fresh = {name: text for name, text in bad.items() if name not in self._told}
-        self._told |= fresh.keys()
-        return [Finding(level="warning", check="gpu", problem=text) for text in fresh.values()]
+                found[f"xid {number}"] = (f"the driver reports XID {number}{meaning}", "see the kernel log")
+        return found
 
     def _read_xids(self) -> list[tuple[str, int]]:
         return xids(_kernel_lines(self._kernel_log))
 
 
 def xids(lines: Iterable[str]) -> list[tuple[str, int]]:
-    """The PCI address and number of each XID in the kernel's messages."""
+    """The PCI address and the number of each XID in the kernel's messages."""
     found = (_XID.search(line) for line in lines)
     return [(match["bus"], int(match["number"])) for match in found if match]
 
 
 def _kernel_lines(path: Path | None) -> list[str]:
-    """The kernel's messages, as far as this user may read them: a text file, or the kernel's buffer."""
+    """The kernel's messages that this user may read, from a text file or from the kernel's buffer."""
     if path is not None:
         return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     lines: list[str] = []
@@ -201,7 +214,7 @@ def _kernel_lines(path: Path | None) -> list[str]:
 
 
 def _same_bus(one: str, other: str | None) -> bool:
-    """Whether two PCI addresses are of one device: the kernel writes 0000:17:00, NVML 00000000:17:00.0."""
+    """Whether two PCI addresses belong to one device: the kernel writes 0000:17:00, NVML 00000000:17:00.0."""
     if other is None:
         return True
     plain = [part.lower().partition(".")[0].split(":")[-2:] for part in (one, other)]

@@ -1,7 +1,14 @@
-"""A thread that notices when training stands still, asks all ranks what they do, and names who keeps them waiting.
+"""A thread that detects when training stops making progress, and finds the rank that the others wait for.
 
-Ranks answer through the launcher's store (`RankStore`), never through the group that hangs; a rank that is dead,
-stopped or held by a call that does not release the interpreter cannot answer, which is an answer too.
+The main thread of each rank reports its progress. When a rank has been silent for too long, or ends by an exception:
+
+1. It raises an alarm: a flag in the launcher's key-value store (`RankStore`), which the watchdogs of all ranks poll.
+2. Every watchdog writes a snapshot of its rank into the store and waits a few seconds for the others. A rank that is
+   dead, stopped or in a call that does not release the interpreter cannot answer, which is informative too.
+3. Each watchdog computes the same diagnosis from the same snapshots (`hfscale.health.diagnosis`); the lowest rank that
+   answered logs it and writes a folder with the stacks of all ranks.
+
+Nothing uses the process group, which is what hangs.
 """
 
 import json
@@ -14,11 +21,16 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from hfscale.health import stacks
-from hfscale.health.diagnosis import Snapshot, diagnose
-from hfscale.health.flight import positions
+from hfscale.health.diagnosis import (
+    Snapshot,
+    all_stacks,
+    code_position,
+    diagnose,
+    frames_of,
+    positions,
+    slow_activity,
+)
 from hfscale.health.rank_store import RankStore
 from hfscale.utils.findings import Finding, join_findings
 from hfscale.utils.logging import get_logger
@@ -26,37 +38,38 @@ from hfscale.utils.logging import get_logger
 logger = get_logger(__name__)
 
 FOLDER = "hfscale_hang"
-"""In the output directory: one folder per hang."""
+"""Folder in the output directory, with one folder per hang."""
 _WARM_UP_STEPS = 3
 _EXIT_CODE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When silence is a hang."""
+    """When silence counts as a hang."""
 
     floor_s: float = 60.0
-    """Never less than this."""
+    """Least seconds of silence."""
     factor: float = 10.0
-    """Times the median step of late."""
+    """Least silence as a multiple of the recent median step time."""
     outside_s: float = 1800.0
-    """For the first steps, and while a rank compiles, saves or evaluates."""
+    """Seconds of silence during the first steps, and while a rank compiles, saves or evaluates."""
     grace_s: float = 3.0
-    """For the ranks to answer an alarm."""
+    """Seconds that the ranks have to answer an alarm."""
     poll_s: float = 1.0
-    """Between two looks."""
+    """Seconds between two polls."""
 
 
 class HangWatchdog(threading.Thread):
-    """Watches the thread that makes it, which tells it of its progress.
+    """Watches the thread that creates it, which reports its progress to the watchdog.
 
     Args:
-        board (`RankStore`): unused until now; every rank must make a watchdog.
+        rank_store (`RankStore`): a store that has not been used yet; every rank must create a watchdog.
         output_dir (`Path`): where the folder `hfscale_hang` is written.
-        limits (`Limits`, *optional*): when silence is a hang.
-        abort (`bool`): whether to end this process after the report (exit code 1), so that the launcher restarts all.
+        limits (`Limits`, *optional*): when silence counts as a hang.
+        abort (`bool`): whether to end this process after the report (exit code 1), so that the launcher restarts all
+            ranks.
         inside (`FrameType`, *optional*): a call that is on the watched thread's stack as long as there is something to
-            watch; the watchdog ends when it is not.
+            watch; the watchdog ends when it no longer is.
     """
 
     def __init__(
@@ -71,116 +84,135 @@ class HangWatchdog(threading.Thread):
         super().__init__(name="hfscale-hang-watchdog", daemon=True)
         self.limits = limits or Limits()
         self.findings: list[Finding] = []
-        """Of the last hang."""
+        """The findings about the last hang."""
         self.folder: Path | None = None
-        """What was written about it, on the rank that wrote it."""
-        self._board, self._output_dir, self._abort, self._inside = rank_store, output_dir, abort, inside
-        self._watched = threading.get_ident()
-        self._step, self._phase, self._error = 0, "starting", ""
-        self._moved = self._began = time.monotonic()
-        self._durations: deque[float] = deque(maxlen=50)
-        self._incident, self._reported, self._not_before = 0, 0.0, 0.0
-        self._stop_now, self._examined = threading.Event(), threading.Event()
-        rank_store.post("hang/hello", {"host": socket.gethostname()})
+        """The folder that was written about it, on the rank that wrote it."""
+        self._store = rank_store
+        self._output_dir = output_dir
+        self._abort = abort
+        self._inside = inside
+        self._watched_thread = threading.get_ident()
+        self._step = 0
+        self._phase = "starting"
+        self._error = ""
+        self._step_began_at = time.monotonic()
+        self._last_progress_at = self._step_began_at
+        self._step_times: deque[float] = deque(maxlen=50)
+        self._incident = 0
+        self._reported_at = 0.0
+        self._no_alarm_before = 0.0
+        self._stop_now = threading.Event()
+        self._is_examined = threading.Event()
+        rank_store.write("hang/hello", {"host": socket.gethostname()})
 
     def step_began(self, step: int) -> None:
-        """`step` begins; called by the watched thread."""
-        self._step, self._phase = step, "compute"
-        self._moved = time.monotonic()
+        """Report that `step` begins; called by the watched thread."""
+        self._step = step
+        self._phase = "compute"
+        self._last_progress_at = time.monotonic()
 
     def step_ended(self) -> None:
-        """The step is done."""
+        """Report that the step has ended."""
         now = time.monotonic()
-        self._durations.append(now - self._began)
-        self._phase, self._began, self._moved = "between steps", now, now
+        self._step_times.append(now - self._step_began_at)
+        self._phase = "between steps"
+        self._step_began_at = now
+        self._last_progress_at = now
 
-    def moved(self) -> None:
-        """Something else went on: a micro-step, a batch of an evaluation, a log."""
-        self._moved = time.monotonic()
+    def progressed(self) -> None:
+        """Report other progress: a micro-step, a batch of an evaluation, a log."""
+        self._last_progress_at = time.monotonic()
 
     def stop(self) -> None:
-        """The training is over. Waits for the thread, which must not be in a call of the store when Python ends."""
+        """End the watchdog. Waits for its thread, which must not be in a call of the store when Python ends."""
         self._stop_now.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(self.limits.grace_s + 2 * self.limits.poll_s)
 
     def examine_failure(self, error: BaseException) -> None:
-        """This process ends by `error`: ask the others which rank began it, and wait for the answer."""
+        """Raise an alarm because this process ends by `error`, and wait until the rank that caused it is found."""
         self._error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if self.is_alive():
-            self._examined.wait(2 * self.limits.grace_s + 2 * self.limits.poll_s)
+            self._is_examined.wait(2 * self.limits.grace_s + 2 * self.limits.poll_s)
 
-    def limit_s(self, occupation: str | None) -> float:
-        """Seconds of silence that are a hang, now."""
-        if occupation is not None or len(self._durations) < _WARM_UP_STEPS:
+    def limit_s(self, activity: str | None) -> float:
+        """Seconds of silence that count as a hang now.
+
+        Args:
+            activity (`str`, *optional*): what the watched thread does that may take long (`slow_activity`).
+        """
+        if activity is not None or len(self._step_times) < _WARM_UP_STEPS:
             return self.limits.outside_s
-        return max(self.limits.floor_s, self.limits.factor * statistics.median(self._durations))
+        return max(self.limits.floor_s, self.limits.factor * statistics.median(self._step_times))
 
     def run(self) -> None:
         try:
             while not self._stop_now.wait(self.limits.poll_s):
-                if not self._look():
+                if not self._poll():
                     return
-        except RuntimeError as error:  # the store: without the launcher's process there is nobody to ask
+        except RuntimeError as error:  # of the store, without which no other rank can be asked
             logger.warning("hangs are no longer watched for: the launcher's store failed (%s)", str(error)[:200])
 
-    def _look(self) -> bool:
-        """One look at the watched thread and at the board; False: there is nothing more to watch."""
-        frames = stacks.frames_of(self._watched)
+    def _poll(self) -> bool:
+        """Check the watched thread and the alarm of the others; False where there is nothing more to watch."""
+        frames = frames_of(self._watched_thread)
         is_inside = self._inside is None or self._inside in frames
         if not self._error and not (frames and is_inside):
-            self._inside = None  # with which goes all that the call holds
+            self._inside = None  # releases all that the call refers to
             return False
         now = time.monotonic()
-        if self._reported and self._moved > self._reported and not self._error:
-            logger.warning("training goes on after the hang at step %d", self._step)
-            self._reported = 0.0
-        flag = f"hang/{self._incident}"
-        if self._board.flag(flag) is None:
-            silent_s = now - self._moved
-            hangs = silent_s > self.limit_s(stacks.occupation(frames)) and now > self._not_before
-            if not self._error and (not hangs or self._reported):
+        if self._reported_at and self._last_progress_at > self._reported_at and not self._error:
+            logger.warning("training continues after the hang at step %d", self._step)
+            self._reported_at = 0.0
+        alarm = f"hang/{self._incident}"
+        if self._store.flag(alarm) is None:
+            silent_s = now - self._last_progress_at
+            hangs = silent_s > self.limit_s(slow_activity(frames)) and now > self._no_alarm_before
+            if not self._error and (not hangs or self._reported_at):
                 return True
-            self._board.raise_flag(flag, str(self._board.rank))
+            self._store.raise_flag(alarm, str(self._store.rank))
         self._examine(frames)
         return True
 
-    def _examine(self, frames: list[Any]) -> None:
-        """Answer the alarm, read the others' answers, and say who it is."""
+    def _examine(self, frames: list[FrameType]) -> None:
+        """Answer the alarm, read the answers of the others, and report who is to blame."""
         topic = f"hang/{self._incident}/snapshot"
         self._incident += 1
-        snapshot = Snapshot(
+        self._store.write(topic, self._snapshot(frames).to_dict())
+        until = time.monotonic() + self.limits.grace_s
+        while not self._store.is_complete(topic) and time.monotonic() < until:
+            time.sleep(0.05)
+        answers = {rank: Snapshot.from_dict(note) for rank, note in self._store.read(topic).items()}
+        hosts = {rank: note["host"] for rank, note in self._store.read("hang/hello").items()}
+        found = diagnose(self._store.world_size, hosts, answers)
+        now = time.monotonic()
+        self._no_alarm_before = now + self.limits.floor_s  # where a rank may be slow, ask again later
+        if not found:
+            return
+        self.findings = found
+        self._reported_at = now
+        if self._store.rank == min(answers):
+            self._report(found, answers)
+        self._is_examined.set()
+        if self._abort:
+            time.sleep(1.0)  # for the rank that writes the report
+            os._exit(_EXIT_CODE)
+
+    def _snapshot(self, frames: list[FrameType]) -> Snapshot:
+        return Snapshot(
             host=socket.gethostname(),
             step=self._step,
             phase=self._phase,
-            idle_s=time.monotonic() - self._moved,
-            occupation=stacks.occupation(frames),
-            place=stacks.place(frames),
+            idle_s=time.monotonic() - self._last_progress_at,
+            occupation=slow_activity(frames),
+            place=code_position(frames),
             positions=tuple(positions()),
             error=self._error or None,
-            stacks=stacks.all_stacks(),
+            stacks=all_stacks(),
         )
-        self._board.post(topic, snapshot.to_dict())
-        until = time.monotonic() + self.limits.grace_s
-        while not self._board.is_complete(topic) and time.monotonic() < until:
-            time.sleep(0.05)
-        answers = {rank: Snapshot.from_dict(note) for rank, note in self._board.read(topic).items()}
-        hosts = {rank: note["host"] for rank, note in self._board.read("hang/hello").items()}
-        found = diagnose(self._board.world_size, hosts, answers)
-        now = time.monotonic()
-        self._not_before = now + self.limits.floor_s  # of a rank that is rightly slow, ask again later
-        if not found:
-            return
-        self.findings, self._reported = found, now
-        if self._board.rank == min(answers):
-            self._tell(found, answers)
-        self._examined.set()
-        if self._abort:
-            time.sleep(1.0)  # for the writer
-            os._exit(_EXIT_CODE)
 
-    def _tell(self, found: list[Finding], answers: dict[int, Snapshot]) -> None:
-        """One line in the log, and a folder with everything."""
+    def _report(self, found: list[Finding], answers: dict[int, Snapshot]) -> None:
+        """Log one line, and write a folder with all details."""
         step = max(snap.step for snap in answers.values())
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.folder = self._output_dir / FOLDER / f"step-{step}-{stamp}"
@@ -189,15 +221,15 @@ class HangWatchdog(threading.Thread):
         except OSError as error:
             logger.error("the hang's folder %s cannot be written: %s", self.folder, error.strerror)
         idle_s = max(snap.idle_s for snap in answers.values())
-        named = join_findings(found)
-        logger.error("training stands still at step %d for %.0f s: %s (see %s)", step, idle_s, named, self.folder)
+        text = join_findings(found)
+        logger.error("training hangs at step %d for %.0f s: %s (see %s)", step, idle_s, text, self.folder)
 
 
 def write_folder(folder: Path, found: list[Finding], answers: dict[int, Snapshot]) -> None:
-    """`verdict.json` with the findings and each rank's place, and `rank-N.txt` with its stacks.
+    """Write `verdict.json` with the findings and each rank's position, and `rank-N.txt` with its stacks.
 
     Raises:
-        OSError: the disk is full, or gone.
+        OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ranks = [

@@ -1,14 +1,17 @@
-"""What a rank does by itself in a step, before it waits for others.
+"""Times the work that a rank does by itself in a step, before it waits for other ranks.
 
-Step time tells nothing about a rank: the all-reduce makes it the same on all. What is timed instead depends on where a
-strategy waits:
+Step time says nothing about a single rank: the all-reduce makes it the same on all. What is timed instead depends on
+where a strategy waits:
 
 - DDP, a single process, ZeRO-1 and ZeRO-2: from the beginning of the forward to the gradient of the first trained
-  parameter, the last that a backward makes. ZeRO's reductions inside the backward count where they are not overlapped.
-- FSDP2: the forwards of the sharded layers, each after its all-gather. The backward is not told from its waiting.
-- ZeRO-3 and tensor parallelism: nothing, for every matrix product waits for peers.
+  parameter, the last one that a backward computes. ZeRO's reductions inside the backward count where they are not
+  overlapped.
+- FSDP2: the forwards of the sharded layers, each after its all-gather. In the backward, work cannot be separated from
+  waiting.
+- ZeRO-3 and tensor parallelism: nothing, since every matrix product waits for peers.
 
-On a CPU these are host times; on CUDA they are events, read only when they have completed, so nothing waits for them.
+On a CPU these are host times; on CUDA they are events, read only when they have completed, so that nothing waits for
+them.
 """
 
 import math
@@ -22,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from hfscale.metrics.clocks import HostClock, clock_of
 
 KEPT_STEPS = 32
-"""Steps of one exchange between ranks."""
+"""Number of steps that one exchange between ranks covers."""
 
 
 class StepSpans:
@@ -70,12 +73,12 @@ class StepSpans:
 
 
 class LocalTimer:
-    """Times what a rank does by itself, by hooks on the model that the Trainer calls.
+    """Times what a rank does by itself, with hooks on the model that the Trainer calls.
 
     Args:
         module (`torch.nn.Module`): the prepared model.
-        strategy (`str`): as `hfscale.integrations.strategy.running_strategy` names it.
-        device (`torch.device`): where it computes.
+        strategy (`str`): the strategy, as `hfscale.integrations.strategy.running_strategy` names it.
+        device (`torch.device`): the device of the model.
     """
 
     def __init__(self, module: nn.Module, strategy: str, device: torch.device) -> None:
@@ -90,17 +93,17 @@ class LocalTimer:
                 ]
         elif strategy == "fsdp2":
             for layer in (m for m in module.modules() if isinstance(m, FSDPModule) and m is not module):
-                # FSDP's own hooks: before the forward it is the first, after it the last, so these stand inside.
+                # FSDP's own hook is the first before the forward and the last after it, so these run inside.
                 self._handles.append(layer.register_forward_pre_hook(self._begin))
                 self._handles.append(layer.register_forward_hook(self._end, prepend=True))
 
     @property
     def measures(self) -> bool:
-        """Whether this strategy leaves anything local to time."""
+        """Whether anything can be timed under this strategy."""
         return bool(self._handles)
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -1,4 +1,4 @@
-"""Is the training itself well: a loss that is no number or jumps, and replicas that should be equal and are not."""
+"""Checks of the training itself: a loss that is not finite or jumps, and replicas that should be equal and are not."""
 
 import math
 import statistics
@@ -7,21 +7,21 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hfscale.utils.findings import Finding
+from hfscale.utils.findings import Finding, Level
 
 WINDOW = 50
-"""Logged losses that a new one is compared with."""
+"""Number of logged losses with which a new one is compared."""
 LEAST = 10
-"""Losses below which nothing is called a spike."""
+"""Number of losses below which nothing is called a spike."""
 Z_SCORE = 8.0
 """Robust z-score of a spike (1.4826 x MAD for the standard deviation): a chance of 1e-15 under a normal distribution,
 and far above the tails of real losses."""
 LEAST_RISE = 0.1
-"""A spike is also at least so far above the median, relative to it: a flat loss has hardly any spread."""
+"""A spike is also at least this far above the median, relative to it: a flat loss has hardly any spread."""
 SAMPLED_PARAMETERS = 32
 SAMPLED_ELEMENTS = 1024
 NORM_TOLERANCE = 1e-3
-"""Relative difference of gradient norms between replicas; after an all-reduce they are equal to the bit."""
+"""Relative difference of gradient norms between replicas; after an all-reduce they are bit-identical."""
 
 
 class LossGuard:
@@ -31,41 +31,55 @@ class LossGuard:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def check(self, step: int, loss: float, grad_norm: float | None) -> Finding | None:
-        """What is wrong with the log of a step, if anything. A spike is not taken among what the next is compared
-        with, unless the loss stays there."""
+        """Check the logged values of a step.
+
+        Each loss joins the window with which later ones are compared; a single spike does not move its median.
+
+        Args:
+            step: the step of the log.
+            loss: the logged loss.
+            grad_norm: the logged gradient norm; None where none is logged.
+
+        Returns:
+            What is wrong, None where nothing is.
+        """
         if not math.isfinite(loss):
-            return self._finding(
-                "error", f"the loss is {loss} at step {step}: lower the learning rate, or clip gradients"
+            return _loss_finding(
+                "error", f"the loss is {loss} at step {step}", "lower the learning rate, or clip gradients"
             )
         if grad_norm is not None and not math.isfinite(grad_norm):
-            text = f"the gradient norm is {grad_norm} at step {step}: lower the learning rate, or look at the batch"
-            return self._finding("error", text)
+            problem = f"the gradient norm is {grad_norm} at step {step}"
+            return _loss_finding("error", problem, "lower the learning rate, or look at the batch")
         median, limit = self._limit()
         self._losses.append(loss)
         if limit is None or loss <= limit:
             return None
-        text = (
-            f"the loss jumps to {loss:.4g} at step {step} (median of the last {len(self._losses) - 1}: {median:.4g})"
-        )
-        return self._finding("warning", f"{text}: a bad batch, or too high a learning rate")
+        earlier = len(self._losses) - 1
+        problem = f"the loss jumps to {loss:.4g} at step {step} (median of the last {earlier}: {median:.4g})"
+        return _loss_finding("warning", problem, "look at the batch, or lower the learning rate")
 
     def _limit(self) -> tuple[float, float | None]:
-        """The median of late, and the loss above which one is a spike."""
+        """The recent median, and the loss above which one is a spike."""
         if len(self._losses) < LEAST:
             return math.nan, None
         median = statistics.median(self._losses)
         spread = 1.4826 * statistics.median(abs(loss - median) for loss in self._losses)
         return median, median + max(Z_SCORE * spread, LEAST_RISE * abs(median))
 
-    def _finding(self, level: str, text: str) -> Finding:
-        return Finding(level=level, check="loss", problem=text)  # type: ignore[arg-type]
+
+def _loss_finding(level: Level, problem: str, fix: str) -> Finding:
+    return Finding(level=level, check="loss", problem=problem, fix=fix)
 
 
 def checksum(parameters: Iterable[torch.nn.Parameter], step: int) -> float:
-    """A number that is equal on replicas whose weights are, to the bit: of a sample that moves on with the step.
+    """A checksum of a sample of the weights, equal on replicas whose weights are bit-identical.
 
-    Up to 32 parameters give up to 1,024 neighbouring elements each, (at most 32768,) in all; their bits are summed
-    with weights that depend on the place, modulo 2^52, which a double holds exactly.
+    Up to 32 parameters contribute up to 1,024 neighbouring elements each (32,768 in all); which ones changes with the
+    step. Their bits are summed with weights that depend on the position, modulo 2^52, which a double holds exactly.
+
+    Args:
+        parameters: the parameters of the replica; frozen ones are left out.
+        step: the current step, which selects the sample.
     """
     trained = [p for p in parameters if p.requires_grad and p.is_contiguous() and p.numel() > 0]
     if not trained:
@@ -78,40 +92,43 @@ def checksum(parameters: Iterable[torch.nn.Parameter], step: int) -> float:
         start = (step * SAMPLED_ELEMENTS) % (flat.numel() - count + 1)
         pieces.append(flat[start : start + count].float())
     bits = torch.cat(pieces).view(torch.int32).to(torch.int64)
-    places = torch.arange(1, len(bits) + 1, device=bits.device)
-    return float(int((bits * places).sum().item()) % 2**52)
+    positions = torch.arange(1, len(bits) + 1, device=bits.device)
+    return float(int((bits * positions).sum().item()) % 2**52)
 
 
 def compare_replicas(
     checksums: Sequence[float], norms: Sequence[float], hosts: Sequence[str], step: int
 ) -> list[Finding]:
-    """Ranks whose weights or gradient norm are not those of the others.
+    """Find ranks whose weights or gradient norm differ from those of the others.
 
     Args:
-        checksums: of each rank, all of the same step; NaN: none was made.
-        norms: the gradient norms, NaN where there is none.
+        checksums: the checksum of each rank at the same step; NaN where none was computed.
+        norms: the gradient norm of each rank; NaN where there is none.
+        hosts: the host of each rank.
+        step: the step of the checksums.
     """
     found = []
     if all(math.isfinite(value) for value in checksums):
-        for rank in _odd(list(checksums)):
-            text = (
-                f"has other weights than the other replicas at step {step}: its device or its link computes wrongly; "
+        problem = f"has other weights than the other replicas at step {step}: its device or its link computes wrongly"
+        fix = "resume from a checkpoint before that step, without this device"
+        for rank in _differing_ranks(list(checksums)):
+            found.append(
+                Finding(level="error", check="replicas", problem=problem, fix=fix, ranks=(rank,), host=hosts[rank])
             )
-            text += "go on from a checkpoint before that, without it"
-            found.append(Finding(level="error", check="replicas", problem=text, ranks=(rank,), host=hosts[rank]))
     if not found and all(math.isfinite(norm) for norm in norms):
-        middle = statistics.median_low(norms)
+        median = statistics.median_low(norms)
         for rank, norm in enumerate(norms):
-            if abs(norm - middle) > NORM_TOLERANCE * max(abs(middle), 1e-12):
-                text = (
-                    f"has the gradient norm {norm:.6g} at step {step}, the others {middle:.6g}: they are not reduced"
+            if abs(norm - median) > NORM_TOLERANCE * max(abs(median), 1e-12):
+                problem = f"has the gradient norm {norm:.6g} at step {step}, the others {median:.6g}"
+                fix = "gradients are not reduced over all ranks: check no_sync and custom training steps"
+                found.append(
+                    Finding(level="error", check="replicas", problem=problem, fix=fix, ranks=(rank,), host=hosts[rank])
                 )
-                found.append(Finding(level="error", check="replicas", problem=text, ranks=(rank,), host=hosts[rank]))
     return found
 
 
-def _odd(values: list[float]) -> list[int]:
-    """The ranks that do not have the commonest value; all, where no value is commoner than the next."""
+def _differing_ranks(values: list[float]) -> list[int]:
+    """The ranks that do not have the most common value; all ranks where no single value is the most common."""
     (first, most), *rest = Counter(values).most_common()
-    tied = bool(rest) and rest[0][1] == most
-    return [rank for rank, value in enumerate(values) if tied or value != first]
+    is_tied = bool(rest) and rest[0][1] == most
+    return [rank for rank, value in enumerate(values) if is_tied or value != first]

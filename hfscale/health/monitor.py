@@ -1,4 +1,4 @@
-"""What ranks tell each other about their health at each log: one small vector, and what it says."""
+"""Measures the health of this rank, and compares all ranks at each log by exchanging one small vector."""
 
 import math
 import socket
@@ -28,15 +28,17 @@ def gather_hosts() -> list[str]:
 
 
 class GpuThread(threading.Thread):
-    """Looks at the GPU every ten seconds, beside the training.
+    """Reads the GPU every ten seconds, in the background.
 
     Args:
-        watch (`GpuWatch`): what looks.
+        watch (`GpuWatch`): reads the GPU.
+        every_s (`float`): seconds between two readings.
     """
 
     def __init__(self, watch: GpuWatch, every_s: float = GPU_EVERY_S) -> None:
         super().__init__(name="hfscale-gpu-watch", daemon=True)
-        self.watch, self._every_s = watch, every_s
+        self.watch = watch
+        self._every_s = every_s
         self._stop_now = threading.Event()
         self._found: list[Finding] = []
 
@@ -45,26 +47,26 @@ class GpuThread(threading.Thread):
             self._found += self.watch.look()
 
     def take(self) -> list[Finding]:
-        """What was found since the last call."""
+        """The findings since the last call."""
         found, self._found = self._found, []
         return found
 
     def stop(self) -> None:
-        """The training is over."""
+        """End the thread."""
         self._stop_now.set()
         if self.is_alive():
             self.join(5.0)
 
 
 class Monitor:
-    """Measures this rank, and at each log compares all.
+    """Measures this rank, and compares all ranks at each log.
 
     Args:
         hosts (`Sequence[str]`): the host of each rank.
-        timer (`LocalTimer`, *optional*): this rank's own work; None: stragglers are not looked for.
-        gpu (`GpuThread`, *optional*): this rank's GPU.
-        replicas (`Sequence[torch.nn.Parameter]`): weights that are the same on every rank; empty: none are.
-        checksum_every (`int`): least steps between two checksums of them.
+        timer (`LocalTimer`, *optional*): times this rank's own work; None: stragglers are not looked for.
+        gpu (`GpuThread`, *optional*): reads this rank's GPU.
+        replicas (`Sequence[torch.nn.Parameter]`): weights that are the same on every rank; empty: there are none.
+        checksum_every (`int`): least number of steps between two checksums of these weights.
     """
 
     def __init__(
@@ -76,34 +78,46 @@ class Monitor:
         replicas: Sequence[torch.nn.Parameter] = (),
         checksum_every: int = 100,
     ) -> None:
-        self._hosts, self._timer, self._gpu = hosts, timer, gpu
-        self._replicas, self._checksum_every = list(replicas), checksum_every
-        self._summed_at: int | None = None
-        self._judge, self._waits = StragglerJudge(hosts), DataWaitJudge(hosts)
+        self._hosts = hosts
+        self._timer = timer
+        self._gpu = gpu
+        self._replicas = list(replicas)
+        self._checksum_every = checksum_every
+        self._last_checksum_step: int | None = None
+        self._straggler_judge = StragglerJudge(hosts)
+        self._data_wait_judge = DataWaitJudge(hosts)
         self._clock = PhaseClock()
         self.own_s: Sequence[float] = ()
-        """Seconds of each rank's own work in a step, as the last exchange told; empty where nothing was timed."""
+        """Seconds of each rank's own work in a step, as of the last exchange; empty where nothing was timed."""
 
-    def batch_came(self) -> None:
-        """This rank has waited for a batch until now."""
+    def batch_arrived(self) -> None:
+        """Report that this rank waited for a batch until now."""
         self._clock.end("data")
 
     def step_began(self) -> None:
-        """Every rank has its batches."""
+        """Report that every rank has its batches."""
         self._clock.end("step")
 
     def step_ended(self) -> None:
-        """The step is done."""
+        """Report that the step has ended."""
         self._clock.end("step")
         if self._timer is not None:
             self._timer.span.next_step()
 
-    def aside(self) -> None:
-        """What was between steps now, a log, an evaluation or a save, is no wait for data."""
+    def pause_ended(self) -> None:
+        """Report the end of a log, an evaluation or a save between steps, which does not count as a wait for data."""
         self._clock.end("aside")
 
     def exchange(self, step: int, grad_norm: float | None) -> tuple[dict[str, float], list[Finding]]:
-        """The keys of this log, and what is new and wrong; every rank must call it at the same step."""
+        """Compare all ranks; every rank must call it at the same step.
+
+        Args:
+            step: the step of this log.
+            grad_norm: the gradient norm on this rank; None where there is none.
+
+        Returns:
+            The metric keys of this log, and new findings.
+        """
         self._clock.end("aside")
         seconds = self._clock.take()
         times = self._timed_steps() if self._timer is not None else []
@@ -116,34 +130,35 @@ class Monitor:
             *times,
         ]
         rows = distributed.gather_rows(row)
-        waits, windows, norms, sums, heats, powers, throttled, *steps = zip(*rows, strict=True)
-        judgement = self._judge.add([[step[rank] for step in steps] for rank in range(len(rows))])
+        waits, windows, norms, sums, temperatures, powers, throttled, *steps = zip(*rows, strict=True)
+        judgement = self._straggler_judge.add([[step[rank] for step in steps] for rank in range(len(rows))])
         self.own_s = judgement.own_s
-        found = [*judgement.findings, *self._waits.add(waits, windows)]
+        found = [*judgement.findings, *self._data_wait_judge.add(waits, windows)]
         if self._replicas:
             found += compare_replicas(sums, norms, self._hosts, step)
         if self._gpu is not None:
-            found += [self._mine(finding) for finding in self._gpu.take()]
+            rank = distributed.rank()
+            found += [replace(finding, ranks=(rank,), host=self._hosts[rank]) for finding in self._gpu.take()]
         keys = {} if judgement.skew is None else {"scaling/straggler_skew": judgement.skew}
-        return keys | _gpu_keys(heats, powers, throttled), found
+        return keys | _gpu_keys(temperatures, powers, throttled), found
 
     def stop(self) -> None:
-        """The training is over."""
+        """Remove the timer's hooks and end the GPU thread."""
         if self._timer is not None:
             self._timer.detach()
         if self._gpu is not None:
             self._gpu.stop()
 
     def _checksum(self, step: int) -> float:
-        """NaN at logs that make none; all ranks make theirs at the same ones."""
-        due = self._summed_at is None or step - self._summed_at >= self._checksum_every
+        """The checksum of the replicas where one is due, else NaN; it is due at the same logs on all ranks."""
+        due = self._last_checksum_step is None or step - self._last_checksum_step >= self._checksum_every
         if not self._replicas or not due:
             return math.nan
-        self._summed_at = step
+        self._last_checksum_step = step
         return checksum(self._replicas, step)
 
     def _timed_steps(self) -> list[float]:
-        """Of as many steps on every rank."""
+        """Seconds of own work in the last steps, padded with NaN so that all ranks send as many."""
         assert self._timer is not None
         times = self._timer.span.read()
         return [math.nan] * (KEPT_STEPS - len(times)) + times
@@ -155,22 +170,18 @@ class Monitor:
         values = (now.temperature_c, now.power_w, float(now.throttled is not None))
         return [math.nan if value is None else float(value) for value in values]
 
-    def _mine(self, finding: Finding) -> Finding:
-        rank = distributed.rank()
-        return replace(finding, ranks=(rank,), host=self._hosts[rank])
 
+def _gpu_keys(temperatures: Sequence[float], powers: Sequence[float], throttled: Sequence[float]) -> dict[str, float]:
+    """Over the GPUs that report a value: the highest temperature, the mean power, the share that is throttled."""
 
-def _gpu_keys(heats: Sequence[float], powers: Sequence[float], throttled: Sequence[float]) -> dict[str, float]:
-    """Over the GPUs that tell: the hottest, the mean power of one, the share that is throttled."""
-    known = {
-        name: [value for value in values if math.isfinite(value)]
-        for name, values in (("heat", heats), ("power", powers), ("throttled", throttled))
-    }
+    def known(values: Sequence[float]) -> list[float]:
+        return [value for value in values if math.isfinite(value)]
+
     keys = {}
-    if known["heat"]:
-        keys["gpu/temperature_c_max"] = max(known["heat"])
-    if known["power"]:
-        keys["gpu/power_w"] = sum(known["power"]) / len(known["power"])
-    if known["throttled"]:
-        keys["gpu/throttled"] = sum(known["throttled"]) / len(known["throttled"])
+    if known(temperatures):
+        keys["gpu/temperature_c_max"] = max(known(temperatures))
+    if known(powers):
+        keys["gpu/power_w"] = sum(known(powers)) / len(known(powers))
+    if known(throttled):
+        keys["gpu/throttled"] = sum(known(throttled)) / len(known(throttled))
     return keys

@@ -1,22 +1,37 @@
-"""All ranks check each other before the first step, within a deadline, whatever any of them does.
+"""All ranks check each other before the first step, and every rank gets the verdict within a deadline.
 
-The checks run on a thread, phase by phase. Each rank writes on the `RankStore` which phase it enters and what it
-found, so that a phase that hangs does not keep anybody from reading, at the deadline, who is not where the others are.
+The protocol uses the launcher's key-value store (`RankStore`), which works when a collective hangs:
+
+1. *Hello.* Each rank writes its host, device, library versions and communication variables, and waits for all others.
+2. *Checks.* A thread runs the phases of `PHASES` in order: matrix products, the process group, each collective,
+   clocks. It writes its results when it is done, or raises the flag `failed` when one of them raises an exception.
+3. *Wait.* The main thread polls the store until all results are there, the flag `failed` is up, the time is over, or
+   the launcher ends this process.
+4. *Failure.* If results are missing, the rank raises the flag, so that the others stop waiting too, and writes the
+   phase it is in and its exception. For a grace period it waits for the others to do the same. Ranks that do not
+   answer, or that are in another phase than most, are to blame (`blame_ranks`).
+5. *Verdict.* Every rank reads the same notes from the store and computes the same findings from them.
+
+A phase that hangs blocks only the thread: the main thread still reads which rank is missing where.
 """
 
+import os
+import platform
+import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hfscale.health import collectives, compute, machine
+from hfscale.health import measure
 from hfscale.health.rank_store import RankStore
-from hfscale.health.verdict import accuse
-from hfscale.utils.findings import Finding
+from hfscale.utils.findings import Finding, Level
 
 POLL_S = 0.02
 CPU_SIZES = (4096, 2**20, 2**24)
@@ -24,99 +39,173 @@ GPU_SIZES = (4096, 2**20, 2**26, 2**28)
 SHORT_SIZES = (4096, 2**20)
 CLOCK_ROUNDS = 5
 MARGIN_S = 1.0
-"""Of the deadline, to read what the others have posted and to say it."""
+"""Part of the deadline that is kept for reading the store and for reporting."""
+PHASES = ("arrive", "matmul", "connect", *measure.KINDS, "matmul again", "clock", "done")
+"""The phases of a rank's pre-flight, in order."""
+LOCAL_PHASES = ("arrive", "matmul", "matmul again")
+"""Phases in which a rank waits for no other rank."""
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "hfscale")
+CLOCK_SKEW_S = 1.0
+"""Difference between clocks from which log lines and notices are put in a wrong order; NTP keeps clocks within
+milliseconds."""
+_SHARED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "FI_", "UCX_")
+_MAY_DIFFER = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE")
 
 
 @dataclass(kw_only=True)
-class Plan:
-    """What a pre-flight does."""
+class PreflightPlan:
+    """What a pre-flight checks."""
 
     device: torch.device
-    """Where it computes."""
+    """The device of this rank."""
     deadline_s: float
     """Seconds from the start to the verdict."""
     connect: Callable[[], None] | None = None
-    """Makes the process group; None where it is there."""
+    """Makes the default process group; None where it exists already."""
     sizes: tuple[int, ...] = SHORT_SIZES
-    """Bytes of the buffers of each collective."""
-    rounds: int = collectives.ROUNDS
-    """Timed calls of each."""
+    """Sizes of each collective's buffers, bytes."""
+    rounds: int = measure.ROUNDS
+    """Timed calls of each collective and size."""
     compute_s: float = 0.1
     """Seconds of matrix products."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """More about this rank for the report."""
+    """Further facts about this rank for the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preflight:
-    """The outcome, the same on every rank that lives."""
+class PreflightResult:
+    """The outcome, the same on every rank that is alive."""
 
     findings: tuple[Finding, ...]
-    """What is wrong; empty: nothing."""
+    """What is wrong; empty if nothing is."""
     ranks: dict[int, dict[str, Any]]
-    """What each rank said about itself."""
+    """What each rank wrote about itself (`describe_rank`)."""
     links: list[dict[str, Any]]
-    """The collectives, with the slowest rank's times."""
+    """The collectives, with the times of the slowest rank."""
     seconds: float
     """From start to verdict."""
     stuck: bool
-    """Whether a thread of this process still hangs in a collective: leave by `os._exit`, nothing else returns."""
+    """Whether a thread of this process still hangs in a collective: then only `os._exit` ends the process."""
+
+
+def run(
+    rank_store: RankStore, plan: PreflightPlan, *, begun: float | None = None, is_ending: Callable[[], bool] = bool
+) -> PreflightResult:
+    """Check this rank together with all others; every rank must call it.
+
+    Args:
+        rank_store (`RankStore`): a store that has not been used yet.
+        plan (`PreflightPlan`): the same on all ranks, apart from the device's index.
+        begun (`float`, *optional*): `time.monotonic()` from which the deadline counts. By default now.
+        is_ending (`Callable[[], bool]`, *optional*): whether the launcher is ending this process.
+
+    Returns:
+        `PreflightResult`: the findings of the rank itself and of its peers.
+    """
+    begun = time.monotonic() if begun is None else begun
+    grace_s = min(3.0, plan.deadline_s / 4)
+    until = begun + plan.deadline_s - grace_s - MARGIN_S
+
+    def may_wait() -> bool:
+        return time.monotonic() < until and not is_ending() and rank_store.flag("failed") is None
+
+    checks = _Checks(rank_store, plan)
+    rank_store.write("hello", {**describe_rank(device=plan.device), **plan.facts})
+    if _wait_for_all(rank_store, "hello", may_wait):
+        checks.start()
+        _wait_for_all(rank_store, "results", may_wait)
+    blamed: list[Finding] = []
+    is_complete = rank_store.is_complete("results")
+    if not is_complete:
+        blamed = _find_who_is_missing(rank_store, checks, grace_s)
+    hello = rank_store.read("hello")
+    results = rank_store.read("results")
+    hosts = {rank: note["host"] for rank, note in hello.items()}
+    return PreflightResult(
+        findings=(*blamed, *compare_ranks(hello), *compare_results(results, hosts)),
+        ranks=hello,
+        links=slowest_links(results),
+        seconds=time.monotonic() - begun,
+        stuck=checks.is_alive(),
+    )
+
+
+def _wait_for_all(rank_store: RankStore, topic: str, may_wait: Callable[[], bool]) -> bool:
+    """Wait until all ranks have written `topic` or `may_wait` is False; returns whether they all have."""
+    while not rank_store.is_complete(topic) and may_wait():
+        time.sleep(POLL_S)
+    return rank_store.is_complete(topic)
+
+
+def _find_who_is_missing(rank_store: RankStore, checks: "_Checks", grace_s: float) -> list[Finding]:
+    """End the wait on all ranks, exchange the phase that each of them is in, and return who is to blame."""
+    rank_store.raise_flag("failed", str(rank_store.rank))
+    rank_store.write("present", {"phase": checks.phase, "error": checks.error})
+    until = time.monotonic() + grace_s
+    _wait_for_all(rank_store, "present", lambda: time.monotonic() < until)
+    return blame_ranks(rank_store.world_size, rank_store.read("hello"), rank_store.read("present"))
 
 
 class _Checks(threading.Thread):
-    """The phases of this rank, one after the other."""
+    """Runs the phases of this rank in order.
 
-    def __init__(self, rank_store: RankStore, plan: Plan) -> None:
+    Args:
+        rank_store (`RankStore`): where the results are written.
+        plan (`PreflightPlan`): what is checked.
+    """
+
+    def __init__(self, rank_store: RankStore, plan: PreflightPlan) -> None:
         super().__init__(name="hfscale-preflight", daemon=True)
-        self.rank_store, self.plan = rank_store, plan
+        self.rank_store = rank_store
+        self.plan = plan
         self.phase = "arrive"
         self.results: dict[str, Any] = {"links": []}
         self.error: str | None = None
 
     def run(self) -> None:
         try:
-            self._all_phases()
+            self._run_phases()
             self.phase = "done"
-            self.rank_store.post("results", self.results)
-        except Exception as error:  # whatever it is, the others must hear of it
+            self.rank_store.write("results", self.results)
+        except Exception as error:  # whatever it is, the other ranks must learn of it
             self.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self.rank_store.raise_flag("failed", str(self.rank_store.rank))
 
-    def _all_phases(self) -> None:
+    def _run_phases(self) -> None:
         plan = self.plan
         if plan.device.type == "cuda":
-            torch.cuda.set_device(plan.device)  # the current device belongs to the thread
+            torch.cuda.set_device(plan.device)  # the current device is a property of the thread
         self.phase = "matmul"
-        self.results["matmul"] = compute.check_device(plan.device, seconds=plan.compute_s)
+        self.results["matmul"] = measure.check_matmul(plan.device, seconds=plan.compute_s)
         self.phase = "connect"
         if plan.connect is not None:
             plan.connect()
         groups = self._groups()
-        for kind in collectives.KINDS:
+        for kind in measure.KINDS:
             self.phase = kind
             for where, group in groups.items():
-                rows = collectives.measure(kind, plan.sizes, plan.device, group, plan.rounds)
+                rows = measure.check_collective(kind, plan.sizes, plan.device, group, plan.rounds)
                 self.results["links"] += [{**row, "where": where} for row in rows]
         self.phase = "matmul again"
-        again = compute.check_device(plan.device, seconds=plan.compute_s)
-        self.results["matmul"] = compute.better(self.results["matmul"], again)
+        again = measure.check_matmul(plan.device, seconds=plan.compute_s)
+        self.results["matmul"] = measure.best_matmul(self.results["matmul"], again)
         self.phase = "clock"
-        self.results["clock"] = self._clock()
+        self.results["clock"] = self._time_after_barrier()
 
     def _groups(self) -> dict[str, dist.ProcessGroup | None]:
-        """The world, and on several nodes with the same number of ranks in a row this node's ranks too."""
+        """The group of all ranks, and on several nodes with equally many, consecutive ranks the group of this node."""
         hosts = [note["host"] for _, note in sorted(self.rank_store.read("hello").items())]
         nodes = list(dict.fromkeys(hosts))
         per_node = len(hosts) // len(nodes)
-        in_rows = all(hosts[i] == nodes[i // per_node] for i in range(len(hosts))) if per_node else False
+        is_regular = per_node > 0 and all(hosts[i] == nodes[i // per_node] for i in range(len(hosts)))
         if len(nodes) == 1:
             return {"node": None}
-        if per_node == 1 or not in_rows or self.plan.connect is None:
+        if per_node == 1 or not is_regular or self.plan.connect is None:
             return {"network": None}
         return {"network": None, "node": dist.new_subgroups(group_size=per_node)[0]}
 
-    def _clock(self) -> float:
-        """This rank's time just after a barrier, the quickest of some: all ranks leave it together."""
+    def _time_after_barrier(self) -> float:
+        """This rank's clock just after the quickest of a few all-reduces, which all ranks leave together."""
         best = (float("inf"), 0.0)
         token = torch.zeros(1, device=self.plan.device)
         for _ in range(CLOCK_ROUNDS):
@@ -127,71 +216,207 @@ class _Checks(threading.Thread):
         return best[1]
 
 
-def run(
-    rank_store: RankStore, plan: Plan, *, begun: float | None = None, is_ending: Callable[[], bool] = bool
-) -> Preflight:
-    """Check this rank with all others; every rank must call it.
+# Who is missing
+
+
+def blame_ranks(
+    world_size: int, hello: Mapping[int, Mapping[str, Any]], present: Mapping[int, Mapping[str, Any]]
+) -> list[Finding]:
+    """Explain why a pre-flight did not end.
 
     Args:
-        board (`RankStore`): unused until now.
-        plan (`Plan`): the same on all ranks, but for the device's index.
-        begun (`float`, *optional*): `time.monotonic()` from which the deadline counts. By default now.
-        is_ending (`Callable[[], bool]`, *optional*): whether the launcher is ending this process.
+        world_size: the number of ranks that there should be.
+        hello: what each rank wrote when it arrived; ranks that never arrived are missing.
+        present: what each rank that is alive wrote at the end: its `phase`, and the `error` that ended it, if any.
     """
-    begun = time.monotonic() if begun is None else begun
-    grace_s = min(3.0, plan.deadline_s / 4)
-    until = begun + plan.deadline_s - grace_s - MARGIN_S
-    rank_store.post("hello", {**machine.describe_self(device=plan.device), **plan.facts})
+    hosts = known_hosts(world_size, hello)
 
-    def go_on() -> bool:
-        return time.monotonic() < until and not is_ending() and rank_store.flag("failed") is None
+    def blame(rank: int, check: str, problem: str, fix: str) -> Finding:
+        return Finding(level="error", check=check, problem=problem, fix=fix, ranks=(rank,), host=hosts.get(rank))
 
-    while not rank_store.is_complete("hello") and go_on():
-        time.sleep(POLL_S)
-    checks = _Checks(rank_store, plan)
-    if rank_store.is_complete("hello"):
-        checks.start()
-        while not rank_store.is_complete("results") and go_on():
-            time.sleep(POLL_S)
-    complete = rank_store.is_complete("results")
-    if not complete:
-        rank_store.raise_flag("failed", str(rank_store.rank))
-        rank_store.post("present", {"phase": checks.phase, "error": checks.error})
-        late = time.monotonic() + grace_s
-        while not rank_store.is_complete("present") and time.monotonic() < late:
-            time.sleep(POLL_S)
-    hello, results = rank_store.read("hello"), rank_store.read("results")
-    hosts = {rank: note["host"] for rank, note in hello.items()}
-    findings = machine.compare(hello) if hello else []
-    if not complete:
-        findings = accuse(rank_store.world_size, hello, rank_store.read("present")) + findings
-    findings += compare_results(results, hosts)
-    return Preflight(
-        findings=tuple(findings),
-        ranks=hello,
-        links=slowest(results),
-        seconds=time.monotonic() - begun,
-        stuck=checks.is_alive(),
-    )
+    absent = [rank for rank in range(world_size) if rank not in present]
+    if absent:
+        return [_blame_absent(rank, rank in hello, blame) for rank in absent]
+    phases = {rank: str(note["phase"]) for rank, note in present.items()}
+    reference = _reference_phase(phases)
+    if reference is None:
+        listed = ", ".join(f"rank {rank} in {phases[rank]}" for rank in sorted(phases))
+        fix = "one of them skipped a collective or called them in another order: check that all run the same code"
+        problem = f"are in different phases: {listed}"
+        return [Finding(level="error", check="order", problem=problem, fix=fix, ranks=tuple(phases))]
+    elsewhere = sorted(rank for rank, phase in phases.items() if phase != reference)
+    if elsewhere:
+        return [_blame_phase(rank, phases[rank], reference, blame) for rank in elsewhere]
+    errors = {rank: str(note["error"]) for rank, note in present.items() if note.get("error")}
+    if 0 < len(errors) < world_size:
+        fix = "the exception says what this rank lacks; the other ranks did not fail"
+        return [blame(rank, reference, f"{reference} failed: {error}", fix) for rank, error in sorted(errors.items())]
+    reason = next(iter(errors.values()), "all wait")
+    between = ", ".join(sorted(set(hosts.values())))
+    problem = f"{reference} ended on no rank ({reason}): the links between {between} do not carry it"
+    return [
+        Finding(level="error", check=reference, problem=problem, fix="check interfaces, firewalls, NCCL_DEBUG=INFO")
+    ]
+
+
+def _blame_absent(rank: int, has_arrived: bool, blame: Callable[..., Finding]) -> Finding:
+    if has_arrived:
+        problem = "does not answer: its process is dead, stopped or cut off from the launcher"
+        return blame(rank, "presence", problem, "see its log and the kernel log of its host, then start all again")
+    problem = "never arrived: its process did not start, or its node does not reach the launcher's node"
+    return blame(rank, "presence", problem, "start it, or open the launcher's port between the nodes")
+
+
+def _blame_phase(rank: int, phase: str, reference: str, blame: Callable[..., Finding]) -> Finding:
+    if PHASES.index(phase) < PHASES.index(reference):
+        problem = f"is still in {phase} while the others are in {reference}: it hangs there"
+    else:
+        problem = f"is already in {phase} while the others are in {reference}: it skipped or left {reference}"
+    return blame(rank, reference, problem, "check this rank's device and log, or take it out of the run")
+
+
+def known_hosts(world_size: int, hello: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """The host of each rank; for a rank that never arrived, that of the other ranks on its node, where they did."""
+    hosts = {rank: str(note["host"]) for rank, note in hello.items()}
+    for rank in set(range(world_size)) - set(hosts):
+        for other, note in hello.items():
+            first = other - int(note.get("local_rank", 0))
+            if first <= rank < first + int(note.get("local_world_size", 0)):
+                hosts[rank] = str(note["host"])
+    return hosts
+
+
+def _reference_phase(phases: Mapping[int, str]) -> str | None:
+    """The phase that most ranks are in; ranks in another phase are to blame.
+
+    Where two phases are equally common, it is the one in which ranks wait for others, if there is exactly one such:
+    the ranks in the other phase hang by themselves. Otherwise None.
+    """
+    (first, most), *rest = Counter(phases.values()).most_common()
+    tied = [first, *(phase for phase, count in rest if count == most)]
+    if len(tied) == 1:
+        return first
+    waiting = [phase for phase in tied if phase not in LOCAL_PHASES]
+    return waiting[0] if len(waiting) == 1 else None
+
+
+# What must be equal on all ranks
+
+
+def describe_rank(environ: Mapping[str, str] = os.environ, device: torch.device | None = None) -> dict[str, Any]:
+    """This rank's host, device, library versions and communication variables, for the other ranks to compare.
+
+    No other environment variable leaves the process.
+    """
+    versions = {name: version for name in LIBRARIES if (version := _version(name)) is not None}
+    versions["python"] = platform.python_version()
+    on_gpu = device is not None and device.type == "cuda"
+    if on_gpu:
+        versions |= {"cuda": torch.version.cuda or torch.version.hip or "", "nccl": _nccl_version()}
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "local_rank": int(environ.get("LOCAL_RANK", "0")),
+        "local_world_size": int(environ.get("LOCAL_WORLD_SIZE", "0")),
+        "device": torch.cuda.get_device_name(device) if on_gpu else (platform.machine() or "cpu"),
+        "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1) if on_gpu else None,
+        "versions": versions,
+        "variables": {k: v for k, v in environ.items() if k.startswith(_SHARED_PREFIXES) and k not in _MAY_DIFFER},
+    }
+
+
+def compare_ranks(notes: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+    """Find ranks whose library versions, device or NCCL and gloo variables differ from those of most ranks.
+
+    Args:
+        notes: what `describe_rank` returned on each rank.
+    """
+    found: list[Finding] = []
+    for name in sorted({name for note in notes.values() for name in note["versions"]}):
+        values = {rank: note["versions"].get(name, "none") for rank, note in notes.items()}
+        level: Level = "warning" if name in ("python", "peft") else "error"
+        problem = f"has {name} {{mine}}, the others {{others}}"
+        found += _differing(notes, values, level, "versions", problem, "install the same version on all nodes")
+    devices = {rank: note["device"] for rank, note in notes.items()}
+    problem = "has the device {mine}, the others {others}: every step waits for the slowest type"
+    found += _differing(notes, devices, "warning", "devices", problem, "run each type of device in a run of its own")
+    for name in sorted({name for note in notes.values() for name in note["variables"]}):
+        values = {rank: note["variables"].get(name, "unset") for rank, note in notes.items()}
+        problem = f"has {name}={{mine}}, the others {{others}}"
+        found += _differing(notes, values, "warning", "environment", problem, "set it on all ranks or on none")
+    return found
+
+
+def _differing(
+    notes: Mapping[int, Mapping[str, Any]], values: Mapping[int, str], level: Level, check: str, problem: str, fix: str
+) -> list[Finding]:
+    """The ranks whose value is not the most common one, one finding per host and value."""
+    if not values:
+        return []
+    most_common, _ = Counter(values.values()).most_common(1)[0]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, value in sorted(values.items()):
+        if value != most_common:
+            groups.setdefault((notes[rank]["host"], value), []).append(rank)
+    return [
+        Finding(
+            level=level,
+            check=check,
+            problem=problem.format(mine=value, others=most_common),
+            fix=fix,
+            ranks=tuple(ranks),
+            host=host,
+        )
+        for (host, value), ranks in groups.items()
+    ]
 
 
 def compare_results(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[Finding]:
-    """What the results of the ranks that came to the end say against each other."""
+    """Compare the results of the ranks that finished their checks."""
     if not results:
         return []
-    found = compute.compare({rank: result["matmul"] for rank, result in results.items()}, hosts)
-    whole = "network" if len(set(hosts.values())) > 1 else "node"
-    links = {rank: [row for row in r["links"] if row["where"] == whole] for rank, r in results.items()}
-    found += collectives.compare_values(links, hosts) + collectives.compare_neighbours(links, hosts)
-    return found + machine.clock_skew({rank: result["clock"] for rank, result in results.items()}, hosts)
+    found = measure.compare_matmul({rank: result["matmul"] for rank, result in results.items()}, hosts)
+    everyone = "network" if len(set(hosts.values())) > 1 else "node"
+    links = {rank: [row for row in r["links"] if row["where"] == everyone] for rank, r in results.items()}
+    found += measure.compare_values(links, hosts) + measure.compare_neighbours(links, hosts)
+    return found + compare_clocks({rank: result["clock"] for rank, result in results.items()}, hosts)
 
 
-def slowest(results: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per collective, place and size: the slowest rank's time."""
-    best: dict[tuple[str, str, int], dict[str, Any]] = {}
+def compare_clocks(clocks_s: Mapping[int, float], hosts: Mapping[int, str]) -> list[Finding]:
+    """Find hosts whose clock is far from the median.
+
+    Args:
+        clocks_s: the time that each rank read just after the same barrier, seconds.
+        hosts: the host of each rank.
+    """
+    ordered = sorted(clocks_s.values())
+    median = ordered[len(ordered) // 2]
+    off = {rank: clock - median for rank, clock in clocks_s.items() if abs(clock - median) > CLOCK_SKEW_S}
+    found = []
+    for host in sorted({hosts[rank] for rank in off}):
+        ranks = tuple(rank for rank in off if hosts[rank] == host)
+        problem = f"the clock differs by {off[ranks[0]]:+.1f} s from that of the others"
+        found.append(Finding(check="clock", problem=problem, fix="start chrony or ntpd there", ranks=ranks, host=host))
+    return found
+
+
+def slowest_links(results: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each collective, group and size: that of the slowest rank."""
+    slowest: dict[tuple[str, str, int], dict[str, Any]] = {}
     for result in results.values():
         for row in result["links"]:
             key = (row["kind"], row["where"], row["bytes"])
-            if key not in best or row["seconds"] > best[key]["seconds"]:
-                best[key] = {name: row[name] for name in ("kind", "where", "bytes", "seconds", "gb_s")}
-    return list(best.values())
+            if key not in slowest or row["seconds"] > slowest[key]["seconds"]:
+                slowest[key] = {name: row[name] for name in ("kind", "where", "bytes", "seconds", "gb_s")}
+    return list(slowest.values())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"

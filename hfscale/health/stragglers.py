@@ -1,4 +1,4 @@
-"""Which rank is slower than its peers by its own work (`local_time`), and which alone waits for data."""
+"""Finds ranks that are slower than the others by their own work (`local_time`), and ranks that alone wait for data."""
 
 import statistics
 from collections import Counter, deque
@@ -8,39 +8,41 @@ from dataclasses import dataclass
 from hfscale.utils.findings import Finding
 
 WINDOW = 50
-"""Steps that a judgement looks at."""
+"""Number of steps that are judged."""
 LEAST = 20
-"""Steps below which there is none."""
+"""Number of steps below which nothing is judged."""
 RATIO = 1.3
-"""Local time over the median's above which a rank is a straggler; between the 1.1 of ordinary spread and the 1.5 that
-must be found."""
+"""Local time over the median rank's from which a rank is a straggler; between the 1.1 of ordinary spread and the 1.5
+that must be found."""
 RECOVERED_RATIO = 1.15
-"""Below which one that was named counts as well again, or a rank about the limit would be named at every other log."""
+"""Ratio below which a reported straggler has recovered. It is lower than `RATIO`, so that a rank near the limit is not
+reported at every other log."""
 Z_SCORE = 4.0
-"""Robust z-score (Iglewicz & Hoaglin, 1993, with 1.4826 x MAD for the standard deviation) that it needs too."""
+"""Robust z-score (Iglewicz & Hoaglin, 1993, with 1.4826 x MAD for the standard deviation) of a straggler."""
 ROTATING_RATIO = 1.4
-"""Slowest over next slowest rank, above which a slowness that goes round is told: more, for noise goes round too."""
+"""Slowest over second slowest rank from which a slowness that changes ranks is reported: higher than `RATIO`, since
+noise changes ranks too."""
 ROTATING_LEAST = 40
-"""Steps below which it is not."""
+"""Number of steps below which such a slowness is not reported."""
 _LEAST_SPREAD = 0.03
 WAIT_SHARE = 0.1
-"""Part of its time that a rank may wait for data before it is told; below half of it, it counts as well again."""
+"""Part of its time that a rank may wait for data before it is reported; below half of it, it has recovered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What a window of steps says."""
+    """The result for a window of steps."""
 
     skew: float | None
-    """Slowest over median rank, the median step's; None where nothing was timed."""
+    """Slowest over median rank, in the median step; None where nothing was timed."""
     own_s: Sequence[float]
-    """Seconds of its own work in the median step of the new ones, by rank; empty where nothing was timed."""
+    """Seconds of own work in the median of the new steps, by rank; empty where nothing was timed."""
     findings: tuple[Finding, ...]
-    """Stragglers, each told once until it has recovered."""
+    """Stragglers, each reported once until it has recovered."""
 
 
 class StragglerJudge:
-    """Keeps the last steps of all ranks and names those that are slow.
+    """Keeps the last steps of all ranks and finds those that are slow.
 
     Args:
         hosts (`Sequence[str]`): the host of each rank.
@@ -48,12 +50,12 @@ class StragglerJudge:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
-        self._steps: deque[list[float]] = deque(maxlen=WINDOW)  # of all ranks, each
-        self._told: set[int] = set()
-        self._told_of_rotation = False
+        self._steps: deque[list[float]] = deque(maxlen=WINDOW)  # of each step, the seconds of all ranks
+        self._reported: set[int] = set()
+        self._has_reported_rotation = False
 
     def add(self, rows: Sequence[Sequence[float]]) -> Judgement:
-        """Take the new steps.
+        """Add new steps and judge the window.
 
         Args:
             rows: seconds of each step by rank, (ranks, steps); NaN where a rank was not timed.
@@ -72,47 +74,53 @@ class StragglerJudge:
             statistics.median(step[rank] / statistics.median_low(step) for step in self._steps)
             for rank in range(len(self._hosts))
         ]
-        slow = {r for r in range(len(usual)) if ratios[r] >= RATIO and z_scores(usual)[r] >= Z_SCORE}
-        found = []
-        for rank in sorted(slow - self._told):
-            text = (
-                f"is a straggler: its own forward and backward take {ratios[rank]:.2f}x the median rank's "
-                f"({usual[rank] * 1e3:.1f} ms, median {statistics.median_low(usual) * 1e3:.1f} ms, last "
-                f"{len(self._steps)} steps), and every step waits for it: look at its clocks, its cooling and what "
-                "else runs there"
-            )
-            found.append(
-                Finding(level="warning", check="straggler", problem=text, ranks=(rank,), host=self._hosts[rank])
-            )
-        self._told = slow | {rank for rank in self._told if ratios[rank] >= RECOVERED_RATIO}
-        return [*found, *self._judge_rotation()] if not slow else found
+        scores = z_scores(usual)
+        slow = {rank for rank in range(len(usual)) if ratios[rank] >= RATIO and scores[rank] >= Z_SCORE}
+        found = [self._straggler(rank, ratios[rank], usual) for rank in sorted(slow - self._reported)]
+        self._reported = slow | {rank for rank in self._reported if ratios[rank] >= RECOVERED_RATIO}
+        return found if slow else self._judge_rotation()
+
+    def _straggler(self, rank: int, ratio: float, usual: Sequence[float]) -> Finding:
+        return Finding(
+            level="warning",
+            check="straggler",
+            problem=f"is a straggler: its own forward and backward take {ratio:.2f}x the median rank's "
+            f"({usual[rank] * 1e3:.1f} ms, median {statistics.median_low(usual) * 1e3:.1f} ms, last "
+            f"{len(self._steps)} steps), and every step waits for it",
+            fix="check its clocks, its cooling and what else runs on its node",
+            ranks=(rank,),
+            host=self._hosts[rank],
+        )
 
     def _judge_rotation(self) -> list[Finding]:
-        lead, was_told = self._lead(), self._told_of_rotation
+        """Find a slowness that moves from rank to rank, and is no single rank's fault."""
+        lead = statistics.median(sorted(step)[-1] / sorted(step)[-2] for step in self._steps)
         rotates = self._rotates(lead)
-        self._told_of_rotation = rotates or (was_told and lead >= RECOVERED_RATIO)
-        if was_told or not rotates:
+        was_reported = self._has_reported_rotation
+        self._has_reported_rotation = rotates or (was_reported and lead >= RECOVERED_RATIO)
+        if was_reported or not rotates:
             return []
-        text = (
-            f"the slow rank is another at each step ({lead:.2f}x the next slowest): uneven batches, or other work on "
-            "the nodes; sort sequences by length or pack them"
+        problem = (
+            f"the slowest rank is another at each step ({lead:.2f}x the second slowest): batches are uneven, or the "
+            "nodes have other work"
         )
-        return [Finding(level="warning", check="straggler", problem=text)]
-
-    def _lead(self) -> float:
-        """The slowest rank over the next slowest, in the median step."""
-        return statistics.median(sorted(step)[-1] / sorted(step)[-2] for step in self._steps)
+        return [
+            Finding(level="warning", check="straggler", problem=problem, fix="sort sequences by length or pack them")
+        ]
 
     def _rotates(self, lead: float) -> bool:
-        slowest = Counter(step.index(max(step)) for step in self._steps)
         if len(self._steps) < ROTATING_LEAST or lead < ROTATING_RATIO:
             return False
+        slowest = Counter(step.index(max(step)) for step in self._steps)
         return slowest.most_common(1)[0][1] < 0.75 * len(self._steps)
 
 
 def z_scores(values: Sequence[float]) -> list[float]:
-    """Robust z-scores, (ranks,): distance to the median over 1.4826 x MAD, or over 3% of the median where that is
-    more, so that ranks which agree to a percent do not make a straggler of one that differs by two."""
+    """Robust z-scores, (ranks,): the distance to the median over 1.4826 x MAD.
+
+    The divisor is at least 3% of the median, so that among ranks which agree to a percent one that differs by two is
+    not a straggler.
+    """
     median = statistics.median_low(values)
     spread = 1.4826 * statistics.median_low([abs(value - median) for value in values])
     scale = max(spread, _LEAST_SPREAD * median)
@@ -120,7 +128,7 @@ def z_scores(values: Sequence[float]) -> list[float]:
 
 
 class DataWaitJudge:
-    """Names ranks that wait for data while others do not.
+    """Finds ranks that wait for data while others do not.
 
     Args:
         hosts (`Sequence[str]`): the host of each rank.
@@ -129,10 +137,15 @@ class DataWaitJudge:
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
         self._windows: deque[list[float]] = deque(maxlen=3)
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def add(self, waits_s: Sequence[float], windows_s: Sequence[float]) -> list[Finding]:
-        """Take the seconds that each rank waited in a window of so many seconds."""
+        """Add a window and judge the last three.
+
+        Args:
+            waits_s: seconds that each rank waited for data.
+            windows_s: seconds of the window on each rank.
+        """
         self._windows.append([w / t if t > 0 else 0.0 for w, t in zip(waits_s, windows_s, strict=True)])
         if len(self._windows) < 3 or len(self._hosts) < 2:
             return []
@@ -143,12 +156,12 @@ class DataWaitJudge:
             Finding(
                 level="warning",
                 check="data wait",
+                problem=f"waits for data {shares[rank]:.0%} of its time, the median rank {median:.0%}",
+                fix="give its data loader more workers, or check the storage that its node reads from",
                 ranks=(rank,),
                 host=self._hosts[rank],
-                problem=f"waits for data {shares[rank]:.0%} of its time, the median rank {median:.0%}: give its data "
-                "loader more workers, or look at the storage its node reads from",
             )
-            for rank in sorted(starved - self._told)
+            for rank in sorted(starved - self._reported)
         ]
-        self._told = starved | {rank for rank in self._told if shares[rank] > WAIT_SHARE / 2}
+        self._reported = starved | {rank for rank in self._reported if shares[rank] > WAIT_SHARE / 2}
         return found

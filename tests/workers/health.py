@@ -1,10 +1,9 @@
-"""Ranks for the health tests: forked, so that they import once, around a store in a process that no fault reaches.
+"""Ranks for the health tests: forked processes, so that imports happen once, with a store in the parent process.
 
-As under a launcher, the store lives in the parent; a rank that is stopped or killed cannot take it along.
+As under a launcher, the store is in the parent, so a rank that is stopped or killed does not take it with it.
 """
 
 import os
-import signal
 import sys
 import time
 import traceback
@@ -22,14 +21,14 @@ from hfscale.health.rank_store import RankStore
 
 @dataclass(frozen=True)
 class Ended:
-    """What the ranks returned, or None for one that did not end by itself, and when each did (seconds)."""
+    """What each rank that ended returned, and after how many seconds."""
 
     results: dict[int, Any]
     seconds: dict[int, float]
 
 
 class Ranks:
-    """`world_size` forked processes that call `work(board, rank, *arguments)`."""
+    """`world_size` forked processes that call `work(rank_store, rank, *arguments)`."""
 
     def __init__(self, world_size: int, work: Callable[..., Any], *arguments: Any) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -46,7 +45,7 @@ class Ranks:
         self._all_are_forked.set()
 
     def _body(self, rank: int, world_size: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        # While one speaks with the store, whose thread is the parent's, a lock of that thread would be forked too.
+        # A fork during a call of the store would copy a held lock of the store's thread, which is in the parent.
         self._all_are_forked.wait()
         torch.set_num_threads(1)
         os.environ.update(
@@ -64,22 +63,10 @@ class Ranks:
             answer = error if isinstance(error, AssertionError) else RuntimeError(repr(error))
         self._answers.put((rank, time.monotonic() - self.begun, answer))
         sys.stderr.flush()
-        os._exit(0)  # a thread may hang in a collective, as it must
-
-    def note(self, key: str, text: str = "1") -> None:
-        """Write into the store, for the ranks to see."""
-        self.store.set(key, text)
-
-    def wait_for(self, key: str, timeout_s: float = 30.0) -> None:
-        """Until a rank has written `key` into the store."""
-        self.store.wait([key], timedelta(seconds=timeout_s))
-
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        """Send one rank a signal."""
-        os.kill(self.processes[rank].pid, number)
+        os._exit(0)  # a thread may hang in a collective, as some tests intend
 
     def finish(self, timeout_s: float = 60.0, without: tuple[int, ...] = ()) -> Ended:
-        """Wait for the answers of all ranks but those in `without`, then end what is left."""
+        """Wait for the answers of all ranks except those in `without`, then end all processes."""
         results: dict[int, Any] = {}
         seconds: dict[int, float] = {}
         until = time.monotonic() + timeout_s
@@ -99,16 +86,8 @@ class Ranks:
         return Ended(results, seconds)
 
 
-def mark(name: str) -> None:
-    """Write `name` into the store, over a connection of its own."""
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
-    )
-    store.set(name, "1")
-
-
 def gloo(rank_store: RankStore, timeout_s: float = 60.0) -> None:
-    """Make the default group."""
+    """Create the default process group."""
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("group", rank_store.store),

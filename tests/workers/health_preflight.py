@@ -1,4 +1,4 @@
-"""The pre-flight in forked ranks, with one rank at fault."""
+"""The pre-flight in forked ranks, one of which is faulty."""
 
 import os
 import signal
@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from workers.health import Ranks, gloo
 
-from hfscale.health import collectives, compute, machine, preflight
+from hfscale.health import measure, preflight
 
 CPU = torch.device("cpu")
 
 
 def checked(rank_store, rank, fault, guilty, deadline_s):
     """What one rank finds, when `guilty` has `fault`."""
-    if fault == "nodes" and rank >= rank_store.world_size // 2:  # one machine stands for two nodes
-        machine.socket = SimpleNamespace(gethostname=lambda: "node-b")
+    if fault == "nodes" and rank >= rank_store.world_size // 2:  # one machine pretends to be two nodes
+        preflight.socket = SimpleNamespace(gethostname=lambda: "node-b")
     if rank == guilty:
-        commit(fault, rank)
-    plan = preflight.Plan(
+        make_faulty(fault, rank)
+    plan = preflight.PreflightPlan(
         device=CPU,
         deadline_s=deadline_s,
         connect=lambda: gloo(rank_store, deadline_s),
@@ -37,8 +37,8 @@ def checked(rank_store, rank, fault, guilty, deadline_s):
     }
 
 
-def commit(fault, rank):
-    """Make this rank the faulty one; the calls are torch's own, with one change."""
+def make_faulty(fault, rank):
+    """Change one call of torch on this rank."""
     name, _, place = fault.partition(":")
     if name == "absent":
         time.sleep(1000)
@@ -46,56 +46,55 @@ def commit(fault, rank):
         number = signal.SIGSTOP if name == "stopped" else signal.SIGKILL
         before(place or "all_reduce", lambda: os.kill(os.getpid(), number))
     elif name == "slow":
-        real, times = compute.multiply, float(place)
+        real, times = measure.multiply, float(place)
 
         def slower(left, right):
-            begun = time.thread_time()  # of the core: what else runs on it does not count
+            begun = time.thread_time()  # of the core: other work on it does not count
             product = real(left, right)
             until = begun + (time.thread_time() - begun) * times
             while time.thread_time() < until:
                 real(left[:16], right)
             return product
 
-        compute.multiply = slower
+        measure.multiply = slower
     elif name == "wrong" and place == "matmul":
-        real_product = compute.multiply
-        compute.multiply = lambda left, right: real_product(left, right) + (torch.arange(len(left)) == 7)
+        real_product = measure.multiply
+        measure.multiply = lambda left, right: real_product(left, right) + (torch.arange(len(left)) == 7)
     elif name == "wrong":
         change_result(place)
     elif name == "corrupt":
-        real_pattern = collectives.exchange
+        real_make = measure.make_collective
 
         def corrupted(kind, size, device, group):
-            made = real_pattern(kind, size, device, group)
+            collective = real_make(kind, size, device, group)
             if kind == place:
-                cell = dict(zip(made.run.__code__.co_freevars, made.run.__closure__, strict=True))
-                cell["source"].cell_contents.mul_(0)
-            return made
+                collective.source.mul_(0)
+            return collective
 
-        collectives.exchange = corrupted
+        measure.make_collective = corrupted
     elif name == "skip":
         skip(place)
     elif name == "reorder":
-        collectives.KINDS = tuple(reversed(collectives.KINDS))
+        measure.KINDS = tuple(reversed(measure.KINDS))
     elif name != "none":
         raise AssertionError(fault)
 
 
 CALLS = {
     "all_reduce": (dist, "all_reduce"),
-    "all_gather": (collectives, "_all_gather"),
-    "reduce_scatter": (collectives, "_reduce_scatter"),
+    "all_gather": (measure, "_all_gather"),
+    "reduce_scatter": (measure, "_reduce_scatter"),
     "all_to_all": (dist, "all_to_all_single"),
     "neighbours": (dist, "batch_isend_irecv"),
 }
 
 
-def before(kind, act):
+def before(kind, action):
     owner, name = CALLS[kind]
     real = getattr(owner, name)
 
     def acting(*args, **kwargs):
-        act()
+        action()
         return real(*args, **kwargs)
 
     setattr(owner, name, acting)

@@ -1,4 +1,4 @@
-"""Steps under DDP in forked ranks, some of which are slow; each rank tells what the monitor found."""
+"""Steps under DDP or FSDP2 in forked ranks, some of which are slow; each rank returns what its monitor found."""
 
 import time
 
@@ -15,8 +15,8 @@ WORK_S = 0.03
 EVERY = 10
 
 
-class Work(nn.Module):
-    """A layer that takes `seconds`, whatever else this machine does: sleep needs no core."""
+class TimedLayer(nn.Module):
+    """A layer that takes `seconds` even on a busy machine, since a sleep needs no core."""
 
     def __init__(self):
         super().__init__()
@@ -29,10 +29,10 @@ class Work(nn.Module):
 
 
 def trained(rank_store, rank, ratio, guilty, steps, drift, strategy):
-    """`guilty` takes `ratio` times as long (`rotating`: another rank at each step); it changes a weight at `drift`."""
+    """Rank `guilty` takes `ratio` times as long (`rotating`: each rank in turn) and changes a weight at `drift`."""
     gloo(rank_store)
     torch.manual_seed(0)
-    work = Work()
+    work = TimedLayer()
     if strategy == "ddp":
         model = DistributedDataParallel(work)
     else:
@@ -47,7 +47,7 @@ def trained(rank_store, rank, ratio, guilty, steps, drift, strategy):
     for step in range(1, steps + 1):
         if guilty == "data" and rank == 1:
             time.sleep(0.01)
-        monitor.batch_came()
+        monitor.batch_arrived()
         monitor.step_began()
         is_slow = rank == (step % rank_store.world_size if guilty == "rotating" else guilty)
         work.seconds = WORK_S * (ratio if is_slow else 1.0)

@@ -1,4 +1,4 @@
-"""Two processes under Trainer; at step 30 the second one stands still, and the watchdog ends both.
+"""Two processes under Trainer; at step 30 the second one hangs, and the watchdog ends both.
 
 accelerate launch … tests/workers/health_training.py
 """
@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from hfscale import CommHealthCallback
 
 
-class StandStill(TrainerCallback):
-    """Does what a storage that never answers does."""
+class HangAtStep30(TrainerCallback):
+    """Hangs like a storage that never answers."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 30 and args.process_index == 1:
@@ -29,5 +29,5 @@ class StandStill(TrainerCallback):
 
 
 health = CommHealthCallback(hang_after_s=2.0, on_hang="abort", on_bad_training="stop")
-trainer = tiny_trainer("out", health, StandStill(), max_steps=60, logging_steps=10)
+trainer = tiny_trainer("out", health, HangAtStep30(), max_steps=60, logging_steps=10)
 trainer.train()
