@@ -4,11 +4,13 @@ import ast
 import functools
 import inspect
 import io
+import json
 import re
 import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +25,9 @@ from transformers import Trainer
 
 import hfscale
 from benchmarks.__main__ import NAMES as BENCHMARKS
+from hfscale import ParallelArguments
 from hfscale.cli import COMMANDS, main
+from hfscale.recipe.arguments import DataArguments, ModelArguments, ScalingArguments
 
 README = REPOSITORY / "README.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
@@ -340,6 +344,46 @@ def test_callbacks_in_prose_can_be_made(path):
 def test_the_api_page_lists_every_public_name():
     listed = re.findall(r"^::: hfscale\.(\w+)$", text_of(REPOSITORY / "docs" / "api.md"), re.MULTILINE)
     assert sorted(listed) == sorted(public_names())
+
+
+def test_the_command_line_page_shows_every_command():
+    shown = re.findall(r"^<!-- help: ([\w ]+) -->$", text_of(REPOSITORY / "docs" / "cli.md"), re.MULTILINE)
+    plain = [name for name in COMMANDS if name not in GROUPS_OF_COMMANDS]
+    grouped = [f"{group} {name}" for group in GROUPS_OF_COMMANDS for name in commands_of(group)]
+    assert sorted(shown) == sorted(plain + grouped)
+
+
+def test_every_flag_of_the_recipes_is_documented():
+    own = (ModelArguments, DataArguments, ScalingArguments, ParallelArguments)
+    documented = set(re.findall(r"`--(\w+)", "".join(map(text_of, PAGES))))
+    assert [flag.name for group in own for flag in fields(group) if flag.name not in documented] == []
+
+
+def test_every_config_and_launch_file_is_documented():
+    strategies = set(code_spans(text_of(REPOSITORY / "docs" / "strategies.md")))
+    configs = {path.stem for path in (REPOSITORY / "accelerate_configs").iterdir()}
+    assert configs <= strategies
+    multinode = set(code_spans(text_of(REPOSITORY / "docs" / "multinode.md")))
+    started = [path for path in (REPOSITORY / "launch").rglob("*.*") if path.suffix not in (".md", ".dockerignore")]
+    assert {named(path) for path in started if "__pycache__" not in path.parts} <= multinode
+
+
+def test_the_planner_page_gives_the_measured_errors():
+    """Each row of its table, recomputed from the result of the fit."""
+    fit = json.loads(text_of(REPOSITORY / "benchmarks" / "results" / "planner_fit.json"))
+    speed, memory, choice = (fit[f"{name}leave_one_source_out"] for name in ("", "memory_", "choice_"))
+    page = text_of(REPOSITORY / "docs" / "planner.md")
+    table = page[page.index("| prediction | error |") :].split("\n\n")[0]
+    shown = [row.split("|")[2].strip() for row in table.splitlines()[2:]]
+    assert shown == [
+        f"{speed['median_error']:.0%}",
+        f"{speed['median_of_sources']:.0%}",
+        f"{speed['within_20_percent']:.0%}",
+        f"{max(source['median_error'] for source in speed['sources'].values()):.0%}",
+        f"{memory['median_error']:.0%}",
+        f"{choice['within_5_percent']} of {choice['groups']} groups",
+    ]
+    assert f"{speed['rows']} published runs" in page
 
 
 def site_config():
