@@ -1,7 +1,7 @@
-"""Build DeepSpeed's C++ operators into this environment, before any test that has a time limit needs them.
+"""Builds DeepSpeed's C++ operators into this environment before the tests run.
 
-Where tests would build them, a slow machine's first test runs into its limit, and the process that is ended so leaves
-torch's lock in the folder: all that come after wait for it without a word.
+If a test built them, it could reach its time limit on a slow machine; the killed process would leave torch's lock in
+the folder, and every later process would wait for that lock forever.
 """
 
 import os

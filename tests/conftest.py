@@ -1,4 +1,4 @@
-"""Shared by all tests: CPU, no hub, tiny models built on the spot, and real launches on loopback."""
+"""Fixtures and settings of all tests: they run on a CPU, without the hub, and launch real processes on loopback."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forking import fork_server
+from fork_client import fork_server
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
-os.environ["HFSCALE_CLOUD"] = "none"  # no test asks a metadata address, on whatever machine it runs
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background deaf to it
+os.environ["HFSCALE_CLOUD"] = "none"  # no test sends a request to a cloud's metadata address
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background processes ignore the signal
 EXTENSIONS = Path(sys.prefix, "torch_extensions")  # DeepSpeed's operators, of build_extensions.py
 os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
 
@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parent.parent
 RECIPE = REPOSITORY / "recipes" / "ddp" / "train.py"
 LAUNCH_TIMEOUT_S = 240
 LOAD_TIMEOUT_S = 60
-"""No load of an extension that is built takes so long."""
+"""Loading an extension that is already built never takes this long."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Finished:
     err: str
 
     def lines(self, start: str) -> list[str]:
-        """The lines of standard error that begin with `start`."""
+        """Return the lines of standard error that begin with `start`."""
         return [line for line in self.err.replace("\r", "\n").splitlines() if line.startswith(start)]
 
 
 def run_process(argv: list[str], cwd: Path, env: dict[str, str] | None = None) -> Finished:
-    """Run `argv` to its end, within the time limit."""
+    """Run a command to its end, within the time limit."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     done = subprocess.run(
         argv, cwd=cwd, env=clean | (env or {}), capture_output=True, text=True, timeout=LAUNCH_TIMEOUT_S, check=False
@@ -49,10 +49,10 @@ def run_process(argv: list[str], cwd: Path, env: dict[str, str] | None = None) -
 
 
 def accelerate_launch(cwd: Path, config: Path, processes: int, *argv: str | Path, **env: str) -> Finished:
-    """`accelerate launch` with that config and number of processes, its ranks forked from one that has the libraries.
+    """Run `accelerate launch` through the fork server, whose processes have already imported the libraries.
 
-    With HFSCALE_TEST_LAUNCH=agent in the environment it is the command itself with torch's elastic agent, as users run
-    it: `make test-faults` does so, and it takes some ten seconds more for each launch.
+    With HFSCALE_TEST_LAUNCH=agent in the environment, as `make test-faults` sets it, the real command runs with
+    torch's elastic agent instead, which takes some ten seconds more for each launch.
     """
     if os.environ.get("HFSCALE_TEST_LAUNCH") == "agent":
         return agent_launch(cwd, config, processes, *argv, **env)
@@ -61,13 +61,13 @@ def accelerate_launch(cwd: Path, config: Path, processes: int, *argv: str | Path
 
 
 def agent_launch(cwd: Path, config: Path, processes: int, *argv: str | Path, **env: str) -> Finished:
-    """The command itself, with torch's elastic agent."""
+    """Run the real `accelerate launch` command with torch's elastic agent."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     return run_process([*command, "--num_processes", str(processes), *map(str, argv)], cwd, env)
 
 
 def run_forked(kind: str, argv: list[str], cwd: Path, env: dict[str, str], ranks: int = 1) -> Finished:
-    """As `run_process`, by the fork server. A launch's code is the launcher's, else that of the first failed rank."""
+    """Run a command through the fork server; the code is that of the first rank that failed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -78,7 +78,7 @@ def run_forked(kind: str, argv: list[str], cwd: Path, env: dict[str, str], ranks
 
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[..., Finished]:
-    """`python("script.py", "--flag")`: one process, in an empty folder."""
+    """Return a function that runs one process in an empty folder: `python("script.py", "--flag")`."""
 
     def run(*argv: str | Path, env: dict[str, str] | None = None) -> Finished:
         return run_forked("script", list(map(str, argv)), tmp_path, env or {})
@@ -88,7 +88,7 @@ def python(tmp_path: Path) -> Callable[..., Finished]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., Finished]:
-    """`launch(2, "script.py", "--flag")`: that many processes under `accelerate launch`, in an empty folder."""
+    """Return a function that runs processes under `accelerate launch`: `launch(2, "script.py", "--flag")`."""
 
     def run(
         processes: int, *argv: str | Path, config: Path | None = None, env: dict[str, str] | None = None
@@ -100,7 +100,7 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A suite that was ended midway may have left torch's lock behind, for which every later load would wait."""
+    """Remove the locks of an interrupted test run, for which every later load of an extension would wait."""
     if not hasattr(config, "workerinput"):
         for lock in EXTENSIONS.glob("*/lock"):
             if time.time() - lock.stat().st_mtime > LOAD_TIMEOUT_S:
@@ -121,5 +121,5 @@ LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take minutes come first, so that two workers end together and not one long after the other."""
+    """Run the longest files first, so that the two workers end at about the same time."""
     items.sort(key=lambda item: item.path.name not in LONG_FILES)

@@ -1,16 +1,17 @@
-"""A process that has imported torch, transformers, accelerate and DeepSpeed once, and forks what the tests start.
+"""A process that imports torch, transformers, accelerate and DeepSpeed once and forks the processes that tests start.
 
 A launch by `python -m accelerate.commands.launch` spends most of its time in imports: once for the launcher, once
-more for every rank. Here Accelerate's own launcher runs in a fork of this process, with its config, flags and
-environment as always; only torch's elastic agent is replaced, by forks of the same process, one per rank.
-`tests/forking.py` is the other end of the pipe. It reads one JSON job per line, and writes one JSON line per event:
+more for every rank. Here Accelerate's own launcher runs in a fork of this process, with its usual config, flags and
+environment; only torch's elastic agent is replaced, by forks of the same process, one per rank. `tests/fork_client.py`
+is the other end of the pipe. This process reads one JSON job per line and writes one JSON line per event:
 
     {"id": 1, "kind": "launch", "argv": ["--config_file", …], "ranks": 1, "cwd": …, "env": {…}, "out": …, "err": …}
     {"id": 1, "pids": [123]}
-    {"id": 1, "pid": 123, "code": 0}       # negative: ended by that signal
+    {"id": 1, "pid": 123, "code": 0}       # a negative code is the signal that ended the process
 """
 
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -37,26 +38,40 @@ MODULES = (
     "transformers.trainer",
     "transformers.integrations.deepspeed",
     "transformers.models.llama.modeling_llama",
+    "deepspeed.module_inject.auto_ep_layer",
+    "torch.utils.cpp_extension",
+    "transformers.hf_argparser",
+    "rich.panel",
+    "rich.table",
+    "hfscale.callbacks.profiler",
+    "hfscale.callbacks.progress",
     "hfscale.callbacks.scaling",
+    "hfscale.integrations.sequence_parallel",
+    "hfscale.parallel.stage_flags",
+    "hfscale.parallel.trainer",
+    "hfscale.recipe.compatibility",
     "hfscale.recipe.data",
-    "hfscale.recipe.models",
+    "hfscale.recipe.entrypoint",
     "hfscale.recipe.layout",
+    "hfscale.recipe.models",
+    "hfscale.recipe.parsing",
+    "hfscale.recipe.resume",
 )
-"""What recipes and workers import. None of them may start a thread or choose a device when it is imported."""
+"""The modules that recipes and workers import. None of them may start a thread or choose a device on import."""
 KILL_AFTER_S = 5.0
-PIPE = 3
-"""Standard output as it was at the start: libraries print to the other."""
+EVENTS = 3
+"""File descriptor of the events: a copy of standard output, to which libraries print."""
 
 
-class Leave(BaseException):
-    """Unwinds a forked process to its end: the interpreter then ends as it always does."""
+class RunInFork(BaseException):
+    """Raised in a forked process to unwind the server's stack, so that the interpreter later exits as usual."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run = run
 
 
 def serve() -> None:
-    """Until standard input ends: start jobs, report how their processes ended."""
+    """Start jobs and report how their processes ended, until standard input ends."""
     running: dict[int, int] = {}
     buffer = b""
     while True:
@@ -70,35 +85,35 @@ def serve() -> None:
             job = json.loads(line)
             pids = [_fork(lambda rank=rank, job=job: _run(job, rank)) for rank in range(job["ranks"])]
             running |= dict.fromkeys(pids, job["id"])
-            _say(id=job["id"], pids=pids)
+            _send(id=job["id"], pids=pids)
         for pid in list(running):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                _say(id=running.pop(pid), pid=pid, code=os.waitstatus_to_exitcode(status))
+                _send(id=running.pop(pid), pid=pid, code=os.waitstatus_to_exitcode(status))
 
 
-def _say(**event: Any) -> None:
-    os.write(PIPE, json.dumps(event).encode() + b"\n")
+def _send(**event: Any) -> None:
+    os.write(EVENTS, json.dumps(event).encode() + b"\n")
 
 
 def _fork(run: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
-        raise Leave(run)
+        raise RunInFork(run)
     return pid
 
 
 def _run(job: dict[str, Any], rank: int) -> None:
-    """One process of a job, from the fork to its end."""
+    """Run one process of a job."""
     os.environ.clear()
     os.environ.update(job["env"])
     os.setsid()
-    os.close(PIPE)
+    os.close(EVENTS)
     for descriptor, name, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], 0), (2, job["err"], 0)):
         opened = os.open(name, flags or os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
-    faulthandler.register(signal.SIGUSR2, file=2)  # the other end asks where a process hangs
+    faulthandler.register(signal.SIGUSR2, file=2)  # the client sends it to a process that hangs
     os.chdir(job["cwd"])
     if job["kind"] == "launch":
         _launch(job["argv"])
@@ -109,7 +124,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
 
 
 def _launch(argv: list[str]) -> None:
-    """`accelerate launch`, whose elastic agent forks."""
+    """Run `accelerate launch` with an elastic agent that forks."""
     import torch.distributed.run
     from accelerate.commands import launch
 
@@ -120,7 +135,7 @@ def _launch(argv: list[str]) -> None:
 
 
 def _simple_launcher(args: Any) -> None:
-    """One process: the command without the interpreter, in the environment that Accelerate made."""
+    """Run the command of a single-process launch in this process, in the environment that Accelerate prepared."""
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     command, environment = prepare_simple_launcher_cmd_env(args)
@@ -130,9 +145,9 @@ def _simple_launcher(args: Any) -> None:
 
 
 def _agent(args: Any) -> None:
-    """What torch's agent does on one node: start the ranks, and end them all when one has failed."""
+    """Do what torch's agent does on one node: start the ranks, and end them all when one has failed."""
     count, port = int(args.nproc_per_node), free_port()
-    environment = dict(os.environ)  # Accelerate takes its part away when the fork leaves its frames
+    environment = dict(os.environ)  # Accelerate removes its variables when the fork unwinds its frames
     script = (["-m"] if args.module else []) + [args.training_script, *args.training_script_args]
 
     def rank_of(rank: int) -> Callable[[], None]:
@@ -171,7 +186,7 @@ def _rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _run_script(argv: list[str]) -> None:
-    """As `python argv…` would."""
+    """Run what `python argv…` would run."""
     if argv[0] == "-u":
         argv = argv[1:]
     if argv[0] == "-c":
@@ -188,21 +203,31 @@ def _run_script(argv: list[str]) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
+def _cache_cpu_info() -> None:
+    """Let DeepSpeed's CPU Adam ask for the processor once: py-cpuinfo starts a process at each call."""
+    import cpuinfo
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
+
+
 if __name__ == "__main__":
-    os.dup2(1, PIPE)
+    os.dup2(1, EVENTS)
     os.dup2(2, 1)
     for module in MODULES:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # no fork looks through, and so copies, what is imported, whenever it collects and when it ends
-    leave: Callable[[], None] | None = None
+    gc.freeze()  # a fork's garbage collection then does not visit, and so copy, the imported objects
+    _cache_cpu_info()
+    run_next: Callable[[], None] | None = None
     try:
         serve()
-    except Leave as forked:
-        leave = forked.run
-    while leave is not None:  # a fork of a fork leaves by the same door
-        run, leave = leave, None
+    except RunInFork as forked:
+        run_next = forked.run
+    while run_next is not None:  # a fork of a fork arrives here too
+        run = run_next
+        run_next = None
         try:
             run()
-        except Leave as forked:
-            leave = forked.run
+        except RunInFork as forked:
+            run_next = forked.run

@@ -3,14 +3,14 @@
 import random
 import socket
 
-# Below those that systems give to outgoing connections (Linux: from 32768): one of these is not taken in the moment
-# between this look and its use. Forks of one process must not draw alike.
+# Below the ports of outgoing connections (on Linux from 32768), so that the system takes none of these between this
+# check and its use. A random generator of the system, because forks of one process must not draw the same numbers.
 _RANGE = (12_000, 32_000)
 _CHANCE = random.SystemRandom()
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listened on a moment ago."""
+    """Return a port of the loopback interface on which nothing listens."""
     while True:
         with socket.socket() as probe:
             try:

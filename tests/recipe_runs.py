@@ -1,4 +1,4 @@
-"""The recipes, run for real in forked ranks under any strategy: seconds a run, for all is imported once."""
+"""Runs the recipes under any strategy in forked ranks, which takes seconds since the libraries are imported once."""
 
 import json
 import runpy
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from conftest import RECIPE, REPOSITORY
-from forked import run_ranks
+from forked_ranks import run_ranks
 from transformers import LlamaConfig, MixtralConfig
 
 from hfscale.recipe import corpus
@@ -64,7 +64,7 @@ _FSDP = {
 
 
 def environment_of(strategy: str) -> dict[str, str]:
-    """What `accelerate launch` tells the ranks of a strategy."""
+    """Return the environment that `accelerate launch` gives the ranks of a strategy."""
     if strategy.startswith("zero"):
         return {
             "ACCELERATE_USE_DEEPSPEED": "true",
@@ -75,7 +75,7 @@ def environment_of(strategy: str) -> dict[str, str]:
 
 
 def warm_up() -> None:
-    """Import, before anything is forked, what every rank would import."""
+    """Import everything that a rank would import, before the ranks are forked."""
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     import peft  # noqa: F401
     from transformers import Trainer  # noqa: F401
@@ -85,8 +85,11 @@ def warm_up() -> None:
 
 
 def make_workplace(folder: Path) -> Path:
-    """A folder with a tokenizer, a text, the DeepSpeed configs and three model configs: `model` of one layer, `deep`
-    of two, whose embeddings are not tied, and `experts`, a mixture."""
+    """Fill a folder with a tokenizer, a text, the DeepSpeed configs and three model configs, and return it.
+
+    The models are `model` with one layer, `deep` with two layers and untied embeddings, and `experts`, a mixture of
+    experts.
+    """
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     sizes = {
@@ -108,9 +111,16 @@ def make_workplace(folder: Path) -> Path:
 def run_recipe(
     folder: Path, strategy: str, ranks: int, *flags: str, hsdp: bool = False, tp: int | None = None, pp: int = 1
 ) -> None:
-    """Train in `folder`, its working directory, and fail with the ranks' output where one fails.
+    """Train with `folder` as the working directory; fail with the output of the ranks if one of them fails.
 
-    `parallel` is over `tp` (absent: 2 where that goes) x `pp` x data parallel ranks.
+    Args:
+        folder (`Path`): a folder of `make_workplace`.
+        strategy (`str`): `single` or one of `STRATEGIES`.
+        ranks (`int`): number of processes.
+        flags (`str`): further flags of the recipe.
+        hsdp (`bool`): whether FSDP2 keeps two replicas.
+        tp (`int`, *optional*): tensor-parallel size of `parallel`. Default: 2 if the number of ranks is even.
+        pp (`int`): pipeline-parallel size of `parallel`.
     """
     script = RECIPE if strategy in ("single", "ddp") else TP_PP if strategy == "parallel" else SHARDED
     data_ranks = ranks
@@ -140,7 +150,7 @@ def run_recipe(
 
 
 def output(folder: Path) -> str:
-    """What the ranks of the last run wrote."""
+    """Return what the ranks of the last run printed."""
     return "\n".join(path.read_text() for path in sorted((folder / "log").iterdir()))
 
 
@@ -156,6 +166,6 @@ def _recipe(script: Path, folder: Path, flags: list[str]) -> None:
 
 
 def logged(folder: Path, key: str) -> dict[int, float]:
-    """Step -> value, from `scaling.jsonl`; the last word on a step counts."""
+    """Return the values of `key` by step from `scaling.jsonl`; the last record of a step counts."""
     records = [json.loads(line) for line in (folder / "out" / "scaling.jsonl").read_text().splitlines()]
     return {record["step"]: record[key] for record in records}

@@ -21,7 +21,7 @@ import pytest
 import torch.distributed.elastic.metrics.api as elastic_metrics
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import RECIPE, REPOSITORY, Finished
+from conftest import RECIPE, REPOSITORY, Finished, run_forked
 from test_recipe_ddp import QUICK
 from test_recipe_yamls import command_problems, shell_commands
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -838,14 +838,13 @@ def loopback_node(rank: int, port: int, nodes: int = 2) -> dict[str, str]:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("script", [ACCELERATE, TORCHRUN], ids=named)
-def test_two_nodes_train_together(script, tmp_path):
-    """Two launchers, one rendezvous, one folder: one training of two processes."""
+def test_two_nodes_train_together(tmp_path):
+    """Two launchers with one rendezvous and one folder are one training of two processes."""
     flags = [RECIPE, *QUICK, "--max_steps", "2", "--output_dir", "out"]
     port = free_port()
     with (
-        started(script, *flags, env=loopback_node(1, port), cwd=tmp_path) as second,
-        started(script, *flags, env=loopback_node(0, port), cwd=tmp_path) as first,
+        started(ACCELERATE, *flags, env=loopback_node(1, port), cwd=tmp_path) as second,
+        started(ACCELERATE, *flags, env=loopback_node(0, port), cwd=tmp_path) as first,
     ):
         outputs = [process.communicate(timeout=200)[0] for process in (first, second)]
         assert (first.returncode, second.returncode) == (0, 0), outputs
@@ -857,8 +856,34 @@ def test_two_nodes_train_together(script, tmp_path):
 
 
 @pytest.mark.world(2)
+def test_two_nodes_under_torchrun_are_one_world(tmp_path):
+    port = free_port()
+    argv = (TORCHRUN, WORKER, tmp_path, 0)
+    with (
+        started(*argv, env=loopback_node(1, port), cwd=REPOSITORY) as second,
+        started(*argv, env=loopback_node(0, port), cwd=REPOSITORY) as first,
+    ):
+        outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
+        assert (first.returncode, second.returncode) == (0, 0), outputs
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"]) == (str(rank), "2", "0")
+
+
+@pytest.mark.world(2)
+def test_the_recipe_trains_in_the_environment_of_torchrun(tmp_path):
+    """As above without Accelerate's variables; the ranks are forked, with the environment that torchrun sets."""
+    done = run_forked(
+        "script", [str(RECIPE), *QUICK, "--max_steps", "2", "--output_dir", "out"], tmp_path, {}, ranks=2
+    )
+    assert done.code == 0, done.err[-4000:]
+    assert done.err.count("hfscale: strategy ddp on 2 processes (cpu)") == 1
+    assert verify(tmp_path / "out" / "checkpoint-2").world_size == 2
+
+
+@pytest.mark.world(2)
 def test_deepspeed_too_has_a_launcher_per_node(tmp_path):
-    """Left to itself, accelerate starts DeepSpeed's own launcher for several nodes, which wants pdsh and ssh."""
+    """By default accelerate starts DeepSpeed's own launcher for several nodes, which needs pdsh and ssh."""
     port, config = free_port(), {"CONFIG_FILE": "accelerate_configs/zero1.yaml"}
     argv = (ACCELERATE, WORKER, tmp_path, 0)
     with (

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch.distributed as dist
 from conftest import REPOSITORY
-from forked import run_ranks
+from forked_ranks import run_ranks
 from transformers import LlamaConfig, OPTConfig
 
 RECIPE = REPOSITORY / "recipes" / "tp_pp" / "train.py"

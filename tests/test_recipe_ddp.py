@@ -1,6 +1,7 @@
-"""The DDP recipe, launched as its users launch it: train, lose the machine, relaunch, finish."""
+"""The DDP recipe, launched as users launch it: training, a lost machine, relaunch, completion."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -8,8 +9,10 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from conftest import RECIPE, REPOSITORY, run_process
+from fork_client import fork_server
 
 from hfscale.checkpoint.store import latest_checkpoint, verify
 
@@ -50,9 +53,9 @@ def losses(output_dir):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run of two processes, which the tests below read and compare with."""
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(tmp_path_factory):
+    """A complete run of two processes, with which the tests below compare theirs."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     config = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
     done = run_process([*command, "--num_processes", "2", str(RECIPE), *QUICK, "--output_dir", "out"], folder)
@@ -62,8 +65,8 @@ def whole(tmp_path_factory):
 
 @pytest.mark.world(2)
 class TestTwoProcesses:
-    def test_trains_and_says_what_a_person_wants_to_know(self, whole):
-        output_dir, done = whole
+    def test_trains_and_prints_a_summary(self, uninterrupted):
+        output_dir, done = uninterrupted
         text = re.sub(r"\s*│\s*", " ", done.out)
         last = records(output_dir)[-1]["loss"]
         for wanted in (
@@ -79,8 +82,8 @@ class TestTwoProcesses:
             assert wanted in text, text
         assert text.count("steps done") == 1
 
-    def test_leaves_the_promised_files(self, whole):
-        output_dir, _ = whole
+    def test_writes_the_promised_files(self, uninterrupted):
+        output_dir, _ = uninterrupted
         assert status(output_dir) == {"status": "completed", "step": 6, "checkpoint": "checkpoint-6", "reason": None}
         assert latest_checkpoint(output_dir) == str(output_dir / "checkpoint-6")
         manifest = verify(output_dir / "checkpoint-6")
@@ -88,44 +91,37 @@ class TestTwoProcesses:
         tokens = [record["scaling/tokens_seen"] for record in records(output_dir)]
         assert tokens == [2 * 2 * 64 * step for step in range(1, 7)]
 
-    def test_the_folder_is_a_model(self, whole):
+    def test_from_pretrained_loads_the_output_folder(self, uninterrupted):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        output_dir, _ = whole
+        output_dir, _ = uninterrupted
         model = AutoModelForCausalLM.from_pretrained(output_dir)
         tokenizer = AutoTokenizer.from_pretrained(output_dir)
         assert 3e6 < model.num_parameters() < 6e6
         assert tokenizer.decode(tokenizer("def main():\n    return 1\n")["input_ids"]) == "def main():\n    return 1\n"
 
-    def test_a_killed_run_goes_on_as_if_nothing_had_happened(self, whole, launch, tmp_path):
-        """Killed after its first commit; the relaunched command must give the very losses of the whole run."""
+    def test_a_killed_run_resumes_with_the_same_losses(self, uninterrupted, launch, tmp_path):
+        """It is killed after its first commit; the relaunched command gives the losses of the uninterrupted run."""
         output_dir = tmp_path / "out"
         flags = [*QUICK, "--output_dir", "out"]
         config = REPOSITORY / "accelerate_configs" / "ddp.yaml"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        with (tmp_path / "log").open("w") as log:
-            process = subprocess.Popen(
-                [*command, "--num_processes", "2", str(RECIPE), *flags],
-                cwd=tmp_path,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            deadline = time.monotonic() + 120
-            while latest_checkpoint(output_dir) is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-            workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-            for pid in [process.pid, *map(int, workers.stdout.split())]:
-                subprocess.run(["kill", "-9", str(pid)], check=False)
-            assert process.wait(30) == -signal.SIGKILL
+        command = ["--config_file", str(config), "--num_processes", "2", str(RECIPE), *flags]
+        log = tmp_path / "log"
+        job = fork_server().start("launch", command, cwd=tmp_path, env=dict(os.environ), out=log, err=log)
+        fork_server().wait_until(job, lambda: latest_checkpoint(output_dir) is not None, 120)
+        ranks = psutil.Process(job.pids[0]).children()
+        job.signal(signal.SIGKILL)
+        for rank in ranks:
+            rank.kill()
+        assert fork_server().wait(job, 30) == [-signal.SIGKILL]
         assert (status(output_dir)["status"], latest_checkpoint(output_dir) is not None) == ("running", True)
         done = launch(2, RECIPE, *flags)
         assert done.code == 0, done.err[-4000:]
         assert len(done.lines("hfscale: continues from checkpoint-")) == 1
-        assert losses(output_dir) == losses(whole[0])
+        assert losses(output_dir) == losses(uninterrupted[0])
 
-    def test_a_preempted_run_ends_with_75_and_goes_on_as_if_nothing_had_happened(self, whole, launch, tmp_path):
-        """SIGTERM to one rank, which has workers that load data. What the launcher makes of 75 is 1."""
+    def test_a_preempted_run_ends_with_75_and_resumes_with_the_same_losses(self, uninterrupted, launch, tmp_path):
+        """SIGTERM goes to one rank, which has data loader workers. The launcher turns exit code 75 into 1."""
         output_dir, saved = tmp_path / "out", {"rng_state_0.pth", "rng_state_1.pth"}
         flags = [*QUICK, "--output_dir", "out", "--save_steps", "1", "--dataloader_num_workers", "1"]
         config = REPOSITORY / "accelerate_configs" / "ddp.yaml"
@@ -158,10 +154,10 @@ class TestTwoProcesses:
         assert not (output_dir / "model.safetensors").exists(), "it was exported"
         done = launch(2, RECIPE, *flags)
         assert done.code == 0, done.err[-4000:]
-        assert losses(output_dir) == losses(whole[0])
+        assert losses(output_dir) == losses(uninterrupted[0])
 
-    def test_the_newest_checkpoint_being_damaged_the_one_before_is_used(self, whole, launch, tmp_path):
-        shutil.copytree(whole[0], tmp_path / "out")
+    def test_a_damaged_checkpoint_is_skipped_for_the_one_before(self, uninterrupted, launch, tmp_path):
+        shutil.copytree(uninterrupted[0], tmp_path / "out")
         with (tmp_path / "out" / "checkpoint-6" / "model.safetensors").open("r+b") as file:
             file.seek(100_000)
             file.write(b"\xff\xff")
@@ -169,21 +165,23 @@ class TestTwoProcesses:
         assert done.code == 0, done.err[-4000:]
         assert "the content of model.safetensors has changed" in done.err
         assert len(done.lines("hfscale: continues from checkpoint-4")) == 1
-        assert losses(tmp_path / "out") == losses(whole[0])
+        assert losses(tmp_path / "out") == losses(uninterrupted[0])
 
 
-def test_fewer_processes_keep_the_global_batch_the_samples_and_the_rate(whole, python, tmp_path):
-    """Two processes lose a machine: one goes on, with the losses and learning rates of the whole run."""
-    shutil.copytree(whole[0], tmp_path / "out")
+def test_fewer_processes_keep_the_global_batch_the_samples_and_the_rate(uninterrupted, python, tmp_path):
+    """One of two processes resumes alone, with the losses and learning rates of the uninterrupted run."""
+    shutil.copytree(uninterrupted[0], tmp_path / "out")
     for step in (4, 6):
         shutil.rmtree(tmp_path / "out" / f"checkpoint-{step}")
     done = python(RECIPE, *QUICK, "--output_dir", "out")
     assert done.code == 0, done.err[-4000:]
     assert "1 processes instead of 2: the global batch stays 4 sequences, by 2 per device x 2" in done.err
-    expected, found = losses(whole[0]), losses(tmp_path / "out")
+    expected, found = losses(uninterrupted[0]), losses(tmp_path / "out")
     assert found == pytest.approx(expected, abs=2e-5)
     assert found != pytest.approx({step: loss + 1e-3 for step, loss in expected.items()}, abs=2e-5)
-    rates = [[record["learning_rate"] for record in records(folder)] for folder in (whole[0], tmp_path / "out")]
+    rates = [
+        [record["learning_rate"] for record in records(folder)] for folder in (uninterrupted[0], tmp_path / "out")
+    ]
     assert rates[0] == rates[1]
 
 
@@ -204,9 +202,9 @@ def test_one_process_resumes_by_every_form_of_the_flag(python, tmp_path):
     assert (tmp_path / "out" / "checkpoint-3.superseded").is_dir()
 
 
-def test_lora_from_a_checkpoint_with_a_yaml_and_early_stopping(whole, python, tmp_path):
+def test_lora_from_a_checkpoint_with_a_yaml_and_early_stopping(uninterrupted, python, tmp_path):
     (tmp_path / "run.yaml").write_text(
-        f"model_name_or_path: {whole[0]}\nuse_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
+        f"model_name_or_path: {uninterrupted[0]}\nuse_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
         "train_file: text.txt\nblock_size: 32\nmax_steps: 20\nlearning_rate: 0\nlogging_steps: 1\nsave_steps: 1\n"
         "eval_strategy: steps\neval_steps: 1\nearly_stopping_patience: 2\nvalidation_file: text.txt\n"
         "per_device_train_batch_size: 1\noutput_dir: out\ndataloader_num_workers: 0\npeak_tflops: 1\n"
@@ -223,9 +221,9 @@ def test_lora_from_a_checkpoint_with_a_yaml_and_early_stopping(whole, python, tm
     assert trainable["global_step"] == 3
 
 
-def test_from_scratch_with_a_config_and_options_of_hugging_face(whole, python, tmp_path):
+def test_from_scratch_with_a_config_and_options_of_hugging_face(uninterrupted, python, tmp_path):
     """Compiled, with activation checkpointing, another optimizer, streaming text."""
-    config = json.loads((whole[0] / "config.json").read_text()) | {"num_hidden_layers": 1, "hidden_size": 64}
+    config = json.loads((uninterrupted[0] / "config.json").read_text()) | {"num_hidden_layers": 1, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 8}))
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "word " * 40}) + "\n" for _ in range(50)))
     done = python(
@@ -233,7 +231,7 @@ def test_from_scratch_with_a_config_and_options_of_hugging_face(whole, python, t
         "--config_name",
         "config.json",
         "--tokenizer_name",
-        whole[0],
+        uninterrupted[0],
         "--train_file",
         "text.jsonl",
         "--streaming",
@@ -268,14 +266,3 @@ def test_from_scratch_with_a_config_and_options_of_hugging_face(whole, python, t
     assert [record["learning_rate"] for record in records(tmp_path / "out")] == pytest.approx([0.2] * 3)
     assert [record["scaling/tokens_seen"] for record in records(tmp_path / "out")] == [64, 128, 192]
     assert "save_strategy is 'no'" in done.err
-
-
-@pytest.mark.world(2)
-def test_zero1_by_nothing_but_the_config_file(launch, tmp_path):
-    """The same script and flags under DeepSpeed; the manifest tells what ran."""
-    shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")
-    config = REPOSITORY / "accelerate_configs" / "zero1.yaml"
-    done = launch(2, RECIPE, *QUICK, "--max_steps", "2", "--output_dir", "out", config=config)
-    assert done.code == 0, done.err[-4000:]
-    assert done.lines("hfscale: strategy") == ["hfscale: strategy zero1 on 2 processes (cpu)"]
-    assert verify(tmp_path / "out" / "checkpoint-2").strategy == "zero1"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from forked import run_ranks
+from forked_ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import RandomTokens, tiny_arguments, tiny_trainer
 from torch.utils.data import DataLoader, RandomSampler

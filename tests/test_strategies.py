@@ -1,7 +1,7 @@
-"""Every Accelerate config is launched, proves itself the strategy it names, and trains as all the others do.
+"""Every Accelerate config is launched, runs the strategy that it names, and trains like all the others.
 
 The control is the DDP recipe on two processes: the same text, seed and global batch in fp32. Each config must give its
-losses, gradient norms, evaluation loss and final weights. What a CPU cannot run stands in NEEDS_GPU with the reason.
+losses, gradient norms, evaluation loss and final weights. NEEDS_GPU lists what a CPU cannot run, with the reason.
 """
 
 import json
@@ -58,10 +58,10 @@ LORA = ["--use_peft", "true", "--lora_r", "4"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How a config is launched and what must be seen."""
+    """How a config is launched and what the log must say about each rank."""
 
     strategy: str
-    lies: tuple[str, ...]
+    traits: tuple[str, ...]
     processes: int = 2
     data_parallel_size: int | None = None
     accumulation: int = 1
@@ -78,13 +78,16 @@ class Case:
 
 HALF = "50.0% of the parameters per rank"
 CASES = {
-    "ddp": Case(strategy="ddp", lies=("DistributedDataParallel", "100.0% of the parameters per rank")),
-    "fsdp2": Case(strategy="fsdp2", accumulation=2, lies=("FSDPLlamaForCausalLM, S(0) over dp_shard=2", HALF)),
-    "fsdp2_grad_op": Case(strategy="fsdp2", lies=("S(0) over dp_shard=2, kept from forward to backward", HALF)),
-    "fsdp2_hsdp": Case(strategy="fsdp2", processes=4, lies=("R S(0) over dp_replicate=2 x dp_shard_cp=2", HALF)),
-    "fsdp2_offload": Case(strategy="fsdp2", lies=("S(0) over dp_shard=2", HALF, "offloaded to cpu")),
+    "ddp": Case(strategy="ddp", recipe="ddp", traits=("DistributedDataParallel", "100.0% of the parameters per rank")),
+    "fsdp2": Case(strategy="fsdp2", accumulation=2, traits=("FSDPLlamaForCausalLM, S(0) over dp_shard=2", HALF)),
+    "fsdp2_grad_op": Case(strategy="fsdp2", traits=("S(0) over dp_shard=2, kept from forward to backward", HALF)),
+    "fsdp2_hsdp": Case(strategy="fsdp2", processes=4, traits=("R S(0) over dp_replicate=2 x dp_shard_cp=2", HALF)),
+    "fsdp2_offload": Case(strategy="fsdp2", traits=("S(0) over dp_shard=2", HALF, "offloaded to cpu")),
     "fsdp2_tp": Case(
-        strategy="parallel", processes=4, data_parallel_size=2, lies=("over fsdp=2 x tp=2", "25.0% of the parameters")
+        strategy="parallel",
+        processes=4,
+        data_parallel_size=2,
+        traits=("over fsdp=2 x tp=2", "25.0% of the parameters"),
     ),
     "tp_pp": Case(
         strategy="parallel",
@@ -93,18 +96,22 @@ CASES = {
         accumulation=2,
         recipe="tp_pp",
         flags=("--tp_size", "2", "--pp_size", "2"),
-        lies=("tp=2 x pp=2, 1F1B", "of the parameters per rank"),
+        traits=("tp=2 x pp=2, 1F1B", "of the parameters per rank"),
     ),
-    "zero1": Case(strategy="zero1", lies=("DeepSpeedEngine", "100.0% of the parameters", "50.0% of the optimizer")),
+    "zero1": Case(
+        strategy="zero1",
+        recipe="ddp",
+        traits=("DeepSpeedEngine", "100.0% of the parameters", "50.0% of the optimizer"),
+    ),
     "zero2": Case(
-        strategy="zero2", accumulation=2, lies=("DeepSpeedEngine", "100.0% of the", "50.0% of the optimizer")
+        strategy="zero2", accumulation=2, traits=("DeepSpeedEngine", "100.0% of the", "50.0% of the optimizer")
     ),
-    "zero3": Case(strategy="zero3", lies=("DeepSpeedEngine", HALF)),
-    "zero2_offload": Case(strategy="zero2", lies=("50.0% of the optimizer, optimizer offloaded to cpu",)),
-    "zero3_offload": Case(strategy="zero3", lies=(HALF, "optimizer offloaded to cpu, param offloaded to cpu")),
-    "zero3_hpz": Case(strategy="zero3", processes=4, lies=("25.0% of the parameters", "copies over 2 ranks")),
+    "zero3": Case(strategy="zero3", traits=("DeepSpeedEngine", HALF)),
+    "zero2_offload": Case(strategy="zero2", traits=("50.0% of the optimizer, optimizer offloaded to cpu",)),
+    "zero3_offload": Case(strategy="zero3", traits=(HALF, "optimizer offloaded to cpu, param offloaded to cpu")),
+    "zero3_hpz": Case(strategy="zero3", processes=4, traits=("25.0% of the parameters", "copies over 2 ranks")),
     "zero3_sp": Case(
-        strategy="zero3", data_parallel_size=1, accumulation=2, lies=(HALF, "sequences cut over 2 ranks")
+        strategy="zero3", data_parallel_size=1, accumulation=2, traits=(HALF, "sequences cut over 2 ranks")
     ),
 }
 NEEDS_GPU = {
@@ -113,13 +120,15 @@ NEEDS_GPU = {
     "onebit_lamb": "compresses over NCCL",
     "fp8": "8-bit matrix products need an H100 or later",
 }
-NVME = Case(strategy="zero3", lies=(HALF, "optimizer offloaded to nvme, param offloaded to nvme"))  # in the long suite
-RESUMED = ("fsdp2",)  # the others' resume is in the fault suite
+NVME = Case(
+    strategy="zero3", traits=(HALF, "optimizer offloaded to nvme, param offloaded to nvme")
+)  # in the fault suite
+RESUMED = ("fsdp2",)  # the fault suite resumes the others
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-    """A folder with a model config, a tokenizer, a text and the DeepSpeed configs."""
+    """Return a folder with a model config, a tokenizer, a text and the DeepSpeed configs."""
     folder = tmp_path_factory.mktemp("strategies")
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -139,7 +148,7 @@ def workplace(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(workplace, tmp_path_factory):
-    """`trained("zero3", *flags)`: the folder of a finished run, made once for each config and flags."""
+    """Return a function `trained("zero3", *flags)`: the folder of a run, made once for each config and flags."""
     runs: dict[tuple[str, ...], Path] = {}
 
     def train(name: str, *flags: str) -> Path:
@@ -156,7 +165,8 @@ def trained(workplace, tmp_path_factory):
 
 def launch(folder: Path, name: str, *flags: str, code: int = 0):
     case = CASES.get(name, NVME)
-    script = RECIPE if name == "ddp" else REPOSITORY / "recipes" / case.recipe / "train.py"
+    recipe = "sharded" if "--cp_size" in flags else case.recipe
+    script = REPOSITORY / "recipes" / recipe / "train.py"
     every = [*FLAGS, *case.batch, *case.flags, *flags]
     done = accelerate_launch(folder, CONFIGS / f"{name}.yaml", case.processes, script, *every)
     assert done.code == code, done.err[-4000:]
@@ -164,7 +174,7 @@ def launch(folder: Path, name: str, *flags: str, code: int = 0):
     return done
 
 
-def said(folder: Path, start: str) -> list[str]:
+def log_lines(folder: Path, start: str) -> list[str]:
     return [line for line in (folder / "stderr").read_text().splitlines() if line.startswith(f"hfscale: {start}")]
 
 
@@ -195,17 +205,17 @@ def test_every_config_has_a_case():
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "ddp"])
-def test_a_config_is_its_strategy_and_trains_like_ddp(trained, name):
+def test_a_config_runs_its_strategy_and_trains_like_ddp(trained, name):
     folder, control, case = trained(name), trained("ddp"), CASES[name]
-    assert said(folder, "strategy") == [f"hfscale: strategy {case.strategy} on {case.processes} processes (cpu)"]
-    (lies,) = said(folder, "each rank:")
-    assert [part for part in case.lies if part not in lies] == [], lies
+    assert log_lines(folder, "strategy") == [f"hfscale: strategy {case.strategy} on {case.processes} processes (cpu)"]
+    (traits,) = log_lines(folder, "each rank:")
+    assert [part for part in case.traits if part not in traits] == [], traits
     assert_same_training(folder, control)
-    if name != "fsdp2_tp":  # transformers cannot resume those, so nothing is saved
+    if name != "fsdp2_tp":  # transformers cannot resume it, so nothing is saved
         manifest = verify(folder / "out" / "checkpoint-4")
         assert (manifest.strategy, manifest.world_size) == (case.strategy, case.processes)
         assert manifest.global_batch_size == 4
-    # The folder at the end is one that anybody can load, with the weights that DDP trained.
+    # `from_pretrained` loads the exported folder, which has the weights that DDP trained.
     model = AutoModelForCausalLM.from_pretrained(folder / "out")
     for key, weight in load_file(control / "out" / "model.safetensors").items():
         torch.testing.assert_close(model.state_dict()[key], weight, atol=2e-4, rtol=0)
@@ -213,7 +223,7 @@ def test_a_config_is_its_strategy_and_trains_like_ddp(trained, name):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", ["fsdp2", *(pytest.param(n, marks=pytest.mark.faults) for n in ("zero2", "zero3"))])
-def test_lora_trains_alike(trained, name):
+def test_lora_trains_like_ddp(trained, name):
     folder, control = trained(name, *LORA), trained("ddp", *LORA)
     assert_same_training(folder, control)
     expected = load_file(control / "out" / "adapter_model.safetensors")
@@ -225,14 +235,14 @@ def test_lora_trains_alike(trained, name):
 
 @pytest.mark.world(2)
 def test_ulysses_under_zero1_has_the_gradient_of_ddp(trained):
-    """Unmended it is twice as large, which Adam would hide but the gradient norm does not."""
+    """Without the fix it is twice as large, which Adam would hide but the gradient norm does not."""
     folder = trained("zero1", "--cp_size", "2", "--per_device_train_batch_size", "4")
-    assert "sequences cut over 2 ranks" in said(folder, "each rank:")[0]
+    assert "sequences cut over 2 ranks" in log_lines(folder, "each rank:")[0]
     assert_same_training(folder, trained("ddp"))
 
 
 def resume_in_the_middle(folder: Path, name: str, control: Path) -> None:
-    """Lose what came after the checkpoint at step 2, relaunch, and have the run that was never interrupted."""
+    """Delete the checkpoint after step 2, relaunch, and compare with the uninterrupted run."""
     shutil.rmtree(folder / "out" / "checkpoint-4")
     done = launch(folder, name)
     assert len(done.lines("hfscale: continues from checkpoint-2")) == 1
@@ -241,14 +251,14 @@ def resume_in_the_middle(folder: Path, name: str, control: Path) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_lost_run_goes_on_as_if_nothing_had_happened(trained, name):
+def test_a_lost_run_resumes_with_the_same_losses(trained, name):
     resume_in_the_middle(trained(name), name, trained("ddp"))
 
 
 @pytest.mark.faults
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", [n for n in CASES if n not in (*RESUMED, "ddp", "fsdp2_tp")])
-def test_the_other_strategies_go_on_too(trained, name):
+def test_the_other_strategies_resume_with_the_same_losses(trained, name):
     resume_in_the_middle(trained(name), name, trained("ddp"))
 
 
@@ -256,7 +266,7 @@ def test_the_other_strategies_go_on_too(trained, name):
 @pytest.mark.world(2)
 @pytest.mark.timeout(1500)
 def test_nvme_offload_trains_like_ddp(workplace, trained, tmp_path):
-    """In the long suite: DeepSpeed compiles its asynchronous I/O for minutes before the first run."""
+    """In the fault suite, because DeepSpeed compiles its asynchronous I/O for minutes before the first run."""
     build = "from deepspeed.ops.op_builder import AsyncIOBuilder as B; assert B().is_compatible(); B().load()"
     if subprocess.run([sys.executable, "-c", build], check=False, timeout=1200).returncode:
         pytest.skip("DeepSpeed's NVMe offload needs libaio-dev on this machine")
@@ -266,8 +276,8 @@ def test_nvme_offload_trains_like_ddp(workplace, trained, tmp_path):
     text = shipped.read_text().replace("/local_nvme", str(tmp_path / "disk"))
     shipped.write_text(text.replace('"buffer_size": 1e9', '"buffer_size": 1e6'))  # five of them are pinned
     launch(tmp_path, "zero3_nvme")
-    (lies,) = said(tmp_path, "each rank:")
-    assert [part for part in NVME.lies if part not in lies] == [], lies
+    (traits,) = log_lines(tmp_path, "each rank:")
+    assert [part for part in NVME.traits if part not in traits] == [], traits
     assert_same_training(tmp_path, trained("ddp"))
 
 

@@ -1,4 +1,4 @@
-"""A Trainer that takes a second: a Llama of a few thousand parameters on random tokens."""
+"""A Trainer that runs in a second: a Llama of a few thousand parameters on random tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ LENGTH = 16
 
 
 class RandomTokens(Dataset):
-    """`size` sequences of `LENGTH` tokens, the same at every run."""
+    """A dataset of `size` sequences of `LENGTH` tokens, the same in every run."""
 
     def __init__(self, size: int = 64) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -26,7 +26,7 @@ class RandomTokens(Dataset):
 
 
 def tiny_model(**overrides: Any) -> LlamaForCausalLM:
-    """Always the same weights."""
+    """Return a small Llama, always with the same weights; keywords override its config."""
     set_seed(0)
     sizes = {
         "vocab_size": VOCAB,
@@ -41,7 +41,7 @@ def tiny_model(**overrides: Any) -> LlamaForCausalLM:
 
 
 def tiny_arguments(output_dir: Path | str, **overrides: Any) -> TrainingArguments:
-    """On the CPU, four sequences a step, a log at every step, no bars."""
+    """Return training arguments for the CPU: four sequences per step, a log at every step, no progress bars."""
     defaults = {
         "use_cpu": True,
         "per_device_train_batch_size": 4,
@@ -64,7 +64,7 @@ def tiny_trainer(
     optimizers: Any = (None, None),
     **overrides: Any,
 ) -> Trainer:
-    """A Trainer with these callbacks; other keywords are training arguments."""
+    """Return a Trainer with the given callbacks; other keywords are training arguments."""
     return Trainer(
         model=model if model is not None else tiny_model(),
         args=tiny_arguments(output_dir, **overrides),
@@ -76,5 +76,5 @@ def tiny_trainer(
 
 
 def logged(trainer: Trainer, key: str) -> list[float]:
-    """The values of `key` in the Trainer's log history."""
+    """Return the values of `key` in the Trainer's log history."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from forking import ForkServer
+from fork_client import ForkServer
 
 from hfscale.metrics.records import read_records
 

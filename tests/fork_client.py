@@ -1,4 +1,4 @@
-"""Start processes from the fork server of this test process: a launch costs a second instead of ten."""
+"""Starts processes through the fork server (`fork_server.py`): a launch takes a second instead of ten."""
 
 import atexit
 import functools
@@ -18,37 +18,41 @@ from ports import free_port
 
 @dataclass
 class Job:
-    """Processes that the server has forked."""
+    """The processes of one job, forked by the server."""
 
     pids: list[int]
     ended: dict[int, int] = field(default_factory=dict)
-    """Exit code by pid; negative: the signal that ended it."""
+    """Exit code by pid; a negative one is the signal that ended the process."""
     err: Path | None = None
-    """Where their standard error goes."""
+    """The file with their standard error."""
 
     @property
     def codes(self) -> list[int | None]:
-        """By rank; None: still running."""
+        """Exit code of each rank; None while it runs."""
         return [self.ended.get(pid) for pid in self.pids]
 
     def signal(self, number: int, *ranks: int) -> None:
-        """Send a signal to those ranks, or to all, that still run."""
+        """Send a signal to the given ranks, or to all, as far as they still run."""
         for rank, pid in enumerate(self.pids):
             if pid not in self.ended and (not ranks or rank in ranks):
                 os.kill(pid, number)
 
-    def where(self) -> str:
-        """The Python stacks of those that still run, below what they said."""
+    def output_with_stacks(self) -> str:
+        """The end of their standard error, with the Python stacks of the processes that still run."""
         for pid in self.pids:
             if pid not in self.ended:
-                with suppress(ProcessLookupError):  # it has just ended by itself
+                with suppress(ProcessLookupError):  # it has ended in the meantime
                     os.killpg(pid, signal.SIGUSR2)
         time.sleep(1.0)
         return self.err.read_text(errors="replace")[-8000:] if self.err is not None and self.err.exists() else ""
 
 
 class ForkServer:
-    """The server process and what it has started. `preload` is a shared library that all of it runs with."""
+    """A fork server process and the jobs that it has started.
+
+    Args:
+        preload (`Path`, *optional*): a shared library that the server and all its forks load first (LD_PRELOAD).
+    """
 
     def __init__(self, preload: Path | None = None) -> None:
         env = os.environ | ({"LD_PRELOAD": str(preload)} if preload else {})
@@ -66,7 +70,7 @@ class ForkServer:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the server; processes that still run are ended with it."""
+        """End the server and all processes that still run."""
         if self._process.poll() is None:
             for job in self._jobs.values():
                 self._kill(job)
@@ -76,7 +80,18 @@ class ForkServer:
     def start(
         self, kind: str, argv: list[str], *, cwd: Path, env: dict[str, str], out: Path, err: Path, ranks: int = 1
     ) -> Job:
-        """Fork `ranks` processes that run `argv` (`script`), or one that is `accelerate launch argv` (`launch`)."""
+        """Start a job.
+
+        Args:
+            kind (`str`): `script`, which runs `python argv` in each rank, or `launch`, which runs
+                `accelerate launch argv` in one process.
+            argv (`list[str]`): the command line.
+            cwd (`Path`): the working directory.
+            env (`dict[str, str]`): the complete environment.
+            out (`Path`): the file for standard output.
+            err (`Path`): the file for standard error.
+            ranks (`int`): number of processes of a `script`.
+        """
         number = len(self._jobs) + 1
         job = {"id": number, "kind": kind, "argv": argv, "ranks": ranks, "port": free_port()}
         paths = {"cwd": str(cwd), "env": env, "out": str(out), "err": str(err)}
@@ -87,7 +102,7 @@ class ForkServer:
         return self._jobs[number]
 
     def wait(self, job: Job, timeout_s: float) -> list[int]:
-        """The exit codes by rank. Whatever still runs at the limit is killed, and the test fails."""
+        """Wait for all processes and return their exit codes by rank; at the limit kill them and fail the test."""
         try:
             self._wait(lambda: len(job.ended) == len(job.pids), timeout_s, job)
         except TimeoutError:
@@ -97,24 +112,26 @@ class ForkServer:
         return [job.ended[pid] for pid in job.pids]
 
     def wait_for_any(self, job: Job, timeout_s: float) -> None:
-        """Until one of the processes has ended."""
+        """Wait until one of the processes has ended."""
         self._wait(lambda: job.ended, timeout_s, job)
 
-    def wait_until(self, job: Job, is_so: Callable[[], bool], timeout_s: float) -> None:
-        """Until `is_so`, or until all processes have ended."""
-        self._wait(lambda: is_so() or len(job.ended) == len(job.pids), timeout_s, job)
+    def wait_until(self, job: Job, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until the condition holds or all processes have ended."""
+        self._wait(lambda: condition() or len(job.ended) == len(job.pids), timeout_s, job)
 
     def _kill(self, job: Job) -> None:
         for pid in job.pids:
             if pid not in job.ended:
-                with suppress(ProcessLookupError):  # it has just ended by itself
-                    os.killpg(pid, signal.SIGKILL)  # each leads a session: its own forks go with it
+                with suppress(ProcessLookupError):  # it has ended in the meantime
+                    os.killpg(pid, signal.SIGKILL)  # each leads a session, so its own forks end too
 
     def _wait(self, done, limit_s: float, job: Job | None = None) -> None:
         end = time.monotonic() + limit_s
         while not done():
             if time.monotonic() > end:
-                raise TimeoutError(f"not finished after {limit_s} s\n{job.where() if job is not None else ''}")
+                raise TimeoutError(
+                    f"not finished after {limit_s} s\n{job.output_with_stacks() if job is not None else ''}"
+                )
             if self._process.poll() is not None:
                 raise RuntimeError("the fork server has ended")
             if not self._receive():
@@ -135,5 +152,5 @@ class ForkServer:
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """The one of this test process, started at the first call."""
+    """Return the fork server of this test process, started at the first call."""
     return ForkServer()

@@ -1,4 +1,4 @@
-"""Ranks as forks of this process: what is imported here is not imported again by each of them."""
+"""Runs a function in several ranks that are forks of the test process, which has already imported the libraries."""
 
 import logging
 import os
@@ -20,11 +20,18 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
 ) -> list[int]:
-    """Call `function(*args)` in so many forked processes, set up as torchrun would; their exit codes.
+    """Call `function(*args)` in `world_size` forked processes with the environment that torchrun would give them.
 
     Args:
-        log (`Path`): a folder; each rank's output goes to `rank-N.log` in it.
-        env: more environment variables, of the launcher's config.
+        world_size (`int`): number of processes.
+        function (`Callable`): the function of each rank.
+        args: its arguments.
+        log (`Path`): a folder; each rank's output is written to `rank-N.log` in it.
+        env (`Mapping[str, str]`, *optional*): further environment variables, as a launcher's config would set them.
+        timeout_s (`float`): time limit in seconds, after which the ranks are killed.
+
+    Returns:
+        `list[int]`: the exit code of each rank.
     """
     log.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -36,13 +43,15 @@ def run_ranks(
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            _be(rank, common, function, args, log)
+            _run_rank(rank, common, function, args, log)
         pids.append(pid)
     return _wait(pids, timeout_s)
 
 
-def _be(rank: int, env: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...], log: Path) -> None:
-    """Become that rank; never returns."""
+def _run_rank(
+    rank: int, env: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...], log: Path
+) -> None:
+    """Run the function in this forked process and end the process."""
     code = 1
     try:
         descriptor = os.open(log / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -66,7 +75,7 @@ def _be(rank: int, env: Mapping[str, str], function: Callable[..., Any], args: t
 
 
 def _log_to_standard_error() -> None:
-    """Loggers that were set up before the fork hold on to the stream of that time."""
+    """Redirect the loggers that were set up before the fork; they still write to the streams of the test process."""
     loggers = [logging.root, *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
     for handler in {handler for logger in loggers for handler in logger.handlers}:
         if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
@@ -81,7 +90,7 @@ def _wait(pids: list[int], timeout_s: float) -> list[int]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline or any(codes.values()):  # as a launcher does: one dead, all dead
+        if time.monotonic() > deadline or any(codes.values()):  # as a launcher does, end all ranks when one has failed
             for pid in [pid for pid in pids if pid not in codes]:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)
