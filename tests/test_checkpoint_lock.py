@@ -1,4 +1,4 @@
-"""Two runs never write into one directory."""
+"""The lock that keeps two runs from writing into one output directory."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from hfscale.errors import UsageError
 
 
 class Holder:
-    """Another process that holds the lock of a folder."""
+    """A child process that holds the lock of a folder."""
 
     def __init__(self, folder):
         ready, done = os.pipe()
@@ -35,13 +35,13 @@ class Holder:
 
 @pytest.fixture
 def holder(tmp_path):
-    made = Holder(tmp_path)
-    yield made
-    if made.pid:
-        made.kill()
+    process = Holder(tmp_path)
+    yield process
+    if process.pid:
+        process.kill()
 
 
-def test_a_second_run_is_told_who_holds_it_and_nothing_is_lost(holder, tmp_path):
+def test_a_second_run_gets_an_error_that_names_the_holder(holder, tmp_path):
     (tmp_path / "checkpoint-9").mkdir()
     message = rf"is in use by process {holder.pid} on \S+ since 20"
     with pytest.raises(UsageError, match=message):
@@ -49,30 +49,30 @@ def test_a_second_run_is_told_who_holds_it_and_nothing_is_lost(holder, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK_NAME, "checkpoint-9"]
 
 
-def test_what_its_holder_is_about_to_put_in_place_is_left_to_it(holder, tmp_path):
-    unnamed = tmp_path / UNFINISHED / "checkpoint-4"
-    unnamed.mkdir(parents=True)
-    (unnamed / MANIFEST_NAME).touch()
+def test_only_the_holder_finishes_its_renames(holder, tmp_path):
+    complete = tmp_path / UNFINISHED / "checkpoint-4"
+    complete.mkdir(parents=True)
+    (complete / MANIFEST_NAME).touch()
     assert finish_renames(tmp_path) == []
     holder.kill()
     holder.pid = None
     assert finish_renames(tmp_path) == [tmp_path / "checkpoint-4"]
 
 
-def test_a_killed_run_holds_nothing(holder, tmp_path):
+def test_a_killed_run_releases_the_lock(holder, tmp_path):
     holder.kill()
     holder.pid = None
     lock_output_dir(tmp_path)
     unlock_output_dir(tmp_path)
 
 
-def test_a_run_may_train_twice_in_its_own_folder_and_gives_it_back(tmp_path):
+def test_a_run_can_train_twice_in_its_folder_and_then_releases_it(tmp_path):
     for _ in range(2):
         tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", max_steps=1).train()
-    Holder(tmp_path).kill()  # would hang in the pipe if the lock were still held
+    Holder(tmp_path).kill()  # would wait for the pipe forever if the lock were still held
 
 
-def test_a_lock_file_of_another_format_is_still_a_lock(holder, tmp_path):
+def test_a_lock_file_with_other_content_is_still_a_lock(holder, tmp_path):
     (tmp_path / LOCK_NAME).write_text("not JSON")
     with pytest.raises(UsageError, match="is in use by another run"):
         lock_output_dir(tmp_path)

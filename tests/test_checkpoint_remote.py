@@ -1,6 +1,7 @@
-"""Checkpoints in a remote store: an S3-compatible server on loopback, fsspec's stores in memory and in a folder."""
+"""Remote copies of checkpoints, in an S3-compatible server on loopback and in fsspec's memory and file stores."""
 
 import json
+import logging
 import shutil
 import socket
 import subprocess
@@ -21,17 +22,17 @@ from hfscale.checkpoint.store import commit, verify
 from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
 from hfscale.recipe.resume import resume_point
 
-SECRET = "not-a-real-secret"  # noqa: S105 of the server below
+SECRET = "not-a-real-secret"  # noqa: S105 - only for the server below
 
 
 @pytest.fixture(autouse=True)
-def forget_what_was_fetched(monkeypatch):
+def forget_earlier_fetches(monkeypatch):
     monkeypatch.setattr(remote_module, "_fetched", set())
 
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory):
-    """The address of a server that speaks S3 from a folder; stops with the module."""
+    """Start a server that serves a folder by the S3 protocol; yields its address and the bucket's folder."""
     root = tmp_path_factory.mktemp("s3")
     (root / "bucket").mkdir()
     port = free_port()
@@ -57,7 +58,7 @@ def s3(tmp_path_factory):
 
 @pytest.fixture
 def remote(request, monkeypatch, tmp_path):
-    """URL of an empty folder in the kind of store that the test names, and where its files lie (None: nowhere)."""
+    """URL of an empty folder in the kind of store that the test names, and the local path of its files if any."""
     import fsspec
 
     kind = request.param
@@ -79,11 +80,11 @@ def remote(request, monkeypatch, tmp_path):
     return "memory://run", None
 
 
-def each(*kinds):
+def each_store(*kinds):
     return pytest.mark.parametrize("remote", kinds, indirect=True)
 
 
-def make(folder, step, content="weights"):
+def make_checkpoint(folder, step, content="weights"):
     checkpoint = folder / f"checkpoint-{step}"
     (checkpoint / "part").mkdir(parents=True)
     (checkpoint / "model.safetensors").write_text(f"{content} {step}")
@@ -92,17 +93,17 @@ def make(folder, step, content="weights"):
     return checkpoint
 
 
-def quick(url):
+def fast_store(url):
     return RemoteStore(url, attempts=2, first_pause_s=0.01)
 
 
-class TestAStore:
-    @each("s3", "file", "memory")
-    def test_takes_gives_back_and_rotates(self, remote, tmp_path):
-        store = quick(remote[0])
+class TestStore:
+    @each_store("s3", "file", "memory")
+    def test_upload_download_rotate_and_archive(self, remote, tmp_path):
+        store = fast_store(remote[0])
         assert store.committed_steps() == []
         for step in (9, 10, 11):
-            store.upload(make(tmp_path, step))
+            store.upload(make_checkpoint(tmp_path, step))
         assert store.committed_steps() == [9, 10, 11]
         assert store.rotate(limit=1, keep="checkpoint-9") == [10]
         assert store.committed_steps() == [9, 11]
@@ -114,28 +115,29 @@ class TestAStore:
         store.upload(tmp_path / "checkpoint-11")  # the step again
         assert store.committed_steps() == [9, 11]
 
-    @each("s3")
-    def test_the_manifest_comes_last(self, remote, tmp_path, monkeypatch):
-        store, put = quick(remote[0]), RemoteStore._put
+    @each_store("s3")
+    def test_the_manifest_is_uploaded_last(self, remote, tmp_path, monkeypatch):
+        store = fast_store(remote[0])
+        put = RemoteStore._put
         order = []
 
         def failing(self, checkpoint, name, size):
             order.append(name)
             if len(order) > 2:
-                raise OSError("the line is cut")
+                raise OSError("connection lost")
             put(self, checkpoint, name, size)
 
         monkeypatch.setattr(RemoteStore, "_put", failing)
-        with pytest.raises(StorageError, match="could not be written: OSError: the line is cut"):
-            store.upload(make(tmp_path, 3))
+        with pytest.raises(StorageError, match="OSError: connection lost"):
+            store.upload(make_checkpoint(tmp_path, 3))
         assert order[-1] == MANIFEST_NAME
         assert store.committed_steps() == []
 
-    @each("file")
-    def test_a_damaged_copy_is_not_taken(self, remote, tmp_path):
-        store = quick(remote[0])
+    @each_store("file")
+    def test_a_damaged_copy_is_rejected(self, remote, tmp_path):
+        store = fast_store(remote[0])
         for step in (2, 4):
-            store.upload(make(tmp_path, step))
+            store.upload(make_checkpoint(tmp_path, step))
         (remote[1] / "checkpoint-4" / "model.safetensors").write_text("weights 5")
         with pytest.raises(CheckpointError, match="corrupt"):
             store.download(4, tmp_path / "other", tmp_path / "other" / "down")
@@ -143,10 +145,10 @@ class TestAStore:
         fetch_newest(store, tmp_path / "other")  # the one before it
         assert latest_checkpoint(tmp_path / "other") == str(tmp_path / "other" / "checkpoint-2")
 
-    @each("file")
-    def test_a_name_that_leads_out_of_the_folder_is_refused(self, remote, tmp_path):
-        store = quick(remote[0])
-        store.upload(make(tmp_path, 2))
+    @each_store("file")
+    def test_a_path_outside_the_checkpoint_is_rejected(self, remote, tmp_path):
+        store = fast_store(remote[0])
+        store.upload(make_checkpoint(tmp_path, 2))
         manifest = remote[1] / "checkpoint-2" / MANIFEST_NAME
         fields = json.loads(manifest.read_text())
         fields["files"]["../../outside"] = fields["files"].pop("model.safetensors")
@@ -155,24 +157,24 @@ class TestAStore:
         with pytest.raises(CheckpointError, match="not a plain path"):
             store.download(2, tmp_path / "other", tmp_path / "other" / "down")
 
-    def test_tries_again_with_longer_pauses(self, tmp_path, monkeypatch):
+    def test_operations_are_retried_with_longer_pauses(self, tmp_path, monkeypatch):
         pauses, calls = [], []
         monkeypatch.setattr("hfscale.checkpoint.remote.time.sleep", pauses.append)
         store = RemoteStore(f"file://{tmp_path}/remote", attempts=4, first_pause_s=1.0)
 
-        def unsteady():
+        def fails_three_times():
             calls.append(1)
             if len(calls) < 4:
                 raise ConnectionError("try again")
             return 7
 
-        assert store._retry("read", unsteady) == 7
+        assert store._retry("read", fails_three_times) == 7
         assert pauses == [1.0, 2.0, 4.0]
 
 
-class TestMistakes:
+class TestUserErrors:
     @pytest.mark.parametrize(
-        ("url", "words"),
+        ("url", "part"),
         [
             ("runs/out", "is not a URL"),
             ("s3://", "is not a URL"),
@@ -181,79 +183,80 @@ class TestMistakes:
             ("nosuch://bucket/run", "nosuch://"),
         ],
     )
-    def test_one_line_and_no_secret(self, url, words):
-        with pytest.raises(UsageError, match=words) as caught:
+    def test_the_error_of_a_wrong_url_contains_no_secret(self, url, part):
+        with pytest.raises(UsageError, match=part) as caught:
             SpotCheckpointCallback(remote=url)
         assert "secret" not in str(caught.value)
 
-    def test_a_missing_package_is_named(self):
+    def test_the_error_names_a_missing_package(self):
         with pytest.raises(MissingDependencyError, match=r'pip install "hfscale\[gcs\]"'):
             RemoteStore("gs://bucket/run")
 
-    def test_what_a_store_quotes_of_credentials_is_not_repeated(self):
-        told = redacted_message(
+    def test_credentials_in_an_error_of_the_store_are_redacted(self):
+        message = redacted_message(
             OSError("403 for AWS_SECRET_ACCESS_KEY=abc123 X-Amz-Signature=f00 token: 'xyz' at bucket")
         )
-        assert not [secret for secret in ("abc123", "f00", "xyz") if secret in told]
-        assert "at bucket" in told
+        assert not [secret for secret in ("abc123", "f00", "xyz") if secret in message]
+        assert "at bucket" in message
 
-    @each("s3")
-    def test_wrong_credentials(self, remote, monkeypatch, tmp_path):
+    @each_store("s3")
+    def test_wrong_credentials_are_a_storage_error(self, remote, monkeypatch, tmp_path):
         import fsspec
 
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
         fsspec.filesystem("s3").clear_instance_cache()
         with pytest.raises(StorageError, match="could not be read") as caught:
-            fetch_newest(quick(remote[0]), tmp_path / "out")
+            fetch_newest(fast_store(remote[0]), tmp_path / "out")
         assert "another-secret" not in str(caught.value)
 
 
-class TestTheUploader:
-    def test_the_newest_goes_before_those_that_wait_and_rotation_cannot_take_it_away(self, tmp_path, monkeypatch):
-        go, put = threading.Event(), RemoteStore._put
+class TestUploader:
+    def test_the_newest_replaces_a_waiting_one_and_is_safe_from_rotation(self, tmp_path, monkeypatch):
+        go = threading.Event()
+        put = RemoteStore._put
 
         def slow(self, *args):
             go.wait(10)
             put(self, *args)
 
         monkeypatch.setattr(RemoteStore, "_put", slow)
-        store = quick(f"file://{tmp_path}/remote")
-        sender = Uploader(store, limit=None, links=tmp_path / "links")
+        store = fast_store(f"file://{tmp_path}/remote")
+        uploader = Uploader(store, limit=None, links=tmp_path / "links")
         for step in (1, 2, 3):
-            checkpoint = make(tmp_path / "out", step)
-            sender.offer(checkpoint)
+            checkpoint = make_checkpoint(tmp_path / "out", step)
+            uploader.offer(checkpoint)
             if step == 1:
-                while not sender._busy or sender._next is not None:
+                while not uploader._busy or uploader._next is not None:
                     time.sleep(0.001)
             shutil.rmtree(checkpoint)
-        assert not sender.wait(0.05)
+        assert not uploader.wait(0.05)
         go.set()
-        assert sender.wait(10)
+        assert uploader.wait(10)
         assert store.committed_steps() == [1, 3]
-        assert sender.last_uploaded == "checkpoint-3"
-        assert 0 < sender.expected_s == sender.last_upload_s < 10
+        assert uploader.last_uploaded == "checkpoint-3"
+        assert 0 < uploader.expected_s == uploader.last_upload_s < 10
         assert list((tmp_path / "links").iterdir()) == []
 
-    def test_a_store_that_refuses_is_told_once(self, tmp_path, monkeypatch):
-        told = []
-        monkeypatch.setattr(remote_module.logger, "log", lambda level, *words: told.append(level))
+    def test_a_store_that_refuses_causes_one_warning(self, tmp_path, monkeypatch):
+        levels = []
+        monkeypatch.setattr(remote_module.logger, "log", lambda level, *args: levels.append(level))
         (tmp_path / "remote").write_text("a file where the folder should be")
-        sender = Uploader(quick(f"file://{tmp_path}/remote"), limit=2, links=tmp_path / "links")
+        uploader = Uploader(fast_store(f"file://{tmp_path}/remote"), limit=2, links=tmp_path / "links")
         for step in (1, 2):
-            sender.offer(make(tmp_path / "out", step))
-            assert sender.wait(10)
-        assert told == [30, 10]
-        assert sender.last_uploaded is None
+            uploader.offer(make_checkpoint(tmp_path / "out", step))
+            assert uploader.wait(10)
+        assert levels == [logging.WARNING, logging.DEBUG]
+        assert uploader.last_uploaded is None
 
 
-class TestATraining:
+class TestTraining:
     ARGUMENTS = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": 6}  # noqa: RUF012
 
-    @each("s3")
-    def test_goes_on_from_the_store_when_its_disk_is_gone(self, remote, tmp_path):
+    @each_store("s3")
+    def test_resumes_from_the_store_when_its_disk_is_lost(self, remote, tmp_path):
         tiny_trainer(tmp_path / "out", SpotCheckpointCallback(remote=remote[0]), **self.ARGUMENTS).train()
-        store = quick(remote[0])
-        assert store.committed_steps()[-1] == 6  # 4 is passed over where the disk was quicker than the store
+        store = fast_store(remote[0])
+        assert store.committed_steps()[-1] == 6  # 4 is skipped if the disk was faster than the store
         assert list((tmp_path / "out" / ".unfinished").rglob("*.*")) == []
         shutil.rmtree(tmp_path / "out")
         remote_module._fetched.clear()
@@ -267,8 +270,8 @@ class TestATraining:
         for file in (path for path in (tmp_path / "out").rglob("*") if path.is_file()):
             assert SECRET.encode() not in file.read_bytes(), file
 
-    @each("memory")
-    def test_resume_point_fetches_and_a_fresh_start_sets_the_later_aside(self, remote, tmp_path):
+    @each_store("memory")
+    def test_resume_point_fetches_and_a_start_from_scratch_archives_later_steps(self, remote, tmp_path):
         tiny_trainer(tmp_path / "a", SpotCheckpointCallback(remote=remote[0]), **self.ARGUMENTS).train()
         arguments = tiny_trainer(tmp_path / "b", resume_from_checkpoint="true").args
         remote_module._fetched.clear()
@@ -277,29 +280,29 @@ class TestATraining:
             tmp_path / "c", SpotCheckpointCallback(remote=remote[0]), **(self.ARGUMENTS | {"max_steps": 2})
         )
         again.train()  # from step 0, though checkpoint-6 was fetched
-        assert quick(remote[0]).committed_steps() == [2]
+        assert fast_store(remote[0]).committed_steps() == [2]
 
-    def test_goes_on_without_a_store_that_refuses(self, tmp_path, monkeypatch):
+    def test_continues_if_the_store_refuses(self, tmp_path, monkeypatch):
         (tmp_path / "remote").mkdir()
         monkeypatch.setattr("hfscale.checkpoint.remote._FIRST_PAUSE_S", 0.01)
         spot = SpotCheckpointCallback(remote=f"file://{tmp_path}/remote")
-        spot.remote.store = quick(spot.remote.store.url)
+        spot.remote.store = fast_store(spot.remote.store.url)
         trainer = tiny_trainer(tmp_path / "out", spot, **self.ARGUMENTS)
         (tmp_path / "remote").rmdir()
-        (tmp_path / "remote").write_text("no folder any more")
+        (tmp_path / "remote").write_text("a file instead of the folder")
         trainer.train()
         assert latest_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-6")
 
-    def test_does_not_begin_afresh_where_the_store_cannot_be_read(self, tmp_path, monkeypatch):
-        (tmp_path / "remote").write_text("no folder")
+    def test_does_not_start_from_scratch_if_the_store_cannot_be_read(self, tmp_path, monkeypatch):
+        (tmp_path / "remote").write_text("a file instead of the folder")
         spot = SpotCheckpointCallback(remote=f"file://{tmp_path}/remote/run")
-        spot.remote.store = quick(spot.remote.store.url)
-        make(tmp_path / "kept", 3)
-        tiny_trainer(tmp_path / "kept", spot)  # a warning: there is a local one
+        spot.remote.store = fast_store(spot.remote.store.url)
+        make_checkpoint(tmp_path / "kept", 3)
+        tiny_trainer(tmp_path / "kept", spot)  # only warns, because there is a local checkpoint
 
         def refuse(*args, **kwargs):
             raise PermissionError("no access")
 
-        monkeypatch.setattr(spot.remote.store._fs, "ls", refuse)  # an object that all of this process share
+        monkeypatch.setattr(spot.remote.store._fs, "ls", refuse)  # fsspec shares this object in the process
         with pytest.raises(StorageError, match="could not be read"):
             tiny_trainer(tmp_path / "fresh", spot)

@@ -1,4 +1,4 @@
-"""Manifest, verification, rotation: what makes a checkpoint trustworthy."""
+"""Manifest, verification, archiving and rotation of checkpoints."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.errors import CheckpointError
 
 
-def make(output_dir: Path, step: int, committed: bool = True) -> Path:
+def make_checkpoint(output_dir: Path, step: int, committed: bool = True) -> Path:
     checkpoint = output_dir / f"checkpoint-{step}"
     (checkpoint / "shards").mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(os.urandom(5000))
@@ -25,8 +25,8 @@ def make(output_dir: Path, step: int, committed: bool = True) -> Path:
     return checkpoint
 
 
-def test_manifest_has_the_promised_form(tmp_path):
-    fields = json.loads((make(tmp_path, 7) / MANIFEST_NAME).read_text())
+def test_the_manifest_has_the_documented_fields(tmp_path):
+    fields = json.loads((make_checkpoint(tmp_path, 7) / MANIFEST_NAME).read_text())
     assert set(fields) == {"format", "step", "strategy", "world_size", "global_batch_size", "files"}
     assert (fields["format"], fields["step"], fields["strategy"], fields["world_size"]) == (1, 7, "ddp", 2)
     assert set(fields["files"]) == {"model.safetensors", "shards/rank_0.distcp", "trainer_state.json"}
@@ -38,7 +38,7 @@ def test_manifest_has_the_promised_form(tmp_path):
 def test_the_digest_is_plain_xxh3_128(tmp_path):
     import xxhash
 
-    checkpoint = make(tmp_path, 1)
+    checkpoint = make_checkpoint(tmp_path, 1)
     expected = xxhash.xxh3_128_hexdigest((checkpoint / "model.safetensors").read_bytes())
     assert verify(checkpoint).files["model.safetensors"].xxh3_128 == expected
 
@@ -62,7 +62,7 @@ def link(checkpoint):
 
 
 DAMAGE = {
-    "bit flip": (flip_bit, "content of model.safetensors has changed"),
+    "bit flip": (flip_bit, "content of model.safetensors"),
     "truncated": (lambda c: os.truncate(c / "model.safetensors", 100), "has 100 bytes, not 5000"),
     "zero length": (lambda c: (c / "model.safetensors").write_bytes(b""), "has 0 bytes"),
     "missing": (lambda c: (c / "shards" / "rank_0.distcp").unlink(), "shards/rank_0.distcp is missing"),
@@ -75,9 +75,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_found_named_and_passed_over(tmp_path, kind):
+def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path, kind):
     damage, message = DAMAGE[kind]
-    good, bad = make(tmp_path, 10), make(tmp_path, 20)
+    good, bad = make_checkpoint(tmp_path, 10), make_checkpoint(tmp_path, 20)
     assert latest_checkpoint(tmp_path) == str(bad)
     damage(bad)
     with pytest.raises(CheckpointError, match=message):
@@ -86,8 +86,8 @@ def test_damage_is_found_named_and_passed_over(tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../b", "", "a\\..\\b", MANIFEST_NAME])
-def test_a_manifest_that_leads_outside_is_refused(tmp_path, name):
-    checkpoint = make(tmp_path, 1)
+def test_a_manifest_with_a_path_outside_the_checkpoint_is_rejected(tmp_path, name):
+    checkpoint = make_checkpoint(tmp_path, 1)
     fields = json.loads((checkpoint / MANIFEST_NAME).read_text())
     fields["files"][name] = fields["files"].pop("model.safetensors")
     (checkpoint / MANIFEST_NAME).write_text(json.dumps(fields))
@@ -95,36 +95,36 @@ def test_a_manifest_that_leads_outside_is_refused(tmp_path, name):
         read_manifest(checkpoint)
 
 
-def test_another_format_is_refused(tmp_path):
-    checkpoint = make(tmp_path, 1)
+def test_another_manifest_format_is_rejected(tmp_path):
+    checkpoint = make_checkpoint(tmp_path, 1)
     text = (checkpoint / MANIFEST_NAME).read_text().replace('"format": 1', '"format": 2')
     (checkpoint / MANIFEST_NAME).write_text(text)
     with pytest.raises(CheckpointError, match="format 2"):
         read_manifest(checkpoint)
 
 
-def test_newest_is_by_number_not_by_name_or_time(tmp_path):
-    make(tmp_path, 100)
-    make(tmp_path, 20)
+def test_the_newest_checkpoint_has_the_highest_step(tmp_path):
+    make_checkpoint(tmp_path, 100)
+    make_checkpoint(tmp_path, 20)
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
 
 
-def test_no_folder_and_an_empty_one_have_no_checkpoint(tmp_path):
+def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "nowhere") is None
 
 
-def test_rotation_keeps_the_newest_the_best_and_what_is_not_committed(tmp_path):
+def test_rotation_keeps_the_newest_the_best_and_the_uncommitted(tmp_path):
     for step in (1, 2, 3, 4):
-        make(tmp_path, step)
-    make(tmp_path, 5, committed=False)
+        make_checkpoint(tmp_path, step)
+    make_checkpoint(tmp_path, 5, committed=False)
     rotate(tmp_path, limit=2, keep=tmp_path / "checkpoint-1")
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 3, 4, 5)]
 
 
-def test_a_rotation_cut_short_leaves_nothing_in_its_place(tmp_path, monkeypatch):
+def test_an_interrupted_rotation_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     for step in (1, 2):
-        make(tmp_path, step)
+        make_checkpoint(tmp_path, step)
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
         rotate(tmp_path, limit=1)
@@ -133,18 +133,18 @@ def test_a_rotation_cut_short_leaves_nothing_in_its_place(tmp_path, monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
-def test_rotation_never_deletes_the_last_good_one(tmp_path):
-    make(tmp_path, 1)
-    make(tmp_path, 2, committed=False)
+def test_rotation_never_deletes_the_last_committed_checkpoint(tmp_path):
+    make_checkpoint(tmp_path, 1)
+    make_checkpoint(tmp_path, 2, committed=False)
     assert rotate(tmp_path, limit=1) == []
     assert rotate(tmp_path, limit=0) == []
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
 
 
-def test_checkpoints_of_later_steps_are_set_aside_and_none_is_lost(tmp_path):
+def test_checkpoints_of_later_steps_are_archived_and_none_is_lost(tmp_path):
     for _ in range(2):
-        make(tmp_path, 5)
-        make(tmp_path, 9)
+        make_checkpoint(tmp_path, 5)
+        make_checkpoint(tmp_path, 9)
         archive(tmp_path, after_step=4)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [
@@ -155,7 +155,7 @@ def test_checkpoints_of_later_steps_are_set_aside_and_none_is_lost(tmp_path):
     ]
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     write_atomically(path, "old")
 
@@ -169,7 +169,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_who_reads_during_a_write_has_all_of_the_old_file(tmp_path):
+def test_a_reader_during_an_atomic_write_sees_the_old_content(tmp_path):
     path = tmp_path / "status.json"
     write_atomically(path, "old")
     with path.open() as reader:

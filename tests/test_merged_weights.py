@@ -1,4 +1,4 @@
-"""Weights that transformers stores apart and holds merged: there and back for every family, and after a resume."""
+"""Weights that transformers merges in memory and saves separately: round trips for every family, and a resume."""
 
 import pytest
 import torch
@@ -25,23 +25,24 @@ def refs(tensors):
     "family",
     [pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.faults]) for name in sorted(PIPELINE_TESTED)],
 )
-def test_every_weight_comes_back(family):
+def test_split_and_merge_are_inverse(family):
     model = build_model(small_config(family), seed=1, dtype=torch.float32)
-    held = model.state_dict()
-    stored = revert_weight_conversion(model, dict(held))
-    apart, whole = split(refs(held), model), merge(refs(stored), model)
-    assert apart.keys() == stored.keys()
-    assert all(torch.equal(apart[name].read(), tensor) for name, tensor in stored.items())
-    assert whole.keys() == held.keys()
-    assert all(torch.equal(whole[name].read(), tensor) for name, tensor in held.items())
+    in_memory = model.state_dict()
+    stored = revert_weight_conversion(model, dict(in_memory))
+    separate = split(refs(in_memory), model)
+    merged = merge(refs(stored), model)
+    assert separate.keys() == stored.keys()
+    assert all(torch.equal(separate[name].read(), tensor) for name, tensor in stored.items())
+    assert merged.keys() == in_memory.keys()
+    assert all(torch.equal(merged[name].read(), tensor) for name, tensor in in_memory.items())
     if "moe" in family or family == "mixtral":
-        assert len(stored) > len(held)
-        with pytest.raises(CheckpointError, match=r"is made of \d+ tensors, of which \d+ are stored"):
+        assert len(stored) > len(in_memory)
+        with pytest.raises(CheckpointError, match=r"\d+ tensors, of which \d+"):
             merge(refs(dict([item for item in stored.items() if ".experts.1." not in item[0]])), model)
 
 
 def losses(folder, seed, resume=None, **arguments):
-    """Of each step of a run that begins from `seed`, or goes on from a checkpoint."""
+    """Train from scratch with `seed`, or resume from a checkpoint; return the loss of each step and the Trainer."""
     args = TrainingArguments(
         str(folder),
         use_cpu=True,
@@ -64,11 +65,11 @@ def losses(folder, seed, resume=None, **arguments):
     return [record["loss"] for record in trainer.state.log_history if "loss" in record], trainer
 
 
-def test_experts_go_on_where_they_were(tmp_path):
-    """Trainer itself leaves them as the new model has them (transformers 5.23)."""
-    whole, _ = losses(tmp_path / "whole", 1)
-    resumed, _ = losses(tmp_path / "other", 2, str(tmp_path / "whole" / "checkpoint-2"))
-    assert resumed[-2:] == whole[-2:]
+def test_experts_are_restored_at_resume(tmp_path):
+    """Trainer alone leaves the new model's random experts in place (transformers 5.23)."""
+    uninterrupted, _ = losses(tmp_path / "uninterrupted", 1)
+    resumed, _ = losses(tmp_path / "resumed", 2, str(tmp_path / "uninterrupted" / "checkpoint-2"))
+    assert resumed[-2:] == uninterrupted[-2:]
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     _, trainer = losses(tmp_path / "best", 1, None, **evaluated, metric_for_best_model="loss", greater_is_better=True)
     best = trainer.state.best_metric

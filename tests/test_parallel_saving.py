@@ -9,7 +9,7 @@ import pytest
 import torch
 from parallel_world import in_world, train
 from safetensors.torch import load_file
-from test_checkpoint_writer import At, Save, held
+from test_checkpoint_writer import CallAtStep, SaveAtSteps, paused_saves
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfscale import SpotCheckpointCallback
@@ -31,11 +31,11 @@ def save_both_ways(job):
     """Step 2 is saved while training waits, then beside it: not a byte is written before step 5. Why it waited."""
     modes = []
     for mode in ("waiting", "beside"):
-        with held(pytest.MonkeyPatch()) as (go, _):
+        with paused_saves(pytest.MonkeyPatch()) as (go, _):
             if mode == "waiting":
                 go.set()
             spot = SpotCheckpointCallback(asynchronous=mode == "beside")
-            callbacks = [spot, Save(2), At(5, go.set)]
+            callbacks = [spot, SaveAtSteps(2), CallAtStep(5, go.set)]
             train(job | {"output_dir": f"{job['folder']}/{mode}/run", "callbacks": callbacks})
             modes.append(spot._saving.synchronous_because)
     return modes

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from test_checkpoint_writer import held
+from test_checkpoint_writer import paused_saves
 from tiny import RandomTokens, logged, tiny_trainer
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
@@ -411,7 +411,7 @@ class TestDeadline:
 
     def test_counts_the_save_in_flight(self, tmp_path, monkeypatch):
         spot = SpotCheckpointCallback()
-        with held(monkeypatch) as (go, _):
+        with paused_saves(monkeypatch) as (go, _):
 
             def act():
                 assert spot._saving.writer.in_flight

@@ -1,8 +1,9 @@
-"""Checkpoints between strategies: every pair bit for bit, resumed runs, and what must not be converted is told."""
+"""Conversion of checkpoints: every pair of strategies bit by bit, resumed runs, errors, malicious pickles, export."""
 
 import itertools
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def workplace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(workplace, tmp_path_factory):
-    """Of each strategy a whole run of two processes, with a checkpoint after the fourth of its six steps."""
+    """For each strategy a complete run of two processes, with a checkpoint after the fourth of its six steps."""
     folders = {}
     for strategy in STRATEGIES:
         folders[strategy] = shutil.copytree(workplace, tmp_path_factory.mktemp(strategy), dirs_exist_ok=True)
@@ -51,7 +52,7 @@ def checkpoint_of(folder: Path) -> Path:
 
 
 def contents(checkpoint, strategy):
-    """Everything in a view, in memory: weights, optimizer states and groups."""
+    """Read everything in a view: weights, optimizer states and groups."""
     view = read_view(checkpoint, strategy)
     weights = {name: ref.read().clone() for name, ref in view.weights.items() if name != "lm_head.weight"}  # tied
     state = {(name, key): ref.read().clone() for name, keys in view.state.items() for key, ref in keys.items()}
@@ -59,14 +60,14 @@ def contents(checkpoint, strategy):
 
 
 def assert_equal(found, expected):
-    for mine, theirs in zip(found[:2], expected[:2], strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, tensor in theirs.items():
-            assert torch.equal(mine[key], tensor), key
-            assert mine[key].dtype == tensor.dtype
+    for found_tensors, expected_tensors in zip(found[:2], expected[:2], strict=True):
+        assert found_tensors.keys() == expected_tensors.keys()
+        for key, tensor in expected_tensors.items():
+            assert torch.equal(found_tensors[key], tensor), key
+            assert found_tensors[key].dtype == tensor.dtype
     assert [names for _, names in found[2]] == [names for _, names in expected[2]]
-    for (mine, _), (theirs, _) in zip(found[2], expected[2], strict=True):
-        assert {key: mine[key] for key in theirs} == theirs
+    for (found_options, _), (expected_options, _) in zip(found[2], expected[2], strict=True):
+        assert {key: found_options[key] for key in expected_options} == expected_options
 
 
 def test_every_pair_keeps_every_bit_of_weights_and_optimizer(runs, tmp_path):
@@ -74,25 +75,25 @@ def test_every_pair_keeps_every_bit_of_weights_and_optimizer(runs, tmp_path):
     weights, state, _ = before["ddp"]
     assert len(state) == 3 * len(weights) == 3 * 11
     for source, target in itertools.permutations(STRATEGIES, 2):
-        made = tmp_path / f"{source}-{target}"
+        converted = tmp_path / f"{source}-{target}"
         manifest = read_manifest(checkpoint_of(runs[source]))
-        convert(checkpoint_of(runs[source]), made, manifest=manifest, strategy=target, world_size=3)
-        assert verify(made).strategy == target
-        assert (read_manifest(made).world_size, read_manifest(made).global_batch_size) == (3, 12)
-        assert_equal(contents(made, target), before[source])
-        assert {path.name for path in made.glob("rng_state*")} == {f"rng_state_{rank}.pth" for rank in range(3)}
-        assert not list(made.rglob("training_args.bin"))
-        if source == "zero3" or target == "zero3":  # and back again, from what was converted
-            again = tmp_path / f"{source}-{target}-{source}"
-            convert(made, again, manifest=read_manifest(made), strategy=source, world_size=2)
-            assert_equal(contents(again, source), before[source])
-            origin = json.loads((again / CONVERSION_NAME).read_text())
+        convert(checkpoint_of(runs[source]), converted, manifest=manifest, strategy=target, world_size=3)
+        assert verify(converted).strategy == target
+        assert (read_manifest(converted).world_size, read_manifest(converted).global_batch_size) == (3, 12)
+        assert_equal(contents(converted, target), before[source])
+        assert {path.name for path in converted.glob("rng_state*")} == {f"rng_state_{rank}.pth" for rank in range(3)}
+        assert not list(converted.rglob("training_args.bin"))
+        if source == "zero3" or target == "zero3":  # convert the result back, too
+            back = tmp_path / f"{source}-{target}-{source}"
+            convert(converted, back, manifest=read_manifest(converted), strategy=source, world_size=2)
+            assert_equal(contents(back, source), before[source])
+            origin = json.loads((back / CONVERSION_NAME).read_text())
             assert origin == {"strategy": source, "world_size": 2}
-    assert not list(tmp_path.glob(".*")), "something unfinished was left behind"
+    assert not list(tmp_path.glob(".*")), "a temporary folder was left"
 
 
-def test_what_deepspeed_writes_while_training_waits_is_continued(workplace, runs, tmp_path):
-    """ZeRO-3's own tensors carry attributes; the copies that are written beside the training do not."""
+def test_a_synchronous_deepspeed_checkpoint_can_be_resumed(workplace, runs, tmp_path):
+    """ZeRO-3's own tensors have attributes; the copies that an asynchronous save writes do not."""
     first = shutil.copytree(workplace, tmp_path / "first")
     run_recipe(first, "zero3", 2, "--save_steps", "4", "--asynchronous_save", "false")
     shutil.rmtree(first / "out" / "checkpoint-6")
@@ -106,12 +107,13 @@ def test_what_deepspeed_writes_while_training_waits_is_continued(workplace, runs
     ("source", "target", "ranks"),
     [("ddp", "zero3", 3), ("zero2", "parallel", 4), ("zero3", "single", 1)],
 )
-def test_a_relaunch_under_another_strategy_ends_as_the_uninterrupted_run(runs, tmp_path, source, target, ranks):
+def test_a_relaunch_under_another_strategy_has_the_losses_of_the_uninterrupted_run(
+    runs, tmp_path, source, target, ranks
+):
     folder = shutil.copytree(runs[source], tmp_path, dirs_exist_ok=True)
     shutil.rmtree(folder / "out" / "checkpoint-6")
     run_recipe(folder, target, ranks, "--per_device_train_batch_size", "6")
-    said = output(folder)
-    assert f"checkpoint-4 was written under {source} by 2, and is converted for {target} on {ranks}" in said
+    assert re.search(rf"checkpoint-4 .*{source}.* 2.*{target}.* {ranks}", output(folder))
     for key, tolerance in (("loss", TOLERANCE), ("grad_norm", 5e-4), ("learning_rate", 0.0)):
         assert logged(folder, key) == pytest.approx(logged(runs["ddp"], key), abs=tolerance), key
     assert not (folder / "out" / CONVERSIONS).exists()
@@ -119,39 +121,39 @@ def test_a_relaunch_under_another_strategy_ends_as_the_uninterrupted_run(runs, t
     assert verify(folder / "out" / "checkpoint-6").strategy == target
 
 
-def test_a_conversion_is_used_again_and_others_go(runs, tmp_path):
-    """No relaunch reads it as a checkpoint of its own, and a newer launch of another size takes its place."""
+def test_a_conversion_is_reused_and_others_are_deleted(runs, tmp_path):
+    """No relaunch takes it for a checkpoint of the run; a conversion for another size is deleted."""
     shutil.copytree(checkpoint_of(runs["ddp"]), tmp_path / "checkpoint-4")
     source = str(tmp_path / "checkpoint-4")
     args = tiny_arguments(tmp_path)  # one process
-    made = Path(readable_checkpoint(args, source))
-    assert made.parent == tmp_path / CONVERSIONS
-    assert (made / "rng_state.pth").is_file()
-    assert (made / "model.safetensors").samefile(tmp_path / "checkpoint-4" / "model.safetensors")
+    converted = Path(readable_checkpoint(args, source))
+    assert converted.parent == tmp_path / CONVERSIONS
+    assert (converted / "rng_state.pth").is_file()
+    assert (converted / "model.safetensors").samefile(tmp_path / "checkpoint-4" / "model.safetensors")
     assert list_checkpoints(tmp_path) == [tmp_path / "checkpoint-4"]
-    written = (made / MANIFEST_NAME).stat().st_mtime_ns
-    assert readable_checkpoint(args, source) == str(made)
-    assert (made / MANIFEST_NAME).stat().st_mtime_ns == written
-    (made / "rng_state.pth").write_bytes(b"damaged")
-    assert readable_checkpoint(args, source) == str(made)
-    verify(made)
-    other = made.with_name("checkpoint-4-as-ddp-x7")
-    made.rename(other)
-    assert readable_checkpoint(args, source) == str(made)
+    written = (converted / MANIFEST_NAME).stat().st_mtime_ns
+    assert readable_checkpoint(args, source) == str(converted)
+    assert (converted / MANIFEST_NAME).stat().st_mtime_ns == written
+    (converted / "rng_state.pth").write_bytes(b"damaged")
+    assert readable_checkpoint(args, source) == str(converted)
+    verify(converted)
+    other = converted.with_name("checkpoint-4-as-ddp-x7")
+    converted.rename(other)
+    assert readable_checkpoint(args, source) == str(converted)
     assert not other.exists()
     assert readable_checkpoint(args, None) is None
 
 
-def test_a_converted_checkpoint_counts_as_of_those_who_trained_it(runs, tmp_path):
+def test_the_global_batch_comes_from_the_training_before_the_conversion(runs, tmp_path):
     manifest = read_manifest(checkpoint_of(runs["ddp"]))
-    made = tmp_path / "made"
-    convert(checkpoint_of(runs["ddp"]), made, manifest=manifest, strategy="single", world_size=1)
+    converted = tmp_path / "converted"
+    convert(checkpoint_of(runs["ddp"]), converted, manifest=manifest, strategy="single", world_size=1)
     args = tiny_arguments(tmp_path, per_device_train_batch_size=5)
-    keep_global_batch(args, str(made))
+    keep_global_batch(args, str(converted))
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 3)
 
 
-def test_new_ranks_draw_numbers_of_their_own_the_same_each_time(runs, tmp_path):
+def test_new_ranks_draw_their_own_random_numbers_reproducibly(runs, tmp_path):
     first = checkpoint_of(runs["ddp"]) / "rng_state_0.pth"
     states = [derived_rng_state(first, rank) for rank in (2, 2, 3)]
     drawn = []
@@ -171,7 +173,7 @@ def test_new_ranks_draw_numbers_of_their_own_the_same_each_time(runs, tmp_path):
 
 
 class RunsCode:
-    """A pickle of it makes a file when it is loaded."""
+    """Creates a file when a pickle of it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -180,12 +182,12 @@ class RunsCode:
         return (Path.touch, (self.path,))
 
 
-def test_the_pickles_that_trainings_write_pass(runs):
+def test_the_pickles_that_training_writes_are_accepted(runs):
     for name in runs:
         check_pickles(checkpoint_of(runs[name]))
 
 
-def test_malicious_pickles_are_refused_and_run_nothing(runs, tmp_path):
+def test_malicious_pickles_are_rejected_without_running_code(runs, tmp_path):
     ran = tmp_path / "ran"
     fsdp2, ddp, zero2 = (
         shutil.copytree(checkpoint_of(runs[name]), tmp_path / name) for name in ("fsdp2", "ddp", "zero2")
@@ -206,45 +208,45 @@ def test_malicious_pickles_are_refused_and_run_nothing(runs, tmp_path):
         with pytest.raises(CheckpointError, match=r"optimizer_0/\.metadata"):
             read_view(fsdp2, "fsdp2")
     for checkpoint, strategy in ((ddp, "ddp"), (zero2, "zero2")):
-        with pytest.raises(CheckpointError, match=r"cannot be read without unpickling it"):
+        with pytest.raises(CheckpointError, match="unpickling"):
             read_view(checkpoint, strategy)
-        with pytest.raises(CheckpointError, match=r"is refused: loading it would run .*, which no training writes"):
+        with pytest.raises(CheckpointError, match="is refused: loading it would run"):
             check_pickles(checkpoint)
     assert not ran.exists()
-    pickle.loads(pickle.dumps(RunsCode(ran)))  # noqa: S301 - our own
-    assert ran.exists(), "the attack would not have worked anywhere"
+    pickle.loads(pickle.dumps(RunsCode(ran)))  # noqa: S301 - the pickle was made here
+    assert ran.exists(), "the attack has no effect, so this test proves nothing"
 
 
-def test_a_metadata_that_leads_elsewhere_is_refused(runs, tmp_path):
+def test_dcp_metadata_with_a_path_outside_the_checkpoint_is_rejected(runs, tmp_path):
     folder = shutil.copytree(checkpoint_of(runs["fsdp2"]) / "optimizer_0", tmp_path / "optimizer_0")
     path = folder / ".metadata"
     path.write_bytes(path.read_bytes().replace(b"__0_0.distcp", b"../../secret"))
-    with pytest.raises(CheckpointError, match=r"'\.\./\.\./secret', which is not a plain file name"):
+    with pytest.raises(CheckpointError, match=r"'\.\./\.\./secret'"):
         read_dcp_metadata(folder)
 
 
-def test_parameters_without_names_are_those_of_the_config_or_refused(runs, tmp_path):
+def test_parameter_names_come_from_the_config_if_the_checkpoint_has_none(runs, tmp_path):
     checkpoint = shutil.copytree(checkpoint_of(runs["ddp"]), tmp_path / "ddp")
     stated = read_parameter_names(checkpoint)
     assert stated.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     (checkpoint / PARAMETERS_NAME).unlink()
     assert read_parameter_names(checkpoint) == stated
     (checkpoint / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"neither hfscale_parameters\.json nor a config\.json"):
+    with pytest.raises(CheckpointError, match=r"hfscale_parameters\.json .*config\.json"):
         read_view(checkpoint, "ddp")
     swapped = ParameterNames(groups=[stated.groups[0][::-1], stated.groups[1]], aliases={})
     (checkpoint / PARAMETERS_NAME).write_text(swapped.to_json())
     manifest = read_manifest(checkpoint)
-    with pytest.raises(CheckpointError, match=r"of '.*' has the shape \[.*\] and the weight \["):
-        convert(checkpoint, tmp_path / "made", manifest=manifest, strategy="fsdp2", world_size=2)
+    with pytest.raises(CheckpointError, match=r"shape \[.*\[.*AdamW"):
+        convert(checkpoint, tmp_path / "converted", manifest=manifest, strategy="fsdp2", world_size=2)
     (checkpoint / PARAMETERS_NAME).write_text(ParameterNames(groups=[["../../x"], []], aliases={}).to_json())
-    with pytest.raises(CheckpointError, match=r"names a tensor '\.\./\.\./x'"):
+    with pytest.raises(CheckpointError, match=r"'\.\./\.\./x'"):
         read_view(checkpoint, "ddp")
-    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "converted").exists()
 
 
-def test_other_optimizers_go_where_they_can(tmp_path):
-    """SGD's momentum converts, but for ZeRO-3; Adafactor's factored states do not."""
+def test_other_optimizers_are_converted_or_rejected(tmp_path):
+    """SGD's momentum is converted, except to ZeRO-3; Adafactor's factored states are rejected."""
     for name, options in (("sgd", {"optim_args": "momentum=0.9"}), ("adafactor", {})):
         spot = SpotCheckpointCallback()
         tiny_trainer(
@@ -261,23 +263,23 @@ def test_other_optimizers_go_where_they_can(tmp_path):
         convert(adafactor, tmp_path / "no", manifest=read_manifest(adafactor), strategy="zero2", world_size=2)
 
 
-def test_what_cannot_be_continued_is_told(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_resumed_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"0")
     args = tiny_arguments(tmp_path)
     commit(tmp_path, step=2, strategy="fsdp1", world_size=4, global_batch_size=8)
-    with pytest.raises(LayoutError, match="written under FSDP1 and cannot be continued under SINGLE: launch with"):
+    with pytest.raises(LayoutError, match=r"FSDP1.*SINGLE"):
         readable_checkpoint(args, str(tmp_path))
     commit(tmp_path, step=2, strategy="single", world_size=1, global_batch_size=8)
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")  # transformers' own, which keeps no optimizer state
-    with pytest.raises(LayoutError, match="written under SINGLE and cannot be continued under PARALLEL: launch with"):
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")  # transformers' own TP, which saves no optimizer state
+    with pytest.raises(LayoutError, match=r"SINGLE.*PARALLEL"):
         readable_checkpoint(args, str(tmp_path))
     commit(tmp_path, step=2, strategy="parallel", world_size=4, global_batch_size=8)
     monkeypatch.delenv("PARALLELISM_CONFIG_TP_SIZE")
-    with pytest.raises(LayoutError, match="launch with the config it was begun with"):
+    with pytest.raises(LayoutError, match=r"PARALLEL.*SINGLE"):
         readable_checkpoint(args, str(tmp_path))
 
 
-def test_a_checkpoint_of_plain_trainer_describes_itself(runs, tmp_path):
+def test_the_manifest_of_a_plain_trainer_checkpoint_is_inferred(runs, tmp_path):
     for strategy in STRATEGIES:
         checkpoint = shutil.copytree(checkpoint_of(runs[strategy]), tmp_path / strategy)
         (checkpoint / MANIFEST_NAME).unlink()
@@ -285,11 +287,11 @@ def test_a_checkpoint_of_plain_trainer_describes_itself(runs, tmp_path):
         found = infer_manifest(checkpoint, global_batch_size=12)
         assert (found.strategy, found.step, found.world_size) == (strategy, 4, 2)
     assert infer_manifest(tmp_path / "zero3", global_batch_size=None).global_batch_size == 12
-    with pytest.raises(UsageError, match="give --global-batch-size"):
+    with pytest.raises(UsageError, match="--global-batch-size"):
         infer_manifest(tmp_path / "ddp", global_batch_size=None)
 
 
-def test_an_export_of_any_strategy_is_for_from_pretrained(runs, tmp_path):
+def test_an_export_from_any_strategy_loads_with_from_pretrained(runs, tmp_path):
     expected = load_file(checkpoint_of(runs["ddp"]) / "model.safetensors")
     for strategy in STRATEGIES:
         folder = tmp_path / strategy
@@ -299,10 +301,8 @@ def test_an_export_of_any_strategy_is_for_from_pretrained(runs, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(folder)
         for name, weight in expected.items():
             torch.testing.assert_close(model.state_dict()[name], weight, atol=1e-4, rtol=0)
-        assert (
-            all(path.stat().st_size < 60_000 for path in folder.glob("*.safetensors") if "embed" not in str(path))
-            or True
-        )
+        for path in folder.glob("*.safetensors"):  # the header comes on top of the limit
+            assert path.stat().st_size < 60_000 or len(load_file(path)) == 1
     export(checkpoint_of(runs["zero2"]), tmp_path / "half", strategy="zero2", dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
     bare = shutil.copytree(checkpoint_of(runs["fsdp2"]), tmp_path / "bare")
@@ -313,7 +313,7 @@ def test_an_export_of_any_strategy_is_for_from_pretrained(runs, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def test_the_streamed_safetensors_are_those_of_the_library(tmp_path):
+def test_streamed_safetensors_files_equal_those_of_the_library(tmp_path):
     from hfscale.checkpoint.formats.safetensors_files import read_weights, write_weights
     from hfscale.checkpoint.formats.view import TensorRef
 
@@ -323,7 +323,7 @@ def test_the_streamed_safetensors_are_those_of_the_library(tmp_path):
         "scalar": torch.tensor(3, dtype=torch.int64),
         "empty": torch.zeros(0, 2),
         "flags": torch.tensor([True, False]),
-        "turned": torch.randn(2, 3).t(),
+        "transposed": torch.randn(2, 3).t(),
     }
     write_weights(tmp_path, "model", {name: TensorRef.of(tensor) for name, tensor in tensors.items()})
     loaded = load_file(tmp_path / "model.safetensors")
@@ -334,5 +334,5 @@ def test_the_streamed_safetensors_are_those_of_the_library(tmp_path):
     assert all(torch.equal(read[name].read(), tensor) for name, tensor in tensors.items())
     for broken in (b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]"):
         (tmp_path / "broken.safetensors").write_bytes(broken)
-        with pytest.raises(CheckpointError, match="is not a safetensors file"):
+        with pytest.raises(CheckpointError, match=r"broken\.safetensors"):
             read_weights(tmp_path, "broken")

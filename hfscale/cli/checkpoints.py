@@ -1,4 +1,4 @@
-"""`hfscale checkpoints`: the state of a run's checkpoints, between strategies, to a `from_pretrained` folder."""
+"""`hfscale checkpoints`: lists, verifies, converts and exports the checkpoints of a run."""
 
 import json
 import re
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 RunOrCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A run's output directory or one checkpoint.")]
 Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A checkpoint, or a run's output directory: its newest good one.")
+    Path, typer.Argument(metavar="SRC", help="A checkpoint, or a run's output directory (its newest good checkpoint).")
 ]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="A new folder.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Compare lengths only, do not read the files.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Compare only the lengths of files, do not read them.")]
 GlobalBatch = Annotated[
     int | None,
-    typer.Option("--global-batch-size", min=1, help="Sequences per step, where SRC has no manifest to say so."),
+    typer.Option("--global-batch-size", min=1, help="Sequences per optimizer step; needed if SRC has no manifest."),
 ]
 
 _STATE_STYLES = {"good": "green", "incomplete": "yellow", "corrupt": "red"}
@@ -45,7 +45,7 @@ def list_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) ->
 
 
 def verify_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) -> int:
-    """Read every file and compare it with its hash; exit code 1 where one is not good, or there is none."""
+    """Read every file and compare it with its hash; exit code 1 if a checkpoint is not good or there is none."""
     found = inspect(path, read_files=not quick)
     _show(found, path, as_json)
     return 0 if found and all(checkpoint.state == GOOD for checkpoint in found) else 1
@@ -59,62 +59,64 @@ def convert(
     ],
     world_size: Annotated[
         int | None,
-        typer.Option("--world-size", min=1, help="Processes that will go on; absent: as many as wrote SRC."),
+        typer.Option("--world-size", min=1, help="Processes that will resume; by default as many as wrote SRC."),
     ] = None,
     global_batch_size: GlobalBatch = None,
     as_json: Json = False,
 ) -> None:
-    """Make a checkpoint that another strategy reads, or another number of processes; relaunching does it by itself."""
+    """Convert a checkpoint for another strategy or number of processes; a relaunched recipe does this by itself."""
     from hfscale.checkpoint.conversion import STRATEGIES, convert
 
     if to not in STRATEGIES:
-        raise UsageError(f"--to {to} is none of {', '.join(STRATEGIES)}")
+        raise UsageError(f"--to is {to}: use one of {', '.join(STRATEGIES)}")
     source, manifest = _open(source, global_batch_size)
     ranks = world_size or (1 if to == "single" else manifest.world_size)
     if (to == "single") != (ranks == 1) and to in ("single", "ddp"):
-        raise UsageError(f"--to {to} with --world-size {ranks}: one process is 'single', several are 'ddp'")
+        raise UsageError(f"--to is {to} with --world-size {ranks}: use 'single' for one process, 'ddp' for several")
     _check_new(target)
     try:
-        made = convert(source, target, manifest=manifest, strategy=to, world_size=ranks)
+        converted = convert(source, target, manifest=manifest, strategy=to, world_size=ranks)
     except OSError as error:
         raise StorageError(f"{target} cannot be written: {error.strerror or error}") from None
     summary = {
         "path": str(target),
-        "step": made.step,
+        "step": converted.step,
         "strategy": to,
         "world_size": ranks,
-        "global_batch_size": made.global_batch_size,
-        "bytes": sum(record.bytes for record in made.files.values()),
+        "global_batch_size": converted.global_batch_size,
+        "bytes": sum(record.bytes for record in converted.files.values()),
     }
     if as_json:
         print(json.dumps(summary))
         return
-    print(f"{target}: step {made.step}, {to} on {ranks}, {_size(summary['bytes'])}")
-    print(f"go on from it with --resume_from_checkpoint {target}")
+    print(f"{target}: step {converted.step}, {to} on {ranks} processes, {_size(summary['bytes'])}")
+    print(f"resume from it with --resume_from_checkpoint {target}")
     if to.startswith("zero"):
-        print('outside the recipes, DeepSpeed\'s config must say "checkpoint": {"load_universal": true}')
+        print('outside the recipes, DeepSpeed\'s config must contain "checkpoint": {"load_universal": true}')
 
 
 def export(
     checkpoint: Source,
     target: Target,
     model: Annotated[
-        Path | None, typer.Option("--model", help="A folder with the config and tokenizer; absent: SRC's own.")
+        Path | None, typer.Option("--model", help="A folder with the config and tokenizer; by default those of SRC.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="auto (as the config says), float32, bfloat16 or float16.")
+        str, typer.Option("--dtype", help="auto (from the config), float32, bfloat16 or float16.")
     ] = "auto",
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a file of weights.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="Maximal size of a file of weights.")
+    ] = "5GB",
     global_batch_size: GlobalBatch = None,
     as_json: Json = False,
 ) -> None:
-    """Write a folder for from_pretrained: config, tokenizer, safetensors."""
+    """Write a folder for from_pretrained: config, tokenizer and safetensors."""
     from hfscale.checkpoint.export import DTYPES, export
 
     if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype {dtype} is none of auto, {', '.join(DTYPES)}")
+        raise UsageError(f"--dtype is {dtype}: use one of auto, {', '.join(DTYPES)}")
     shard_bytes = _bytes(max_shard_size)
-    checkpoint, manifest = _open(checkpoint, global_batch_size or 1)  # which no weight depends on
+    checkpoint, manifest = _open(checkpoint, global_batch_size or 1)  # the weights do not depend on it
     _check_new(target)
     try:
         files = export(
@@ -129,13 +131,13 @@ def export(
 
 
 def _open(source: Path, global_batch_size: int | None) -> tuple[Path, "Manifest"]:
-    """The checkpoint that is meant, verified where it has a manifest."""
+    """Return the checkpoint that `source` names and its manifest; a checkpoint with a manifest is verified."""
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder: name a checkpoint or a run's output directory")
     if not is_checkpoint(source):
         newest = latest_checkpoint(source)
         if newest is None:
-            raise CheckpointError(f"{source} has no good checkpoint: see hfscale checkpoints list {source}")
+            raise CheckpointError(f"{source} has no good checkpoint: run hfscale checkpoints list {source}")
         source = Path(newest)
     if (source / MANIFEST_NAME).is_file():
         return source, verify(source)
@@ -146,7 +148,7 @@ def _open(source: Path, global_batch_size: int | None) -> tuple[Path, "Manifest"
 
 def _check_new(target: Path) -> None:
     if target.exists():
-        raise UsageError(f"{target} exists: give the name of a new folder")
+        raise UsageError(f"{target} already exists: give the name of a new folder")
 
 
 def _show(found: list[CheckpointInfo], path: Path, as_json: bool) -> None:
@@ -197,6 +199,6 @@ def _age(seconds: float) -> str:
 def _bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
-        raise UsageError(f"--max-shard-size {text} is no size: write it like 5GB or 500MiB")
+        raise UsageError(f"--max-shard-size is {text}: write a size like 5GB or 500MiB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))

@@ -1,6 +1,6 @@
-"""Two ranks save beside the training and in the Trainer's own way; what they wrote is compared by the test.
+"""Two ranks save asynchronously and as Trainer does; the test compares the files. Then a save fails on rank 1.
 
-accelerate launch … tests/workers/async_saving.py FOLDER: with and without `asynchronous`, then a failure on rank 1.
+accelerate launch … tests/workers/async_saving.py
 """
 
 import json
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 import torch.distributed as dist
-from test_checkpoint_writer import At, Save, held, lora_model
+from test_checkpoint_writer import CallAtStep, SaveAtSteps, lora_model, paused_saves
 from test_spot_checkpoint import Pause
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer
@@ -27,9 +27,9 @@ PLAIN = {"save_strategy": "steps", "save_steps": 100, "logging_strategy": "no", 
 
 
 def train(folder, *callbacks, model=None, asynchronous=True, **overrides):
-    """In a folder of its own, so that `output_dir`, which is pickled with the arguments, is the same."""
+    """Train in a folder of its own, so that `output_dir`, which is pickled with the arguments, is always the same."""
     Path(folder).mkdir(exist_ok=True)
-    here = Path.cwd()
+    previous = Path.cwd()
     os.chdir(folder)
     spot = SpotCheckpointCallback(asynchronous=asynchronous)
     try:
@@ -41,21 +41,21 @@ def train(folder, *callbacks, model=None, asynchronous=True, **overrides):
         finish_on_cpu(trainer)
         trainer.train()
     finally:
-        os.chdir(here)
+        os.chdir(previous)
     return trainer, spot
 
 
 def fail_on_rank_1(folder):
-    """A file-size limit on rank 1 alone from step 3 on."""
+    """Train with a file-size limit on rank 1 from step 3 on; return the message of the error."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit():
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
 
-    message, step = None, At(3, limit)
+    message = None
     try:
-        train(folder, Save(4), step, Pause(0.05), max_steps=200)
+        train(folder, SaveAtSteps(4), CallAtStep(3, limit), Pause(0.05), max_steps=200)
     except StorageError as error:
         message = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -63,7 +63,7 @@ def fail_on_rank_1(folder):
 
 
 def main():
-    models = {"whole": tiny_model, "lora": lora_model}
+    models = {"full": tiny_model, "lora": lora_model}
     config = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if config:
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(Path(config).resolve())
@@ -72,11 +72,11 @@ def main():
     for kind, make in models.items():
         for asynchronous in (False, True):
             folder = f"{kind}-{asynchronous}"
-            with held(pytest.MonkeyPatch()) as (go, _):  # what is written beside the training is, from step 5 on
-                late = At(5, go.set)
+            with paused_saves(pytest.MonkeyPatch()) as (go, _):  # asynchronous saves write from step 5 on
+                release = CallAtStep(5, go.set)
                 if not asynchronous:
                     go.set()
-                _, spot = train(folder, Save(2), late, model=make(), asynchronous=asynchronous)
+                _, spot = train(folder, SaveAtSteps(2), release, model=make(), asynchronous=asynchronous)
             modes[folder] = spot._saving.synchronous_because
     message = fail_on_rank_1("failing")
     Path(f"rank{dist.get_rank()}.json").write_text(json.dumps({"modes": modes, "failure": message}))

@@ -1,4 +1,4 @@
-"""Exposed communication and the noise scale on two processes, under DDP by a Trainer and under FSDP2 by hand.
+"""Measures exposed communication and the noise scale on two processes: DDP with a Trainer, FSDP2 with a loop.
 
 accelerate launch --num_processes 2 tests/workers/exchange.py
 """
@@ -25,7 +25,7 @@ from hfscale.utils import distributed
 
 
 class Wide(nn.Module):
-    """Many parameters and hardly any arithmetic: an exchange that nothing hides."""
+    """A model with many parameters and little computation, so that no computation hides the communication."""
 
     def __init__(self):
         super().__init__()
@@ -61,14 +61,14 @@ def under_fsdp2():
     fully_shard(model)
     probe, sampled = ReduceScatterProbe(model), SampledSteps(first=3, every=1000)
     scale, rows, batch, parts = NoiseScale({}), Rows(2 * 2 * 4 * 60), 4, 2
-    at = distributed.rank()
+    position = distributed.rank()
     for _ in range(60):
         sampled.step_begin()
         probe.open()
         for part in range(parts):
             model.set_requires_gradient_sync(part == parts - 1)
-            items = [rows[(at + 2 * i) % len(rows)]["inputs_embeds"] for i in range(batch)]
-            at += 2 * batch
+            items = [rows[(position + 2 * i) % len(rows)]["inputs_embeds"] for i in range(batch)]
+            position += 2 * batch
             (model(torch.stack(items), None)["loss"] / parts).backward()
         probe.close()
         sampled.step_end()

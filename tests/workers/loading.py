@@ -1,4 +1,4 @@
-"""How much memory each rank has taken when training begins: one line per rank, in MiB above what imports took.
+"""Writes one file per rank with the memory used until training begins, in MiB above the memory for imports.
 
 accelerate launch --config_file accelerate_configs/fsdp2.yaml tests/workers/loading.py FOLDER_OF_A_MODEL
 """
@@ -21,12 +21,12 @@ from hfscale.recipe.models import load_model
 
 
 def peak_mib():
-    """Most memory that this process has had."""
+    """Return the peak memory of this process in MiB."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
 
-class Begun(TrainerCallback):
-    """Writes the line and goes no further."""
+class StopAtBegin(TrainerCallback):
+    """Writes the file and stops training before its first step."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         Path(f"rank-{dist.get_rank()}").write_text(str(peak_mib() - imports_mib))
@@ -40,7 +40,7 @@ def main():
     imports_mib = peak_mib()
     config = AutoConfig.from_pretrained(sys.argv[1])
     model = load_model(ModelArguments(model_name_or_path=sys.argv[1]), config, args)
-    Trainer(model=model, args=args, train_dataset=RandomTokens(), callbacks=[Begun()]).train()
+    Trainer(model=model, args=args, train_dataset=RandomTokens(), callbacks=[StopAtBegin()]).train()
 
 
 run(main)

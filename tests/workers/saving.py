@@ -1,4 +1,4 @@
-"""A training that saves at every step and continues from the newest verified checkpoint: saving.py STEPS."""
+"""Trains with a save at every step, and resumes from the newest verified checkpoint: saving.py STEPS."""
 
 import sys
 from pathlib import Path
