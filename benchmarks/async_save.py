@@ -1,12 +1,13 @@
-"""How long training stands still for a checkpoint of some 300 MB, with the callback and in a stock Trainer.
+"""How long training stalls for a checkpoint of about 300 MB, with the callback and with a plain Trainer.
 
-Two Trainers take turns in one process: same model, same data, as many saves, and the order within a pair of turns
-alternates. A stall is the time inside the Trainer's own "log, save, evaluate" of a step that saves, for both.
-The first save of each turn is left out: with the callback it also allocates the buffers that later ones use again
-(its stall stands in the result by itself). Steps that end while a checkpoint is being written are compared with the
-others of the same turn; what a save costs in all is its stall and what those steps took longer.
+Two Trainers take turns in one process, with the same model, data and number of saves; the order within a pair of turns
+Two Trainers take turns in one process, with the same model, data and saves; the order within a pair of turns
+save of each turn is excluded, because with the callback it also allocates the buffers that later saves reuse; its
+stall is a separate entry of the result. The duration of steps during which a checkpoint is being written is compared
+with that of the other steps of the turn. The total cost of a save is its stall plus the time by which those steps are
+longer.
 
-The stock Trainer neither flushes to the disk nor hashes; the callback does both beside the training.
+The plain Trainer neither flushes nor hashes its files; the callback does both in the background.
 """
 
 import statistics
@@ -30,7 +31,7 @@ LENGTH = 16
 
 
 class RandomTokens(Dataset):
-    """Rows that cost nothing to make."""
+    """Random rows that take no time to prepare."""
 
     def __init__(self) -> None:
         self.rows = torch.randint(3, 4096, (1000, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -43,34 +44,37 @@ class RandomTokens(Dataset):
 
 
 class Stopwatch(TrainerCallback):
-    """Asks for the saves of one turn; notes the seconds of each step, and whether one was being written all along."""
+    """Requests the saves of one turn; records the seconds of each step, by whether a checkpoint was being written."""
 
     def __init__(self, spot: SpotCheckpointCallback | None) -> None:
         self.spot = spot
-        self.saves = self.since = 0
+        self.saves = self.steps_since_save = 0
         self.quiet_s: list[float] = []
         self.writing_s: list[float] = []
 
-    def _writes(self) -> bool:
+    def _is_writing(self) -> bool:
         return self.spot is not None and self.spot._saving is not None and self.spot._saving.writer.in_flight
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun, self.wrote = time.perf_counter(), self._writes()
+        self.started_at = time.perf_counter()
+        self.was_writing = self._is_writing()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        seconds = time.perf_counter() - self.begun
+        seconds = time.perf_counter() - self.started_at
         if state.global_step > 2:
-            (self.writing_s if self.wrote else self.quiet_s).append(seconds)
-        self.since += 1
-        if self.since >= EVERY and not self._writes():
+            (self.writing_s if self.was_writing else self.quiet_s).append(seconds)
+        self.steps_since_save += 1
+        if self.steps_since_save >= EVERY and not self._is_writing():
             if self.saves == SAVES:
                 control.should_training_stop = True
             else:
-                control.should_save, self.saves, self.since = True, self.saves + 1, 0
+                control.should_save = True
+                self.saves += 1
+                self.steps_since_save = 0
 
 
 def one_turn(with_callback: bool, output_dir: str) -> dict[str, Any]:
-    """Train until `SAVES` saves are done, `EVERY` steps apart or as soon after that as nothing is being written."""
+    """Train until `SAVES` saves are done, `EVERY` steps apart or more if the previous save is still being written."""
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -101,13 +105,15 @@ def one_turn(with_callback: bool, output_dir: str) -> dict[str, Any]:
     watch = Stopwatch(spot)
     callbacks = [watch] if spot is None else [spot, watch]
     trainer = Trainer(model=model, args=arguments, train_dataset=RandomTokens(), callbacks=callbacks)
-    stalls_s, inner = [], trainer._maybe_log_save_evaluate
+    stalls_s = []
+    original = trainer._maybe_log_save_evaluate
 
     def timed(*args: Any, **kwargs: Any) -> None:
-        saves, begun = trainer.control.should_save, time.perf_counter()
-        inner(*args, **kwargs)
+        saves = trainer.control.should_save
+        started_at = time.perf_counter()
+        original(*args, **kwargs)
         if saves:
-            stalls_s.append(time.perf_counter() - begun)
+            stalls_s.append(time.perf_counter() - started_at)
 
     trainer._maybe_log_save_evaluate = timed
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -118,7 +124,7 @@ def one_turn(with_callback: bool, output_dir: str) -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
-    """Alternate `PAIRS` pairs of turns; the summary holds medians."""
+    """Run `PAIRS` pairs of turns and return all stalls and a summary of medians."""
     turns: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for pair in range(PAIRS):
         for with_callback in (True, False) if pair % 2 else (False, True):
@@ -126,10 +132,11 @@ def measure() -> dict[str, Any]:
                 turns[with_callback].append(one_turn(with_callback, folder))
     warm = {kind: [stall for turn in turns[kind] for stall in turn["stalls_s"][1:]] for kind in turns}
     stall_s = {kind: statistics.median(warm[kind]) for kind in warm}
-    slow_downs, lost_s = [], []
+    slowdowns: list[float] = []
+    lost_s: list[float] = []
     for turn in turns[True]:
         quiet_s = statistics.median(turn["quiet_s"])
-        slow_downs.append(statistics.median(turn["writing_s"]) / quiet_s)
+        slowdowns.append(statistics.median(turn["writing_s"]) / quiet_s)
         lost_s.append(sum(seconds - quiet_s for seconds in turn["writing_s"]) / SAVES)
     summary = {
         "checkpoint_mb": round(turns[True][0]["bytes"] / 1e6),
@@ -138,7 +145,7 @@ def measure() -> dict[str, Any]:
         "stall_over_stock": round(stall_s[True] / stall_s[False], 4),
         "first_stall_ms": round(statistics.median(turn["stalls_s"][0] for turn in turns[True]) * 1e3, 1),
         "step_ms": round(statistics.median(second for turn in turns[True] for second in turn["quiet_s"]) * 1e3, 1),
-        "step_while_writing_over_step": round(statistics.median(slow_downs), 4),
+        "step_while_writing_over_step": round(statistics.median(slowdowns), 4),
         "steps_while_writing": round(statistics.mean(len(turn["writing_s"]) / SAVES for turn in turns[True]), 1),
         "lost_ms_per_save": round((stall_s[True] + statistics.median(lost_s)) * 1e3, 1),
     }

@@ -1,11 +1,15 @@
-// Preloaded into a training: counts what it does to the files below one folder, and at the k-th deed the machine is
-// lost (SIGKILL) or the disk fails (an errno). Read from the environment at the first deed of each process:
+// Preloaded into a training process (LD_PRELOAD). It counts the I/O operations on files below one folder. At the k-th
+// operation the process is killed (SIGKILL, as if the machine were lost), or the disk fails (an errno). These variables
+// are read from the environment at the first operation of each process:
 //
-//   CRASH_FOLDER  absolute path; nothing else is counted      CRASH_RANK   only this RANK counts; absent: all do
-//   CRASH_AT      k, from 1; 0: never                         CRASH_ERRNO  fail so from the k-th on, instead of dying
-//   CRASH_LOG     a line "k deed size path" for each, before it happens; size: of the file that is flushed, else -1
+//   CRASH_FOLDER  absolute path of the folder; operations elsewhere are not counted
+//   CRASH_RANK    only the process with this RANK counts; by default all processes do
+//   CRASH_AT      k, from 1; 0: never
+//   CRASH_ERRNO   from the k-th operation on, fail with this errno instead of killing the process
+//   CRASH_LOG     file to which a line "k operation size path" is appended before each operation; size is the length
+//                 of a file that is flushed, else -1
 //
-// Tests read the log to learn what had been flushed to the disk at that moment.
+// The tests read the log to determine which data had been flushed to the disk at that moment.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -24,15 +28,15 @@
 
 namespace {
 constexpr int kDescriptors = 65536;
-std::string *paths[kDescriptors];  // of files open for writing below the folder
-std::atomic<int> deeds{0};
+std::string *paths[kDescriptors];  // paths of the files below the folder that are open for writing
+std::atomic<int> operations{0};
 std::string folder, log_path;
 pid_t known_pid = 0;
 int crash_at = 0, crash_errno = 0;
 bool counts = false;
 
 void configure() {
-  if (known_pid == getpid()) return;  // a fork has another environment
+  if (known_pid == getpid()) return;  // a forked process has another environment
   known_pid = getpid();
   const char *name = getenv("CRASH_FOLDER");
   const char *rank = getenv("RANK"), *wanted = getenv("CRASH_RANK");
@@ -41,7 +45,7 @@ void configure() {
   log_path = getenv("CRASH_LOG") ? getenv("CRASH_LOG") : "";
   crash_at = getenv("CRASH_AT") ? atoi(getenv("CRASH_AT")) : 0;
   crash_errno = getenv("CRASH_ERRNO") ? atoi(getenv("CRASH_ERRNO")) : 0;
-  deeds = 0;
+  operations = 0;
 }
 
 std::string absolute(const char *path) {
@@ -56,13 +60,13 @@ bool is_below(const std::string &path) {
   return counts && path.compare(0, folder.size(), folder) == 0;
 }
 
-// Counts one deed; true: it must fail with the errno that is set.
-bool strikes(const char *deed, const std::string &path, int fd = -1) {
-  int number = ++deeds;
+// Counts one operation. Returns true if it must fail with the errno that has been set.
+bool must_fail(const char *operation, const std::string &path, int fd = -1) {
+  int number = ++operations;
   if (!log_path.empty()) {
     struct stat status;
-    long long size = fd >= 0 && !strcmp(deed, "fsync") && !fstat(fd, &status) ? status.st_size : -1;
-    std::string line = std::to_string(number) + " " + deed + " " + std::to_string(size) + " " + path + "\n";
+    long long size = fd >= 0 && !strcmp(operation, "fsync") && !fstat(fd, &status) ? status.st_size : -1;
+    std::string line = std::to_string(number) + " " + operation + " " + std::to_string(size) + " " + path + "\n";
     int out = syscall(SYS_openat, AT_FDCWD, log_path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644);
     if (out >= 0) {
       syscall(SYS_write, out, line.data(), line.size());
@@ -72,7 +76,7 @@ bool strikes(const char *deed, const std::string &path, int fd = -1) {
   if (!crash_at || number < crash_at) return false;
   if (!crash_errno) kill(getpid(), SIGKILL);
   errno = crash_errno;
-  return strcmp(deed, "unlink") && strcmp(deed, "rmdir");  // a full disk still lets go of files
+  return strcmp(operation, "unlink") && strcmp(operation, "rmdir");  // files can be deleted on a full disk
 }
 
 template <typename Function>
@@ -93,8 +97,8 @@ template <typename Open>
 int opened(const char *path, int flags, Open open) {
   std::string full = absolute(path);
   bool writes = (flags & (O_WRONLY | O_RDWR | O_CREAT)) && is_below(full);
-  bool is_folder = !writes && is_below(full);  // read-only: counted when it is flushed
-  if (writes && strikes("open", full)) return -1;
+  bool is_folder = !writes && is_below(full);  // opened read-only: counted when it is flushed
+  if (writes && must_fail("open", full)) return -1;
   int descriptor = open();
   if (writes || is_folder) remember(descriptor, full);
   return descriptor;
@@ -104,7 +108,7 @@ template <typename Open>
 FILE *opened_stream(const char *path, const char *mode, Open open) {
   std::string full = absolute(path);
   bool writes = strpbrk(mode, "wa+") && is_below(full);
-  if (writes && strikes("open", full)) return nullptr;
+  if (writes && must_fail("open", full)) return nullptr;
   FILE *stream = open();
   if (writes && stream) remember(fileno(stream), full);
   return stream;
@@ -136,17 +140,17 @@ FILE *opened_stream(const char *path, const char *mode, Open open) {
     static auto real = next<FILE *(*)(const char *, const char *)>(#name);                    \
     return opened_stream(path, mode, [&] { return real(path, mode); });                       \
   }
-#define ON_DESCRIPTOR(type, name, deed, parameters, arguments)                                \
+#define ON_DESCRIPTOR(type, name, operation, parameters, arguments)                                \
   type name parameters {                                                                      \
     static auto real = next<type(*) parameters>(#name);                                       \
-    if (known(fd) && is_below(*paths[fd]) && strikes(deed, *paths[fd], fd)) return -1;        \
+    if (known(fd) && is_below(*paths[fd]) && must_fail(operation, *paths[fd], fd)) return -1;        \
     return real arguments;                                                                    \
   }
-#define ON_PATH(name, deed, parameters, arguments, path)                                      \
+#define ON_PATH(name, operation, parameters, arguments, path)                                      \
   int name parameters {                                                                       \
     static auto real = next<int(*) parameters>(#name);                                        \
     std::string full = absolute(path);                                                        \
-    if (is_below(full) && strikes(deed, full)) return -1;                                     \
+    if (is_below(full) && must_fail(operation, full)) return -1;                                     \
     return real arguments;                                                                    \
   }
 
@@ -170,10 +174,10 @@ ON_PATH(unlink, "unlink", (const char *path), (path), path)
 ON_PATH(rmdir, "rmdir", (const char *path), (path), path)
 ON_PATH(mkdir, "mkdir", (const char *path, mode_t mode), (path, mode), path)
 
-int unlinkat(int at, const char *path, int flags) {  // shutil.rmtree: names relative to a folder that it holds open
+int unlinkat(int at, const char *path, int flags) {  // shutil.rmtree uses names relative to an open folder
   static auto real = next<int (*)(int, const char *, int)>("unlinkat");
   std::string full = at == AT_FDCWD ? absolute(path) : known(at) ? *paths[at] + "/" + path : "";
-  if (is_below(full)) strikes(flags & AT_REMOVEDIR ? "rmdir" : "unlink", full);
+  if (is_below(full)) must_fail(flags & AT_REMOVEDIR ? "rmdir" : "unlink", full);
   return real(at, path, flags);
 }
 

@@ -1,4 +1,4 @@
-"""Trainings that lose their machine, or their disk, at a chosen deed: `crash_shim.cpp` and the fork server."""
+"""Runs trainings that lose their machine or their disk at a chosen I/O operation (`crash_shim.cpp`)."""
 
 import os
 import shutil
@@ -20,64 +20,70 @@ LIMIT_S = 120
 
 
 @dataclass(frozen=True)
-class Deed:
+class Operation:
     """One line of the shim's log."""
 
     number: int
     name: str
     size: int
-    """Bytes, of a file that is flushed; else -1."""
+    """Length in bytes of a file that is flushed, else -1."""
     path: Path
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a training ended, and what it had done to its files."""
+class Outcome:
+    """How a training ended, and the operations on its files."""
 
     codes: list[int]
     err: str
-    deeds: list[Deed]
+    operations: list[Operation]
     sizes: dict[Path, int]
-    """Of the files that were there before."""
+    """Lengths of the files that existed before."""
 
-    def committed_step(self, struck_at: int) -> int:
-        """The newest step whose checkpoint stood in its place before that deed, at which all went wrong."""
-        steps = [step for deed in self.deeds if deed.number < struck_at and (step := _commits(deed)) is not None]
+    def committed_step(self, crashed_at: int) -> int:
+        """Return the newest step whose checkpoint was committed before the operation `crashed_at`."""
+        steps = [
+            step
+            for operation in self.operations
+            if operation.number < crashed_at and (step := _committed_step(operation)) is not None
+        ]
         return max(steps, default=0)
 
     def unflushed(self) -> dict[Path, int]:
-        """Files that were written to and not flushed since, and how much of each a lost machine finds again for sure:
-        what it held when it was last flushed. The last deed may not have been done."""
+        """Return the files with unflushed writes, and how many bytes of each are safe if the machine is lost.
+
+        That is the length that the file had when it was last flushed. The last operation may not have happened.
+        """
         dirty: set[Path] = set()
         flushed = dict(self.sizes)
-        for deed in self.deeds[:-1]:
-            if deed.name in ("write", "truncate"):
-                dirty.add(deed.path)
-            elif deed.name == "fsync":
-                dirty.discard(deed.path)
-                flushed[deed.path] = deed.size
-        if self.deeds and self.deeds[-1].name in ("write", "truncate"):
-            dirty.add(self.deeds[-1].path)
+        for operation in self.operations[:-1]:
+            if operation.name in ("write", "truncate"):
+                dirty.add(operation.path)
+            elif operation.name == "fsync":
+                dirty.discard(operation.path)
+                flushed[operation.path] = operation.size
+        if self.operations and self.operations[-1].name in ("write", "truncate"):
+            dirty.add(self.operations[-1].path)
         return {path: flushed.get(path, 0) for path in dirty}
 
 
-def _commits(deed: Deed) -> int | None:
-    """A whole checkpoint gets its name."""
-    if deed.name != "rename":
+def _committed_step(operation: Operation) -> int | None:
+    """Return the step of the checkpoint that the operation commits: it renames a folder to checkpoint-N."""
+    if operation.name != "rename":
         return None
-    prefix, _, step = deed.path.name.partition("-")
+    prefix, _, step = operation.path.name.partition("-")
     return int(step) if prefix == "checkpoint" and step.isdigit() else None
 
 
-class Crashes:
-    """Runs the saving worker below `folder`, with or without a crash."""
+class CrashRunner:
+    """Runs the worker `saving.py` in subfolders of `folder`, with or without a crash."""
 
     def __init__(self, server: ForkServer, folder: Path) -> None:
         self.server = server
         self.folder = folder
 
     def copy(self, name: str) -> Path:
-        """A new folder with what the folder `start` holds."""
+        """Return a new copy of the folder `start`."""
         target = self.folder / name
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(self.folder / "start", target)
@@ -94,11 +100,11 @@ class Crashes:
         errno: int = 0,
         rank: int = 0,
         env: dict[str, str] | None = None,
-    ) -> Ended:
-        """Train to `steps`, with `env` beside this process's own environment.
+    ) -> Outcome:
+        """Train until step `steps`, with `env` in addition to this process's own environment.
 
-        All ranks are lost at the deed number `at` of `rank`, or so many seconds after its first one; with `errno` they
-        live and the disk of `rank` fails from that deed on.
+        All ranks are killed at the operation number `at` of `rank`, or `after_s` seconds after the first operation.
+        With `errno` they are not killed; the disk of `rank` fails from that operation on.
         """
         cwd.mkdir(exist_ok=True)
         sizes = {path: path.stat().st_size for path in cwd.rglob("*") if path.is_file()}
@@ -118,25 +124,25 @@ class Crashes:
             codes = self.server.wait(job, LIMIT_S)
             lines = log.read_text().splitlines() if log.exists() else []
             parts = (line.split(" ", 3) for line in lines)
-            deeds = [Deed(int(number), name, int(size), Path(path)) for number, name, size, path in parts]
-            return Ended(codes, err.read_text(), deeds, sizes)
+            operations = [Operation(int(number), name, int(size), Path(path)) for number, name, size, path in parts]
+            return Outcome(codes, err.read_text(), operations, sizes)
 
     @staticmethod
-    def lose_unflushed(ended: Ended) -> None:
-        """Cut each file that was not flushed back to what it held when it was."""
-        for path, size in ended.unflushed().items():
+    def lose_unflushed(outcome: Outcome) -> None:
+        """Truncate each file with unflushed writes to the length that it had when it was last flushed."""
+        for path, size in outcome.unflushed().items():
             if path.is_file():
                 os.truncate(path, min(path.stat().st_size, size))
 
     @staticmethod
     def records(cwd: Path) -> list[tuple[int, float, float]]:
-        """Step, loss and gradient norm of every step logged; a line that was cut short is none."""
+        """Return step, loss and gradient norm of every logged step; an incomplete line is ignored."""
         return [(r["step"], r["loss"], r["grad_norm"]) for r in read_records(cwd / "out" / "scaling.jsonl")]
 
 
 @pytest.fixture(scope="session")
 def crash_server(tmp_path_factory):
-    """A fork server that runs with the shim."""
+    """Start a fork server whose processes preload the shim."""
     shim = tmp_path_factory.mktemp("shim") / "crash_shim.so"
     source = Path(__file__).parent / "crash_shim.cpp"
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Every damage to a committed checkpoint is found, and no whole one is suspected."""
+"""Every damage to a committed checkpoint is detected, and an undamaged checkpoint always passes."""
 
 import random
 import shutil
@@ -20,13 +20,13 @@ CLEAN_QUICK, CLEAN_LONG = 100, 1000
 
 
 @dataclass
-class Victim:
-    """A checkpoint, the one of the step before, and every byte of both."""
+class Target:
+    """A checkpoint, the previous checkpoint, and the content of all their files."""
 
     newest: Path
-    before: Path
+    previous: Path
     content: dict[str, bytes]
-    older: dict[str, bytes]
+    previous_content: dict[str, bytes]
 
     def restore(self):
         for name, data in self.content.items():
@@ -34,109 +34,111 @@ class Victim:
 
 
 @pytest.fixture(scope="module")
-def victim(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("victim")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
     tiny_trainer(folder, SpotCheckpointCallback(), save_strategy="steps", save_steps=1, max_steps=2).train()
-    newest, before = folder / "checkpoint-2", folder / "checkpoint-1"
+    newest = folder / "checkpoint-2"
+    previous = folder / "checkpoint-1"
     contents = [
         {name: (path / name).read_bytes() for name in [*checkpoint_files(path), MANIFEST_NAME]}
-        for path in (newest, before)
+        for path in (newest, previous)
     ]
-    return Victim(newest, before, *contents)
+    return Target(newest, previous, *contents)
 
 
-def flip_a_bit(victim, name, chance):
-    data = bytearray(victim.content[name])
-    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    (victim.newest / name).write_bytes(data)
+def flip_a_bit(target, name, rng):
+    data = bytearray(target.content[name])
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    (target.newest / name).write_bytes(data)
 
 
-def cut(victim, name, chance):
-    (victim.newest / name).write_bytes(victim.content[name][: chance.randrange(len(victim.content[name]))])
+def truncate(target, name, rng):
+    (target.newest / name).write_bytes(target.content[name][: rng.randrange(len(target.content[name]))])
 
 
-def empty(victim, name, chance):
-    (victim.newest / name).write_bytes(b"")
+def empty(target, name, rng):
+    (target.newest / name).write_bytes(b"")
 
 
-def zero_a_block(victim, name, chance):
-    data = bytearray(victim.content[name])
-    begin = chance.randrange(len(data))
+def zero_a_block(target, name, rng):
+    data = bytearray(target.content[name])
+    begin = rng.randrange(len(data))
     data[begin : begin + 512] = bytes(len(data[begin : begin + 512]))
-    (victim.newest / name).write_bytes(data)
+    (target.newest / name).write_bytes(data)
 
 
-def lengthen(victim, name, chance):
-    (victim.newest / name).write_bytes(victim.content[name] + b"\0")
+def lengthen(target, name, rng):
+    (target.newest / name).write_bytes(target.content[name] + b"\0")
 
 
-def remove(victim, name, chance):
-    (victim.newest / name).unlink()
+def remove(target, name, rng):
+    (target.newest / name).unlink()
 
 
-def exchange(victim, name, chance):
-    """The same file of the step before."""
-    (victim.newest / name).write_bytes(victim.older[name])
+def replace(target, name, rng):
+    """Replace the file by that of the previous checkpoint."""
+    (target.newest / name).write_bytes(target.previous_content[name])
 
 
-def link_out(victim, name, chance):
-    """The right content, but somewhere else."""
-    (victim.newest / name).unlink()
-    (victim.newest / name).symlink_to(victim.before / name)
+def replace_by_link(target, name, rng):
+    """Replace the file by a symbolic link to the previous checkpoint."""
+    (target.newest / name).unlink()
+    (target.newest / name).symlink_to(target.previous / name)
 
 
-DAMAGES = (flip_a_bit, cut, empty, zero_a_block, lengthen, remove, exchange, link_out)
+DAMAGES = (flip_a_bit, truncate, empty, zero_a_block, lengthen, remove, replace, replace_by_link)
 
 
 @pytest.mark.parametrize("trials", [QUICK, pytest.param(LONG, marks=pytest.mark.faults)])
-def test_every_damage_is_found(victim, trials):
-    chance, struck = random.Random(0), 0
-    names = [name for name in victim.content if name != MANIFEST_NAME]
-    while struck < trials:
-        name, damage = chance.choice(names), chance.choice(DAMAGES)
-        damage(victim, name, chance)
-        path = victim.newest / name
-        if path.is_symlink() or not path.is_file() or path.read_bytes() != victim.content[name]:
-            struck += 1
+def test_every_damage_is_detected(target, trials):
+    rng = random.Random(0)
+    damaged = 0
+    names = [name for name in target.content if name != MANIFEST_NAME]
+    while damaged < trials:
+        name, damage = rng.choice(names), rng.choice(DAMAGES)
+        damage(target, name, rng)
+        path = target.newest / name
+        if path.is_symlink() or not path.is_file() or path.read_bytes() != target.content[name]:
+            damaged += 1
             with pytest.raises(CheckpointError, match=rf"checkpoint-2 is corrupt: .*{name}"):
-                verify(victim.newest)
+                verify(target.newest)
         if path.is_symlink():
             path.unlink()
-        victim.restore()
+        target.restore()
 
 
 @pytest.mark.parametrize("trials", [20, pytest.param(200, marks=pytest.mark.faults)])
-def test_a_damaged_manifest_commits_nothing(victim, trials):
-    """Not every changed bit of a manifest makes it false (a space, say), but none makes another checkpoint true."""
-    chance = random.Random(1)
+def test_a_checkpoint_with_a_damaged_manifest_is_not_used(target, trials):
+    """Some changes of a manifest, such as a space, are harmless; these damages are not."""
+    rng = random.Random(1)
     for _ in range(trials):
-        chance.choice((cut, empty, exchange, remove))(victim, MANIFEST_NAME, chance)
+        rng.choice((truncate, empty, replace, remove))(target, MANIFEST_NAME, rng)
         with pytest.raises(CheckpointError):
-            verify(victim.newest)
-        assert latest_checkpoint(victim.newest.parent) == str(victim.before)
-        victim.restore()
+            verify(target.newest)
+        assert latest_checkpoint(target.newest.parent) == str(target.previous)
+        target.restore()
 
 
-def test_the_checkpoint_of_another_step_is_found_by_its_name(victim, tmp_path):
-    shutil.copytree(victim.before, tmp_path / "checkpoint-2")
-    with pytest.raises(CheckpointError, match="checkpoint-2 is corrupt: its manifest is for step 1"):
+def test_a_checkpoint_with_the_name_of_another_step_is_corrupt(target, tmp_path):
+    shutil.copytree(target.previous, tmp_path / "checkpoint-2")
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is corrupt: .*step 1"):
         verify(tmp_path / "checkpoint-2")
 
 
 @pytest.mark.parametrize("trials", [CLEAN_QUICK, pytest.param(CLEAN_LONG, marks=pytest.mark.faults)])
-def test_a_whole_one_is_never_suspected(victim, trials):
+def test_an_undamaged_checkpoint_always_passes(target, trials):
     for _ in range(trials):
-        assert verify(victim.newest).step == 2
+        assert verify(target.newest).step == 2
 
 
-def test_the_control_a_flipped_bit_is_loaded_without_a_word(victim, tmp_path):
-    """What safetensors and torch do by themselves: the damages above are real."""
-    shutil.copytree(victim.newest, tmp_path / "copy")
+def test_control_safetensors_and_torch_load_a_flipped_bit_silently(target, tmp_path):
+    """The libraries themselves do not detect the damages above."""
+    shutil.copytree(target.newest, tmp_path / "copy")
     for name in ("model.safetensors", "optimizer.pt"):
         path = tmp_path / "copy" / name
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 64
         path.write_bytes(data)
-    whole, flipped = (load_file(folder / "model.safetensors") for folder in (victim.newest, tmp_path / "copy"))
-    assert any(not torch.equal(whole[name], flipped[name]) for name in whole)
+    original, flipped = (load_file(folder / "model.safetensors") for folder in (target.newest, tmp_path / "copy"))
+    assert any(not torch.equal(original[name], flipped[name]) for name in original)
     torch.load(tmp_path / "copy" / "optimizer.pt", weights_only=True)

@@ -1,18 +1,18 @@
-"""A machine lost, or a disk that fails, at every deed of a resume, a save and a rotation.
+"""Crashes of the machine and of the disk at every I/O operation of a resume, a save and a rotation.
 
-Each trial begins with a run that has committed steps 2 and 3. It resumes, saves step 4, deletes step 2, saves step 5
-and deletes step 3, and at one deed (open, write, fsync, rename, unlink …) it is struck. Then must hold: the newest
-verified checkpoint is the newest that was committed, also when what was not flushed is gone, and the relaunched run
-ends as the run that was never struck, bit by bit.
+Each trial starts with a run that has committed steps 2 and 3. It resumes, saves step 4, deletes step 2, saves step 5
+and deletes step 3, and crashes at one operation (open, write, fsync, rename, unlink …). The test asserts that the
+newest verified checkpoint is the newest that was committed, even if all unflushed data is lost, and that the
+relaunched run has the same results as a run without a crash, bit by bit.
 
-The quick part takes some deeds, the long part (`make test-faults`) all of them, on two ranks too.
+The quick part crashes at some operations, the long part (`make test-faults`) at all of them, also with two ranks.
 """
 
 import errno
 import shutil
 
 import pytest
-from crashes import Crashes, crash_server  # noqa: F401  the fixture
+from crashes import CrashRunner, crash_server  # noqa: F401  the fixture
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -29,108 +29,111 @@ def ranks(request):
 
 @pytest.fixture(scope="module")
 def crashes(crash_server, ranks, tmp_path_factory):  # noqa: F811
-    """With `start`, the folder in which every trial begins, and `whole`, the run that is never struck."""
-    made = Crashes(crash_server, tmp_path_factory.mktemp("crashes"))
-    assert made.train(made.folder / "start", 3, ranks=ranks).codes == [0] * ranks
-    made.whole = made.train(made.copy("whole"), STEPS, ranks=ranks)
-    assert made.whole.codes == [0] * ranks
-    made.ranks = ranks
-    return made
+    """Runner with `start`, the folder with which every trial starts, and `reference`, the run without a crash."""
+    runner = CrashRunner(crash_server, tmp_path_factory.mktemp("crashes"))
+    assert runner.train(runner.folder / "start", 3, ranks=ranks).codes == [0] * ranks
+    runner.reference = runner.train(runner.copy("reference"), STEPS, ranks=ranks)
+    assert runner.reference.codes == [0] * ranks
+    runner.ranks = ranks
+    return runner
 
 
 def assert_usable(cwd, committed):
-    """A verified checkpoint is there, and it is the newest that was committed, or one that came whole after it."""
+    """Assert that the newest verified checkpoint is the newest that was committed, or a later complete one."""
     newest = latest_checkpoint(cwd / "out")
     assert newest is not None
     assert read_manifest(newest).step >= max(committed, 3)
 
 
-def assert_ends_as_whole(crashes, cwd):
-    """Relaunched, the run is the one that was never struck: losses, gradient norms, weights and optimizer."""
-    ended = crashes.train(cwd, STEPS, ranks=crashes.ranks)
-    assert ended.codes == [0] * crashes.ranks, ended.err[-2000:]
-    whole = crashes.folder / "whole"
-    assert crashes.records(cwd) == crashes.records(whole)
+def assert_relaunch_equals_reference(crashes, cwd):
+    """Assert that the relaunched run has the losses, gradient norms, weights and optimizer of the reference."""
+    outcome = crashes.train(cwd, STEPS, ranks=crashes.ranks)
+    assert outcome.codes == [0] * crashes.ranks, outcome.err[-2000:]
+    reference = crashes.folder / "reference"
+    assert crashes.records(cwd) == crashes.records(reference)
     last = f"out/checkpoint-{STEPS}"
-    assert read_manifest(cwd / last).files["optimizer.pt"] == read_manifest(whole / last).files["optimizer.pt"]
+    assert read_manifest(cwd / last).files["optimizer.pt"] == read_manifest(reference / last).files["optimizer.pt"]
     assert_close(
-        load_file(cwd / last / "model.safetensors"), load_file(whole / last / "model.safetensors"), rtol=0, atol=0
+        load_file(cwd / last / "model.safetensors"), load_file(reference / last / "model.safetensors"), rtol=0, atol=0
     )
 
 
-def was_struck(crashes, ended, at):
-    """Ranks race to make a folder, so a run of two does a deed or two more or fewer than the one that was counted."""
-    if any(ended.codes):
+def has_crashed(crashes, outcome, at):
+    """Return whether the run crashed at operation `at`.
+
+    Two ranks race to create a folder, so such a run may have one or two operations fewer than the reference.
+    """
+    if any(outcome.codes):
         return True
-    may_be_missing = crashes.ranks > 1 and at > 0.95 * len(crashes.whole.deeds)
-    assert may_be_missing, f"deed {at} failed and nobody noticed"
+    may_be_missing = crashes.ranks > 1 and at > 0.95 * len(crashes.reference.operations)
+    assert may_be_missing, f"operation {at} failed and the run ended without an error"
     return False
 
 
-def assert_survives_the_machine(crashes, at, *, relaunch):
-    cwd = crashes.copy("struck")
-    ended = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at)
-    if not was_struck(crashes, ended, at):
+def assert_survives_machine_loss(crashes, at, *, relaunch):
+    cwd = crashes.copy("crashed")
+    outcome = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at)
+    if not has_crashed(crashes, outcome, at):
         return
-    assert -9 in ended.codes
-    committed = ended.committed_step(at)
+    assert -9 in outcome.codes
+    committed = outcome.committed_step(at)
     assert_usable(cwd, committed)
-    crashes.lose_unflushed(ended)
+    crashes.lose_unflushed(outcome)
     assert_usable(cwd, committed)
     if relaunch:
-        assert_ends_as_whole(crashes, cwd)
+        assert_relaunch_equals_reference(crashes, cwd)
 
 
-def assert_survives_the_disk(crashes, at, number, *, relaunch):
-    cwd = crashes.copy("struck")
-    ended = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at, errno=number)
-    if not was_struck(crashes, ended, at):
+def assert_survives_disk_failure(crashes, at, number, *, relaunch):
+    cwd = crashes.copy("crashed")
+    outcome = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at, errno=number)
+    if not has_crashed(crashes, outcome, at):
         return
-    assert_usable(cwd, ended.committed_step(at))
+    assert_usable(cwd, outcome.committed_step(at))
     if relaunch:
-        assert_ends_as_whole(crashes, cwd)
+        assert_relaunch_equals_reference(crashes, cwd)
 
 
 @pytest.mark.timeout(600)
-def test_a_machine_lost_at_some_deeds(crashes):
+def test_machine_loss_at_some_operations(crashes):
     if crashes.ranks > 1:
-        pytest.skip("all of them are struck in the next test")
-    deeds = len(crashes.whole.deeds)
-    for number, at in enumerate(range(3, deeds, max(deeds // 12, 1))):
-        assert_survives_the_machine(crashes, at, relaunch=number % 6 == 0)
+        pytest.skip("the next test covers all operations")
+    operations = len(crashes.reference.operations)
+    for number, at in enumerate(range(3, operations, max(operations // 12, 1))):
+        assert_survives_machine_loss(crashes, at, relaunch=number % 6 == 0)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_fails_at_some_deeds(crashes, number):
-    deeds = len(crashes.whole.deeds)
-    for at in (deeds // 5, deeds // 2):
-        assert_survives_the_disk(crashes, at, number, relaunch=at > deeds // 4)
+def test_disk_failure_at_some_operations(crashes, number):
+    operations = len(crashes.reference.operations)
+    for at in (operations // 5, operations // 2):
+        assert_survives_disk_failure(crashes, at, number, relaunch=at > operations // 4)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(7200)
-def test_a_machine_lost_at_every_deed(crashes):
-    for at in range(1, len(crashes.whole.deeds) + 1):
-        assert_survives_the_machine(crashes, at, relaunch=at % 3 == 0)
+def test_machine_loss_at_every_operation(crashes):
+    for at in range(1, len(crashes.reference.operations) + 1):
+        assert_survives_machine_loss(crashes, at, relaunch=at % 3 == 0)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_disk_that_fails_at_every_deed(crashes, number):
-    for at in range(1, len(crashes.whole.deeds), 3):
-        assert_survives_the_disk(crashes, at, number, relaunch=at % 4 == 0)
+def test_disk_failure_at_every_third_operation(crashes, number):
+    for at in range(1, len(crashes.reference.operations), 3):
+        assert_survives_disk_failure(crashes, at, number, relaunch=at % 4 == 0)
 
 
-def test_the_control_a_save_without_a_manifest_is_not_noticed(crashes):
-    """What plain Trainer leaves behind, and `get_last_checkpoint` picks: the trials above can fail."""
+def test_control_plain_trainer_picks_an_incomplete_checkpoint(crashes):
+    """`get_last_checkpoint` picks what plain Trainer leaves after a crash, so the trials above can fail."""
     from transformers.trainer_utils import get_last_checkpoint
 
     cwd = crashes.copy("control")
-    half = cwd / "out" / "checkpoint-4"
-    shutil.copytree(cwd / "out" / "checkpoint-3", half)
-    (half / "hfscale_manifest.json").unlink()
-    (half / "optimizer.pt").write_bytes(b"")
-    assert get_last_checkpoint(str(cwd / "out")) == str(half)
+    incomplete = cwd / "out" / "checkpoint-4"
+    shutil.copytree(cwd / "out" / "checkpoint-3", incomplete)
+    (incomplete / "hfscale_manifest.json").unlink()
+    (incomplete / "optimizer.pt").write_bytes(b"")
+    assert get_last_checkpoint(str(cwd / "out")) == str(incomplete)
     assert verify(latest_checkpoint(cwd / "out")).step == 3

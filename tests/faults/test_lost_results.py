@@ -1,4 +1,4 @@
-"""A run that is lost after its last step, while it evaluates its model or writes it out, does both when relaunched."""
+"""A run that ends after its last step, but before its evaluation and export, does both when it is relaunched."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ def workplace(tmp_path_factory):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_results_are_made_up_for(workplace, tmp_path, strategy):
+def test_missing_results_are_produced_by_a_relaunch(workplace, tmp_path, strategy):
     folder = shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
     run_recipe(folder, strategy, 2, *EVALUATED)
     out, losses = folder / "out", logged(folder, "loss")
