@@ -1,7 +1,7 @@
 """How long training stalls for a checkpoint of about 300 MB, with the callback and with a plain Trainer.
 
-Two Trainers take turns in one process, with the same model, data and number of saves; the order within a pair of turns
 Two Trainers take turns in one process, with the same model, data and saves; the order within a pair of turns
+alternates. A stall is the time that Trainer's own "log, save, evaluate" takes in a step that saves. The first
 save of each turn is excluded, because with the callback it also allocates the buffers that later saves reuse; its
 stall is a separate entry of the result. The duration of steps during which a checkpoint is being written is compared
 with that of the other steps of the turn. The total cost of a save is its stall plus the time by which those steps are
