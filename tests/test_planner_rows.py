@@ -248,7 +248,7 @@ def test_interconnects(text, gb_s):
         ({"gpu_type": "H1000"}, "GPU 'H1000' is not in hfscale's table"),
         ({"precision": "int3"}, "precision 'int3' is not known"),
         ({"ac": "maybe"}, "ac 'maybe' is not known"),
-        ({"stack": "mine"}, "stack 'mine' is not known"),
+        ({"stack": "mine"}, "--stack is 'mine'"),
         ({"dp_shard": "1", "tp": "8", "heads": "12"}, "tp=8 does not divide the 12 attention heads"),
         ({"dp_shard": "", "dp_replicate": "", "tp": "3"}, "tp=3 x pp=1 x cp=1 do not divide 8 GPUs"),
         ({"global_batch_seqs": "12"}, "global batch 12 is not a multiple of 8"),

@@ -189,7 +189,7 @@ class TestAnswer:
             ({"tokens": -1.0}, "--tokens is -1.0"),
             ({"seq_len": 0}, "seq_len=0"),
             ({"precision": "fp4"}, "precision 'fp4' is not known"),
-            ({"stack": "jax"}, "stack 'jax' is not known"),
+            ({"stack": "jax"}, "--stack is 'jax'"),
             ({"method": "lora", "lora_rank": 0}, "--lora-rank is 0"),
         ],
     )

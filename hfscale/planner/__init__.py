@@ -1,1 +1,1 @@
-"""Which layout, does it fit, how long, how much: arithmetic over the facts, without torch."""
+"""Estimates memory, time and cost of training runs and searches for the best layout. Imports no torch."""

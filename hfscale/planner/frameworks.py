@@ -1,6 +1,7 @@
-"""The constants of the software that trains, by *stack*, and those that all stacks share; from `frameworks.toml`.
+"""Constants of the training frameworks, and constants that all of them share, from `frameworks.toml`.
 
-The time constants are fitted by `benchmarks/planner_fit.py` on published runs, a few per stack, never one per run.
+A framework is what `--stack` names: `hf` (Transformers, Accelerate and DeepSpeed), `titan` (torchtitan, torchtune) or
+`megatron`. Its time constants are fitted by `benchmarks/planner_fit.py` to published runs, a few per framework.
 """
 
 import difflib
@@ -14,47 +15,47 @@ from hfscale.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """How well one kind of software uses the hardware, and what it keeps in memory."""
+    """How well a training framework uses the hardware, and what it keeps in memory."""
 
     name: str
     """`hf`, `titan` or `megatron`."""
     about: str
-    """Which software it stands for."""
+    """The software that it stands for."""
 
     # -- time ---------------------------------------------------------------------------------------------------------
     matmul: float
-    """Sustained rate of large matrix products, as part of the best one measured on the device alone."""
+    """Sustained rate of large matrix products, relative to the best one measured on the device alone."""
     fp8_gain: float
-    """Speed of fp8 matrix products with their casts, over bf16 ones."""
+    """Speed of fp8 matrix products with their casts, relative to bf16 products."""
     fp8_rowwise_gain: float
-    """The same with a scale per row."""
+    """The same with an fp8 scale per row."""
     attention_ampere: float
-    """Rate of the attention kernel, as part of the device's bf16 peak: Ampere, Ada."""
+    """Rate of the attention kernel relative to the device's bf16 peak, on Ampere and Ada."""
     attention_hopper: float
-    """The same on Hopper and later, whose peak older kernels reach less of."""
+    """The same on Hopper and later, where kernels reach less of the peak."""
     passes_h: float
     """Reads and writes of a hidden-wide activation per layer's forward pass, outside matrices and attention."""
     passes_f: float
     """Reads and writes of an MLP-wide activation per layer's forward pass."""
     compiled_passes: float
-    """What torch.compile leaves of both."""
+    """Fraction of both that is left with torch.compile."""
     loss_bytes: float
-    """Bytes moved per logit by head and cross-entropy, forward and backward."""
+    """Bytes of memory traffic per logit of head and cross-entropy, forward and backward."""
     overlap_dp: float
-    """Part of the data-parallel traffic under a computation that costs nothing."""
+    """Fraction of the data-parallel communication that a computation at the same time hides."""
     overlap_tp: float
-    """Part of the tensor-parallel traffic that is hidden."""
+    """Fraction of the tensor-parallel communication that is hidden."""
     selective_matmul: float
-    """Part of the matrix products that selective recomputation runs again."""
+    """Fraction of the matrix products that selective recomputation runs again."""
     selective_attention: float
-    """Part of attention that it runs again."""
+    """Fraction of attention that selective recomputation runs again."""
     launch_s: float
-    """Host time to launch one layer's forward pass; a GPU that is faster waits."""
+    """CPU time to launch one layer's forward pass, seconds; a GPU that is faster idles."""
     pass_s: float
-    """Time of a recomputed layer's pass that does not grow with its tokens, in Megatron-DeepSpeed of 2022: BLOOM's
-    prototypes lose a tenth at two sequences per micro-batch against four, however they are cut."""
+    """Seconds of a recomputed layer's pass that do not depend on the number of tokens, in Megatron-DeepSpeed of 2022:
+    BLOOM's prototypes are a tenth slower with two sequences per micro-batch than with four, in every layout."""
     step_s: float
-    """Host and optimizer time per step that no model explains: logging, data, clipping."""
+    """Seconds per step that are not modelled: logging, data, clipping."""
 
     # -- memory -------------------------------------------------------------------------------------------------------
     kept_h: float
@@ -66,52 +67,52 @@ class Framework:
     kept_f: float
     """Bytes kept per token and layer, in MLP widths, where the MLP is gated."""
     kept_f_plain: float
-    """The same where it is not."""
+    """The same where the MLP is not gated."""
     kept_e: float
-    """Bytes kept per token and layer of experts, in hidden widths, for each expert that a token passes: its input, and
-    its output where that is weighted by the router."""
+    """Bytes kept per token and mixture-of-experts layer, in hidden widths, for each expert that a token passes: its
+    input, and its output where the router weighs it."""
     compiled_kept: float
-    """What torch.compile leaves of the kept bytes."""
+    """Fraction of the kept bytes that is left with torch.compile."""
     loss_kept: float
     """Bytes per logit at the loss's peak."""
     compiled_loss_kept: float
     """The same where torch.compile compiles the loss too."""
     split_loss_kept: float
-    """The same where the loss is computed on logits that are split over tensor-parallel ranks."""
+    """The same where the loss is computed on logits that stay split over tensor-parallel ranks."""
     gradient_bytes: float
-    """Bytes per parameter of the gradients that are reduced."""
+    """Bytes per reduced gradient."""
     context_gib: float
-    """CUDA context and libraries."""
+    """Memory of CUDA context and libraries, GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedConstants:
-    """Constants of hardware and networks under any stack."""
+    """Constants of hardware and networks with any framework."""
 
     memory_rate: float
-    """Part of the memory bandwidth that streaming kernels reach."""
+    """Fraction of the memory bandwidth that streaming kernels reach."""
     link_rate: float
-    """Part of the NVLink or PCIe bandwidth that collectives reach."""
+    """Fraction of the NVLink or PCIe bandwidth that collectives reach."""
     network_rate: float
-    """Part of the network's bandwidth that collectives reach."""
+    """Fraction of the network's bandwidth that collectives reach."""
     hop_s: float
-    """Latency of one step of a ring inside a node."""
+    """Latency of one step of a ring inside a node, seconds."""
     network_hop_s: float
-    """Latency of one step of a ring between nodes."""
+    """Latency of one step of a ring between nodes, seconds."""
     misaligned: float
-    """Rate of matrices whose width per rank is no multiple of 64, against those whose is."""
+    """Relative rate of matrix products whose width per rank is not a multiple of 64."""
     power_exponent: float
-    """Sustained rate goes with (power limit / the series' usual one) to this."""
+    """Exponent of (power limit / usual power limit of the series) in the sustained rate."""
     node_drift: float
-    """Slowdown per doubling of the number of nodes: stragglers and jitter."""
+    """Relative slowdown per doubling of the number of nodes, by stragglers and jitter."""
     ring_attention: float
-    """Rate of attention in blocks around a ring of context-parallel ranks, against that of whole sequences."""
+    """Rate of attention in blocks around a ring of context-parallel ranks, relative to that of unsplit sequences."""
     imbalance: float
-    """Busiest over average rank of a mixture of experts."""
+    """Tokens of the busiest rank of a mixture of experts, relative to the average."""
     fragmentation: float
-    """Memory the allocator reserves, over what is in use."""
+    """Memory that the allocator reserves, relative to what is in use."""
     group_gib: float
-    """NCCL's buffers of a group of ranks."""
+    """Memory of NCCL's buffers per group of ranks, GiB."""
 
 
 @cache
@@ -122,25 +123,25 @@ def _table() -> dict[str, dict[str, float]]:
 
 @cache
 def shared_constants() -> SharedConstants:
-    """The constants that all stacks share."""
+    """The constants that all frameworks share."""
     return SharedConstants(**_table()["shared"])
 
 
 @cache
 def find_framework(name: str) -> Framework:
-    """The stack called `name`.
+    """The framework called `name`.
 
     Raises:
-        `UsageError`: There is none; the message names those there are.
+        `UsageError`: There is none of this name; the message lists the names.
     """
     names = framework_names()
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UsageError(f"stack {name!r} is not known{hint}: use one of {', '.join(names)}")
+        raise UsageError(f"--stack is {name!r}, which is not known{hint}: use one of {', '.join(names)}")
     return Framework(name=name, **_table()[name])  # type: ignore[arg-type]
 
 
 def framework_names() -> tuple[str, ...]:
-    """All stacks."""
+    """Names of all frameworks."""
     return tuple(name for name in _table() if name != "shared")

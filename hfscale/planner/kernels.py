@@ -1,6 +1,7 @@
-"""Seconds of one layer's computation on one rank: matrix products, attention, element-wise work.
+"""Duration of one layer's computation on one rank: matrix products, attention, element-wise operations.
 
-T tokens of a micro-batch on the rank. Every part is a roofline: work at the sustained rate plus bytes at the memory's.
+Every part is the time of its FLOPs at the sustained rate plus the time of its memory traffic at the sustained memory
+bandwidth. All durations are in seconds. `tokens` are those of a micro-batch on one rank.
 """
 
 from dataclasses import dataclass
@@ -12,52 +13,58 @@ from hfscale.planner.job import Job, Precision
 from hfscale.planner.model_view import LayerKind, ModelView
 
 DEFAULT_ACHIEVED = 0.8
-"""Best matrix product over the peak where none was measured: 80% on H100, 87% on A100 (Bekman, ML Engineering,
-2025)."""
+"""Rate of the best matrix product relative to the peak, where none was measured: 80% on H100, 87% on A100 (Bekman, ML
+Engineering, 2025)."""
 HOPPER_TFLOPS = 700.0
-"""bf16 peak from which a device counts as Hopper or later: flash attention 2 reaches 35-40% of it, not 50-70%
-(Shah et al., FlashAttention-3, arXiv 2407.08608)."""
+"""bf16 peak, TFLOP/s, from which a device counts as Hopper or later: flash attention 2 reaches 35-40% of its peak
+there, and 50-70% on earlier devices (Shah et al., FlashAttention-3, arXiv 2407.08608)."""
 USUAL_POWER_W = {"H100": 700.0, "H200": 700.0, "A100": 400.0, "B200": 1000.0}
-"""Power limit of the part on which the series' best matrix product was measured."""
+"""Power limit, W, of the device on which the best matrix product of its series was measured."""
 ALIGNMENT = 64
-"""Widths that fill tensor-core tiles, elements of 2 bytes (NVIDIA, Matrix Multiplication Background User's Guide)."""
+"""Widths that fill tensor-core tiles are multiples of this many 2-byte elements (NVIDIA, Matrix Multiplication
+Background User's Guide)."""
 TENSOR_CORE_WIDTH = 8
-"""Widths of 2-byte matrices that run on tensor cores are multiples of 16 bytes (NVIDIA, Matrix Multiplication
-Background User's Guide, table 1); others run at the rate of fp32. Flash attention pads its heads."""
+"""Matrices of 2-byte elements run on tensor cores if their widths are multiples of this many elements, 16 bytes
+(NVIDIA, Matrix Multiplication Background User's Guide, table 1); others run at the fp32 rate. Flash attention pads its
+heads."""
 BACKWARD_ATTENTION = 2.5
-"""FLOPs of flash attention's backward pass over its forward (Dao, arXiv 2307.08691, section 4)."""
-
+"""FLOPs of flash attention's backward pass relative to its forward pass (Dao, arXiv 2307.08691, section 4)."""
+SCORE_BYTES = 14.0
+"""Bytes of memory traffic per attention score without flash attention, at 2 bytes per element: scores are written,
+read and written by the fused softmax and by dropout with its mask, and read again (Korthikanti et al., arXiv
+2205.05198, section 4.1, count what is kept)."""
 FP8_CAST_BYTES = 4.0
-"""Bytes moved per element to cast an activation for an fp8 product: read in bf16, written in fp8 as it is and
-transposed (Transformer Engine). The weights' casts are kept over the micro-batches of a step."""
+"""Bytes of memory traffic per element to cast an activation for an fp8 product: it is read in bf16 and written in fp8
+twice, once transposed (Transformer Engine). Cast weights are reused by all micro-batches of a step."""
 NORM_PART = 0.5
-"""Part of the hidden-wide passes that norms, residuals and dropout make: they keep 10 of a layer's 24 h
-(Korthikanti et al., arXiv 2205.05198, section 4.2.2), and move somewhat more."""
+"""Fraction of the reads and writes of hidden-wide activations that norms, residuals and dropout make: they keep 10 of
+a layer's 24 h (Korthikanti et al., arXiv 2205.05198, section 4.2.2), and move somewhat more."""
 MOE_PASSES = 12.0
-"""Reads and writes of a hidden-wide activation per expert that a token passes: sorted by expert and back."""
+"""Reads and writes of a hidden-wide activation, per expert that a token passes, to sort tokens by expert and back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """Seconds of an average layer's forward pass, by part."""
+    """Duration of an average layer's forward pass by part, seconds."""
 
     matmul: float
     """Matrix products."""
     attention: float
-    """Scores and their sum of values."""
+    """Attention scores and the weighted sum of the values."""
     elementwise: float
-    """Norms, activations, residuals, rotary positions."""
+    """Norms, activation functions, residuals, rotary positions."""
     routing: float = 0.0
-    """Tokens sorted by expert and back."""
+    """Sorting tokens by expert and back."""
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return self.matmul + self.attention + self.elementwise + self.routing
 
 
 class Rates:
-    """What the device sustains under a stack."""
+    """Sustained rates of a device with a training framework: FLOP/s of matrix products and attention, and bytes/s of
+    memory traffic."""
 
     def __init__(self, job: Job, framework: Framework, shared: SharedConstants) -> None:
         gpu = job.gpu
@@ -73,7 +80,11 @@ class Rates:
 
 
 def bf16_like_peak(job: Job) -> float:
-    """Dense peak, TFLOP/s, of the format that products outside fp8 matrices take."""
+    """Dense peak, TFLOP/s, of the format of matrix products that are not in fp8.
+
+    Raises:
+        `UsageError`: No peak of that format is known for the device.
+    """
     gpu = job.gpu
     if job.precision == "fp32":
         peak = gpu.tf32_tflops or gpu.fp32_tflops
@@ -82,12 +93,16 @@ def bf16_like_peak(job: Job) -> float:
     if peak is None:
         formats: tuple[Dtype, ...] = ("bf16", "fp16", "fp8")
         has = [name for name in formats if peak_tflops(gpu, name)]
-        raise UsageError(f"no {job.precision} peak of {gpu.name} is known: use precision {' or '.join(has)}")
+        raise UsageError(
+            f"--precision is {job.precision}, but no {job.precision} peak of {gpu.name} is known: use "
+            f"{' or '.join(has)}"
+        )
     return peak
 
 
 def power_factor(gpu: Accelerator, shared: SharedConstants) -> float:
-    """Sustained rate of a part with a lower power limit than its series' usual one; 1 where that is not known."""
+    """Relative sustained rate of a device whose power limit is lower than usual in its series; 1 where that is not
+    known."""
     usual = USUAL_POWER_W.get(gpu.name.partition("-")[0])
     if usual is None or gpu.power_w is None or "PCIe" in gpu.name or gpu.power_w >= usual:
         return 1.0
@@ -105,7 +120,7 @@ def matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precisio
 
 
 def layer_forward(view: ModelView, job: Job, framework: Framework, shared: SharedConstants, rates: Rates) -> LayerTime:
-    """Forward pass of an average layer."""
+    """Duration of an average layer's forward pass."""
     tokens, tp = job.tokens, job.layout.tp
     matmul = attention = 0.0
     for kind in view.kinds:
@@ -120,9 +135,14 @@ def layer_forward(view: ModelView, job: Job, framework: Framework, shared: Share
 
 
 def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: SharedConstants, rates: Rates) -> float:
-    seconds, is_fp8 = 0.0, job.precision == "fp8"
+    """Duration of the matrix products of a layer's forward pass."""
+    seconds = 0.0
+    is_fp8 = job.precision == "fp8"
     for matrix in kind.matrices:
-        k, n, rows, copies = matrix.inputs, matrix.outputs, float(tokens), 1.0
+        k = matrix.inputs
+        n = matrix.outputs
+        rows = float(tokens)
+        copies = 1.0
         rate = rates.matmul
         if matrix.experts > 1:
             copies = matrix.experts / job.expert_parallel
@@ -143,9 +163,10 @@ def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: SharedC
 def _attention_s(
     view: ModelView, kind: LayerKind, job: Job, tokens: int, tp: int, shared: SharedConstants, rates: Rates
 ) -> float:
-    """Causal flash attention reads half of the keys; without it all scores are computed and pass through memory.
+    """Duration of attention in a layer's forward pass.
 
-    A query at position i sees min(i, w) keys; their mean over a sequence of S is w (1 - w / 2S).
+    Causal flash attention computes half of the scores; without it all scores are computed and pass through memory. A
+    query at position i attends to min(i, w) keys in a window of w; their mean over a sequence of S is w (1 - w / 2S).
     """
     seq_len = job.seq_len
     reach = seq_len if kind.window is None else min(seq_len, kind.window)
@@ -160,14 +181,9 @@ def _attention_s(
     return 2 * widths * seq_len * tokens / rate + SCORE_BYTES * scores / rates.memory
 
 
-SCORE_BYTES = 14.0
-"""Bytes moved per attention score without flash attention: written, read and written by the fused softmax, by dropout
-with its mask, and read again, at 2 bytes (Korthikanti et al., arXiv 2205.05198, section 4.1, count what is kept)."""
-
-
 def _elementwise_s(view: ModelView, job: Job, framework: Framework, tokens: int, tp: int, rates: Rates) -> float:
     left = framework.compiled_passes if job.compile else 1.0
-    # Norms and residuals are split only with sequence parallelism; what lies inside attention and MLP always is.
+    # Norms and residuals are split only with sequence parallelism, activations inside attention and MLP always.
     outside = NORM_PART / (tp if job.sequence_parallel else 1)
     hidden = framework.passes_h * view.hidden * (outside + (1 - NORM_PART) / tp)
     gate = 1.0 if view.gated else 0.5
@@ -182,7 +198,7 @@ def _routing_s(view: ModelView, job: Job, framework: Framework, tokens: int, tp:
 
 
 def head_s(view: ModelView, job: Job, framework: Framework, rates: Rates) -> float:
-    """Head and cross-entropy of one micro-batch, forward and backward."""
+    """Duration of head and cross-entropy of one micro-batch, forward and backward."""
     vocab = view.shape.vocab / job.layout.tp
     backward = 3.0 if job.method == "full" else 2.0
     products = backward * 2 * job.tokens * view.hidden * vocab / rates.bf16_matmul

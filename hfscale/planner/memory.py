@@ -1,12 +1,14 @@
 """Memory of the fullest rank at its peak, by part.
 
-peak = states + activations of the micro-batches in flight + the larger of the loss's peak and one layer's backward
-pass + gathered parameters and buckets + context, times the allocator's fragmentation.
+peak = (states + activations of the micro-batches in flight + the larger of the loss's peak and one layer's backward
+pass + gathered parameters and buckets) x the allocator's fragmentation + CUDA context and communication buffers.
 
-States: mixed precision with AdamW costs 16 bytes per parameter before sharding (Rajbhandari et al., ZeRO, arXiv
-1910.02054, section 3.1): in Hugging Face's stack and FSDP2 fp32 parameters, gradients and two moments; in NeMo bf16
-parameters and gradients with fp32 master copy and moments; in Megatron-DeepSpeed 4 more for gradients that are
-accumulated in fp32.
+States are parameters, gradients and optimizer states. Mixed precision with AdamW takes 16 bytes per parameter before
+sharding (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1): Hugging Face and FSDP2 hold parameters, gradients
+and two moments in fp32; NeMo holds parameters and gradients in bf16 and a master copy and moments in fp32;
+Megatron-DeepSpeed needs 4 bytes more, for gradients that are accumulated in fp32.
+
+All byte counts are per rank unless a docstring says otherwise. `view` is the model, `job` the run.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from hfscale.planner.frameworks import Framework, SharedConstants, shared_consta
 from hfscale.planner.job import Job
 from hfscale.planner.model_view import ModelView, view_of
 
-# -- what a rank keeps between steps ----------------------------------------------------------------------------------
+# -- states: what a rank keeps between steps --------------------------------------------------------------------------
 
 
 MOMENTS = {
@@ -28,69 +30,76 @@ MOMENTS = {
     "adafactor": 0.01,
     "muon": 4.0,
 }
-"""Bytes of optimizer states per parameter: two fp32 or bf16 moments; 8 bits with an fp32 scale per 256 (Dettmers et
-al., arXiv 2110.02861); rows and columns only in Adafactor (Shazeer & Stern, arXiv 1804.04235); one moment in Muon."""
+"""Bytes of optimizer states per parameter. AdamW has two moments, in fp32 or bf16, or in 8 bits with an fp32 scale per
+256 elements (Dettmers et al., arXiv 2110.02861); Adafactor keeps only rows and columns (Shazeer & Stern, arXiv
+1804.04235); Muon has one moment."""
 QLORA_BYTES = 0.5 + 0.127 / 8 + 1 / 64 / 8
-"""Of a frozen parameter in NF4 with double quantisation: 4 bits and 0.127 for the scales (Dettmers et al., arXiv
-2305.14314, section 3)."""
+"""Bytes per frozen parameter in NF4 with double quantisation: 4 bits and 0.127 bits for the scales (Dettmers et al.,
+arXiv 2305.14314, section 3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes on one rank."""
+    """Bytes of the states on one rank."""
 
     parameters: float
-    """Parameters in the format the optimizer or the layers hold them."""
+    """Parameters, in the format in which the layers or the optimizer hold them."""
     gradients: float
-    """Gradients, all of them, at the end of the backward pass."""
+    """All gradients, as they are at the end of the backward pass."""
     optimizer: float
     """Moments and master copies."""
 
 
 def trained_parameters(view: ModelView, job: Job) -> float:
-    """Parameters that get a gradient."""
+    """Number of parameters that get a gradient, on all ranks together."""
     if job.method == "full":
         return float(view.total_parameters)
     return view.lora_parameters(job.lora_rank)
 
 
 def local_parameters(view: ModelView, job: Job) -> float:
-    """Parameters of the fullest rank before any data-parallel sharding: its layers, and the larger end."""
+    """Number of parameters of the fullest rank before data-parallel sharding.
+
+    It holds its layers, and the embedding or the head if it is the first or the last pipeline rank.
+    """
     layout = job.layout
     first, last = job.layer_split
     per_layer = view.layer_parameters - view.expert_parameters * (1 - 1 / job.expert_parallel)
     if layout.pp == 1:
-        whole = first * per_layer + view.embedding_parameters + view.head_parameters
+        parameters = first * per_layer + view.embedding_parameters + view.head_parameters
     else:
         head = view.shape.vocab * view.shape.embedding_width if view.shape.tied else view.head_parameters
         if job.is_v_shaped:
             head += view.embedding_parameters
         on_first = job.rank_layers[0] if job.rank_layers else last if first != last else first
-        opening = on_first * per_layer + view.embedding_parameters
-        whole = max(opening, last * per_layer + head, first * per_layer)
-    return whole / layout.tp
+        parameters = max(
+            on_first * per_layer + view.embedding_parameters,
+            last * per_layer + head,
+            first * per_layer,
+        )
+    return parameters / layout.tp
 
 
 def state_bytes(view: ModelView, job: Job, framework: Framework) -> StateBytes:
-    """States of the fullest rank."""
+    """Bytes of the fullest rank's states on the device; what is offloaded is not counted."""
     layout = job.layout
     local = local_parameters(view, job)
     share = trained_parameters(view, job) / view.total_parameters
-    everyone = job.data_parallel * layout.cp
+    all_replicas = job.data_parallel * layout.cp
     shards = layout.dp_shard * layout.cp
-    # Experts are spread over some of the data-parallel ranks already, so that fewer are left to share each.
+    # Expert parallelism already spreads experts over some of the data-parallel ranks, so fewer ranks share each.
     expert_part = _expert_part(view, job, local)
 
-    def over(ranks: int) -> float:
-        """What sharing over `ranks` leaves of a byte per parameter."""
+    def share_of(ranks: int) -> float:
+        """The fraction of the local parameters that a rank keeps if `ranks` ranks shard them."""
         return (1 - expert_part) / ranks + expert_part / max(1.0, ranks / job.expert_parallel)
 
     if job.zero == 3:
-        parameter_share = gradient_share = optimizer_share = over(shards)
+        parameter_share = gradient_share = optimizer_share = share_of(shards)
     else:
         parameter_share = 1.0
-        gradient_share = over(everyone) if job.zero == 2 else 1.0
-        optimizer_share = over(everyone) if job.zero >= 1 else 1.0
+        gradient_share = share_of(all_replicas) if job.zero == 2 else 1.0
+        optimizer_share = share_of(all_replicas) if job.zero >= 1 else 1.0
     weight, gradient, master = _formats(job, framework)
     moments = MOMENTS[job.optimizer] / (2 if job.pure and job.optimizer == "adamw" else 1)
     frozen = {"full": 0.0, "lora": 2.0, "qlora": QLORA_BYTES}[job.method]
@@ -109,7 +118,7 @@ def state_bytes(view: ModelView, job: Job, framework: Framework) -> StateBytes:
 
 
 def _expert_part(view: ModelView, job: Job, local: float) -> float:
-    """Part of a rank's parameters that are routed experts."""
+    """Fraction of a rank's parameters that belong to routed experts."""
     if not view.expert_parameters:
         return 0.0
     here = job.layer_split[0] * view.expert_parameters / job.expert_parallel / job.layout.tp
@@ -117,46 +126,47 @@ def _expert_part(view: ModelView, job: Job, local: float) -> float:
 
 
 def _megatron_gradient(job: Job, framework: Framework) -> float:
-    """Bytes per parameter of Megatron's bf16 gradients. NeMo's recipes keep and reduce them as they are; DeepSpeed's
-    BF16_Optimizer, with which BLOOM was trained, adds them up in fp32 and keeps the micro-batch's own beside the
-    sum."""
+    """Bytes per parameter of Megatron's bf16 gradients.
+
+    NeMo's recipes keep and reduce them in bf16. DeepSpeed's BF16_Optimizer, with which BLOOM was trained, accumulates
+    them in fp32 and keeps those of the current micro-batch in addition.
+    """
     return 6.0 if job.is_megatron_deepspeed else framework.gradient_bytes
 
 
 def _formats(job: Job, framework: Framework) -> tuple[float, float, float]:
-    """Bytes per trained parameter of the parameter, its gradient and its master copy."""
+    """Bytes per trained parameter of the parameter itself, its gradient and its master copy."""
     if job.precision == "fp32":
         return 4.0, 4.0, 0.0
     if job.pure:
         return 2.0, 2.0, 0.0
     if framework.name == "megatron" or (job.zero in (1, 2) and framework.name == "hf"):
-        # DeepSpeed and Megatron hold low-precision parameters, and masters beside the moments.
-        # fp16 gradients get an fp32 copy of the rank's share at the update.
+        # DeepSpeed and Megatron hold low-precision parameters, and a master copy with the moments. At the update fp16
+        # gradients get an fp32 copy of the rank's share.
         if job.precision == "fp16":
             return 2.0, 2.0, 8.0
         return 2.0, _megatron_gradient(job, framework) if framework.name == "megatron" else 2.0, 4.0
     return 4.0, 4.0, 0.0
 
 
-# -- what the forward pass keeps for the backward pass ----------------------------------------------------------------
+# -- activations: what the forward pass keeps for the backward pass ---------------------------------------------------
 
 
 SCORE_BYTES_KEPT = 5.0
-"""Bytes kept per attention score without flash attention: the scores and their softmax in 2 bytes, the dropout mask in
-1 (Korthikanti et al., arXiv 2205.05198, section 4.1)."""
+"""Bytes kept per attention score without flash attention: 2 each for the scores and their softmax, 1 for the dropout
+mask (Korthikanti et al., arXiv 2205.05198, section 4.1)."""
 FUSED_LOSS_CHUNKS = 8
-"""Parts in which a fused loss works through the logits (Liger's default grows with the vocabulary; torchtune has
-8)."""
+"""Parts in which a fused loss processes the logits (Liger's default grows with the vocabulary; torchtune uses 8)."""
 
 
 def layer_bytes(view: ModelView, job: Job, framework: Framework) -> float:
-    """Activations of one layer and micro-batch without recomputation, attention scores apart.
+    """Bytes of the activations of one layer and micro-batch without recomputation, without attention scores.
 
-    Widths times the stack's bytes: hidden (norms and residuals), queries with the attention's output, keys and values,
-    the MLP, and the copies of a token that its experts get (Korthikanti et al., arXiv 2205.05198, section 4.1, for
-    Megatron; for Hugging Face's layers 26 to 28 h + 8 f, and 4 h more for each expert, measured with torch's
-    MemTracker). Sequence parallelism splits the hidden part too. With frozen weights the input of the MLP's last
-    matrix is not kept.
+    They are the layer's widths times the framework's bytes: hidden (norms and residuals), queries and the attention's
+    output, keys and values, the MLP, and the copies of a token that its experts get. The bytes are those of
+    Korthikanti et al., arXiv 2205.05198, section 4.1, for Megatron; for Hugging Face's layers 26 to 28 h + 8 f, and
+    4 h more for each expert, measured with torch's MemTracker. Sequence parallelism splits the hidden part too. With
+    frozen weights the input of the MLP's last matrix is not kept.
     """
     tp = job.layout.tp
     mlp = framework.kept_f if view.gated else framework.kept_f_plain
@@ -172,9 +182,11 @@ def layer_bytes(view: ModelView, job: Job, framework: Framework) -> float:
 
 
 def selective_bytes(view: ModelView, job: Job) -> float:
-    """What selective recomputation keeps of a layer and micro-batch: its input, the attention's output, and every
-    second matrix product (queries, values, the MLP's first, and the last of a gated one), 2 bytes each, as
-    torchtitan's policy and hfscale/recipe/arguments.py do. A compiled backward pass reads no output of the last one.
+    """Bytes that selective recomputation keeps of one layer and micro-batch.
+
+    It keeps the layer's input, the attention's output, and every second matrix product (queries, values, the MLP's
+    first, and the last of a gated MLP), 2 bytes each, as torchtitan's policy and hfscale/recipe/arguments.py do. A
+    compiled backward pass does not read the output of the last product.
     """
     tp = job.layout.tp
     boundary = view.hidden / (tp if job.sequence_parallel else 1)
@@ -183,9 +195,12 @@ def selective_bytes(view: ModelView, job: Job) -> float:
 
 
 def megatron_dropped(view: ModelView, job: Job, framework: Framework) -> float:
-    """What Megatron's selective recomputation drops of a layer and micro-batch besides the scores: nothing of a dense
-    model; of experts the outputs of norms and activations, and latent attention's queries, keys and values, which are
-    expanded again (`--recompute-modules layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3)."""
+    """Bytes that Megatron's selective recomputation drops of one layer and micro-batch, besides the attention scores.
+
+    Of a dense model it drops nothing else. Of a mixture of experts it drops the outputs of norms and activation
+    functions, and latent attention's queries, keys and values, which are expanded again (`--recompute-modules
+    layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3).
+    """
     if view.experts == 1:
         return 0.0
     tp = job.layout.tp
@@ -198,26 +213,32 @@ def megatron_dropped(view: ModelView, job: Job, framework: Framework) -> float:
 
 
 def kept_and_working(view: ModelView, job: Job, framework: Framework) -> tuple[float, float]:
-    """Bytes of a layer and micro-batch that are kept until the backward pass, and those of the layer at work on
-    top."""
-    whole = layer_bytes(view, job, framework) + _gathered_inputs(view, job, framework)
+    """Bytes of one layer and micro-batch under the job's recomputation.
+
+    Returns:
+        `tuple`: Bytes kept until the backward pass, and further bytes that exist only while the layer's backward pass
+        runs.
+    """
+    all_activations = layer_bytes(view, job, framework) + _gathered_inputs(view, job, framework)
     tp = job.layout.tp
     scores = 0.0 if job.flash_attention else SCORE_BYTES_KEPT * job.tokens * view.heads / tp * job.seq_len
     boundary = 2.0 * job.tokens * view.hidden / (tp if job.sequence_parallel else 1)
     if job.recompute == "none":
-        return whole + scores, 0.0
+        return all_activations + scores, 0.0
     if job.recompute == "full":
-        return boundary, whole + scores
+        return boundary, all_activations + scores
     if framework.name == "megatron":
-        return whole - megatron_dropped(view, job, framework), scores
-    kept = min(whole, selective_bytes(view, job))
-    return kept, whole + scores - kept
+        return all_activations - megatron_dropped(view, job, framework), scores
+    kept = min(all_activations, selective_bytes(view, job))
+    return kept, all_activations + scores - kept
 
 
 def _gathered_inputs(view: ModelView, job: Job, framework: Framework) -> float:
-    """What `ParallelTrainer` keeps beyond Megatron of a layer and micro-batch: with sequence parallelism the inputs of
-    attention and MLP, gathered once and kept whole, where Megatron gathers them again for the backward pass; with
-    context parallelism the other ranks' keys and values."""
+    """Bytes of one layer and micro-batch that `ParallelTrainer` keeps and Megatron does not.
+
+    With sequence parallelism these are the inputs of attention and MLP, which it keeps gathered, whereas Megatron
+    gathers them again for the backward pass; with context parallelism the other ranks' keys and values.
+    """
     if framework.name != "hf":
         return 0.0
     tp, cp = job.layout.tp, job.layout.cp
@@ -235,7 +256,7 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
     """
     pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
     if job.overlapped_experts:
-        # The forward pass of one more chunk runs beside each backward pass.
+        # The forward pass of one more chunk runs at the same time as each backward pass.
         return min(micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
     if last and pp > 1 and job.schedule == "1f1b":
         return min((pp * (v - 1) + 1) / v, float(m))
@@ -243,7 +264,7 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
 
 
 def layers_in_flight(job: Job) -> float:
-    """Layers times micro-batches that the pipeline rank with most of them holds."""
+    """Layers times micro-batches in flight on the pipeline rank where this product is largest."""
     if job.rank_layers is None:
         return micro_batches_in_flight(job) * job.layer_split[0]
     pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
@@ -254,7 +275,7 @@ def layers_in_flight(job: Job) -> float:
 
 
 def loss_bytes(view: ModelView, job: Job, framework: Framework) -> float:
-    """Logits, their log-probabilities and gradient at the peak of the cross-entropy."""
+    """Bytes of the logits, their log-probabilities and their gradient at the peak of the cross-entropy."""
     logits = job.tokens * view.shape.vocab / (job.layout.tp if job.loss_parallel else 1)
     if job.fused_loss:
         return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * view.hidden
@@ -267,30 +288,35 @@ def loss_bytes(view: ModelView, job: Job, framework: Framework) -> float:
 
 
 GIB = 2.0**30
+"""Bytes of a GiB."""
+GATHERED_ACTIVATIONS = 2
+"""Unsplit activations that the current layer holds under sequence parallelism: its input and a gradient."""
+DEEPSPEED_BUCKET_BYTES = 3e9
+"""DeepSpeed's default buckets of 5e8 elements of 2 bytes: two to reduce (`overlap_comm`) and one to gather into."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """GiB on the fullest rank."""
+    """Peak memory of the fullest rank by part, GiB."""
 
     parameters: float
-    """Parameters, sharded as the layout says."""
+    """Parameters, after sharding."""
     gradients: float
-    """Gradients."""
+    """Gradients, after sharding."""
     optimizer: float
     """Moments and master copies."""
     activations: float
-    """What the backward pass needs, of all micro-batches in flight."""
+    """Activations kept for the backward pass, of all micro-batches in flight."""
     loss: float
     """Logits and their gradient at the loss."""
     buffers: float
     """Gathered parameters, gradient buckets, fragmentation."""
     context: float
-    """CUDA context, libraries, NCCL."""
+    """CUDA context, libraries and NCCL's buffers."""
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return (
             self.parameters
             + self.gradients
@@ -303,8 +329,10 @@ class Memory:
 
 
 def allocated_gib(memory: Memory, common: SharedConstants | None = None) -> float:
-    """The part of a peak that `torch.cuda.max_memory_allocated` tells: without what the allocator reserves beyond it,
-    and without what it does not see."""
+    """The part of a peak that `torch.cuda.max_memory_allocated` reports, GiB.
+
+    It includes neither what the allocator reserves beyond it nor what the allocator does not see.
+    """
     return (memory.total - memory.context) / (common or shared_constants()).fragmentation
 
 
@@ -326,21 +354,25 @@ def memory_of(view: ModelView, job: Job, framework: Framework, common: SharedCon
 
 
 def groups(job: Job) -> int:
-    """Groups of ranks that exchange data, each with buffers of its own: all ranks; where there are several axes, one
-    per axis; and the ends of a pipeline, which share the embedding."""
+    """Number of process groups of a rank, each with communication buffers of its own.
+
+    There is one of all ranks; with several axes one per axis; with a pipeline one of its first and last rank, which
+    share the embedding.
+    """
     layout = job.layout
     axes = sum(size > 1 for size in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp))
     return min(1, axes) + (axes if axes > 1 else 0) + (layout.pp > 1)
 
 
 def _peak(view: ModelView, job: Job, framework: Framework, gradients: float) -> tuple[float, float, float, float]:
-    """Activations, loss, gradients and buffers at the moment when they are most together.
+    """Bytes of activations, loss, gradients and buffers at the moment when their sum is largest.
 
-    Without a pipeline that is the loss of the last micro-batch, the backward pass of the last layer, or that of the
-    first one. Gradients of a single micro-batch do not exist yet at its loss, unless the stack keeps a buffer for them
-    (Megatron), or they are shards: what the last step's have left is too small for activations to be put there
-    (torchtitan's peaks fall by 16 bytes per parameter and shard from 8 to 128 ranks, gradients included). In a
-    pipeline it is the rank with most micro-batches in flight, or the one with the loss.
+    Without a pipeline this moment is the loss of the last micro-batch, the backward pass of the last layer, or that of
+    the first layer. At the loss the gradients of a single micro-batch do not exist yet, unless the framework keeps a
+    buffer for them (Megatron) or they are sharded: the memory that the previous step's shards left free is too small
+    to be reused for activations (torchtitan's peaks fall by 16 bytes per parameter and shard from 8 to 128 ranks,
+    gradients included). With a pipeline the rank with most micro-batches in flight or the one with the loss is the
+    fullest.
     """
     kept, working = kept_and_working(view, job, framework)
     loss = loss_bytes(view, job, framework)
@@ -364,8 +396,11 @@ def _peak(view: ModelView, job: Job, framework: Framework, gradients: float) -> 
 
 
 def _buffer_bytes(view: ModelView, job: Job, framework: Framework) -> tuple[float, float]:
-    """Parameters gathered, gradients on their way, buckets, gathered activations: at the loss, and in a layer's
-    backward pass."""
+    """Bytes of gathered parameters, unreduced gradients, buckets and gathered activations.
+
+    Returns:
+        `tuple`: Bytes at the loss, and bytes during a layer's backward pass.
+    """
     layout = job.layout
     per_layer = view.layer_parameters / layout.tp
     ends = (view.embedding_parameters + view.head_parameters) / layout.tp
@@ -377,14 +412,15 @@ def _buffer_bytes(view: ModelView, job: Job, framework: Framework) -> tuple[floa
         width = 4.0 if job.precision == "fp32" else 2.0
         scattered = trained * (width + framework.gradient_bytes) * per_layer
         if layout.pp > 1:
-            # With a pipeline, the layers stay gathered and their gradients whole until the last micro-batch.
-            whole = (width + trained * framework.gradient_bytes) * job.layer_split[0] * per_layer + width * ends
-            return gathered + whole, gathered + whole
-        # FSDP2 holds the root group (embedding and head) gathered, the layer that is prefetched and the one at work,
-        # and that one's gradients.
+            # With a pipeline, layers stay gathered and gradients stay unreduced until the last micro-batch.
+            per_parameter = width + trained * framework.gradient_bytes
+            stages = per_parameter * job.layer_split[0] * per_layer + width * ends
+            return gathered + stages, gathered + stages
+        # FSDP2 holds the gathered root group (embedding and head), the layer that is prefetched, the current layer,
+        # and the current layer's gradients.
         if not job.reshard:
-            whole = gathered + width * (ends + job.layer_split[0] * per_layer)
-            return whole, whole + scattered
+            model = gathered + width * (ends + job.layer_split[0] * per_layer)
+            return model, model + scattered
         return gathered + width * (ends + per_layer), gathered + width * (ends + 2 * per_layer) + scattered
     if job.zero in (1, 2) and job.precision == "fp16":
         gathered += DEEPSPEED_BUCKET_BYTES
@@ -395,21 +431,18 @@ def _buffer_bytes(view: ModelView, job: Job, framework: Framework) -> tuple[floa
         and job.precision != "fp32"
         and job.method == "full"
     ):
-        # Autocast's bf16 copies of the weights: it keeps them all until the forward ends, autograd until the backward.
+        # bf16 copies of the weights: autocast keeps all of them until the end of the forward pass, autograd until the
+        # backward pass.
         gathered += 2.0 * (job.layer_split[0] * per_layer + view.head_parameters / layout.tp)
     return gathered, gathered
 
 
-GATHERED_ACTIVATIONS = 2
-"""Activations of the whole sequence that a layer at work holds under sequence parallelism: its input and a
-gradient."""
-DEEPSPEED_BUCKET_BYTES = 3e9
-"""DeepSpeed's default buckets of 5e8 elements of 2 bytes: two to reduce (`overlap_comm`) and one to gather."""
-
-
 def host_gib(job: Job) -> float:
-    """States that offload keeps in the CPU's memory per GPU: 12 bytes per trained parameter, or 16 with parameters and
-    gradients (Ren et al., ZeRO-Offload, arXiv 2101.06840)."""
+    """CPU memory that offload needs per GPU, GiB.
+
+    The states take 12 bytes per trained parameter, or 16 with parameters and gradients (Ren et al., ZeRO-Offload,
+    arXiv 2101.06840).
+    """
     if job.offload == "none":
         return 0.0
     each = 12.0 if job.offload == "optimizer" else 16.0

@@ -1,4 +1,4 @@
-"""A model as the planner sees it: its layers grouped into those that are alike."""
+"""A model's layers, grouped by what they cost, and other numbers of a model that every estimate needs."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -8,36 +8,36 @@ from hfscale.facts.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A weight matrix of a layer, or a stack of them, one per expert."""
+    """A weight matrix of a layer, or one such matrix per expert."""
 
     inputs: int
-    """Width of what it reads."""
+    """Width of its input."""
     outputs: int
-    """Width of what it writes."""
+    """Width of its output."""
     experts: int = 1
-    """Matrices in the stack; 1 for a matrix that every token passes."""
+    """Number of experts; 1 for a matrix that every token passes."""
     used: int = 1
-    """Matrices of the stack that one token passes."""
+    """Number of these matrices that one token passes."""
     row_split: bool = False
-    """Whether tensor parallelism cuts its inputs (the second matrix of a pair) and not its outputs."""
+    """Whether tensor parallelism splits its inputs (the second matrix of a pair) and not its outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """Layers of a model that cost the same."""
+    """A kind of layers that cost the same."""
 
     share: float
-    """Part of the model's layers that are of this kind."""
+    """Fraction of the model's layers that are of this kind."""
     matrices: tuple[Matrix, ...]
-    """What a token is multiplied by."""
+    """The matrices that a token is multiplied by."""
     window: int | None
-    """Sliding window in tokens; None where the layer attends to all."""
+    """Sliding window in tokens; None where the layer attends to all tokens."""
     mlp_width: int
-    """Inner widths of the MLPs that one token passes, added up."""
+    """Sum of the inner widths of the MLPs that one token passes."""
 
 
 class ModelView:
-    """The numbers of a `ModelShape` that every estimate needs, worked out once."""
+    """The numbers of a `ModelShape` that every estimate needs, computed once."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
@@ -85,8 +85,8 @@ class ModelView:
         return tuple(kinds)
 
     def lora_parameters(self, rank: int) -> float:
-        """Parameters of adapters on every linear layer; in a mixture of experts on attention's output alone, as
-        experts cannot be counted."""
+        """Parameters of adapters of this rank on every linear layer; in a mixture of experts on the attention's output
+        projection alone, because adapters of experts cannot be counted."""
         if rank not in self._lora:
             modules = "all-linear" if self.shape.moe is None else [self.shape.attention.linears[-1].path]
             self._lora[rank] = float(self.shape.lora_parameters(rank, modules))
@@ -99,7 +99,7 @@ class ModelView:
 
     @cached_property
     def expanding_share(self) -> float:
-        """Part of an average layer's matrix products that expands them."""
+        """Fraction of an average layer's matrix products that expands these latents."""
         linears = self.shape.attention.linears
         expanding = sum(linear.matmul_parameters for linear in linears if linear.path.endswith("_b_proj"))
         return expanding / self._layer_products
@@ -116,7 +116,7 @@ class ModelView:
 
     @cached_property
     def expert_parameters(self) -> float:
-        """Of these, parameters of the routed experts."""
+        """Parameters of an average layer's routed experts."""
         moe = self.shape.moe
         if moe is None:
             return 0.0
@@ -129,21 +129,21 @@ class ModelView:
 
     @cached_property
     def head_parameters(self) -> int:
-        """Parameters after the last layer; of a tied head those it shares do not count."""
+        """Parameters after the last layer; those that a tied head shares with the embedding are not counted."""
         return self.shape.lm_head_parameters + self.shape.final_norm_parameters
 
     @cached_property
     def head_layers(self) -> float:
-        """Multiply-accumulates of the head, over those of an average layer for a token."""
+        """Multiply-accumulates of the head relative to those of an average layer."""
         return self.shape.vocab * self.shape.embedding_width / self._layer_products
 
     @cached_property
     def total_parameters(self) -> int:
-        """All parameters, tied weights once."""
+        """All parameters, with tied weights counted once."""
         return self.shape.total_parameters
 
 
 @lru_cache(maxsize=512)
 def view_of(shape: ModelShape) -> ModelView:
-    """The view of a shape, made once."""
+    """The cached view of a shape."""
     return ModelView(shape)

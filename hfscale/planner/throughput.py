@@ -1,8 +1,13 @@
-"""Seconds of an optimizer step, by part: computation, exposed communication, pipeline bubble, optimizer.
+"""Duration of an optimizer step, by part: computation, exposed communication, pipeline bubble, optimizer.
 
-A step is m micro-batches through p pipeline stages. With t the time of a micro-batch on the slowest stage,
-step = m t + (sum of the other stages' times) / v + exposed gradient traffic + optimizer
-(Narayanan et al., arXiv 2104.04473, section 2.2, for equal stages: (p-1)/(v m) of the ideal time is lost).
+A step runs m micro-batches through p pipeline stages. With t the time of a micro-batch on the slowest stage and v
+stages per rank,
+
+    step = m t + (sum of the other stages' times) / v + exposed gradient communication + optimizer
+
+For equal stages the bubble is then (p-1)/(v m) of the ideal time (Narayanan et al., arXiv 2104.04473, section 2.2).
+Communication is exposed where no computation runs at the same time. All durations are in seconds. `view` is the model,
+`job` the run.
 """
 
 import math
@@ -25,38 +30,49 @@ OPTIMIZER_TRAFFIC = {
     "adafactor": 26.0,
     "muon": 30.0,
 }
-"""Bytes moved per parameter of an update: parameter, gradient and states read, parameter and states written, the bf16
-copy written, the gradient read once more to clip its norm. AdamW in fp32: 4 x 4 + 3 x 4 + 2 + 4."""
+"""Bytes of memory traffic per parameter of an update: parameter, gradient and states are read, parameter and states
+are written, the bf16 copy is written, and the gradient is read once more to clip its norm. AdamW in fp32: 4 x 4 + 3 x
+4 + 2 + 4."""
 CPU_BYTES_S = 40e9
-"""Memory bandwidth a rank's share of the host gives an optimizer on the CPU (eight ranks on two sockets)."""
+"""Memory bandwidth, bytes/s, of a rank's share of the CPUs, for an optimizer on the CPU (eight ranks on two
+sockets)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, by part."""
+    """Duration of a step by part, seconds."""
 
     compute: float
-    """Forward, backward and recomputation of all micro-batches on the slowest stage."""
+    """Forward and backward passes and recomputation of all micro-batches on the slowest stage."""
     communication: float
-    """Traffic that no computation hides."""
+    """Exposed communication."""
     bubble: float
-    """A stage's wait for the others while the pipeline fills and drains."""
+    """Idle time of a stage while the pipeline fills and drains."""
     optimizer: float
-    """The update, and what a step costs once."""
+    """The optimizer update, and other costs that occur once per step."""
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return self.compute + self.communication + self.bubble + self.optimizer
 
 
 def step_time(view: ModelView, job: Job, framework: Framework, shared: SharedConstants) -> StepTime:
-    """Time of one optimizer step."""
+    """Duration of one optimizer step.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+        shared (`SharedConstants`): Constants of hardware and networks.
+    """
     network = Network.of(job.gpu, node_size=job.gpus_per_node, network_gb_s=job.network_gb_s, shared=shared)
     rates = Rates(job, framework, shared)
     layer = layer_forward(view, job, framework, shared, rates)
     forward, backward = _layer_compute(view, layer, job, framework)
-    sent = _layer_traffic(view, job, framework, network, layer) + exchanged_s(view, job, network, forward + backward)
+    sent = _layer_traffic(view, job, framework, network, layer) + expert_exchange_s(
+        view, job, network, forward + backward
+    )
     head = head_s(view, job, framework, rates)
     gathered = _sharded_traffic(view, job, framework, network, forward, backward, head)
 
@@ -90,20 +106,20 @@ def step_time(view: ModelView, job: Job, framework: Framework, shared: SharedCon
 
 
 def _layer_compute(view: ModelView, layer: LayerTime, job: Job, framework: Framework) -> tuple[float, float]:
-    """Forward and backward pass of a layer, recomputation included; never faster than the host can launch it."""
-    products = 2.0 if job.method == "full" else 1.0  # frozen weights need no gradient of their own
+    """Forward and backward pass of a layer, recomputation included, and at least the time to launch its kernels."""
+    products = 2.0 if job.method == "full" else 1.0  # frozen weights need no gradient
     attention = BACKWARD_ATTENTION if job.flash_attention else 2.0
     again = {"none": 0.0, "full": layer.total, "selective": _selective_s(view, layer, framework)}[job.recompute]
     backward = products * layer.matmul + attention * layer.attention + 2 * (layer.elementwise + layer.routing) + again
     launch = framework.launch_s * (0.5 if job.compile else 1.0)
     forward, backward = max(layer.total, launch), max(backward, 1.5 * launch + (launch if again else 0.0))
-    # A recomputed layer runs forward twice and backward, which counts as two passes.
+    # A recomputed layer runs forward twice, and backward, which counts as two passes.
     fixed = framework.pass_s if again and job.is_megatron_deepspeed else 0.0
     return forward + fixed, backward + 3 * fixed
 
 
 def _selective_s(view: ModelView, layer: LayerTime, framework: Framework) -> float:
-    """What selective recomputation computes again of a layer (`activations.kept_and_working` says what it keeps)."""
+    """Time of what selective recomputation computes again of a layer; `memory.kept_and_working` says what it keeps."""
     if framework.name == "megatron" and view.experts > 1:
         return view.expanding_share * layer.matmul + layer.elementwise
     return (
@@ -112,53 +128,60 @@ def _selective_s(view: ModelView, layer: LayerTime, framework: Framework) -> flo
 
 
 def _layer_traffic(view: ModelView, job: Job, framework: Framework, network: Network, layer: LayerTime) -> float:
-    """Exposed tensor- and context-parallel traffic of one layer and micro-batch, forward and backward."""
+    """Exposed tensor- and context-parallel communication of one layer and micro-batch, forward and backward."""
     tp, cp = job.layout.tp, job.layout.cp
     passes = 3 if job.recompute == "full" else 2  # a recomputed forward pass communicates again
     seconds = 0.0
     if tp > 1:
         # Attention and MLP each gather and scatter the activation, forward and backward (Korthikanti et al., fig. 5).
         buffer = 2.0 * job.tokens * view.hidden
-        # Only the gathers and scatters of sequence parallelism can run piece by piece beside the matrices.
+        # Only the gathers and scatters of sequence parallelism can overlap, piece by piece, with the matrix products.
         regather, overlap = (2, framework.overlap_tp) if job.sequence_parallel else (0, 0.0)
-        regather = 0 if framework.name == "hf" else regather  # it keeps what it has gathered
+        regather = 0 if framework.name == "hf" else regather  # `ParallelTrainer` keeps what it has gathered
         seconds += (4 * passes + regather) * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
     if cp > 1:
         ring = network.gather_s(2.0 * job.tokens * cp * view.kv_width / tp, Group(size=cp, stride=tp))
         if framework.name == "hf" and job.layout.pp > 1:
-            # `ParallelTrainer` gathers them before attention (Llama Team, arXiv 2407.21783, section 3.3.2), again
-            # where a layer is recomputed, and sums their gradients.
+            # `ParallelTrainer` gathers keys and values before attention (Llama Team, arXiv 2407.21783, section 3.3.2),
+            # gathers them again where a layer is recomputed, and reduces their gradients.
             return seconds + (2 if job.recompute == "none" else 3) * ring
-        # Keys and values go round the ring under attention (Liu et al., arXiv 2310.01889); gradients go back.
+        # Keys and values travel around the ring during attention (Liu et al., arXiv 2310.01889); gradients travel
+        # back.
         seconds += max(0.0, ring - layer.attention) + max(0.0, 2 * ring - BACKWARD_ATTENTION * layer.attention)
     return seconds
 
 
 def _gathered_logits_s(view: ModelView, job: Job, network: Network) -> float:
-    """Seconds to gather a micro-batch's logits on every tensor-parallel rank, where the loss wants them whole."""
+    """Time to gather a micro-batch's logits on every tensor-parallel rank, where the loss needs all of them."""
     if job.loss_parallel or job.layout.tp == 1:
         return 0.0
     return network.gather_s(2.0 * job.tokens * view.shape.vocab, Group(size=job.layout.tp))
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class _ShardedTraffic:
+    """Exposed communication of sharded parameters."""
+
     per_layer: float = 0.0
+    """Per layer and micro-batch."""
     root: float = 0.0
+    """Of embedding and head, per micro-batch."""
     per_step: float = 0.0
+    """Once per step."""
 
 
 def _sharded_traffic(
     view: ModelView, job: Job, framework: Framework, network: Network, forward: float, backward: float, head: float
-) -> _Gathered:
-    """Exposed traffic of sharded parameters (ZeRO-3, FSDP): gathered before each pass, gradients scattered after.
+) -> _ShardedTraffic:
+    """Exposed communication of sharded parameters (ZeRO-3, FSDP).
 
-    With a pipeline they are gathered and scattered once per step, not per micro-batch.
+    Parameters are gathered before each pass, and gradients are reduce-scattered after the backward pass. With a
+    pipeline both happen once per step, not per micro-batch.
     """
     layout = job.layout
     if job.zero < 3 or layout.dp_shard * layout.cp == 1:
-        return _Gathered()
-    # Context-parallel ranks hold the same parameters, so they share in the sharding (torchtitan's dp_shard_cp axis).
+        return _ShardedTraffic()
+    # Parameters are sharded over context-parallel ranks too (torchtitan's dp_shard_cp axis).
     shard = Group(size=layout.dp_shard * layout.cp, stride=layout.tp)
     replicas = Group(size=layout.dp_replicate, stride=layout.tp * layout.cp * layout.dp_shard)
     local = (view.layer_parameters - view.expert_parameters * (1 - 1 / job.expert_parallel)) / layout.tp
@@ -173,23 +196,25 @@ def _sharded_traffic(
     ahead = exposed_s(gather, forward, framework.overlap_dp)
     behind = exposed_s(again + scatter + across, backward, framework.overlap_dp)
     if layout.pp > 1:
-        return _Gathered(per_step=job.layer_split[0] * (ahead + behind) + root)
-    return _Gathered(per_layer=ahead + behind, root=root)
+        return _ShardedTraffic(per_step=job.layer_split[0] * (ahead + behind) + root)
+    return _ShardedTraffic(per_layer=ahead + behind, root=root)
 
 
 def _weight_bytes(job: Job) -> float:
-    """Bytes per parameter that are gathered."""
+    """Bytes per gathered parameter."""
     if job.method == "qlora":
         return 0.56
     return 4.0 if job.precision == "fp32" else 2.0
 
 
 def _gradient_bytes(job: Job, framework: Framework) -> float:
+    """Bytes per reduced gradient."""
     return 2.0 if job.pure else framework.gradient_bytes
 
 
 def _pipeline_sends(view: ModelView, job: Job, network: Network) -> float:
-    """Activations and their gradients of one micro-batch to the neighbouring stages, of each virtual stage."""
+    """Time to send one micro-batch's activations and their gradients to the neighbouring stages, for all stages of a
+    rank."""
     layout = job.layout
     if layout.pp == 1:
         return 0.0
@@ -199,7 +224,8 @@ def _pipeline_sends(view: ModelView, job: Job, network: Network) -> float:
 
 
 def _bubble(job: Job, slowest: float, all_layers: float) -> float:
-    """Idle time of the slowest rank under 1F1B: one micro-batch through all the others."""
+    """Idle time of the slowest rank under 1F1B with one stage per rank: a micro-batch passes through all other
+    ranks."""
     if job.layout.pp == 1:
         return 0.0
     return max(all_layers - slowest, (job.layout.pp - 1) * slowest * 0.5)
@@ -208,7 +234,8 @@ def _bubble(job: Job, slowest: float, all_layers: float) -> float:
 def _once_per_step(
     view: ModelView, job: Job, framework: Framework, network: Network, forward: float, backward: float
 ) -> float:
-    """Exposed gradient reduction (and gathering of updated parameters) of replicated parameters."""
+    """Exposed communication of replicated parameters, once per step: reduction of gradients, and with sharded
+    optimizer states the gathering of updated parameters."""
     layout = job.layout
     if job.zero >= 3:
         return 0.0
@@ -220,8 +247,9 @@ def _once_per_step(
     trained *= 1 - experts * (1 - 1 / job.expert_parallel)
     gradient = _gradient_bytes(job, framework)
     if framework.name == "megatron" and not job.flash_attention:
-        # Of that time: gradients were reduced whole after the last micro-batch, also where the optimizer's states were
-        # shared (DeepSpeed's pipelines), and nothing ran beside them (`--overlap-grad-reduce` is of 2023).
+        # In the time before flash attention gradients were all-reduced after the last micro-batch without
+        # any overlap, even where optimizer states were sharded (DeepSpeed's pipelines): `--overlap-grad-reduce` is of
+        # 2023.
         gathered = network.gather_s(2.0 * trained, group) if job.zero else 0.0
         return network.reduce_s(gradient * trained, group) + gathered
     if job.zero == 0:
@@ -231,6 +259,7 @@ def _once_per_step(
 
 
 def _optimizer_s(view: ModelView, job: Job, rates: Rates) -> float:
+    """Time of the optimizer update."""
     layout = job.layout
     trained = trained_parameters(view, job) / (layout.tp * layout.pp)
     if job.zero:
@@ -239,29 +268,38 @@ def _optimizer_s(view: ModelView, job: Job, rates: Rates) -> float:
     if job.offload == "none":
         return trained * traffic / rates.memory
     host = (job.gpu.host_gb_s or 16.0) * 1e9
-    # Gradients down, parameters up over PCIe, and the update in the CPU's memory; fully offloaded parameters travel
-    # up for each pass of each micro-batch.
-    crossings = 2 * 2.0 * job.micro_batches if job.offload == "full" else 0.0
-    whole = view.total_parameters / (layout.tp * layout.pp) / max(1, layout.dp_shard)
-    return trained * ((4 + 2) / host + traffic / CPU_BYTES_S) + crossings * whole / host
+    # Gradients are copied to the CPU and parameters back over PCIe, and the update runs in the CPU's memory; fully
+    # offloaded parameters are copied to the device for each pass of each micro-batch.
+    bytes_copied = 2 * 2.0 * job.micro_batches if job.offload == "full" else 0.0
+    parameters = view.total_parameters / (layout.tp * layout.pp) / max(1, layout.dp_shard)
+    return trained * ((4 + 2) / host + traffic / CPU_BYTES_S) + bytes_copied * parameters / host
 
 
 # -- the exchange of a mixture of experts -----------------------------------------------------------------------------
 
 
-OVERLAP = 1 - 20 / 132
-"""What a computation runs at beside the exchange, which takes 20 of the 132 multiprocessors (arXiv 2412.19437, section
-3.2.2)."""
+EXPERT_OVERLAP = 1 - 20 / 132
+"""Relative speed of a computation during the exchange, which takes 20 of the 132 multiprocessors (arXiv 2412.19437,
+section 3.2.2)."""
 FP8_SCALE_BYTES = 4 / 128
-"""Per element that is sent in 8 bits: an fp32 scale per 128 (arXiv 2412.19437, section 3.3)."""
+"""Bytes per element that is sent in 8 bits, in addition to the element: an fp32 scale per 128 elements (arXiv
+2412.19437, section 3.3)."""
 
 
-def exchanged_s(view: ModelView, job: Job, network: Network, compute: float) -> float:
-    """Exposed seconds of the exchange of an average layer and micro-batch, forward and backward.
+def expert_exchange_s(view: ModelView, job: Job, network: Network, compute: float) -> float:
+    """Exposed time of sending tokens to the ranks of their experts and back, forward and backward.
+
+    It is that of an average layer and one micro-batch. Without overlap every token is sent to each of its experts, and
+    the layer waits. With overlap, as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.2; Megatron-Core's
+    `--overlap-moe-expert-parallel-comm` with its `flex` dispatcher), a token is sent once to each node that holds some
+    of its experts, in 8 bits where the matrix products are, while another micro-batch is computed.
 
     Args:
-        compute (`float`): Seconds of the layer's own forward and backward pass: as long is that of the other
-            micro-batch, under which an overlapped exchange is hidden.
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        network (`Network`): The links between ranks.
+        compute (`float`): Seconds of the layer's own forward and backward pass, which is also the duration of the
+            other micro-batch's computation that hides an overlapped exchange.
     """
     size = job.expert_parallel
     if size == 1:
@@ -276,12 +314,18 @@ def exchanged_s(view: ModelView, job: Job, network: Network, compute: float) -> 
     packed = (1 + FP8_SCALE_BYTES) / 2 if job.precision == "fp8" else 1.0
     there = network.routed_s(element * packed, group, copies=view.top_k, nodes=nodes)
     back = network.routed_s(element, group, copies=view.top_k, nodes=nodes)
-    return exposed_s(view.moe_share * 2 * (there + back), compute, OVERLAP)
+    return exposed_s(view.moe_share * 2 * (there + back), compute, EXPERT_OVERLAP)
 
 
 def nodes_of_a_token(view: ModelView, nodes: float) -> float:
-    """Nodes on which a token's experts lie at most, of those that hold experts: where the router takes them from some
-    groups only, and groups lie together, the nodes of as many groups."""
+    """Most nodes that hold experts of one token.
+
+    If the router selects experts from some groups only, these are the nodes that hold so many groups; otherwise all.
+
+    Args:
+        view (`ModelView`): The model.
+        nodes (`float`): Nodes that hold experts of the layer.
+    """
     if view.expert_groups == 1:
         return nodes
     return min(nodes, view.top_groups * max(1.0, nodes / view.expert_groups))
