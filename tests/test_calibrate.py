@@ -149,7 +149,7 @@ class TestHardwareFile:
         ("argv", "part"),
         [
             ([*PLAN, "--gpu", "H100", "--hardware", "/nowhere.toml"], "/nowhere.toml cannot be read"),
-            (["plan", "--calibrate", "llama-3.1-8b"], "llama-3.1-8b does not end so"),
+            (["plan", "--calibrate", "llama-3.1-8b"], "the file is llama-3.1-8b"),
             (["plan", "--calibrate", "--gpu", "H100"], "leave out --gpu"),
             (["plan", "gpt2", "--gpu", "H100"], "--gpus"),
         ],

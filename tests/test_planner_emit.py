@@ -147,7 +147,7 @@ def test_several_machines_each_run_the_command(model, tmp_path, name):
     assert name == "fsdp2" or config.deepspeed_config["deepspeed_multinode_launcher"] == "standard"
     script = (tmp_path / "launch.sh").read_text()
     assert '--machine_rank "$MACHINE_RANK" --main_process_ip "$MAIN_IP" --main_process_port 29500' in script
-    assert "# On each of the 2 machines" in script
+    assert "# Run on each of the 2 machines" in script
 
 
 def test_a_pipelines_mesh_and_schedule_are_flags(model, tmp_path):
@@ -185,7 +185,7 @@ class TestWhatCannotBeLaunched:
     def test_says_which_choice_can(self, model, tmp_path):
         first = planned(model, **PIPELINE)
         both = replace(first, choices=(*first.choices, *planned(model, **FAMILIES["fsdp2"]).choices))
-        with pytest.raises(UsageError, match=r"pp=2.*share all states.*--choice 2 can \(fsdp2") as error:
+        with pytest.raises(UsageError, match=r"pp=2.*shards all states.*--choice 2 can \(fsdp2") as error:
             emit(both, tmp_path / "out")
         assert len(str(error.value).splitlines()) == 1
         assert not (tmp_path / "out").exists()
@@ -193,20 +193,20 @@ class TestWhatCannotBeLaunched:
         assert both.choices[0].to_dict()["recipe"] is None
 
     def test_says_when_none_can(self, model, tmp_path):
-        with pytest.raises(UsageError, match="nor can any of the 1 choices here: raise --top"):
+        with pytest.raises(UsageError, match="none of the 1 choices can: raise --top"):
             emit(planned(model, **PIPELINE), tmp_path)
 
     def test_a_choice_that_is_not_there(self, capsys, tmp_path):
         argv = ["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "8", "--top", "2", "--emit", str(tmp_path / "out")]
         assert main([*argv, "--choice", "3"]) == 2
-        assert "--choice 3 is none of the 2 choices" in capsys.readouterr().err
+        assert "--choice is 3" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
             ({"optimizer": "muon"}, "no optimizer muon"),
-            ({"offload": "full", "optimizer": "adamw_8bit"}, "offload has AdamW"),
-            ({"offload": "full", "precision": "fp8"}, "8-bit products"),
+            ({"offload": "full", "optimizer": "adamw_8bit"}, "offload supports AdamW"),
+            ({"offload": "full", "precision": "fp8"}, "fp8 .* DeepSpeed"),
         ],
     )
     def test_what_no_library_does(self, model, tmp_path, options, reason):
@@ -215,7 +215,7 @@ class TestWhatCannotBeLaunched:
 
     def test_the_table_marks_them(self, capsys):
         main(["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "8", "--optimizer", "muon"])
-        assert "the Trainer has no optimizer muon" in capsys.readouterr().out
+        assert "Trainer has no optimizer muon" in capsys.readouterr().out
 
     def test_every_choice_of_a_large_model_can(self):
         found = plan("llama-3.1-405b", gpu="H100", gpus=1024, seq_len=8192, top=100)
@@ -256,7 +256,9 @@ class TestTheSearchOffersWhatTheRecipeTakes:
         job = estimate("llama-3.1-8b", gpu="H100-80GB", **asked).job
         assert why_not(job) is None
         assert "(ZeRO stage 3)" in why_not(replace(job, zero=0))
-        assert why_not(replace(job, seq_len=8200)).startswith("sequences of 8200 tokens do not divide by 32")
+        assert why_not(replace(job, seq_len=8200)).startswith(
+            "sequences of 8200 tokens do not divide into the 32 parts"
+        )
         bloom = estimate("bloom-176b", gpu="H100-80GB", **asked).job
         assert why_not(bloom) == "context parallelism was not tested with bloom"
 

@@ -128,7 +128,7 @@ class TestUnevenPipelines:
         stages = {choice.estimate.job.layout.pp for choice in found.choices}
         assert found.choices[0].estimate.job.overlapped_experts
         assert sum("while another micro-batch is computed" in text for text in found.assumptions) == 1
-        assert any(text.startswith("61 layers on") for text in found.assumptions)
+        assert any(text.startswith("61 layers") for text in found.assumptions)
         assert {4, 8, 16} <= stages
         shape = cut(find_model("llama-3.1-8b"), 27)
         few = PlanRequest(shape=shape, gpu=accelerator("H100-80GB"), gpus=64, framework="megatron")

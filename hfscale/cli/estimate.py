@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
+    """Adds the command to the app."""
     app.command("estimate", help=COMMANDS["estimate"])(run)
 
 
@@ -26,15 +27,15 @@ def run(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json.")
     ] = None,
-    table: Annotated[Path | None, typer.Option(help="A CSV of runs instead: a JSON line per row.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml: H100-80GB.")] = None,
-    gpus: Annotated[int, typer.Option(help="How many.")] = 1,
+    table: Annotated[Path | None, typer.Option(help="A CSV file of runs instead; prints a JSON line per row.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml, or a calibrated one: H100-80GB.")] = None,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
     dp_replicate: Annotated[int | None, typer.Option(help="Replicas of the parameters.")] = None,
     dp_shard: Annotated[int | None, typer.Option(help="Ranks that share one replica (FSDP2, ZeRO-3).")] = None,
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank.")] = 1,
+    virtual_stages: Annotated[int, typer.Option(help="Pipeline stages per rank.")] = 1,
     schedule: Annotated[Schedule, typer.Option(help="Pipeline schedule.")] = "1f1b",
     zero: Annotated[int | None, typer.Option(help="ZeRO stage: 0, 1, 2, 3 (FSDP2 is 3).")] = None,
     micro_batch: Annotated[int, typer.Option(help="Sequences per data-parallel rank and micro-batch.")] = 1,
@@ -42,21 +43,22 @@ def run(
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     activation_checkpointing: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = "none",
     precision: Annotated[Precision, typer.Option(help="Format of the matrix products.")] = "bf16",
-    compile: Annotated[bool, typer.Option("--compile", help="torch.compile is on.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="The model runs under torch.compile.")] = False,
     stack: Annotated[str, typer.Option(help="Training framework: hf, titan or megatron.")] = "hf",
     method: Annotated[Method, typer.Option(help="Which parameters train.")] = "full",
     optimizer: Annotated[Optimizer, typer.Option(help="The optimizer.")] = "adamw",
     expert_parallel: Annotated[int, typer.Option(help="Ranks that share the experts of a layer.")] = 1,
     overlapped_experts: Annotated[
-        bool, typer.Option("--overlapped-experts", help="Their exchange is hidden behind another micro-batch.")
+        bool,
+        typer.Option("--overlapped-experts", help="Tokens are sent to experts while another micro-batch is computed."),
     ] = False,
     offload: Annotated[Offload, typer.Option(help="States kept in the CPU's memory.")] = "none",
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe joins.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe connects.")] = 8,
     network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
-    hardware: Annotated[Path | None, typer.Option(help="A file of `hfscale plan --calibrate`.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    hardware: Annotated[Path | None, typer.Option(help="A file written by `hfscale plan --calibrate`.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Memory and time of one layout, itemised."""
+    """Prints memory and time of one layout, or of every row of a table."""
     if table is not None:
         if model is not None:
             raise UsageError(f"give a MODEL ({model}) or --table ({table}), not both")
@@ -97,7 +99,13 @@ def run(
 def fill_layout(
     gpus: int, *, dp_replicate: int | None, dp_shard: int | None, cp: int, tp: int, pp: int, zero: int | None
 ) -> ParallelLayout:
-    """The layout; ranks that no axis names share the parameters, or are replicas where ZeRO shares less.
+    """The layout of the given axes. Remaining ranks shard the parameters; with a ZeRO stage below 3 they are replicas.
+
+    Args:
+        gpus (`int`): Number of GPUs.
+        dp_replicate, dp_shard (`int`, *optional*): Data-parallel axes; None if not given.
+        cp, tp, pp (`int`): The other axes.
+        zero (`int`, *optional*): ZeRO stage; None if not given.
 
     Raises:
         `LayoutError`: The axes do not multiply to the number of GPUs.
@@ -109,23 +117,21 @@ def fill_layout(
         tp=tp,
         pp=pp,
     )
-    left, over = divmod(gpus, named.world_size)
-    if dp_replicate is None and dp_shard is None and left > 1 and not over:
-        shard, replicate = (left, 1) if zero in (None, 3) else (1, left)
-        named = ParallelLayout(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, pp=pp)
-    elif dp_shard is None and left > 1 and not over and zero in (None, 3):
-        named = ParallelLayout(dp_replicate=dp_replicate or 1, dp_shard=left, cp=cp, tp=tp, pp=pp)
-    elif dp_replicate is None and left > 1 and not over:
-        named = ParallelLayout(dp_replicate=left, dp_shard=dp_shard or 1, cp=cp, tp=tp, pp=pp)
+    remaining, over = divmod(gpus, named.world_size)
+    if remaining > 1 and not over:
+        if dp_shard is None and zero in (None, 3):
+            named = replace(named, dp_shard=remaining)
+        elif dp_replicate is None:
+            named = replace(named, dp_replicate=remaining)
     named.check_world_size(gpus)
     return named
 
 
 def print_estimate(result: Estimate) -> None:
-    """An estimate as two small tables."""
+    """Prints an estimate as two small tables."""
     job, memory, time = result.job, result.memory, result.time
     print(f"{job.shape.model_type} {job.shape.total_parameters / 1e9:.2f}B on {job.layout.world_size} {job.gpu.name}")
-    print(f"  {job.layout}, ZeRO stage {job.zero}, micro-batch {job.micro_batch} x {job.micro_batches} steps")
+    print(f"  {job.layout}, ZeRO stage {job.zero}, micro-batch {job.micro_batch} x {job.micro_batches} per step")
     verdict = "fits" if result.fits else "does NOT fit"
     print(f"memory {memory.total:.1f} GiB of {job.gpu.memory_gib:g}: {verdict}")
     for name, gib in vars(memory).items():
@@ -138,7 +144,7 @@ def print_estimate(result: Estimate) -> None:
 
 
 def run_table(path: Path) -> None:
-    """A JSON line for every row of a table; a row that is wrong has an error and the rest go on.
+    """Prints a JSON line for every row of a table. The line of a wrong row contains an error.
 
     Raises:
         `UsageError`: The table cannot be read, or columns are missing.
@@ -148,18 +154,16 @@ def run_table(path: Path) -> None:
             reader = csv.DictReader(file)
             missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
             if missing:
-                raise UsageError(
-                    f"{path} has no column {', '.join(missing)}: a table of runs needs {', '.join(REQUIRED)}"
-                )
+                raise UsageError(f"--table {path} has no column {', '.join(missing)}: it needs {', '.join(REQUIRED)}")
             for number, row in enumerate(reader):
                 sys.stdout.write(json.dumps(table_line(number, row)) + "\n")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"table {path} cannot be read: {reason}; give a CSV file in UTF-8") from None
+        raise UsageError(f"--table {path} cannot be read: {reason}; give a CSV file in UTF-8") from None
 
 
 def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
-    """One row's answer; rows count from 0."""
+    """The line of one row; rows are counted from 0."""
     line: dict[str, Any] = {
         "row": number,
         "tokens_per_s_per_gpu": None,
@@ -169,7 +173,7 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
     }
     try:
         if None in row:
-            raise UsageError("the row has more cells than the table has columns: quote cells that hold a comma")
+            raise UsageError("the row has more cells than the table has columns: quote cells that contain a comma")
         result = estimate_job(job_of(row))
     except HfScaleError as error:
         return {**line, "error": " ".join(str(error).split())}
@@ -177,6 +181,6 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
     line["tokens_per_s_per_gpu"] = round(result.tokens_per_s_per_gpu, 4)
     line["peak_mem_gib"] = round(allocated_gib(result.memory) if is_allocated(row) else result.memory.total, 4)
     line["mfu"] = None if mfu is None else round(mfu, 5)
-    if told := assumed(row):
-        line["assumed"] = told
+    if assumptions := assumed(row):
+        line["assumed"] = assumptions
     return line

@@ -1,4 +1,4 @@
-"""`hfscale plan`: which layout, does it fit, how long, how much."""
+"""`hfscale plan`: ranks the layouts for a model, with memory, time and cost; with --calibrate measures the machine."""
 
 import json
 import os
@@ -19,18 +19,22 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
+    """Adds the command to the app."""
     app.command("plan", help=COMMANDS["plan"])(run)
 
 
 def run(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json; with --calibrate, a file."),
+        typer.Argument(
+            metavar="MODEL", help="A built-in name, hub id or config.json; with --calibrate, the file to write."
+        ),
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml, or a calibrated one: H100-80GB.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="How many; with --objective cost or gpus, at most so many.")] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe joins.")] = 8,
+    gpus: Annotated[
+        int | None, typer.Option(help="Number of GPUs; with --objective cost or gpus, the most to use.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe connects.")] = 8,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on: 500M, 1T.")] = None,
@@ -39,37 +43,42 @@ def run(
     stack: Annotated[str, typer.Option(help="Training framework: hf, titan or megatron.")] = "hf",
     precision: Annotated[Precision, typer.Option(help="Format of the matrix products.")] = "bf16",
     optimizer: Annotated[Optimizer, typer.Option(help="The optimizer.")] = "adamw",
-    compile: Annotated[bool, typer.Option("--compile", help="torch.compile is on.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="The model runs under torch.compile.")] = False,
     liger: Annotated[bool, typer.Option("--liger", help="The loss is fused (use_liger_kernel).")] = False,
     network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
     objective: Annotated[Objective, typer.Option(help="What to rank by; gpus: fewest.")] = "time",
-    min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Say how few GPUs would do.")] = False,
+    min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Also search for the fewest GPUs.")] = False,
     deadline: Annotated[float | None, typer.Option(help="Hours that the run may take.")] = None,
     budget: Annotated[float | None, typer.Option(help="USD that the run may cost.")] = None,
-    usd_per_gpu_hour: Annotated[float | None, typer.Option(help="Your price.")] = None,
+    usd_per_gpu_hour: Annotated[float | None, typer.Option(help="Your price, instead of the providers'.")] = None,
     spot_interruptions: Annotated[float | None, typer.Option(help="Preemptions per spot node and hour.")] = None,
     prices: Annotated[Path | None, typer.Option(help="Your price list, rows as in hfscale/facts/prices.toml.")] = None,
-    top: Annotated[int, typer.Option(help="Number of choices.")] = 5,
-    emit: Annotated[Path | None, typer.Option(help="Write configs and the launch command here.")] = None,
-    choice: Annotated[int, typer.Option(help="Which of the choices --emit writes.")] = 1,
-    plot: Annotated[Path | None, typer.Option(help="Draw memory, time and cost (svg or png).")] = None,
+    top: Annotated[int, typer.Option(help="Number of choices to show.")] = 5,
+    emit: Annotated[Path | None, typer.Option(help="Write configs and the launch command to this folder.")] = None,
+    choice: Annotated[int, typer.Option(help="Number of the choice that --emit writes.")] = 1,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw memory, time and cost into this file (svg, png or pdf).")
+    ] = None,
     hardware: Annotated[
-        Path | None, typer.Option(help="A file of --calibrate (default: ~/.config/hfscale/hardware.toml).")
+        Path | None, typer.Option(help="A file written by --calibrate (default: ~/.config/hfscale/hardware.toml).")
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine and write FILE, or the default of --hardware.")
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure this machine and write the file MODEL, by default that of --hardware."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Rank the layouts that fit, with memory, time and cost."""
+    """Ranks the layouts that fit; returns the exit code, 1 if nothing fits."""
     if calibrate:
         if gpu is not None or gpus is not None:
-            raise UsageError("--calibrate measures the machine at hand: leave out --gpu and --gpus, plan afterwards")
+            raise UsageError("--calibrate measures this machine: leave out --gpu and --gpus, and plan afterwards")
         return run_calibration(None if model is None else Path(model), as_json=as_json)
     if model is None or gpu is None or gpus is None:
         raise UsageError("give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8")
     if top < 1:
-        raise UsageError(f"--top {top} is below 1: give the number of choices to show")
+        raise UsageError(f"--top is {top}: give a number of choices of at least 1")
     result = plan(
         model,
         gpu=gpu,
@@ -118,17 +127,24 @@ def _emit(result: Plan, folder: Path, choice: int) -> list[Path]:
 
 
 def run_calibration(file: Path | None, *, as_json: bool) -> int:
-    """Measure this machine; the main process writes the file and says how to plan with it.
+    """Measures this machine. The main process writes the file and prints how to plan with it.
+
+    Args:
+        file (`Path`, *optional*): The file to write; by default the user's hardware file.
+        as_json (`bool`): Whether to print JSON.
+
+    Returns:
+        `int`: The exit code.
 
     Raises:
-        `ConfigFileError`: There is such a file, and it is no hardware file.
+        `ConfigFileError`: The file exists and is not a hardware file.
         `UsageError`: The file's name does not end in .toml.
     """
     path = file or user_file()
     if path.suffix != ".toml":
-        raise UsageError(f"--calibrate writes TOML, and {path} does not end so: name a file such as hardware.toml")
+        raise UsageError(f"--calibrate writes TOML, and the file is {path}: use a name such as hardware.toml")
     if path.exists():
-        read_rows(path)  # a mistake is told before minutes of measuring
+        read_rows(path)  # report a wrong file before minutes of measuring
     from hfscale.health.calibrate import calibrate, write
 
     found = calibrate()
@@ -142,7 +158,7 @@ def run_calibration(file: Path | None, *, as_json: bool) -> int:
         if name.startswith("achieved") and value is not None:
             print(f"{name.removeprefix('achieved_')}: {value:.4g}")
     if found.processes == 1:
-        print("collectives are not measured by one process: accelerate launch -m hfscale plan --calibrate")
+        print("one process cannot measure collectives: use accelerate launch -m hfscale plan --calibrate")
     flags = "" if gpu.bf16_tflops else " --precision " + ("fp16" if gpu.fp16_tflops else "fp32")
     flags += "" if path == user_file() else f" --hardware {path}"
     print(f"Written: {path}; plan with it: hfscale plan MODEL --gpu {gpu.name} --gpus N{flags}")
@@ -150,12 +166,12 @@ def run_calibration(file: Path | None, *, as_json: bool) -> int:
 
 
 def parse_tokens(text: str) -> float:
-    """A number of tokens such as `500M`, `1.5T` or `1e12`.
+    """The number of tokens in a text such as `500M`, `1.5T` or `1e12`.
 
     Raises:
-        `UsageError`: It is none.
+        `UsageError`: The text is not such a number.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBGT]?)", text.strip().replace(",", ""), flags=re.IGNORECASE)
     if not found or not 0 < float(found[1]) * _UNITS[found[2].upper()] < 1e18:
-        raise UsageError(f"tokens {text!r} is not a number of tokens: write 500M, 20B or 1T")
+        raise UsageError(f"--tokens is {text!r}: write a number of tokens such as 500M, 20B or 1T")
     return float(found[1]) * _UNITS[found[2].upper()]

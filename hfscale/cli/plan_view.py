@@ -1,4 +1,4 @@
-"""A plan as a person reads it."""
+"""Prints a plan as tables for a terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,16 +10,23 @@ from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import Choice, Plan
 
 REJECTED_SHOWN = 5
+"""Number of rejected layouts that are printed."""
 COSTS_SHOWN = 6
-TERMINAL = 120
-"""Columns where the output is no terminal."""
+"""Number of offers that are printed."""
+WIDTH_WITHOUT_TERMINAL = 120
+"""Columns used if the output is not a terminal."""
 
 
 def show(plan: Plan, written: Sequence[Path]) -> None:
-    """Print a plan."""
+    """Prints a plan.
+
+    Args:
+        plan (`Plan`): The plan.
+        written (`Sequence[Path]`): Files that were written, to be listed.
+    """
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=TERMINAL)
+        console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
     shape, request = plan.request.shape, plan.request
     console.print(
         f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {request.gpus} x {request.gpu.name}, "
@@ -34,13 +41,13 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
     else:
         console.print("Nothing fits.")
     if plan.min_gpus is not None:
-        console.print(f"Fewest GPUs that do: {plan.min_gpus}")
-    _list(console, "Estimated, but not to be launched by hfscale's recipes", plan.unlaunchable)
-    _list(console, "Does not work", _reasons(plan))
+        console.print(f"Fewest GPUs that suffice: {plan.min_gpus}")
+    _list(console, "Estimated, but no recipe of hfscale can launch", plan.unlaunchable)
+    _list(console, "Rejected", _reasons(plan))
     _list(console, "Advice", [f"{item.text} ({item.source})" for item in plan.advice])
     _list(console, "Warnings", plan.warnings)
     _list(console, "Assumptions", plan.assumptions)
-    _list(console, "Written", [str(path) for path in written])
+    _list(console, "Files written", [str(path) for path in written])
 
 
 def _list(console: Console, title: str, lines: Sequence[str]) -> None:
@@ -59,10 +66,10 @@ def _layout(choice: Choice) -> str:
         "cp": layout.cp,
         "tp": layout.tp,
         "pp": layout.pp,
-        "ep": job.expert_parallel,  # of the replicas and shards, no axis of its own
+        "ep": job.expert_parallel,  # a part of the data-parallel ranks, not an axis of its own
     }
-    told = " ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1"
-    return f"{told} overlapped" if job.overlapped_experts else told
+    text = " ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1"
+    return f"{text} overlapped" if job.overlapped_experts else text
 
 
 def _choices(plan: Plan) -> Table:
@@ -145,7 +152,7 @@ def _costs(choice: Choice) -> Table:
 
 
 def _reasons(plan: Plan) -> list[str]:
-    """Each reason once, the nearest misses first."""
+    """Each reason once, sorted by the memory that is missing, the least first."""
     rows = sorted(plan.rejected, key=lambda row: row.needed_gib or 0.0)
     lines = list(dict.fromkeys(f"{row.layout}: {row.reason}" for row in rows))
     rest = len(lines) - REJECTED_SHOWN

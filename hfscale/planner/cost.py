@@ -1,9 +1,9 @@
-"""Dollars and days of a run: interruptions, checkpoints, storage, providers.
+"""Duration and cost of a run: interruptions, checkpoints, storage, providers.
 
-A run that is interrupted once per MTBF on average and saves every tau seconds, each save stalling it for T_save, loses
-T_save / tau to saving and (tau / 2 + T_restart) / MTBF to work done again and to starting; the loss is least at
+A run that is interrupted once per MTBF on average and saves every tau seconds, where a save stalls it for T_save,
+loses T_save / tau to saving, and (tau / 2 + T_restart) / MTBF to repeated work and restarts. The loss is least at
 tau = sqrt(2 T_save MTBF) (Young, 1974, "A first order approximation to the optimum checkpoint interval"). Goodput is
-what is left, 1 / (1 + loss); it is a factor of its own beside the throughput, which says nothing of downtime.
+the remaining fraction, 1 / (1 + loss); throughput does not include it.
 """
 
 import math
@@ -16,51 +16,59 @@ from hfscale.planner.memory import trained_parameters
 from hfscale.planner.model_view import view_of
 
 MTBF_GPU_HOURS = 50_000.0
-"""GPU-hours between unexpected interruptions: 419 in 54 days on 16,384 H100s (Llama 3, arXiv 2407.21783, section
-3.3.4)
-make 50,700. Meta's research clusters had 8,100 at 1,024 GPUs (Kokolis et al., arXiv 2410.21680): expect less luck."""
+"""GPU-hours between unexpected interruptions: 419 interruptions in 54 days on 16,384 H100s (Llama 3, arXiv 2407.21783,
+section 3.3.4) are one per 50,700. Meta's research clusters had one per 8,100 at 1,024 GPUs (Kokolis et al., arXiv
+2410.21680), so expect more."""
 SPOT_INTERRUPTIONS_PER_NODE_HOUR = 0.02
-"""Preemptions of a spot node per hour. No provider publishes one for GPUs: AWS's Spot Instance Advisor only says `over
-20% a month` (3e-4 per hour at least), and traces of GPU spot pools have several per hour and pool (Thorpe et al.,
-Bamboo, NSDI 2023). This is one in two days; say what you see with --spot-interruptions."""
+"""Preemptions of a spot node per hour. No provider publishes this rate for GPUs: AWS's Spot Instance Advisor gives
+only `over 20% a month` (at least 3e-4 per hour), and traces of GPU spot pools have several per hour and pool (Thorpe
+et al., Bamboo, NSDI 2023). The value is one in two days; set what you observe with --spot-interruptions."""
 RESTART_S = 600.0
-"""From an interruption to the next step: noticing, a new node, loading. Minutes; an assumption."""
+"""Seconds from an interruption to the next step: detection, a new node, loading. An assumption."""
 SAVE_BYTES_S_PER_NODE = 2e9
 """Bytes per second that a node writes to shared storage, an assumption: half of a 32 Gbit/s share."""
 STORAGE_USD_PER_GB_MONTH = 0.023
-"""Object storage, standard class (AWS S3, us-east-1)."""
+"""Price of object storage, standard class (AWS S3, us-east-1)."""
 CHECKPOINTS_KEPT = 2
-"""Checkpoints that lie on storage at a time."""
+"""Number of checkpoints that are stored at a time."""
 HOURS_PER_MONTH = 730.0
+"""Hours of an average month."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """What interruptions make of a run."""
+    """Interruptions of a run, and the time that they and checkpoints take."""
 
     mtbf_hours: float
     """Hours between interruptions of the whole run."""
     save_s: float
     """Seconds that a checkpoint stalls the run."""
     cadence_s: float
-    """Seconds between checkpoints that lose least."""
+    """Seconds between checkpoints that minimise the loss."""
     lost_fraction: float
-    """Time lost over time used."""
+    """Lost time relative to time that makes progress."""
 
     @property
     def goodput(self) -> float:
-        """Part of the time that makes progress."""
+        """Fraction of the time that makes progress."""
         return 1 / (1 + self.lost_fraction)
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """A checkpoint with what a resume needs: trained parameters in fp32 with their two moments, frozen ones in 2 bytes
-    not at all, since they are the base model's."""
+    """Bytes of a checkpoint: trained parameters in fp32 with their two moments. Frozen parameters are not in it,
+    because they are the base model's."""
     return 12.0 * trained_parameters(view_of(job.shape), job)
 
 
 def reliability(job: Job, *, spot: bool, interruptions_per_node_hour: float | None = None) -> Reliability:
-    """Interruptions, the cadence that fits them, and what they cost."""
+    """Interruptions of a job, the optimal interval between checkpoints, and the time lost.
+
+    Args:
+        job (`Job`): The run.
+        spot (`bool`): Whether the nodes are spot instances, which are preempted too.
+        interruptions_per_node_hour (`float`, *optional*): Preemptions of a spot node per hour; by default
+            `SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
+    """
     gpus = job.layout.world_size
     nodes = math.ceil(gpus / job.gpus_per_node)
     per_hour = gpus / MTBF_GPU_HOURS
@@ -76,34 +84,35 @@ def reliability(job: Job, *, spot: bool, interruptions_per_node_hour: float | No
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """A run at one provider."""
+    """The cost of a run at one provider."""
 
     provider: str
-    """Who."""
+    """The provider's name."""
     gpu: str
     """The accelerator."""
     kind: str
     """`on-demand` or `spot`."""
     usd_per_gpu_hour: float
-    """The rate."""
+    """Price per GPU and hour, USD."""
     hours: float
-    """From start to end, interruptions counted."""
+    """Duration of the run, interruptions included."""
     gpu_hours: float
-    """Hours of all GPUs, interruptions counted."""
+    """Hours of all GPUs together, interruptions included."""
     usd: float
-    """Dollars, storage of checkpoints counted, and the way out of the last one where its price is known."""
+    """Total cost, USD, including storage of checkpoints and, where its price is known, egress of the last one."""
     usd_per_million_tokens: float
-    """Dollars per million trained tokens."""
+    """USD per million trained tokens."""
     goodput: float
-    """Part of the time that makes progress."""
+    """Fraction of the time that makes progress."""
     egress_usd: float | None = None
-    """Of these, for the last checkpoint on its way out to the internet; None where the rate is not known."""
+    """Cost of copying the last checkpoint out to the internet, which `usd` includes; None where the rate is not
+    known."""
     region: str | None = None
-    """Where."""
+    """The region, if the price depends on it."""
     source: str | None = None
-    """Where the rate was read; None for one given by the user."""
+    """Where the price was read; None for a price given by the user."""
     date: str | None = None
-    """When."""
+    """When the price was read, as an ISO date."""
 
 
 def cost(
@@ -118,13 +127,25 @@ def cost(
     row: Price | None = None,
     egress: Egress | None = None,
 ) -> Cost:
-    """What training on `tokens` tokens costs at a rate."""
-    trust = reliability(job, spot=spot, interruptions_per_node_hour=interruptions_per_node_hour)
-    hours = tokens / tokens_per_s / 3600 / trust.goodput
+    """The cost of training on `tokens` tokens at one price.
+
+    Args:
+        job (`Job`): The run.
+        tokens (`float`): Tokens to train on.
+        tokens_per_s (`float`): Tokens per second of all GPUs together.
+        usd_per_gpu_hour (`float`): The price.
+        provider (`str`): The provider's name.
+        spot (`bool`): Whether the nodes are spot instances.
+        interruptions_per_node_hour (`float`, *optional*): As in `reliability`.
+        row (`Price`, *optional*): The row of the price list with the price, for region, source and date.
+        egress (`Egress`, *optional*): The provider's egress price.
+    """
+    reliable = reliability(job, spot=spot, interruptions_per_node_hour=interruptions_per_node_hour)
+    hours = tokens / tokens_per_s / 3600 / reliable.goodput
     gpu_hours = hours * job.layout.world_size
-    stored = CHECKPOINTS_KEPT * checkpoint_bytes(job) / 1e9 * STORAGE_USD_PER_GB_MONTH * hours / HOURS_PER_MONTH
-    taken_out = None if egress is None else checkpoint_bytes(job) / 1e9 * egress.usd_per_gb
-    usd = gpu_hours * usd_per_gpu_hour + stored + (taken_out or 0.0)
+    storage_usd = CHECKPOINTS_KEPT * checkpoint_bytes(job) / 1e9 * STORAGE_USD_PER_GB_MONTH * hours / HOURS_PER_MONTH
+    egress_usd = None if egress is None else checkpoint_bytes(job) / 1e9 * egress.usd_per_gb
+    usd = gpu_hours * usd_per_gpu_hour + storage_usd + (egress_usd or 0.0)
     return Cost(
         provider=provider,
         gpu=job.gpu.name,
@@ -134,8 +155,8 @@ def cost(
         gpu_hours=gpu_hours,
         usd=usd,
         usd_per_million_tokens=usd / tokens * 1e6,
-        goodput=trust.goodput,
-        egress_usd=taken_out,
+        goodput=reliable.goodput,
+        egress_usd=egress_usd,
         region=row.region if row else None,
         source=row.source if row else None,
         date=row.date.isoformat() if row else None,
@@ -151,7 +172,16 @@ def compare(
     interruptions_per_node_hour: float | None = None,
     egress: Mapping[str, Egress] | None = None,
 ) -> list[Cost]:
-    """The run at every provider, on demand and spot, cheapest first; `egress` is `all_egress`'s."""
+    """The cost of a run at every provider, on demand and spot, cheapest first.
+
+    Args:
+        job (`Job`): The run.
+        prices (`Iterable[Price]`): Prices of the job's GPU.
+        tokens (`float`): Tokens to train on.
+        tokens_per_s (`float`): Tokens per second of all GPUs together.
+        interruptions_per_node_hour (`float`, *optional*): As in `reliability`.
+        egress (`Mapping`, *optional*): Egress prices by provider in lower case (`all_egress`).
+    """
     costs = []
     for row in prices:
         for rate, spot in ((row.on_demand_usd, False), (row.spot_usd, True)):

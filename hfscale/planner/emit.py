@@ -14,22 +14,31 @@ from hfscale.planner.launchable import OPTIMIZERS, recipe_of, uses_deepspeed, wh
 from hfscale.planner.plan import Choice, Plan
 
 LEARNING_RATE = 1e-5
-"""A cautious start for full fine-tuning; the recipe's YAML says to set your own."""
+"""A low learning rate to start full fine-tuning with; the recipe's YAML says to set your own."""
 LORA_LEARNING_RATE = 2e-4
-"""The usual one for LoRA (Hu et al., arXiv 2106.09685, appendix D)."""
+"""The usual learning rate of LoRA (Hu et al., arXiv 2106.09685, appendix D)."""
 PRECISION_FLAGS: dict[str, dict[str, Any]] = {"fp16": {"fp16": True}, "fp32": {"bf16": False}}
-"""Flags of a precision that is not the recipe's own choice (bf16), nor the launcher's (fp8)."""
+"""Recipe flags of the precisions that are neither the recipe's default (bf16) nor set by the launcher (fp8)."""
 SYNC_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-"""Without it accelerate reduces gradients with the last micro-batch alone, and until then FSDP2 holds them whole."""
+"""Without it accelerate reduces gradients only with the last micro-batch, and FSDP2 keeps them unsharded until
+then."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-"""What a folder with a trained model holds beside its config.json."""
+"""Files that a folder with a trained model contains in addition to its config.json."""
 
 
 def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
-    """Write the files of choice `number`, the first being 1, into `folder`, which is made if need be.
+    """Writes the files of a choice into a folder.
+
+    Args:
+        plan (`Plan`): The plan.
+        folder (`Path`): The folder; it is created if it does not exist.
+        number (`int`): Number of the choice, counted from 1.
+
+    Returns:
+        `list[Path]`: The files written.
 
     Raises:
-        `UsageError`: The plan has no such choice, or no recipe runs it; the message names the next that one does.
+        `UsageError`: The plan has no such choice, or no recipe runs it; the message names the next that can be run.
         `StorageError`: The folder cannot be written.
     """
     choice = _chosen(plan, number)
@@ -45,33 +54,36 @@ def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror}; give --emit another folder") from None
+        raise StorageError(f"--emit {folder} cannot be written: {error.strerror}; give another folder") from None
     return [folder / name for name in files]
 
 
 def _chosen(plan: Plan, number: int) -> Choice:
+    """The choice of this number, after checking that it can be launched."""
     if not plan.choices:
-        raise UsageError("nothing fits, so there is nothing to write: see the reasons, or plan for more GPUs")
+        raise UsageError("--emit: no layout fits, so there is nothing to write; plan for more GPUs")
     if plan.request.framework != "hf":
         raise UsageError(
-            f"--emit writes files for Hugging Face's stack, not {plan.request.framework}: plan with --stack hf"
+            f"--emit writes files for stack hf only, and --stack is {plan.request.framework}: plan with --stack hf"
         )
     if not 1 <= number <= len(plan.choices):
-        raise UsageError(f"--choice {number} is none of the {len(plan.choices)} choices: raise --top, or give another")
+        raise UsageError(
+            f"--choice is {number}, and there are {len(plan.choices)} choices: raise --top, or give a smaller number"
+        )
     choice = plan.choices[number - 1]
     reason = why_not(choice.estimate.job)
     if reason is None:
         return choice
     other = plan.next_launchable
     if other is None:
-        mend = f"nor can any of the {len(plan.choices)} choices here: raise --top"
+        fix = f"none of the {len(plan.choices)} choices can: raise --top"
     else:
-        mend = f"--choice {other[0]} can ({strategy_of(other[1].estimate.job)}, {other[1].estimate.job.layout})"
-    raise UsageError(f"--emit: choice {number}, {choice.estimate.job.layout}, cannot be launched ({reason}); {mend}")
+        fix = f"--choice {other[0]} can ({strategy_of(other[1].estimate.job)}, {other[1].estimate.job.layout})"
+    raise UsageError(f"--emit: choice {number}, {choice.estimate.job.layout}, cannot be launched ({reason}); {fix}")
 
 
 def launch_command(job: Job, folder: Path) -> list[str]:
-    """The exact command; on several machines, with the shell's variables of each in its place."""
+    """The launch command; for several machines it contains shell variables that differ between machines."""
     nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
     command = ["accelerate", "launch", "--config_file", str(folder / "accelerate.yaml")]
     if nodes > 1:
@@ -80,23 +92,25 @@ def launch_command(job: Job, folder: Path) -> list[str]:
 
 
 def _shell(command: list[str]) -> str:
+    """A command as a line for the shell, with its variables left to the shell."""
     return " ".join(f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in command)
 
 
 def launch_sh(choice: Choice, folder: Path) -> str:
-    """A script with the command."""
+    """The text of a script with the launch command."""
     job = choice.estimate.job
     nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
     lines = ["#!/bin/sh"]
     if nodes > 1:
         lines.append(
-            f"# On each of the {nodes} machines, with MACHINE_RANK from 0 to {nodes - 1} and MAIN_IP that of rank 0."
+            f"# Run on each of the {nodes} machines, with MACHINE_RANK from 0 to {nodes - 1} and MAIN_IP that of rank "
+            "0."
         )
     return "\n".join([*lines, "set -eu", _shell(launch_command(job, folder))]) + "\n"
 
 
 def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
-    """The Accelerate config."""
+    """The text of the Accelerate config."""
     job, layout = choice.estimate.job, choice.estimate.job.layout
     nodes = math.ceil(layout.world_size / job.gpus_per_node)
     strategy = strategy_of(job)
@@ -113,7 +127,7 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
             f"  deepspeed_config_file: {_scalar(str(folder / 'deepspeed.json'))}",
             f"  zero3_init_flag: {'true' if job.zero == 3 else 'false'}",
         ]
-        if nodes > 1:  # launch.sh runs on each machine; by default accelerate would start the others itself, over ssh
+        if nodes > 1:  # launch.sh runs on each machine; by default accelerate would start the other machines over ssh
             lines.append("  deepspeed_multinode_launcher: standard")
     elif strategy == "fsdp2":
         lines += _fsdp_lines(job)
@@ -137,13 +151,14 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     ]
     if job.precision == "fp8":
         lines += ["mixed_precision: fp8", "fp8_config:", "  backend: AO # needs torchao"]
-    elif not uses_deepspeed(job):  # which must not name it beside a deepspeed_config_file
+    elif not uses_deepspeed(job):  # with a deepspeed_config_file the key is not allowed
         lines.append('mixed_precision: "no" # recipe.yaml decides; bf16 where the hardware has it')
     return "\n".join(lines) + "\n"
 
 
 def _fsdp_lines(job: Job) -> list[str]:
-    """As accelerate_configs/fsdp2.yaml, and fp8.yaml, whose layers torchao changes before they are sharded."""
+    """Lines as in accelerate_configs/fsdp2.yaml; with fp8 as in fp8.yaml, where torchao changes layers before they are
+    sharded."""
     return [
         "distributed_type: FSDP",
         "fsdp_config:",
@@ -157,7 +172,7 @@ def _fsdp_lines(job: Job) -> list[str]:
 
 
 def _axis_lines(job: Job) -> list[str]:
-    """The mesh, where there is more to it than the strategy's one axis."""
+    """Lines of the mesh sizes, if the strategy has more than one axis."""
     layout = job.layout
     if strategy_of(job) not in ("fsdp2", "parallel") or layout.dp_shard == layout.world_size or layout.pp > 1:
         return []
@@ -174,7 +189,7 @@ def _axis_lines(job: Job) -> list[str]:
 
 
 def deepspeed_config(job: Job) -> dict[str, Any]:
-    """The DeepSpeed config; `auto` values are filled from the training arguments."""
+    """The DeepSpeed config; its `auto` values are filled in from the training arguments."""
     zero: dict[str, Any] = {"stage": max(1, job.zero), "overlap_comm": True, "reduce_bucket_size": "auto"}
     if job.zero >= 2:
         zero["contiguous_gradients"] = True
@@ -206,7 +221,7 @@ def deepspeed_config(job: Job) -> dict[str, Any]:
 
 
 def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
-    """The recipe's flags."""
+    """The text of the YAML with the recipe's flags."""
     job = choice.estimate.job
     values: dict[str, Any] = {**_model_flags(plan.model), "block_size": job.seq_len}
     if job.layout.pp > 1:
@@ -240,7 +255,8 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         f"# {_shell(launch_command(job, folder))}",
         f"# {plan.model}, {job.global_batch} x {job.seq_len} tokens per step on {gpus}.",
         "#",
-        "# Set your data (dataset_name or train_file) and learning rate; the one here is a cautious start.",
+        "# Set your data (dataset_name or train_file) and your learning rate; the one below is a low one to start "
+        "with.",
         "",
         *(f"{name}: {_scalar(value)}" for name, value in values.items()),
     ]
@@ -248,7 +264,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
 
 
 def stage_flags(job: Job) -> dict[str, Any]:
-    """The flags of `ParallelTrainer`'s mesh and schedule."""
+    """The recipe flags of `ParallelTrainer`'s mesh and schedule."""
     layout = job.layout
     flags: dict[str, Any] = {
         "tp_size": layout.tp,
@@ -266,13 +282,13 @@ def stage_flags(job: Job) -> dict[str, Any]:
 
 
 def hub_id(model: str) -> str:
-    """What Hugging Face calls a built-in model; anything else as it was given."""
+    """The hub id of a built-in model; any other name is returned as it is."""
     entry = catalogue().get(model.casefold())
     return str(entry["hub"][0]) if entry else model
 
 
 def _model_flags(model: str) -> dict[str, Any]:
-    """Which model: a checkpoint, or a folder with a config alone, which is trained from scratch."""
+    """The recipe flag of the model: a checkpoint, or a folder with only a config, which is trained from scratch."""
     path = Path(model)
     folder = path.parent if path.is_file() else path
     if not folder.is_dir() or (model.casefold() in catalogue() and not path.exists()):
@@ -282,16 +298,18 @@ def _model_flags(model: str) -> dict[str, Any]:
 
 
 def _name(model: str) -> str:
+    """A short name of the model for a folder."""
     path = Path(model)
     return (path.resolve().parent if path.is_file() else path).name or "plan"
 
 
 def _scalar(value: object) -> str:
+    """A value as YAML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
         return json.dumps(value)  # JSON is YAML
     if isinstance(value, str) and not re.fullmatch(r"[A-Za-z/][\w./-]*", value):
         return json.dumps(value)  # a JSON string is a YAML string
-    # YAML 1.1 reads 1e-05 as text: a number needs its point.
+    # YAML 1.1 reads 1e-05 as text, because a float needs a decimal point.
     return f"{value:.1e}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Pictures of a plan: memory against the card's limit, where the step goes, time against cost, and the first choice's
+"""Draws a plan: memory against the device's limit, parts of the step, cost against time, and the first choice's
 pipeline. Needs matplotlib."""
 
 from pathlib import Path
@@ -10,42 +10,46 @@ from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import Choice, Plan
 from hfscale.planner.search import HEADROOM
 
-KINDS = (".svg", ".png", ".pdf")
+SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw a plan's choices into a file, svg, png or pdf by its name.
+    """Draws a plan's choices into a file.
+
+    Args:
+        plan (`Plan`): The plan.
+        path (`Path`): The file; its suffix, one of `SUFFIXES`, gives the format.
 
     Raises:
-        `UsageError`: The name ends in something else, or there is nothing to draw.
+        `UsageError`: The suffix is another one, or there are no choices to draw.
         `MissingDependencyError`: matplotlib is not installed.
         `StorageError`: The file cannot be written.
     """
-    if path.suffix not in KINDS:
-        raise UsageError(f"{path} is no picture that can be drawn: end its name in {', '.join(KINDS)}")
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"--plot is {path}: use a name that ends in {', '.join(SUFFIXES)}")
     if not plan.choices:
-        raise UsageError("nothing fits, so there is nothing to draw: plan for more GPUs")
+        raise UsageError("--plot: no layout fits, so there is nothing to draw; plan for more GPUs")
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingDependencyError('pictures need matplotlib: pip install "hfscale[report]"') from None
+        raise MissingDependencyError('--plot needs matplotlib: pip install "hfscale[report]"') from None
     figure = Figure(figsize=(15, 7), layout="constrained")
     (memory, time), (cost, pipeline) = figure.subplots(2, 2)
     labels = [f"{number} {_label(choice)}" for number, choice in enumerate(plan.choices, 1)]
-    _stack(memory, labels, [vars(choice.estimate.memory) for choice in plan.choices], "GiB per GPU at the peak")
+    _stacked_bars(memory, labels, [vars(choice.estimate.memory) for choice in plan.choices], "GiB per GPU at the peak")
     limit = plan.request.gpu.memory_gib
     memory.axvline(limit, color="black", linewidth=1)
     memory.axvline(HEADROOM * limit, color="black", linewidth=1, linestyle=":")
-    _stack(
+    _stacked_bars(
         time, [str(number + 1) for number in range(len(labels))], [_times(c) for c in plan.choices], "seconds per step"
     )
-    _pareto(cost, plan)
-    _gantt(pipeline, plan.choices[0])
+    _draw_cost(cost, plan)
+    _draw_pipeline(pipeline, plan.choices[0])
     figure.suptitle(f"{plan.model} on {plan.request.gpus} {plan.request.gpu.name}")
     try:
         figure.savefig(path)
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}; give --plot another file") from None
+        raise StorageError(f"--plot {path} cannot be written: {error.strerror}; give another file") from None
 
 
 def _label(choice: Choice) -> str:
@@ -59,7 +63,7 @@ def _times(choice: Choice) -> dict[str, float]:
     return vars(choice.estimate.time)
 
 
-def _stack(axes: Any, labels: list[str], rows: list[dict[str, float]], title: str) -> None:
+def _stacked_bars(axes: Any, labels: list[str], rows: list[dict[str, float]], title: str) -> None:
     left = [0.0] * len(rows)
     for name in rows[0]:
         widths = [row[name] for row in rows]
@@ -70,8 +74,8 @@ def _stack(axes: Any, labels: list[str], rows: list[dict[str, float]], title: st
     axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _gantt(axes: Any, choice: Choice) -> None:
-    """The first choice's pipeline under 1F1B, a part of its micro-batches; an empty panel without one."""
+def _draw_pipeline(axes: Any, choice: Choice) -> None:
+    """Draws a part of a choice's micro-batches in its pipeline, as 1F1B; an empty panel without a pipeline."""
     job = choice.estimate.job
     stages, micro_batches = job.layout.pp, min(job.micro_batches, 2 * job.layout.pp + 2)
     if stages == 1:
@@ -84,12 +88,12 @@ def _gantt(axes: Any, choice: Choice) -> None:
     axes.set_ylabel("pipeline rank")
     axes.set_xlabel("forward (blue) = 1, backward (orange) = 2")
     flag = job.schedule_name
-    looped = "" if flag == "1F1B" else f", drawn as 1F1B though it is {flag}"
-    axes.set_title(f"first choice, {micro_batches} of {job.micro_batches} micro-batches{looped}")
+    note = "" if flag == "1F1B" else f", drawn as 1F1B although the schedule is {flag}"
+    axes.set_title(f"first choice, {micro_batches} of {job.micro_batches} micro-batches{note}")
 
 
-def _pareto(axes: Any, plan: Plan) -> None:
-    """Days and dollars of every choice at its cheapest offers; without tokens, tokens/s/GPU."""
+def _draw_cost(axes: Any, plan: Plan) -> None:
+    """Draws duration and cost of every choice at its cheapest offers; where no cost is known, tokens/s/GPU."""
     points = []
     for number, choice in enumerate(plan.choices, 1):
         for kind in ("on-demand", "spot"):
