@@ -341,6 +341,26 @@ def test_callbacks_in_prose_can_be_made(path):
             getattr(hfscale, call.func.id)(**keywords)
 
 
+def data_problems(markdown):
+    """YAML and JSON blocks that do not parse, and YAML keys that are no flag of a recipe."""
+    problems = []
+    for found in FENCE.finditer(markdown):
+        if found["language"] == "json":
+            json.loads(found["code"])
+        elif found["language"] == "yaml":
+            problems += [f"no flag {key}" for key in yaml.safe_load(found["code"]) if key not in FLAGS]
+    return problems
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_yaml_and_json_blocks_are_real(path):
+    assert data_problems(text_of(path)) == []
+
+
+def test_a_wrong_key_in_a_yaml_block_is_seen():
+    assert data_problems("```yaml\nblock_sise: 4\n```\n") == ["no flag block_sise"]
+
+
 def test_the_api_page_lists_every_public_name():
     listed = re.findall(r"^::: hfscale\.(\w+)$", text_of(REPOSITORY / "docs" / "api.md"), re.MULTILINE)
     assert sorted(listed) == sorted(public_names())
