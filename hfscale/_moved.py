@@ -16,7 +16,7 @@ MOVED = {
     "hfscale.arguments": "hfscale.recipe.arguments",
     "hfscale.compatibility": "hfscale.recipe.compatibility",
     "hfscale.compression": "hfscale.recipe.compression",
-    "hfscale.continuation": "hfscale.integrations.resume",
+    "hfscale.continuation": "hfscale.integrations.loading",
     "hfscale.data": "hfscale.recipe.data",
     "hfscale.dry_run": "hfscale.parallel.dry_run",
     "hfscale.entrypoint": "hfscale.recipe.entrypoint",

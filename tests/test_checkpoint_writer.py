@@ -25,6 +25,7 @@ from hfscale.checkpoint.store import UNFINISHED, verify
 from hfscale.checkpoint.writer import CheckpointWriter, clear_unfinished, finish_renames, rank_of_file
 from hfscale.errors import StorageError
 from hfscale.integrations import saving as trainer_saving
+from hfscale.integrations import snapshots
 from hfscale.recipe import corpus
 
 
@@ -220,7 +221,7 @@ def test_saves_are_synchronous_if_another_callback_may_read_the_checkpoint(tmp_p
 
 
 def test_training_can_restart_after_an_exception(tmp_path, monkeypatch):
-    """A save of the first training is still in flight, and Trainer's method is still replaced."""
+    """A save of the first training is still in flight, and Trainer has its own method back."""
     with paused_saves(monkeypatch) as (go, _):
         interrupt = Interrupt(3)
         spot = SpotCheckpointCallback()
@@ -228,11 +229,12 @@ def test_training_can_restart_after_an_exception(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="gone"):
             trainer.train()
         assert spot._saving.writer.in_flight
+        assert "_save_checkpoint" not in vars(trainer)
         threading.Timer(0.3, go.set).start()
         interrupt.step = -1
         trainer.train()
     assert saved_steps(tmp_path) == [2, 4]
-    assert not isinstance(getattr(trainer._save_checkpoint, "__self__", None), trainer_saving.TrainerSaving)
+    assert "_save_checkpoint" not in vars(trainer)
     verify(tmp_path / "checkpoint-4")
 
 
@@ -277,7 +279,7 @@ class TestFailure:
             trainer.train()
 
     def test_saves_are_synchronous_if_the_copy_does_not_fit_in_memory(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(trainer_saving, "_SHARE_OF_FREE_MEMORY", 0.0)
+        monkeypatch.setattr(snapshots, "SHARE_OF_FREE_MEMORY", 0.0)
         spot = SpotCheckpointCallback()
         tiny_trainer(tmp_path, spot, save_strategy="steps", save_steps=2).train()
         assert "does not fit" in spot._saving.synchronous_because

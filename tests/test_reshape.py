@@ -24,7 +24,7 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.pickles import check_pickles, read_dcp_metadata
 from hfscale.checkpoint.store import commit, list_checkpoints, verify
 from hfscale.errors import CheckpointError, LayoutError, UsageError
-from hfscale.integrations.resume import CONVERSIONS, readable_checkpoint
+from hfscale.integrations.loading import CONVERSIONS, readable_checkpoint
 from hfscale.recipe.resume import keep_global_batch
 
 pytestmark = pytest.mark.world(2)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.checkpoint.store import archive, latest_checkpoint
 from hfscale.errors import HealthError, StrategyMismatchError, UsageError
@@ -25,10 +25,8 @@ from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
 from hfscale.health.rank_store import RankStore
-from hfscale.integrations.metric_injector import MetricInjector
-from hfscale.integrations.saving import finish_saves
 from hfscale.integrations.strategy import check_launch, check_strategy, describe_strategy
-from hfscale.integrations.trainer import DataFetchHook, calling_trainer, training_frame
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, training_frame
 from hfscale.metrics.records import RankLines
 from hfscale.utils import distributed
 from hfscale.utils.findings import Finding, join_errors
@@ -43,7 +41,7 @@ _trainings = 0
 """Trainings of this process so far; each has a store of its own."""
 
 
-class CommHealthCallback(TrainerCallback):
+class CommHealthCallback(AdapterCallback):
     """Stops a run that is not the one asked for or whose ranks are not healthy, and names what slows it down.
 
     At the beginning, the strategy, the number of processes and the model wrapper are compared with the request; the
@@ -103,6 +101,7 @@ class CommHealthCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        super().on_init_end(args, state, control, **kwargs)
         check_launch(args)
         if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for one before training begins
             remove_abandoned_locks(os.environ)
@@ -110,7 +109,8 @@ class CommHealthCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = calling_trainer()
+        adapter = TrainerAdapter.current()
+        trainer = adapter.trainer
         check_launch(args)
         strategy = check_strategy(trainer)
         steps = [row[0] for row in distributed.gather_rows([state.global_step])]
@@ -133,8 +133,8 @@ class CommHealthCallback(TrainerCallback):
         self._start_monitor(trainer, strategy)
         if rank_store is not None and self.hang_after_s:
             self._start_watchdog(args, rank_store, self.hang_after_s)
-        MetricInjector.of(trainer).add(self._keys)
-        DataFetchHook.of(trainer).add(self._batch_arrived)
+        adapter.add_metrics(self._keys)
+        adapter.on_batch(self._batch_arrived)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -255,7 +255,8 @@ class CommHealthCallback(TrainerCallback):
         Raises:
             HealthError: always.
         """
-        finish_saves(calling_trainer())  # one that is still being written would not be archived
+        # A checkpoint that is still being written would be committed after the others have been archived.
+        TrainerAdapter.current().wait_for_save()
         distributed.barrier()
         output_dir = self._args.output_dir
         if self._args.should_save and Path(output_dir).is_dir():

@@ -5,12 +5,11 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.errors import UsageError
 from hfscale.facts.lr_rules import LRScaling, scale_learning_rate
-from hfscale.integrations.metric_injector import MetricInjector
-from hfscale.integrations.trainer import calling_trainer, global_batch_size, saved_state
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, global_batch_size, saved_state
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -21,7 +20,7 @@ _DEEPSPEED_LR_KEYS = {
 }
 
 
-class LRScalingCallback(TrainerCallback):
+class LRScalingCallback(AdapterCallback):
     """Multiplies the learning rate by a factor that depends on how much larger the global batch has become.
 
     The factor is decided when the Trainer is made, before optimizer and scheduler exist, so they are simply built
@@ -66,7 +65,7 @@ class LRScalingCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = calling_trainer()
+        trainer = TrainerAdapter.current().trainer
         self.scaling = scaling = self._decide(trainer)
         given = args.learning_rate
         args.learning_rate *= scaling.factor
@@ -80,7 +79,8 @@ class LRScalingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = calling_trainer()
+        adapter = TrainerAdapter.current()
+        trainer = adapter.trainer
         saved = saved_state(state, "lr_scaling")
         # What optimizer and scheduler carry now: a fresh run was built with our factor (or, if this callback was
         # added after the Trainer was made, with none); a resumed one carries the checkpoint's.
@@ -99,7 +99,7 @@ class LRScalingCallback(TrainerCallback):
             if state.global_step > 0:
                 logger.info("lr_scaling: resumed with factor %.4g, rescaled to %.4g", carried, factor)
         saved.update(factor=factor, kappa=self.scaling.kappa, rule=self.scaling.rule)
-        MetricInjector.of(trainer).add(self._keys)
+        adapter.add_metrics(self._keys)
 
     def _keys(self, state: TrainerState) -> dict[str, float]:
         return {"lr_scaling/factor": self.scaling.factor} if self.scaling else {}

@@ -7,15 +7,15 @@ import functools
 import math
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.errors import UsageError
-from hfscale.integrations.trainer import is_training_in
+from hfscale.integrations.trainer import TrainerAdapter, is_training_in
 from hfscale.preemption import (
     BOARD,
     SOURCES,
@@ -109,11 +109,13 @@ class PreemptionStop:
         self._agreement = OverlappedAgreement(self.exchange_every_s)
         self._evaluation: OverlappedAgreement | None = None
         self._saved_step: int | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._listening = ExitStack()
 
-    def begin(self, trainer: Trainer, train_dataloader: Any) -> None:
+    def begin(self, adapter: TrainerAdapter, train_dataloader: Any) -> None:
         """At the beginning of a training, on every rank, before its workers are started."""
-        self._take_down()  # a training that an exception has ended is still set up
+        self._adapter, trainer = adapter, adapter.trainer
+        self._listening = ExitStack()  # what ends with the training: at `end`, or where an exception ends it
+        adapter.at_training_end(self._listening.close)
         self.stop, self._saved_step, self._evaluation = None, None, None
         self._agreement = OverlappedAgreement(self.exchange_every_s)
         self._stop_path = Path(trainer.args.output_dir) / self.stop_file if self.stop_file else None
@@ -121,7 +123,7 @@ class PreemptionStop:
         watch = watch_signals()
         if watch.is_installed:
             watch.serve(is_training_in)
-            self._undo.append(watch.done)
+            self._listening.callback(watch.done)
         else:
             logger.warning(
                 "signals are not caught: Python allows that in the main thread only, train() runs in another"
@@ -129,11 +131,10 @@ class PreemptionStop:
         if trainer.args.local_process_index == 0:
             poller = watch_cloud(self.cloud, board=self.board)
             if poller is not None:
-                self._undo.append(poller.stop)
+                self._listening.callback(poller.stop)
         shield_workers(train_dataloader)
-        if not isinstance(trainer.get_eval_dataloader, Shielding):  # for good: a run evaluates after its training too
-            trainer.get_eval_dataloader = Shielding(trainer.get_eval_dataloader)
-        self._wrap(trainer, "evaluate", self._guarding)
+        adapter.wrap_eval_dataloader(Shielding)
+        adapter.wrap_evaluate(self._guarding)
 
     def at_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """The step boundary at which ranks agree. At the last step there is nothing left to stop."""
@@ -190,7 +191,7 @@ class PreemptionStop:
             except OSError as error:
                 logger.warning("remove %s, or it stops the next launch too: %s", self._stop_path, error.strerror)
         self.board.clear()
-        self._take_down()
+        self._listening.close()
 
     def reason(self, last_committed: str | None) -> str | None:
         """Why the run stopped, for the status file; None where it did not."""
@@ -258,8 +259,7 @@ class PreemptionStop:
         control.should_training_stop = True
         control.should_save = self.stop.save and self._may_save(args, state)
         if args.load_best_model_at_end:  # loading it takes as long as a save, and nobody will use it
-            args.load_best_model_at_end = False
-            self._undo.append(lambda: setattr(args, "load_best_model_at_end", True))
+            self._adapter.set_argument("load_best_model_at_end", False)
 
     def _may_save(self, args: TrainingArguments, state: TrainerState) -> bool:
         return args.save_strategy != "no" and self._saved_step != state.global_step
@@ -286,15 +286,6 @@ class PreemptionStop:
         if self._metric is None:
             return {}
         return {self._metric if self._metric.startswith("eval_") else f"eval_{self._metric}": math.nan}
-
-    def _wrap(self, trainer: Trainer, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        own = vars(trainer).get(name)
-        setattr(trainer, name, wrapper(getattr(trainer, name)))
-        self._undo.append(lambda: delattr(trainer, name) if own is None else setattr(trainer, name, own))
-
-    def _take_down(self) -> None:
-        while self._undo:
-            self._undo.pop()()
 
 
 def _announce(stop: Stop) -> None:

@@ -9,9 +9,10 @@ from hfscale.callbacks.comm_health import CommHealthCallback
 from hfscale.callbacks.lr_scaling import LRScalingCallback
 from hfscale.callbacks.scaling_metrics import ScalingMetricsCallback
 from hfscale.callbacks.spot_checkpoint import SpotCheckpointCallback
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
 
 
-class ScalingCallback(TrainerCallback):
+class ScalingCallback(AdapterCallback):
     """Everything hfscale does for a training, in one callback: `Trainer(..., callbacks=[ScalingCallback()])`.
 
     It has no logic of its own; each event goes to the parts in this order. Pass a part to configure it.
@@ -42,6 +43,11 @@ class ScalingCallback(TrainerCallback):
     def parts(self) -> tuple[TrainerCallback, ...]:
         """The parts, in the order in which they see each event."""
         return (self.comm_health, self.lr_scaling, self.spot_checkpoint, self.metrics)
+
+    def before_train(self, adapter: TrainerAdapter) -> None:
+        for part in self.parts:
+            if isinstance(part, AdapterCallback):
+                part.before_train(adapter)
 
     def _listen(self, event: str) -> None:
         """Find the handlers of the parts that do something at `event`; of a step's five, most have one or two."""

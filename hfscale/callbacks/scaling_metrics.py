@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.callbacks.meters import (
     Columns,
@@ -17,8 +17,7 @@ from hfscale.callbacks.meters import (
     Window,
 )
 from hfscale.errors import UsageError
-from hfscale.integrations.metric_injector import MetricInjector
-from hfscale.integrations.trainer import DataFetchHook, calling_trainer, prepend_callback, saved_state
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, saved_state
 from hfscale.integrations.wandb_run import WandbRun
 from hfscale.metrics.clocks import PhaseClock
 from hfscale.metrics.records import RunRecorder, last_logged_step
@@ -29,7 +28,7 @@ from hfscale.utils import distributed
 _OUTSIDE_TRAINING = ("evaluate", "save")
 
 
-class ScalingMetricsCallback(TrainerCallback):
+class ScalingMetricsCallback(AdapterCallback):
     """Logs the keys below together with the Trainer's loss, and appends them to the run's `scaling.jsonl`.
 
     Rates cover the time since the previous log, without evaluations and saves, and all processes. Tokens are counted
@@ -106,17 +105,16 @@ class ScalingMetricsCallback(TrainerCallback):
         self._triage = TriageWatch()
         self._wandb_run: WandbRun | None = None
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if "wandb" in args.report_to:
+    def before_train(self, adapter: TrainerAdapter) -> None:
+        if "wandb" in adapter.trainer.args.report_to:
             self._wandb_run = WandbRun()
-            prepend_callback(calling_trainer(), self._wandb_run)
+            adapter.prepend_callback(self._wandb_run)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = calling_trainer()
+        adapter = TrainerAdapter.current()
+        trainer = adapter.trainer
         if self._wandb_run is not None:
             self._wandb_run.settle(state, last_logged_step=last_logged_step(Path(args.output_dir)))
         self._saved = saved_state(state, "metrics")
@@ -136,8 +134,8 @@ class ScalingMetricsCallback(TrainerCallback):
         self._counter.attach(trainer.model_wrapped)
         self._gathered_tokens = self._counter.tokens
         self._logged_step = state.global_step
-        MetricInjector.of(trainer).add(self._keys)
-        DataFetchHook.of(trainer).add(self._batch_fetched)
+        adapter.add_metrics(self._keys)
+        adapter.on_batch(self._batch_fetched)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

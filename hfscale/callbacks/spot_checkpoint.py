@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.callbacks.remote_copies import RemoteCopies
@@ -17,70 +17,69 @@ from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.store import archive, checkpoint_step, read_status, rotate, write_status
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
-from hfscale.errors import StorageError
+from hfscale.errors import StorageError, UsageError
 from hfscale.health.build_locks import remove_abandoned_locks
-from hfscale.integrations.metric_injector import MetricInjector
-from hfscale.integrations.resume import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
+from hfscale.integrations.loading import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.integrations.saving import TrainerSaving
-from hfscale.integrations.stream_position import StreamPlace
-from hfscale.integrations.trainer import calling_trainer, resumed_from
+from hfscale.integrations.stream_position import track_stream
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, resumed_from
 from hfscale.metrics.clocks import StepPace
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-_WATCH_EVERY_S = 1.0  # how soon all ranks learn that a save beside the training has ended, or failed
+_CHECK_WRITER_EVERY_S = 1.0  # how soon all ranks learn that a save in the background has ended or failed
 _EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
 
-class SpotCheckpointCallback(TrainerCallback):
-    """Saves every N steps or M minutes, whichever comes first, and makes each checkpoint provably whole.
+class SpotCheckpointCallback(AdapterCallback):
+    """Saves every N steps or M minutes, whichever comes first, and makes each checkpoint verifiable.
 
-    A checkpoint is what Trainer writes, in its layout. It grows in a hidden folder, is flushed to the disk, gets a
-    manifest with the hash of every file (`hfscale_manifest.json`) and only then its name; after that, older ones
-    beyond `save_total_limit` are deleted (Trainer itself deletes them before). `hfscale_status.json` says how the run
-    stands. `hfscale.latest_checkpoint(output_dir)` is then the newest checkpoint that is whole. With
+    A checkpoint is what Trainer writes, in its layout. It is written in a hidden folder, flushed to the disk, gets a
+    manifest with the hash of every file (`hfscale_manifest.json`), and only then its final name; after that, older
+    checkpoints beyond `save_total_limit` are deleted (Trainer itself deletes them before). `hfscale_status.json` holds
+    the state of the run. `hfscale.latest_checkpoint(output_dir)` then returns the newest complete checkpoint. With
     `save_strategy="no"` nothing is saved.
 
-    Alone, under DDP, FSDP2 and `ParallelTrainer`, training waits only for a copy of its state to host memory; the
-    rest happens beside it, one save at a time. Under DeepSpeed the partitions, which are the most, are written beside
-    it. So `on_save` of other callbacks comes before the checkpoint is there: where one of them may read it, and where
-    weights are gathered from all ranks to be written, training waits for the whole save, and a line says so. The end
-    of the training, the loading of the best checkpoint and the next save wait for the one in flight; if it fails, the
-    run stops soon after, at the same step on all ranks.
+    On one process, under DDP, FSDP2 and `ParallelTrainer`, training waits only for a copy of its state to host
+    memory; everything else happens in the background, one save at a time. Under DeepSpeed the partitions, which are
+    the largest part, are written in the background. So `on_save` of other callbacks is called before the checkpoint
+    exists. Where one of them may read it, and where weights are gathered from all ranks to be written, training waits
+    for the complete save, and a log line says why. The end of the training, the loading of the best checkpoint and
+    the next save wait for the one in flight. If it fails, the run stops soon after, at the same step on all ranks.
 
-    A notice that the machine goes (SIGTERM, SIGUSR1, Ctrl-C, a cloud's, the stop file; on any rank) makes all ranks
-    stop at one step boundary and save that step, if there is time for it. `Trainer.train` then returns as at its end,
-    the status is `preempted`, and `preempted` says why; an evaluation under way is left. A second Ctrl-C stops at
-    once.
+    On a preemption notice (SIGTERM, SIGUSR1, Ctrl-C, one of the cloud provider, the stop file; on any rank) all ranks
+    stop at the same step boundary and save that step, if there is time for it. `Trainer.train` then returns as it does
+    at its end, the status is `preempted`, and `preempted` holds the reason; an evaluation under way is cut short. A
+    second Ctrl-C stops at once.
 
     | metric key | unit | meaning |
     |---|---|---|
-    | `checkpoint/stall_s` | s | training stood still for the last save |
+    | `checkpoint/stall_s` | s | time that training waited for the last save |
     | `checkpoint/write_s` | s | from the start of the last save to its commit |
-    | `checkpoint/slowdown` | ratio | steps while it was written beside the training / other steps, medians |
+    | `checkpoint/slowdown` | ratio | time of a step during a save in the background / of other steps, medians |
     | `checkpoint/bytes` | bytes | size of the last committed checkpoint |
 
     Args:
-        every_steps (`int`, *optional*): steps between saves; absent: the Trainer's `save_steps`, or 500 where its
+        every_steps (`int`, *optional*): steps between saves; by default the Trainer's `save_steps`, or 500 where its
             `save_strategy` is not `steps`.
         every_minutes (`float`, *optional*): minutes between saves; None: steps only.
-        notice_s (`float`, *optional*): seconds between a signal and the end of the process; absent: what a launcher
+        notice_s (`float`, *optional*): seconds between a signal and the end of the process; by default what a launcher
             waits after SIGTERM (`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`, 30), no limit after SIGUSR1.
-        cloud (`str`, *optional*): whose notices are polled: aws, gcp, azure; "auto": this machine's (`HFSCALE_CLOUD`
-            in the environment overrules); None: nobody's.
+        cloud (`str`, *optional*): the provider whose notices are polled: aws, gcp, azure; "auto": this machine's
+            (`HFSCALE_CLOUD` in the environment overrides it); None: no polling.
         stop_file (`str`, *optional*): a file whose presence stops the run, in the output directory unless its path is
-            absolute; removed once obeyed. None: no such file.
-        asynchronous (`bool`): write beside the training where that gives the same files; False: training waits.
-        remote (`str`, *optional*): a folder of a remote store, such as `s3://bucket/run`, `gs://…` or `file://…`, that
-            committed checkpoints are copied to beside the training, and that a newer one than the local is fetched
-            from when the Trainer is made. `save_total_limit` holds there too. Credentials come from where the
+            absolute; it is removed when the run has stopped. None: no such file.
+        asynchronous (`bool`): write in the background where that gives the same files; False: training waits.
+        remote (`str`, *optional*): a folder of a remote store, such as `s3://bucket/run`, `gs://…` or `file://…`.
+            Committed checkpoints are copied there in the background, and a newer one than the local is fetched from
+            there when the Trainer is made. `save_total_limit` holds there too. Credentials come from where the
             provider's tools look for them.
 
     Raises:
-        UsageError: a cadence or notice that is not positive, an unknown cloud, a remote that is no URL; or another
-            run holds the output directory.
+        UsageError: a cadence or notice that is not positive, an unknown cloud, a remote that is no URL; the training
+            arguments have `enable_jit_checkpoint`; or another run holds the output directory.
         StorageError: during training, on every rank: a checkpoint could not be written.
     """
 
@@ -117,48 +116,73 @@ class SpotCheckpointCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._take_over_rotation(args)
-        StreamPlace.attach(calling_trainer())
+        super().on_init_end(args, state, control, **kwargs)
+        _refuse_jit_checkpoint(args)
         finish_renames(Path(args.output_dir))  # so that plain `resume_from_checkpoint=True` finds them too
-        if args.deepspeed and args.local_process_index == 0:  # it is before training begins that it would wait
+        if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for them before training begins
             remove_abandoned_locks(os.environ)
         if self.remote is not None:
             self.remote.fetch(Path(args.output_dir))
 
+    def before_train(self, adapter: TrainerAdapter) -> None:
+        track_stream(adapter)
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        adapter = TrainerAdapter.current()
+        _refuse_jit_checkpoint(args)
         lock_for_all_ranks(args.output_dir, is_holder=args.should_save)
-        trainer = calling_trainer()
-        self._wait()  # for what a training that was broken off has left in flight
-        finish_universal_load(trainer)
-        finish_merged_load(trainer, resumed_from())
-        check_resumed(trainer)
-        self._take_over_rotation(args)
-        self._output_dir = Path(args.output_dir)
-        self._saving = TrainerSaving(trainer, asynchronous=self.asynchronous, committed=self._committed)
-        writer = self._saving.writer
-        self.preemption.around_save_s = lambda: writer.remaining_s + (self.remote.expected_s if self.remote else 0.0)
-        self._watch = None
-        self.cadence.begin(state)
-        self._idle_since = time.monotonic()
-        MetricInjector.of(trainer).add(self._keys)
-        MetricInjector.of(trainer).before_last(self._wait)
+        self._wait()  # for a save that a training left in flight when it broke off
+        _finish_load(adapter.trainer)
+        self._take_over_saving(adapter)
         if args.save_strategy == "no":
             logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
         if args.should_save:
-            clear_unfinished(self._output_dir)
-            for moved in archive(args.output_dir, after_step=state.global_step):
-                logger.info("set aside a checkpoint of later steps than this run begins at: %s", moved)
-            self._rotate(state.best_model_checkpoint)  # which a launch that was killed may have left to this one
-            start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
-            self._set_status(args, "running", state.global_step)
-            if self.remote is not None:
-                self.remote.begin(self._output_dir, state, limit=self._limit, committed=self.last_committed)
+            self._prepare_output_dir(args, state)
         atexit.register(self._at_exit, args)
-        distributed.barrier()  # no rank may begin to write what another is about to set aside
-        self.preemption.begin(trainer, kwargs.get("train_dataloader"))
+        distributed.barrier()  # no rank may begin to write what another is about to archive
+        self._begin_counting(adapter, state)
+        self.preemption.begin(adapter, kwargs.get("train_dataloader"))
+
+    def _take_over_saving(self, adapter: TrainerAdapter) -> None:
+        """Write checkpoints instead of Trainer, and delete old ones instead of Trainer.
+
+        Trainer deletes inside its save, before the new checkpoint is committed: with a limit of 1, a machine lost
+        between the two leaves nothing. So the limit is taken from it and applied after the commit.
+        """
+        args = adapter.trainer.args
+        self._output_dir = Path(args.output_dir)
+        if args.save_total_limit is not None:
+            self._limit = args.save_total_limit
+            adapter.set_argument("save_total_limit", None)
+        self._saving = TrainerSaving(adapter, asynchronous=self.asynchronous, committed=self._committed)
+        adapter.before_last_log(self._wait)
+
+    def _prepare_output_dir(self, args: TrainingArguments, state: TrainerState) -> None:
+        """On the ranks that save: remove what earlier launches left, and note the checkpoint that this one starts
+        from."""
+        clear_unfinished(self._output_dir)
+        for moved in archive(args.output_dir, after_step=state.global_step):
+            logger.info("archived a checkpoint of a later step than the one this run starts at: %s", moved)
+        self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have come to it
+        start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
+        self._set_status(args, "running", state.global_step)
+        if self.remote is not None:
+            self.remote.begin(self._output_dir, state, limit=self._limit, committed=self.last_committed)
+
+    def _begin_counting(self, adapter: TrainerAdapter, state: TrainerState) -> None:
+        """Start the cadence and the measurements."""
+        self.cadence.begin(state)
+        self._idle_since = time.monotonic()
+        adapter.add_metrics(self._keys)
+        self.preemption.around_save_s = self._expected_wait_s
+
+    def _expected_wait_s(self) -> float:
+        """Seconds that a save of now would wait for an earlier one, and its copy to a remote would take after it."""
+        copying_s = self.remote.expected_s if self.remote is not None else 0.0
+        return copying_s + (self._saving.writer.remaining_s if self._saving is not None else 0.0)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -195,8 +219,8 @@ class SpotCheckpointCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.cadence.saved(state)
         self._stalls_s[state.global_step] = time.monotonic() - self._idle_since
-        # Alone, looking at each step costs nothing.
-        self._watch = distributed.StepAgreement(_WATCH_EVERY_S if distributed.is_distributed() else 0.0)
+        # On one process a check at each step costs nothing.
+        self._watch = distributed.StepAgreement(_CHECK_WRITER_EVERY_S if distributed.is_distributed() else 0.0)
         self.preemption.at_save(args, state, control)
 
     def on_epoch_end(
@@ -209,27 +233,25 @@ class SpotCheckpointCallback(TrainerCallback):
     ) -> None:
         self._wait()
         if args.load_best_model_at_end:
-            finish_merged_load(calling_trainer(), state.best_model_checkpoint)
+            finish_merged_load(TrainerAdapter.current().trainer, state.best_model_checkpoint)
         self.preemption.end()
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"
             self._set_status(args, status, state.global_step, reason=self.preempted)
         if self.remote is not None:
             self.remote.wait(self.last_committed)
-        if self._saving is not None:
-            self._saving.restore()
         atexit.unregister(self._at_exit)
         if args.should_save:
             unlock_output_dir(args.output_dir)
 
     def _wait(self) -> None:
-        """Until no save is in flight; raises where it failed, on all ranks."""
+        """Wait until no save is in flight; raises on all ranks if it failed."""
         self._watch = None
         if self._saving is not None:
             self._saving.writer.wait()
 
     def _watch_writer(self) -> None:
-        """Raise at one and the same step on all ranks where the save beside the training has failed."""
+        """Raise at the same step on all ranks if the save in the background has failed."""
         if self._watch is None or self._saving is None:
             return
         writer = self._saving.writer
@@ -240,18 +262,12 @@ class SpotCheckpointCallback(TrainerCallback):
             self._wait()
             raise StorageError("a checkpoint could not be written on another rank: see its error")
 
-    def _take_over_rotation(self, args: TrainingArguments) -> None:
-        """Trainer rotates inside its save, before the new checkpoint is committed: with a limit of 1, a machine lost
-        between the two leaves nothing. So the limit is taken from it and applied after the commit."""
-        if args.save_total_limit is not None:
-            self._limit, args.save_total_limit = args.save_total_limit, None
-
     def _rotate(self, best: str | os.PathLike[str] | None) -> None:
         if self._limit is not None:
             rotate(self._output_dir, limit=self._limit, keep=Path(best) if best is not None else None)
 
     def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
-        """What follows a commit, on the rank that made it; beside the training, if the save is."""
+        """What follows a commit, on the rank that made it; in the background, if the save is."""
         self.last_committed = checkpoint.name
         self.preemption.last_write_s = seconds
         discard_conversions(self._output_dir)
@@ -279,7 +295,7 @@ class SpotCheckpointCallback(TrainerCallback):
         write_status(Path(args.output_dir), status, step=step, checkpoint=self.last_committed, reason=reason)
 
     def _at_exit(self, args: TrainingArguments) -> None:
-        """At interpreter exit, of a run that did not come to its end: a save in flight is good to have."""
+        """At interpreter exit of a run that did not reach its end: finish a save in flight and report the failure."""
         if self._saving is not None:
             with suppress(StorageError, KeyboardInterrupt):
                 self._saving.writer.wait(_EXIT_WAIT_S)
@@ -287,10 +303,30 @@ class SpotCheckpointCallback(TrainerCallback):
             self._report_failure(args)
 
     def _report_failure(self, args: TrainingArguments) -> None:
-        """A run that neither completed nor was preempted has failed, unless one after it has told of its own end."""
-        told = read_status(Path(args.output_dir))
-        if self._running_step is not None and (told is None or told.get("status") == "running"):
+        """A run that neither completed nor was preempted has failed, unless a later one has reported its own end."""
+        reported = read_status(Path(args.output_dir))
+        if self._running_step is not None and (reported is None or reported.get("status") == "running"):
             error = getattr(sys, "last_value", None)
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
-            with suppress(OSError):  # a full disk may be why it failed; that has been said, and this is the last act
+            with suppress(OSError):  # a full disk may be why it failed, and that has been logged
                 self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))
+
+
+def _refuse_jit_checkpoint(args: TrainingArguments) -> None:
+    """transformers installs its own SIGTERM handler for it, which would replace ours.
+
+    Raises:
+        UsageError: the training arguments ask for it.
+    """
+    if args.enable_jit_checkpoint:
+        raise UsageError(
+            "--enable_jit_checkpoint true: its SIGTERM handler replaces the one of SpotCheckpointCallback, and its "
+            "ranks do not agree on the step; remove the flag: the callback saves on SIGTERM by itself"
+        )
+
+
+def _finish_load(trainer: Trainer) -> None:
+    """Complete and check what Trainer has loaded, if this training resumes."""
+    finish_universal_load(trainer)
+    finish_merged_load(trainer, resumed_from())
+    check_resumed(trainer)

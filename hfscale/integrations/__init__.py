@@ -1,1 +1,60 @@
-"""The only place that touches internals of transformers, Accelerate, DeepSpeed and W&B."""
+"""The only place that touches internals of transformers, Accelerate, DeepSpeed, PEFT and W&B.
+
+`TrainerAdapter` (in `trainer.py`) makes every change to a Trainer, on the instance, and undoes it at the end of the
+training. `hfscale.parallel` is the one other package with access: its `ParallelTrainer` is a subclass of Trainer. The
+supported versions are those that the tests run with: transformers 5.23, Accelerate 1.15, DeepSpeed 0.19.8, PEFT 0.21.
+`tests/test_integrations.py` keeps all this true.
+
+Each entry below says what is touched, by which method, why there is no public way, and which test fails when a new
+version moves it.
+
+Replaced until the end of the training
+
+- `Trainer.train` (public), as long as the Trainer has one of our callbacks. By: `TrainerAdapter.of`. Reason: no
+  event reports that a training was broken off by an exception. Test: test_integrations.py, TestRestore.
+- `Trainer._run_epoch` and `Trainer._finalize_training`. By: at_training_end and all others, in a training that began
+  before the callback was added. Reason: a call of `train` that is already running cannot be wrapped. Test:
+  test_integrations.py, TestAddedLater.
+- the order of `Trainer.callback_handler.callbacks`. By: `add_metrics`, `prepend_callback`, `append_callback`.
+  Reason: reporting callbacks run before those of the user and would miss the keys that these add to a log. Test:
+  test_integrations.py, test_added_metrics_reach_callbacks_that_come_before.
+- `Trainer.get_batch_samples` (public). By: `on_batch`. Reason: there is no event between the fetch of a batch and
+  the exchange of token counts. Test: test_integrations.py, test_listeners_hear_of_each_batch_before_the_step.
+- `Trainer._save_checkpoint`. By: `replace_saving`. Reason: there is no event between the decision to save and the
+  writing. Test: test_checkpoint_writer.py, test_the_methods_of_trainer_that_are_replaced_or_stood_in_for_are_there.
+- `Trainer._get_output_dir`. By: `output_dir`, `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder.
+  Test: the same.
+- `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation. Test:
+  test_preemption.py, test_an_evaluation_is_left_and_gives_no_metrics.
+- `Trainer.get_eval_dataloader` (public), as long as `train`. By: `wrap_eval_dataloader`. Reason: no argument sets
+  the start method of data loader workers. Test: test_preemption.py, test_workers_of_both_loaders_survive.
+- `Trainer.set_initial_training_values` and `Trainer.log` (public). By: `finish_without_steps`. Reason: Trainer takes
+  a step even if the checkpoint has all of them. Test: test_resume.py,
+  test_a_run_without_results_makes_them_and_takes_no_step.
+- `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.
+  Reason: the stream that keeps its position is needed during the training only. Test: test_stream_position.py.
+- `Accelerator.deepspeed_ulysses_dl_adapter` (public). By: `wrap_ulysses_loader`. Reason:
+  `accelerate.skip_first_batches` cannot skip in the loader that it returns. Test: test_integrations.py,
+  TestUlyssesLoader.
+- `checkpoint_engine` of the DeepSpeed engine, during a save. By: `DeferredWrites.collecting`. Reason: DeepSpeed's
+  own background writers commit at a time that they report to nobody. Test: test_checkpoint_writer.py,
+  test_two_ranks_write_what_the_trainer_writes.
+
+Read, called, or set once
+
+- the local variables `self` and `resume_from_checkpoint` of Trainer's frames, and the code object of
+  `Trainer.train`. By: `calling_trainer`, `resumed_from`, `training_frame`. Reason: a callback gets neither its
+  Trainer nor the checkpoint, and a signal handler gets a frame only. Test: test_integrations.py,
+  test_the_trainer_and_its_checkpoint_are_found_on_the_stack.
+- `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream
+  continues. Test: test_stream_position.py.
+- what `Trainer._save_checkpoint` calls (`saving._WRITING_METHODS`), followed call by call. By: TrainerSaving and
+  snapshots.py. Reason: Trainer writes to a folder, not to memory. Test: test_checkpoint_writer.py compares the files
+  byte for byte.
+- `_config.load_universal_checkpoint` of the DeepSpeed engine. By: `finish_universal_load`. Reason: the engine would
+  look for universal files in every later load. Test: test_reshape.py.
+- `PartialState._shared_state` of Accelerate. By: `let_fsdp_run_on_cpu`. Reason: Accelerate runs FSDP on accelerators
+  only. Test: test_strategies.py.
+- `_orig_mod` of a compiled module. By: strategy.py. Reason: torch has no public way from a compiled module to the
+  original. Test: test_integrations.py, test_a_compiled_module_is_unwrapped.
+"""

@@ -1,18 +1,16 @@
-"""How one Trainer's checkpoints are written: what goes into them, and whether training waits for it.
+"""How the checkpoints of one Trainer are written: in the background where possible, otherwise while training waits.
 
-Trainer has no hook between "save now" and the writing itself, so its `_save_checkpoint` is replaced on the instance,
-here and nowhere else. The files are those that Trainer writes, in its layout, made by the same calls; a test compares
-them byte for byte.
+The files are those that Trainer writes, in its layout, made by the same calls; a test compares them byte for byte.
 """
 
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,25 +22,30 @@ from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import UNFINISHED
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
-from hfscale.integrations.checkpoint_files import (
+from hfscale.integrations.snapshots import (
+    DeferredWrites,
+    FsdpSnapshot,
+    can_defer,
+    complete_checkpoint,
+    fits_in_host_memory,
     frozen_state,
+    is_sharded_fsdp2,
     model_state,
+    processes_on_this_host,
     processing_files,
     rng_name,
     rng_state,
+    write_files,
     write_model,
 )
-from hfscale.integrations.fsdp_saving import FsdpSnapshot, is_sharded_fsdp2
-from hfscale.integrations.self_contained import complete_checkpoint
 from hfscale.integrations.strategy import running_strategy
-from hfscale.integrations.trainer import global_batch_size
-from hfscale.integrations.zero_saving import DeferredWrites, can_defer
+from hfscale.integrations.trainer import TrainerAdapter, global_batch_size
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-# What a subclass of Trainer may have made its own; then its code must run, on the live model.
+# Methods that a subclass of Trainer may override; then the subclass's code must run, on the live model.
 _WRITING_METHODS = (
     "_save_checkpoint",
     "save_model",
@@ -53,71 +56,69 @@ _WRITING_METHODS = (
 )
 # Callbacks of transformers whose `on_save` reads no file of the checkpoint (wandb's only under WANDB_LOG_MODEL).
 _ON_SAVE_READS_NOTHING = ("WandbCallback", "TrackioCallback", "SwanLabCallback")
-_SHARE_OF_FREE_MEMORY = 0.8
-_SHARDS = "shards"  # what a Trainer that lays its model out itself hands over
+_SHARDS = "shards"  # key of what `ParallelTrainer.sharded_state` returns
 
 
 class TrainerSaving:
-    """Replaces a Trainer's `_save_checkpoint` until `restore`.
+    """Writes a Trainer's checkpoints until the end of its training.
 
     Args:
-        trainer (`Trainer`): prepared, as in `on_train_begin`. Every rank must make one at the same point.
-        asynchronous (`bool`): write beside the training where that is exact; else, and elsewhere, Trainer's own
-            method writes while training waits.
+        adapter (`TrainerAdapter`): of a Trainer that is prepared, as in `on_train_begin`. Every rank must make its
+            `TrainerSaving` at the same point.
+        asynchronous (`bool`): write in the background where the files are exactly the same; otherwise Trainer's own
+            method writes while training waits. `synchronous_because` says why training waits.
         committed (`Callable`): called as `committed(checkpoint, manifest, best, seconds)` on the committing rank when
-            a checkpoint stands at its place; possibly on another thread.
+            a checkpoint is complete and has its final name; possibly on another thread.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
+        adapter: TrainerAdapter,
         *,
         asynchronous: bool,
         committed: Callable[[Path, Manifest, Path | None, float], None],
     ) -> None:
+        trainer = adapter.trainer
         self.writer = CheckpointWriter()
-        self._trainer, self._committed = trainer, committed
+        self._adapter = adapter
+        self._trainer = trainer
+        self._committed = committed
         self._strategy = running_strategy(trainer)
         self._global_batch_size = global_batch_size(trainer)
-        if isinstance(getattr(trainer._save_checkpoint, "__self__", None), TrainerSaving):
-            del trainer._save_checkpoint  # of a training that was broken off
-        self._original = trainer._save_checkpoint
-        trainer._save_checkpoint = self._save
-        self._snapshot, self._has_fitted = HostSnapshot(), False
+        self._original = adapter.replace_saving(self._save, self.writer.wait)
+        self._snapshot = HostSnapshot()
+        self._has_fitted = False
         self._fsdp = FsdpSnapshot(trainer) if self._strategy == "fsdp2" else None
         self._deferred: DeferredWrites | None = None
         self.synchronous_because = None if asynchronous else "asynchronous is False"
+        """Why training waits for each save; None if it does not."""
         if asynchronous:
             self.synchronous_because = why_synchronous(trainer, self._strategy)
             if self.synchronous_because is not None:
                 logger.info("training waits for each save: %s", self.synchronous_because)
             elif self._strategy.startswith("zero"):
                 self._deferred = DeferredWrites(trainer, self._snapshot)
-        by_trainer = self.synchronous_because is not None or self._deferred is not None
-        self._processing_files = {} if by_trainer or _hands_over(trainer) else processing_files(trainer)
-
-    def restore(self) -> None:
-        """Give the Trainer its own method back."""
-        self._trainer.__dict__.pop("_save_checkpoint", None)
+        trainer_writes = self.synchronous_because is not None or self._deferred is not None
+        self._processing_files = {} if trainer_writes or _hands_over(trainer) else processing_files(trainer)
 
     def _save(self, model: Any, trial: Any) -> None:
-        """In the place of `Trainer._save_checkpoint`."""
+        """Replaces `Trainer._save_checkpoint`."""
         begun = time.monotonic()
-        self.writer.wait()  # at most one in flight: its buffers are about to be filled again
+        self.writer.wait()  # one save at a time: the buffers are about to be filled again
         if self._deferred is not None:
-            self.writer.start(self._job_of_original(model, trial, begun))
+            self.writer.start(self._job_of_trainer(model, trial, begun))
             return
         if self.synchronous_because is None and not self._fits_in_memory():
             self.synchronous_because = "a copy of its state does not fit into the host's free memory"
             logger.warning("training waits for each save: %s", self.synchronous_because)
         if self.synchronous_because is None and trial is None:
-            self.writer.start(self._snapshot_job(begun))
+            self.writer.start(self._job_of_snapshot(begun))
         else:
-            self.writer.run(self._job_of_original(model, trial, begun))
+            self.writer.run(self._job_of_trainer(model, trial, begun))
 
-    # -- beside the training ---------------------------------------------------------------------------------
+    # --- in the background ------------------------------------------------------------------------------------------
 
-    def _snapshot_job(self, begun: float) -> CheckpointJob:
+    def _job_of_snapshot(self, begun: float) -> CheckpointJob:
         trainer = self._trainer
         trainer.store_flos()
         run_dir = Path(trainer.args.output_dir)
@@ -125,12 +126,17 @@ class TrainerSaving:
         failed, write, write_collectively = None, None, None
         try:
             write, write_collectively = self._capture()
-        except Exception as error:  # the other ranks must learn of it, not wait for this one
+        except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         return self._job(run_dir, begun, write=write, write_collectively=write_collectively, error=failed)
 
     def _capture(self) -> tuple[Callable[[Path], None], Callable[[Path, Any], None] | None]:
-        """Copies what the next step changes; returns what writes the copies."""
+        """Copy what the next step changes.
+
+        Returns:
+            The function that writes this rank's copies into a folder, and the one that all ranks must call together,
+            with a process group, if there is one.
+        """
         trainer, full = self._trainer, not self._trainer.args.save_only_model
         rng = rng_state(trainer) if full else None
         state = frozen_state(trainer) if trainer.args.should_save else None
@@ -147,9 +153,7 @@ class TrainerSaving:
             for name in (OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME):
                 if name in copied:
                     torch.save(copied[name], folder / name)
-            for name, content in files.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
+            write_files(folder, files)
             if rng is not None:
                 torch.save(rng, folder / rng_name(trainer))
             if state is not None:
@@ -159,7 +163,7 @@ class TrainerSaving:
         return write, write_collectively
 
     def _live_state(self) -> dict[str, Any]:
-        """What this rank has to copy, by the name of its file; not yet copied."""
+        """What this rank has to copy, by the name of its file; not copied yet."""
         trainer = self._trainer
         if _hands_over(trainer):
             return {_SHARDS: trainer.sharded_state()}
@@ -178,37 +182,32 @@ class TrainerSaving:
         return live
 
     def _fits_in_memory(self) -> bool:
-        """Whether the first snapshot will; every rank asks, all agree. Later ones use its buffers."""
+        """Whether the first snapshot fits on every host; every rank must call it. Later ones use its buffers."""
         if self._has_fitted:
             return True
         live = self._live_state()
         wanted = tensor_bytes(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._fsdp is not None or _SHARDS in live else 1
-        free = psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY
-        self._has_fitted = distributed.all_max([float(wanted * here > free)])[0] == 0
+        each_rank_copies = self._fsdp is not None or _SHARDS in live
+        fits = fits_in_host_memory(wanted, copies=processes_on_this_host() if each_rank_copies else 1)
+        self._has_fitted = distributed.all_max([float(not fits)])[0] == 0
         return self._has_fitted
 
-    # -- while training waits --------------------------------------------------------------------------------
+    # --- while training waits ---------------------------------------------------------------------------------------
 
-    def _job_of_original(self, model: Any, trial: Any, begun: float) -> CheckpointJob:
-        """Trainer's own method writes, into the folder where a checkpoint grows; DeepSpeed's partitions come later."""
+    def _job_of_trainer(self, model: Any, trial: Any, begun: float) -> CheckpointJob:
+        """Trainer's own method writes, into the unfinished checkpoint's folder; DeepSpeed's partitions come later."""
         trainer = self._trainer
-        run_dir = Path(trainer._get_output_dir(trial))
+        run_dir = Path(self._adapter.output_dir(trial))
         failed = None
-        trainer._get_output_dir = lambda trial: str(run_dir / UNFINISHED)
-        if self._deferred is not None:
-            self._deferred.begin()
+        deferring = self._deferred.collecting() if self._deferred is not None else nullcontext()
         try:
-            self._original(model, trial)
+            with deferring, self._adapter.output_dir_replaced(str(run_dir / UNFINISHED)):
+                self._original(model, trial)
         except Exception as error:
             failed = error
-        finally:
-            del trainer._get_output_dir
-            if self._deferred is not None:
-                self._deferred.end()
         _note_best(trainer, run_dir)
         job = self._job(run_dir, begun, error=failed, write=self._deferred.write if self._deferred else None)
-        if failed is None and trainer.args.should_save:  # it may name the best checkpoint by the folder it grew in
+        if failed is None and trainer.args.should_save:  # it may name the best checkpoint by the unfinished folder
             trainer.state.save_to_json(str(job.folder / TRAINER_STATE_NAME))
             complete_checkpoint(trainer, job.folder)
         return job
@@ -230,15 +229,8 @@ class TrainerSaving:
         )
 
 
-def finish_saves(trainer: Trainer) -> None:
-    """Wait for a save that is being written beside the training, if there is one. Every rank must call it."""
-    saving = getattr(trainer._save_checkpoint, "__self__", None)
-    if isinstance(saving, TrainerSaving):
-        saving.writer.wait()
-
-
 def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
-    """Why checkpoints of this Trainer cannot be written beside the training, in words; None where they can."""
+    """Why checkpoints of this Trainer cannot be written in the background, in words; None if they can."""
     args = trainer.args
     if strategy.startswith("zero") and not can_defer(trainer):
         return "DeepSpeed's own engine writes"
@@ -249,12 +241,12 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     if strategy == "fsdp2" and args.save_only_model:
         return "save_only_model under FSDP leaves no state to write"
     if args.device.type not in ("cpu", "cuda"):
-        return f"not tried on {args.device.type}"
+        return f"it is not tested on {args.device.type}"
     if args.push_to_hub:
         return "push_to_hub uploads the folder at once"
-    own = [name for name in _WRITING_METHODS if not _is_known(type(trainer), name)]
-    if own:
-        return f"{type(trainer).__name__} has its own {own[0]}"
+    overridden = [name for name in _WRITING_METHODS if not _is_known(type(trainer), name)]
+    if overridden:
+        return f"{type(trainer).__name__} has its own {overridden[0]}"
     if isinstance(trainer.model, PeftModel):
         others = {config.peft_type for config in trainer.model.peft_config.values()} - {PeftType.LORA}
         if others:
@@ -264,24 +256,25 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
 
 
 def _write_shards(copied: dict[str, dict[str, Any]], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """As torch's distributed checkpointing does; every rank must call it."""
+    """Write by torch's distributed checkpointing; every rank must call it."""
     for name, tensors in copied.items():
         dcp.save(tensors, checkpoint_id=folder / name, process_group=group)
 
 
 def _is_known(kind: type, method: str) -> bool:
-    """Whether it is Trainer's own, or of the class that hands over what it would have written."""
+    """Whether the method is Trainer's own, or of `ParallelTrainer`, which hands over what it would have written."""
     home = next(base for base in kind.__mro__ if method in vars(base))
     return home is Trainer or "sharded_state" in vars(home)
 
 
 def _hands_over(trainer: Trainer) -> bool:
-    """Whether it is a `ParallelTrainer`, which says itself what a checkpoint is made of: `parallel/` and this folder
-    know nothing of each other."""
+    """Whether it is a `ParallelTrainer`, which says itself what a checkpoint consists of. Its class is in a layer
+    above this one."""
     return hasattr(trainer, "sharded_state")
 
 
 def _reader_of_saves(callback: TrainerCallback) -> str | None:
+    """The callback's name if its `on_save` may read the checkpoint."""
     kind = type(callback)
     if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("hfscale."):
         return None
@@ -292,7 +285,8 @@ def _reader_of_saves(callback: TrainerCallback) -> str | None:
 
 
 def _note_best(trainer: Trainer, run_dir: Path) -> None:
-    """As `_save_checkpoint` does: the best checkpoint is the one of the best step, if it is, or will be, there."""
+    """As `Trainer._save_checkpoint` does: the best checkpoint is the one of the best step, if that one exists or is
+    being written."""
     state = trainer.state
     if trainer.args.save_strategy == "no" or not state.best_global_step:
         return

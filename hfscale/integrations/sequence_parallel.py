@@ -1,44 +1,58 @@
-"""Ranks that share a sequence: batches that say which part is whose, and two mends for Ulysses under the Trainer."""
+"""Ranks that share a sequence: batches with positions, and two corrections for DeepSpeed's Ulysses."""
 
 import copy
+import itertools
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
-import transformers.trainer
+from torch.utils.data import Dataset
+
+from hfscale.integrations.trainer import TrainerAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
 
 def collate_with_positions(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Batch equally long sequences, each with its positions: a rank that holds a part of one must know which part.
+    """Batch equally long sequences with their positions: a rank that holds a part of a sequence must know which part.
 
-    Returns `input_ids`, `labels` and `position_ids`, each of shape (batch, sequence).
+    Args:
+        features (`list[dict]`): samples with `input_ids` and `labels` of one length.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `input_ids`, `labels` and `position_ids`, each of shape (batch, sequence).
     """
     batch = {key: torch.tensor([feature[key] for feature in features]) for key in ("input_ids", "labels")}
     rows, length = batch["input_ids"].shape
     return batch | {"position_ids": torch.arange(length).expand(rows, -1).contiguous()}
 
 
-def mend_sequence_parallel(trainer: "Trainer") -> None:
-    """What transformers 5.23 with DeepSpeed 0.19 gets wrong when ranks share sequences (`sp_size` above 1).
+def fix_sequence_parallel(trainer: "Trainer") -> None:
+    """Correct what transformers 5.23 with DeepSpeed 0.19 does wrong when ranks share sequences (`sp_size` above 1).
 
-    Call it between the making of the Trainer and `train()`; without sequence parallelism it does nothing.
+    Call it after the Trainer is made and before `train()`. Without sequence parallelism it does nothing.
     """
-    if trainer.get_sp_size() > 1:
-        _mend_gradient(trainer)
-        _mend_skipping()
+    if trainer.get_sp_size() == 1:
+        return
+    _fix_gradient(trainer)
+    adapter = TrainerAdapter.of(trainer)
+    adapter.before_each_training(lambda: adapter.wrap_ulysses_loader(SkippableUlyssesLoader))
 
 
-def _mend_gradient(trainer: "Trainer") -> None:
+mend_sequence_parallel = fix_sequence_parallel
+"""The name of `fix_sequence_parallel` in recipes copied from an earlier version."""
+
+
+def _fix_gradient(trainer: "Trainer") -> None:
     """Under ZeRO-1 and 2, divide the gradient by the number of ranks that share a sequence.
 
     transformers 5.23's `deepspeed_sp_compute_loss` adds up the ranks' losses by a differentiable all-gather, whose
-    backward sums over the ranks what each of them already has whole. ZeRO-3 makes up for it by averaging over all
+    backward sums over the ranks what each of them already has in full. ZeRO-3 compensates by averaging over all
     ranks; DeepSpeed 0.19's ZeRO-1 and 2 average over the data-parallel ones only. Adam hides the factor (clipping and
-    the logged norm do not); SGD takes steps that much too long.
+    the logged norm do not); SGD takes steps that are too long by that factor.
     """
     size = trainer.get_sp_size()
     if trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
@@ -51,20 +65,65 @@ def _mend_gradient(trainer: "Trainer") -> None:
     trainer.model.register_forward_hook(divide)
 
 
-def _mend_skipping() -> None:
-    """Let a resumed run skip the batches it has seen: Trainer hands Accelerate the Ulysses adapter, not a loader."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+class SkippableUlyssesLoader:
+    """A Ulysses data loader in which a resumed Trainer can skip the batches that the run has seen.
 
-    def skip_first_batches(loader: Any, count: int = 0) -> Any:
-        if not isinstance(loader, UlyssesSPDataLoaderAdapter):
-            return accelerate.skip_first_batches(loader, count)
-        # One batch of the loader beneath becomes `sp_world_size` micro-batches, of one rank after the other.
-        whole, rest = divmod(count, loader.sp_world_size)
-        skipping = copy.copy(loader)  # for this epoch; the next begins with the whole loader again
-        skipping.dl = accelerate.skip_first_batches(loader.dl, whole)
-        skipping.iter, skipping.micro_batches = iter(skipping.dl), deque()
-        for _ in range(rest):
-            next(skipping)
-        return skipping
+    On resume Trainer calls `accelerate.skip_first_batches(loader, count)`. Accelerate makes a new loader from the
+    dataset and the batch sampler of the one it is given, and leaves out the first `count` batches. DeepSpeed's loader
+    has neither. This class has both: the batch sampler gives the numbers of the micro-batches, and the dataset gives
+    the micro-batch of a number.
 
-    transformers.trainer.skip_first_batches = skip_first_batches
+    Args:
+        loader (`UlyssesSPDataLoaderAdapter`): DeepSpeed's, which makes `sp_world_size` micro-batches of each batch of
+            the loader below it, `loader.dl`: the batch of one rank after the other.
+    """
+
+    sampler = None
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.generator = torch.Generator()  # otherwise the new loader draws a seed from the training's generator
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    @property
+    def batch_sampler(self) -> Iterator[list[int]]:
+        """Each micro-batch is a batch of its own; the dataset knows where they end."""
+        return ([number] for number in itertools.count())
+
+    @property
+    def dataset(self) -> "_MicroBatches":
+        """The micro-batches of one pass."""
+        return _MicroBatches(self._loader)
+
+    @staticmethod
+    def collate_fn(micro_batches: list[Any]) -> Any:
+        """The only micro-batch of a batch, unchanged."""
+        (micro_batch,) = micro_batches
+        return micro_batch
+
+
+class _MicroBatches(Dataset[Any]):
+    """The micro-batches of one pass by number, to be read in order from the first number that is asked for."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._rest: Iterator[Any] | None = None
+
+    def __getitem__(self, number: int) -> Any:
+        if self._rest is None:
+            self._rest = self._after(number)
+        return next(self._rest)
+
+    def _after(self, count: int) -> Iterator[Any]:
+        batches, micro_batches = divmod(count, self._loader.sp_world_size)
+        rest = copy.copy(self._loader)  # the next pass uses the loader itself, from its beginning
+        rest.dl = accelerate.skip_first_batches(self._loader.dl, batches)
+        rest.iter, rest.micro_batches = iter(rest.dl), deque()
+        for _ in range(micro_batches):
+            next(rest)
+        return rest

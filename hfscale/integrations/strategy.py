@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -59,6 +60,16 @@ def running_strategy(trainer: "Trainer") -> str:
     if state.distributed_type == DistributedType.FSDP:
         return f"fsdp{state.fsdp_plugin.fsdp_version}"
     return "ddp" if trainer.args.world_size > 1 else "single"
+
+
+def let_fsdp_run_on_cpu() -> None:
+    """Have Accelerate set up FSDP2 and device meshes on CPUs, over gloo. Call it before the Trainer is made.
+
+    Accelerate knows them from GPUs only: on CPUs it runs DDP instead of FSDP without saying so, and refuses meshes.
+    """
+    state = PartialState._shared_state
+    if state["distributed_type"] == DistributedType.MULTI_CPU:
+        state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> None:

@@ -38,8 +38,8 @@ from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, Paramete
 from hfscale.checkpoint.pickles import load_archive
 from hfscale.errors import CheckpointError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.integrations.checkpoint_files import rng_name
-from hfscale.integrations.resume import readable_checkpoint
+from hfscale.integrations.loading import readable_checkpoint
+from hfscale.integrations.snapshots import rng_name
 from hfscale.parallel.mesh import ParallelMesh, copy_local_shard, local_tensor, reshard, shard_dim
 from hfscale.parallel.model import ParallelizedModel
 from hfscale.parallel.tensor import PackedParameter

@@ -24,7 +24,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hfscale.checkpoint.formats.parameter_names import trained_names
 from hfscale.errors import UsageError
-from hfscale.integrations.metric_injector import MetricInjector
+from hfscale.integrations.trainer import TrainerAdapter
 from hfscale.parallel import gradients
 from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
@@ -148,7 +148,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         _, data_loader = super()._prepare_for_training(*args, **kwargs)
         self.model_wrapped = self.parallel_model
         if self.layout.pp > 1:
-            MetricInjector.of(self).add(StageTimes(self.pipeline.clock, Path(self.args.output_dir)).keys)
+            TrainerAdapter.of(self).add_metrics(StageTimes(self.pipeline.clock, Path(self.args.output_dir)).keys)
         return self.parallel_model, data_loader
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:

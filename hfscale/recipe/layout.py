@@ -12,14 +12,14 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
-from accelerate import ParallelismConfig, PartialState
-from accelerate.utils import DeepSpeedSequenceParallelConfig, DistributedType
+from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import SaveStrategy
 
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.integrations.strategy import requested_family
+from hfscale.integrations.strategy import let_fsdp_run_on_cpu, requested_family
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.utils.logging import get_logger
 
@@ -129,13 +129,9 @@ def _changes_another_axis(parallel: ParallelArguments) -> bool:
 
 
 def _enable_on_cpu(family: str, layout: ParallelLayout) -> None:
-    """Let FSDP and meshes run on gloo.
-
-    accelerate supports them on GPUs only: on CPUs it turns FSDP into DDP and refuses the rest.
-    """
-    state = PartialState._shared_state  # there is no public way; tests/test_strategies.py fails if this moves
-    if family in ("fsdp", "parallel") and state["distributed_type"] == DistributedType.MULTI_CPU:
-        state["distributed_type"] = DistributedType.MULTI_GPU
+    """Let FSDP and meshes run on gloo. Accelerate turns FSDP into DDP on CPUs, and refuses the rest."""
+    if family in ("fsdp", "parallel"):
+        let_fsdp_run_on_cpu()
     if family == "zero" and layout.cp > 1:
         import deepspeed
 

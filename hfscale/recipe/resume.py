@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -13,8 +13,9 @@ from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify,
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
-from hfscale.integrations.resume import discard_conversions
+from hfscale.integrations.loading import discard_conversions
 from hfscale.integrations.strategy import requested_family
+from hfscale.integrations.trainer import TrainerAdapter
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
 
@@ -156,7 +157,7 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
         return False
     if not _has_results(Path(trainer.args.output_dir), Path(checkpoint)):
         logger.info("%s has all %d steps but the run has no results yet: they are computed now", checkpoint, done)
-        _skip_training(trainer)
+        TrainerAdapter.of(trainer).finish_without_steps()
         return False
     logger.info(
         "nothing to do: %s has all %d steps; raise --max_steps or --num_train_epochs to train on, or start from "
@@ -176,29 +177,6 @@ def _has_results(output_dir: Path, checkpoint: Path) -> bool:
     if distributed.rank() == 0:
         missing = not results.is_file() or results.stat().st_mtime < (checkpoint / TRAINER_STATE_NAME).stat().st_mtime
     return not distributed.all_max([float(missing)])[0]
-
-
-def _skip_training(trainer: "Trainer") -> None:
-    """Let the next `trainer.train` load the checkpoint without training and without logging a training loss."""
-    train, log, initial_values = trainer.train, trainer.log, trainer.set_initial_training_values
-
-    def without_epochs(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return (0, *initial_values(*args, **kwargs)[1:])
-
-    def without_train_loss(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "train_loss" not in logs:
-            log(logs, *args, **kwargs)
-
-    def train_nothing(*args: Any, **kwargs: Any) -> Any:
-        trainer.set_initial_training_values = without_epochs  # type: ignore[method-assign]
-        trainer.log = without_train_loss  # type: ignore[method-assign]
-        try:
-            return train(*args, **kwargs)._replace(metrics={})
-        finally:
-            for name in ("train", "log", "set_initial_training_values"):
-                vars(trainer).pop(name, None)
-
-    trainer.train = train_nothing  # type: ignore[method-assign]
 
 
 def _check_given(checkpoint: Path) -> None:

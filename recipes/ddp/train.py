@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, Trainer, default_data_collator, 
 
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
-from hfscale.integrations.resume import readable_checkpoint
+from hfscale.integrations.loading import readable_checkpoint
 from hfscale.integrations.strategy import check_launch
 from hfscale.recipe.arguments import check_evaluation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs

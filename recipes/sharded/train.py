@@ -17,8 +17,8 @@ from transformers import EarlyStoppingCallback, Trainer, default_data_collator, 
 from hfscale import ParallelArguments
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
-from hfscale.integrations.resume import readable_checkpoint
-from hfscale.integrations.sequence_parallel import collate_with_positions, mend_sequence_parallel
+from hfscale.integrations.loading import readable_checkpoint
+from hfscale.integrations.sequence_parallel import collate_with_positions, fix_sequence_parallel
 from hfscale.integrations.strategy import check_launch
 from hfscale.recipe.arguments import check_evaluation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
@@ -72,7 +72,7 @@ def main():
     )
     use_compact_progress(trainer)
     finish_on_cpu(trainer)
-    mend_sequence_parallel(trainer)
+    fix_sequence_parallel(trainer)
     compress_gradients(
         trainer,
         training_args.gradient_compression,

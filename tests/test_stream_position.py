@@ -1,4 +1,4 @@
-"""A resumed run goes on in its stream where it was, and reads no more than it needs."""
+"""A resumed run continues in its stream at the recorded position, and reads no more than it needs."""
 
 import logging
 
@@ -9,7 +9,7 @@ from tiny import LENGTH, VOCAB, logged, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
-from hfscale.integrations.stream_position import PlacedStream
+from hfscale.integrations.stream_position import PositionedStream, StreamPosition
 
 SHARDS, ROWS = 4, 20
 STEPS, BATCH = 30, 4  # of 80 rows: one pass and a half
@@ -31,8 +31,7 @@ class Stream:
                 yield {"input_ids": row, "labels": row}
 
 
-def train(folder, prepare=lambda dataset: dataset, *, stop_at=None, resume=None, **arguments):
-    stream = Stream()
+def make_trainer(folder, dataset, *callbacks, **arguments):
     args = tiny_arguments(
         folder,
         max_steps=STEPS,
@@ -44,11 +43,13 @@ def train(folder, prepare=lambda dataset: dataset, *, stop_at=None, resume=None,
         **arguments,
     )
     model = tiny_model(attention_dropout=0.1)
-    trainer = Trainer(
-        model=model, args=args, train_dataset=prepare(stream.dataset), callbacks=[SpotCheckpointCallback()]
-    )
-    if stop_at is not None:
-        trainer.add_callback(StopAt(stop_at))
+    callbacks = [SpotCheckpointCallback(), *callbacks]
+    return Trainer(model=model, args=args, train_dataset=dataset, callbacks=callbacks)
+
+
+def train(folder, prepare=lambda dataset: dataset, *, stop_at=-1, resume=None, **arguments):
+    stream = Stream()
+    trainer = make_trainer(folder, prepare(stream.dataset), StopAt(stop_at), **arguments)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, stream
 
@@ -58,18 +59,18 @@ class StopAt(TrainerCallback):
         self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
+        control.should_training_stop |= state.global_step == self.step
 
 
 def batched(dataset):
-    """As a recipe packs: what a batch of records gives is not what a record gives."""
+    """As a recipe packs: the map works on batches of records, not on single ones."""
     return dataset.map(lambda rows: {name: list(reversed(rows[name])) for name in rows}, batched=True, batch_size=6)
 
 
 @pytest.mark.parametrize("stop_at", [7, 20, 23])
 @pytest.mark.parametrize("prepare", [lambda dataset: dataset, batched], ids=["plain", "batched"])
-def test_it_goes_on_with_the_next_sample(tmp_path, prepare, stop_at, caplog):
-    """In the first pass, at its end, and in the second; dropout shows that random numbers go on too."""
+def test_a_resumed_run_continues_with_the_next_sample(tmp_path, prepare, stop_at, caplog):
+    """In the first pass, at its end, and in the second; dropout shows that random numbers continue too."""
     whole, _ = train(tmp_path / "whole", prepare)
     train(tmp_path / "cut", prepare, stop_at=stop_at)
     with caplog.at_level(logging.INFO, logger="hfscale"):
@@ -77,12 +78,12 @@ def test_it_goes_on_with_the_next_sample(tmp_path, prepare, stop_at, caplog):
     for key in ("loss", "grad_norm", "learning_rate"):
         assert logged(resumed, key) == logged(whole, key), key
     assert logged(resumed, "epoch") == pytest.approx(logged(whole, "epoch"), rel=1e-12)
-    assert "the stream goes on after" in caplog.text
+    assert "the stream continues after" in caplog.text
     if stop_at == 23:
-        assert "after 12 sequences of its pass 2" in caplog.text
+        assert "after 12 sequences of pass 2" in caplog.text
 
 
-def test_it_reads_no_more_than_what_follows(tmp_path):
+def test_a_resumed_run_reads_only_what_follows(tmp_path):
     """Of 80,000 sequences; a thread reads a little ahead, and a batch of the map is read again."""
 
     def prepare(dataset):
@@ -93,7 +94,7 @@ def test_it_reads_no_more_than_what_follows(tmp_path):
     assert stream.read < 112
 
 
-def test_a_shuffle_buffer_is_read_again(tmp_path, caplog):
+def test_with_a_shuffle_buffer_the_stream_is_read_again(tmp_path, caplog):
     def prepare(dataset):
         return dataset.shuffle(seed=0, buffer_size=10)
 
@@ -102,29 +103,36 @@ def test_a_shuffle_buffer_is_read_again(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="hfscale"):
         resumed, _ = train(tmp_path / "cut", prepare, resume=latest_checkpoint(tmp_path / "cut"))
     assert logged(resumed, "loss") == logged(whole, "loss")
-    assert (
-        "the stream does not go on where it was, as one with a shuffle buffer cannot: the 12 sequences" in caplog.text
-    )
+    assert "the 12 sequences already seen are read again" in caplog.text
 
 
-def test_no_more_is_remembered_than_a_step_may_need(tmp_path):
+def test_only_the_positions_that_a_step_may_need_are_remembered(tmp_path):
     """A pass of a real stream has more samples than a host has memory for."""
-    stream = PlacedStream(Stream().dataset)
+    stream = PositionedStream(Stream().dataset)
     stream.remembered = 8
     for count, _ in enumerate(stream, start=1):
-        assert len(stream._places) == min(count, 8)
-    trainer, _ = train(tmp_path)
-    assert len(trainer.train_dataset._places) <= 4 * BATCH
-    assert trainer.train_dataset.num_shards == SHARDS  # as of the stream itself
+        assert len(stream._positions) == min(count, 8)
+    assert stream.num_shards == SHARDS  # an attribute of the dataset
+    seen = {}
+
+    class Look(StopAt):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            (position,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, StreamPosition)]
+            seen.update(is_trained_on=trainer.train_dataset is position.stream, kept=len(position.stream._positions))
+
+    trainer = make_trainer(tmp_path, Stream().dataset, Look(-1))
+    trainer.train()
+    assert seen["is_trained_on"]
+    assert seen["kept"] <= 4 * BATCH
 
 
-def test_workers_do_not_tell_where_they_are(tmp_path, caplog):
+def test_with_data_loader_workers_the_stream_is_read_again(tmp_path, caplog):
     whole, _ = train(tmp_path / "whole", dataloader_num_workers=1)
     train(tmp_path / "cut", stop_at=7, dataloader_num_workers=1)
     with caplog.at_level(logging.INFO, logger="hfscale"):
         resumed, _ = train(tmp_path / "cut", dataloader_num_workers=1, resume=latest_checkpoint(tmp_path / "cut"))
     assert logged(resumed, "loss") == logged(whole, "loss")
-    assert "with dataloader_num_workers 0 it goes on there" in caplog.text
+    assert "--dataloader_num_workers 0" in caplog.text
     assert "the 28 sequences already seen are read again" in caplog.text
 
 

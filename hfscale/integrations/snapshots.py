@@ -1,0 +1,298 @@
+"""What a checkpoint consists of, in parts that can be copied now and written later.
+
+There is a part for what Trainer writes itself, one for FSDP2's shards, and one for DeepSpeed's partitions. Each
+function names the method of Trainer or Accelerate that it follows; a test compares the files byte for byte.
+"""
+
+import copy
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from peft import PeftModel, get_peft_model_state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
+from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
+from hfscale.checkpoint.store import write_atomically
+from hfscale.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+SHARE_OF_FREE_MEMORY = 0.8
+"""How much of the host's free memory the copies of a checkpoint may take."""
+
+
+def fits_in_host_memory(size_bytes: int, *, copies: int) -> bool:
+    """Whether as many `copies` of this size, one per process of the host, fit into its free memory."""
+    return size_bytes * copies <= psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY
+
+
+def processes_on_this_host() -> int:
+    """As the launcher says; 1 without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+# --- what Trainer writes --------------------------------------------------------------------------------------------
+
+
+def model_state(trainer: Trainer) -> dict[str, Any]:
+    """The weights from which `save_pretrained` will choose; with adapters, without the frozen base, which it leaves
+    out too."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    state_dict = model.state_dict()
+    if not isinstance(model, PeftModel):
+        return state_dict
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in state_dict.items() if name not in frozen}
+
+
+def write_model(trainer: Trainer, folder: Path, state_dict: dict[str, Any], processing: dict[str, bytes]) -> None:
+    """Write copied weights as `Trainer._save` does.
+
+    Args:
+        trainer (`Trainer`): its model decides about the format.
+        folder (`Path`): of the checkpoint.
+        state_dict (`dict`): a copy of what `model_state` returned.
+        processing (`dict`): what `processing_files` returned.
+    """
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if isinstance(trainer.model, PreTrainedModel | PeftModel):
+        trainer.model.save_pretrained(folder, state_dict=state_dict)
+    elif isinstance(unwrapped, PreTrainedModel | PeftModel):
+        unwrapped.save_pretrained(folder, state_dict=state_dict)
+    else:
+        safetensors.torch.save_file(state_dict, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    write_files(folder, processing)
+    torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    """Write `files`, relative path to content, into `folder`."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def processing_files(trainer: Trainer) -> dict[str, bytes]:
+    """The files of the tokenizer or processor: relative path to content; empty on ranks that do not write them.
+
+    They are made once: they do not change, a large vocabulary takes a third of a second, and a tokenizer must not be
+    read by one thread while the data pipeline uses it in another.
+    """
+    if not trainer.args.should_save:
+        return {}
+    processing = trainer.processing_class
+    if processing is None:
+        processing = getattr(trainer.data_collator, "tokenizer", None)
+    if processing is None:
+        return {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processing.save_pretrained(folder)
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def frozen_state(trainer: Trainer) -> TrainerState:
+    """A copy of the Trainer's state with what its callbacks export, completed as `Trainer._save_checkpoint` does."""
+    live = trainer.state
+    for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(exporter, ExportableState):
+            name, exported = type(exporter).__name__, exporter.state()
+            if isinstance(live.stateful_callbacks.get(name), list):
+                live.stateful_callbacks[name].append(exported)
+            else:
+                live.stateful_callbacks[name] = exported
+    frozen = copy.copy(live)
+    frozen.log_history = list(live.log_history)  # its records do not change once they are logged
+    frozen.stateful_callbacks = copy.deepcopy(live.stateful_callbacks)
+    return frozen
+
+
+def rng_state(trainer: Trainer) -> dict[str, Any]:
+    """The states of the random number generators, as `Trainer._save_rng_state` collects them."""
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # the generator that Trainer seeds and restores
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        cuda = torch.cuda.random
+        distributed_run = trainer.args.parallel_mode.value == "distributed"
+        states["cuda"] = cuda.get_rng_state_all() if distributed_run else cuda.get_rng_state()
+    return states
+
+
+def rng_name(trainer: Trainer) -> str:
+    """The file in which `Trainer._save_rng_state` writes this rank's `rng_state`."""
+    args = trainer.args
+    return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
+
+
+def complete_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
+    """Add what Trainer leaves out of a checkpoint and another strategy, or `from_pretrained`, needs: the names of the
+    optimizer's parameters, and under FSDP2 the model's config and tokenizer.
+
+    Call it on one rank, after Trainer has written the checkpoint and before it is committed. It writes a few
+    kilobytes and changes nothing that Trainer wrote.
+    """
+    if trainer.is_distributed_loading_by_transformers:
+        return  # each rank has some of the parameters; `ParallelTrainer` writes all of this itself
+    model, optimizer = trainer.model, trainer.optimizer
+    if optimizer is not None and not trainer.is_deepspeed_enabled:  # DeepSpeed's files name them, its groups do not
+        try:
+            names = ParameterNames.of(model, optimizer.param_groups)
+        except KeyError:
+            logger.warning(
+                "the optimizer steps tensors that are no parameters of the model: this run's checkpoints cannot be "
+                "converted to another strategy"
+            )
+        else:
+            write_atomically(checkpoint / PARAMETERS_NAME, names.to_json())
+    if not trainer.is_fsdp_enabled:
+        return
+    if isinstance(model, PeftModel):
+        model.peft_config[model.active_adapter].save_pretrained(str(checkpoint))
+    elif hasattr(model, "config"):
+        model.config.save_pretrained(checkpoint)
+        if model.can_generate():
+            model.generation_config.save_pretrained(checkpoint)
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(checkpoint)
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+def is_sharded_fsdp2(trainer: Trainer) -> bool:
+    """Whether this is FSDP2 with checkpoints of one part per rank."""
+    plugin = trainer.accelerator.state.fsdp_plugin
+    return plugin.fsdp_version == 2 and plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+
+
+class FsdpSnapshot:
+    """Copies this rank's FSDP2 shards to host memory, into the same buffers each time.
+
+    torch's `DefaultStager` keeps the buffers: it handles DTensors, and with a new stager the copy takes four times as
+    long. Then torch's `save` writes, as inside its `async_save`, but on our thread: so model and optimizer follow
+    each other on one process group, and the manifest follows both. The layout is the one that accelerate reads,
+    `pytorch_model_fsdp_0/` and `optimizer_0/` with one file per rank in each.
+
+    Args:
+        trainer (`Trainer`): prepared for training under FSDP2.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        on_accelerator = trainer.args.device.type != "cpu"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_accelerator,
+                use_shared_memory=False,  # no other process reads it
+                use_async_staging=False,  # when `take` returns, the next step may change the parameters
+                use_non_blocking_copy=on_accelerator,
+            )
+        )
+
+    def bytes(self) -> int:
+        """Host memory in bytes that a snapshot takes on this rank."""
+        return tensor_bytes(self._live())
+
+    def take(self) -> Callable[[Path, dist.ProcessGroup | None], None]:
+        """Copy; returns the function that writes the copy, given a folder and a process group. Every rank must call
+        both."""
+        copied = self._stager.stage(self._live())
+
+        def write(folder: Path, group: dist.ProcessGroup | None) -> None:
+            for key, name in (("model", FSDP_MODEL_NAME), ("optimizer", OPTIMIZER_NAME)):
+                part = folder / f"{name}_0"
+                part.mkdir(exist_ok=True)
+                dcp.save({key: copied[key]}, storage_writer=dcp.FileSystemWriter(part), process_group=group)
+
+        return write
+
+    def _live(self) -> dict[str, Any]:
+        """As accelerate's `save_fsdp_model` and `save_fsdp_optimizer` collect it; with PEFT only the adapters."""
+        model, options = self._trainer.model, StateDictOptions()
+        if isinstance(model, PeftModel):
+            weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+        else:
+            weights = get_model_state_dict(model, options=options)
+        optimizer: torch.optim.Optimizer = self._trainer.optimizer
+        return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------------------------------
+
+
+def can_defer(trainer: Trainer) -> bool:
+    """Whether the DeepSpeed engine writes in the training process, at the moment when it is asked to."""
+    engine = getattr(trainer.model_wrapped, "checkpoint_engine", None)
+    return engine is not None and not engine.is_decoupled() and type(engine).__name__ == "TorchCheckpointEngine"
+
+
+class DeferredWrites:
+    """Takes the place of DeepSpeed's checkpoint engine during a save, and writes later what the engine was given.
+
+    DeepSpeed's engine gathers the tensors and names the files; only the writing is deferred, with copies in host
+    memory. DeepSpeed itself clones the tensors of model states only. What does not fit into the host's free memory is
+    written at once. Everything but `save` is answered by the original checkpoint engine.
+
+    DeepSpeed's own asynchronous writers (`checkpoint.writer` in its config, 0.19.8) are not used: they write from
+    another process at a time of their own and commit inside a later step, so that neither a manifest nor a rename can
+    follow them.
+
+    Args:
+        trainer (`Trainer`): prepared for training under DeepSpeed.
+        snapshot (`HostSnapshot`): keeps the buffers for the copies.
+    """
+
+    def __init__(self, trainer: Trainer, snapshot: HostSnapshot) -> None:
+        self._deepspeed, self._snapshot = trainer.model_wrapped, snapshot
+        self._original = self._deepspeed.checkpoint_engine
+        self._given: list[tuple[Any, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """What DeepSpeed calls for each file: keep it for later."""
+        wanted = sum(tensor_bytes(given) for given, _ in self._given) + tensor_bytes(state_dict)
+        if fits_in_host_memory(wanted, copies=processes_on_this_host()):
+            self._given.append((state_dict, path))
+        else:
+            self._original.save(state_dict, path)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Within the block DeepSpeed saves to this object; at its end, what the next step will change is copied."""
+        self._given = []
+        self._deepspeed.checkpoint_engine = self
+        try:
+            yield
+        finally:
+            self._deepspeed.checkpoint_engine = self._original
+            copied = self._snapshot.take([state_dict for state_dict, _ in self._given])
+            self._given = [(copy, path) for copy, (_, path) in zip(copied, self._given, strict=True)]
+
+    def write(self, folder: Path) -> None:
+        """Write the copies, by the original engine, to the paths that DeepSpeed gave."""
+        given, self._given = self._given, []
+        for state_dict, path in given:
+            self._original.save(state_dict, path)
