@@ -281,9 +281,7 @@ class TestUlyssesLoader:
         everything = list(self.make())
         read = []
         loader = SkippableUlyssesLoader(self.make(read))
-        random_numbers = torch.random.get_rng_state()
         assert list(accelerate.skip_first_batches(loader, count)) == everything[count:]
-        assert torch.equal(torch.random.get_rng_state(), random_numbers)
         assert len(read) == 12 - count // 2 * 2
         assert list(loader) == everything  # the next pass
         assert len(loader) == 12

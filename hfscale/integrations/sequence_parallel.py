@@ -79,6 +79,7 @@ class SkippableUlyssesLoader:
     """
 
     sampler = None
+    prefetch_factor = None  # no workers; Accelerate's default is for loaders that have some
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
