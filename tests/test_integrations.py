@@ -1,12 +1,17 @@
 """What hfscale changes on a Trainer is undone, and only `hfscale.integrations` uses internals of other libraries."""
 
+import ast
+import re
 import signal
+import sys
 from collections import deque
 
 import accelerate
 import pytest
 import torch
 import transformers.trainer
+from conftest import REPOSITORY
+from test_public_surface import modules
 from tiny import tiny_trainer
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
@@ -18,9 +23,11 @@ from hfscale import (
     ScalingCallback,
     ScalingMetricsCallback,
     SpotCheckpointCallback,
+    integrations,
 )
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.integrations.sequence_parallel import SkippableUlyssesLoader
+from hfscale.integrations.strategy import unwrap_compiled
 from hfscale.integrations.trainer import TrainerAdapter, resumed_from, training_frame
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
@@ -307,3 +314,197 @@ class TestUlyssesLoader:
             assert trainer.accelerator.deepspeed_ulysses_dl_adapter("loader", None) == "loader"
         assert seen == ["wrapped loader"] * 2
         assert transformers.trainer.skip_first_batches is accelerate.skip_first_batches
+
+
+def test_listeners_hear_of_each_batch_before_the_step(tmp_path):
+    heard = []
+
+    class Listen(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            TrainerAdapter.current().on_batch(lambda: heard.append("batch"))
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            heard.append("step")
+
+    tiny_trainer(tmp_path, Listen(), max_steps=2, gradient_accumulation_steps=2).train()
+    assert heard == ["batch", "batch", "step"] * 2
+
+
+def test_a_compiled_module_is_unwrapped():
+    module = torch.nn.Linear(1, 1)
+    assert unwrap_compiled(torch.compile(module)) is module
+    assert unwrap_compiled(module) is module
+
+
+# --- the structure ------------------------------------------------------------------------------------------------
+
+OWN_LAYERS = ("integrations", "parallel")  # may use internals of transformers, Accelerate, DeepSpeed, PEFT and W&B
+
+
+def is_internal(name):
+    return name.startswith("_") and not name.startswith("__") and name not in ("_", "_replace")  # of namedtuples
+
+
+def defined_names(tree):
+    """The names with a leading underscore that a module defines: functions, classes, variables, own attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            yield node.attr
+
+
+def is_own(value):
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def foreign_names(tree, defined_anywhere):
+    """Names with a leading underscore that a module uses and hfscale does not define."""
+    here = set(defined_names(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("hfscale"):
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from (part for part in parts if is_internal(part))
+        elif isinstance(node, ast.Attribute) and is_internal(node.attr):
+            is_stdlib = isinstance(node.value, ast.Name) and node.value.id in sys.stdlib_module_names
+            known = defined_anywhere if is_own(node.value) else here
+            if node.attr not in known and not is_stdlib:
+                yield node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ATTRIBUTE_FUNCTIONS:
+            name = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else ""
+            if is_internal(name) and name not in here:
+                yield name
+
+
+ATTRIBUTE_FUNCTIONS = ("getattr", "setattr", "hasattr", "delattr")
+
+
+def patched(tree):
+    """Assignments to attributes of modules and classes of other libraries, and to attributes of a Trainer."""
+    libraries = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            home = node.module if isinstance(node, ast.ImportFrom) else None
+            for alias in node.names:
+                root = (home or alias.name).split(".")[0]
+                if root != "hfscale" and root not in sys.stdlib_module_names:
+                    libraries.add(alias.asname or (alias.name if home else root))
+    for node in ast.walk(tree):
+        target = None
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            target = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            target = node.args[0]
+        if target is None:
+            continue
+        text = ast.unparse(target)
+        if text.split(".")[0] in libraries or text in ("trainer", "self.trainer", "self._trainer"):
+            yield f"{text}: line {node.lineno}"
+
+
+def parsed():
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules()}
+
+
+# torch and its operators have no public way either; each module says why. No other modules, no other names.
+TORCH_INTERNALS = {
+    "hfscale.health.flight": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
+    "hfscale.metrics.communication": {
+        "_get_ddp_logging_data",
+        "_profiler_enabled",
+        "_set_ddp_runtime_logging_sample_rate",
+    },
+    "hfscale.preemption.workers": {"_iterator"},
+    "hfscale.recipe.arguments": {
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    },
+}
+IN_TWO_MODULES = {"_StridedShard", "_attn_implementation"}  # of hfscale.parallel
+
+
+def misplaced(trees):
+    """Uses of other libraries' internals, and changes to them or to a Trainer, outside the layers that may."""
+    anywhere = {name for tree in trees.values() for name in defined_names(tree)}
+    found = []
+    for module, tree in trees.items():
+        if module.split(".")[1:2] in [[layer] for layer in OWN_LAYERS]:
+            continue
+        names = set(foreign_names(tree, anywhere)) - TORCH_INTERNALS.get(module, set())
+        found += [f"{module} uses {name}" for name in sorted(names)]
+        found += [f"{module} changes {target}" for target in patched(tree)]
+    return found
+
+
+def test_internals_of_other_libraries_are_touched_in_their_layer_only():
+    assert misplaced(parsed()) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "trainer._save_checkpoint(None, None)",
+        "getattr(trainer, '_load_rng_state')",
+        "self._get_output_dir(None)",
+        "from transformers.trainer import _is_peft_model",
+        "from accelerate._internal import state",
+        "import transformers\ntransformers.trainer.skip_first_batches = None",
+        "from transformers import Trainer\nTrainer.train = None",
+        "from transformers import Trainer\nsetattr(Trainer, name, None)",
+        "trainer.evaluate = None",
+        "setattr(self._trainer, name, None)",
+        "del trainer.train",
+    ],
+)
+def test_the_check_finds_what_it_is_for(code):
+    assert misplaced({"hfscale.callbacks.one": ast.parse(code)})
+    assert not misplaced({"hfscale.integrations.one": ast.parse(code)})
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["self._own = 1\nself._own", "import os\nos._exit(1)", "def _f(): ...\nx._f()", "row._replace(a=1)", "args.x = 1"],
+)
+def test_the_check_accepts_what_is_our_own(code):
+    assert misplaced({"hfscale.callbacks.one": ast.parse(code)}) == []
+
+
+def test_the_table_of_torch_internals_has_no_row_too_many():
+    trees = parsed()
+    assert {module: set(foreign_names(trees[module], set())) & names for module, names in TORCH_INTERNALS.items()} == (
+        TORCH_INTERNALS
+    )
+
+
+def test_each_internal_is_used_in_one_module():
+    trees = parsed()
+    anywhere = {name for tree in trees.values() for name in defined_names(tree)}
+    users = {}
+    for module, tree in trees.items():
+        for name in set(foreign_names(tree, anywhere)):
+            users.setdefault(name, []).append(module)
+    assert {name for name, modules in users.items() if len(modules) > 1} <= IN_TWO_MODULES, users
+
+
+def test_no_class_or_module_of_a_library_is_patched():
+    """Not in the layers that may touch internals either."""
+    found = [line for tree in parsed().values() for line in patched(tree)]
+    assert [line for line in found if "trainer" not in line.split(":")[0]] == []
+
+
+def test_the_inventory_names_every_internal_and_real_tests():
+    inventory = " ".join((integrations.__doc__ or "").split())
+    trees = {name: tree for name, tree in parsed().items() if name.startswith("hfscale.integrations")}
+    anywhere = {name for tree in parsed().values() for name in defined_names(tree)}
+    used = {name for tree in trees.values() for name in foreign_names(tree, anywhere)}
+    assert [name for name in sorted(used) if name not in inventory] == []
+    for file, name in re.findall(r"Test: (test_\w+\.py)(?:, (\w+))?", inventory):
+        text = (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+        assert name in text, f"{file} has no {name}"
+    for method in re.findall(r"By: ((?:`[\w.]+`(?:, )?)+)", inventory):
+        for name in re.findall(r"`([\w.]+)`", method):
+            assert any(name.split(".")[-1] in set(defined_names(tree)) for tree in trees.values()), name

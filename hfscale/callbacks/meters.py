@@ -14,7 +14,7 @@ from typing import Any
 from transformers import Trainer, TrainerState
 
 from hfscale.errors import UnsupportedModelError
-from hfscale.integrations.strategy import running_strategy
+from hfscale.integrations.strategy import running_strategy, unwrap_compiled
 from hfscale.integrations.trainer import global_batch_size, saved_state
 from hfscale.metrics.baseline import Match, Workload, find, read_baselines, user_file
 from hfscale.metrics.communication import DdpCounters, Exposed, SampledSteps
@@ -154,7 +154,7 @@ class CommunicationMeter(Meter):
         self._ddp = None
         self._sampled = None
         if trainer.args.world_size > 1:
-            self._ddp = DdpCounters.find(trainer.model_wrapped)
+            self._ddp = DdpCounters.find(unwrap_compiled(trainer.model_wrapped))
             if self._ddp is None and trainer.args.process_index in (0, trainer.args.world_size - 1):
                 self._sampled = SampledSteps()
         self.watches_steps = self._sampled is not None

@@ -125,7 +125,7 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
             "fsdp": "accelerate runs FSDP on accelerators only; on a machine without GPUs use DDP or ZeRO",
         }.get(asked, "check the --config_file given to accelerate launch")
         raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {mend}")
-    wrapper = _unwrap_compiled(trainer.model_wrapped)
+    wrapper = unwrap_compiled(trainer.model_wrapped)
     if not _wraps(runs, wrapper) and not _lays_out_itself(trainer):
         raise StrategyMismatchError(
             f"{runs.upper()} was asked for but the model is a bare {type(wrapper).__name__}: "
@@ -145,7 +145,7 @@ def describe_strategy(trainer: "Trainer") -> str:
     For example `FSDPLlamaForCausalLM, Replicate() Shard(dim=0) over dp_replicate=2 x dp_shard_cp=2, 50.0% of the
     parameters per rank`.
     """
-    module = _unwrap_compiled(trainer.model_wrapped)
+    module = unwrap_compiled(trainer.model_wrapped)
     parts = [type(module).__name__]
     if _lays_out_itself(trainer):
         sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
@@ -214,7 +214,8 @@ def _fsdp_traits(trainer: "Trainer") -> list[str]:
     return []
 
 
-def _unwrap_compiled(module: object) -> object:
+def unwrap_compiled(module: object) -> object:
+    """The module that `torch.compile` wrapped; `module` itself if it is not compiled."""
     return getattr(module, "_orig_mod", module)
 
 

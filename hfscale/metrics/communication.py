@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -60,10 +59,9 @@ class DdpCounters:
         ddp._set_ddp_runtime_logging_sample_rate(DDP_SAMPLE_EVERY_STEPS)
 
     @classmethod
-    def find(cls, module: nn.Module) -> "DdpCounters | None":
-        """Return the counters of a DDP wrapper, also inside a compiled module; None if `module` is not wrapped."""
-        inner = getattr(module, "_orig_mod", module)
-        return cls(inner) if isinstance(inner, DistributedDataParallel) else None
+    def find(cls, module: object) -> "DdpCounters | None":
+        """Return the counters of `module` if it is a DDP wrapper (not compiled), else None."""
+        return cls(module) if isinstance(module, DistributedDataParallel) else None
 
     def read(self) -> Exposed | None:
         """Return the communication of the last sampled step, or None if there was none yet."""
