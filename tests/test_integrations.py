@@ -410,7 +410,7 @@ def parsed():
 
 # torch and its operators have no public way either; each module says why. No other modules, no other names.
 TORCH_INTERNALS = {
-    "hfscale.health.flight": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
+    "hfscale.health.diagnosis": {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"},
     "hfscale.metrics.communication": {
         "_get_ddp_logging_data",
         "_profiler_enabled",
