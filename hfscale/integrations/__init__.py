@@ -12,7 +12,7 @@ Replaced until the end of the training
 
 - `Trainer.train` (public), as long as the Trainer has one of our callbacks. By: `TrainerAdapter.of`. Reason: no
   event reports that a training was broken off by an exception. Test: test_integrations.py, TestRestore.
-- `Trainer._run_epoch` and `Trainer._finalize_training`. By: at_training_end and all others, in a training that began
+- `Trainer._run_epoch` and `Trainer._finalize_training`. By: all others, in a training that began
   before the callback was added. Reason: a call of `train` that is already running cannot be wrapped. Test:
   test_integrations.py, TestAddedLater.
 - the order of `Trainer.callback_handler.callbacks`. By: `add_metrics`, `prepend_callback`, `append_callback`.
@@ -21,24 +21,22 @@ Replaced until the end of the training
 - `Trainer.get_batch_samples` (public). By: `on_batch`. Reason: there is no event between the fetch of a batch and
   the exchange of token counts. Test: test_integrations.py, test_listeners_hear_of_each_batch_before_the_step.
 - `Trainer._save_checkpoint`. By: `replace_saving`. Reason: there is no event between the decision to save and the
-  writing. Test: test_checkpoint_writer.py, test_the_methods_of_trainer_that_are_replaced_or_stood_in_for_are_there.
+  writing. Test: test_checkpoint_writer.py.
 - `Trainer._get_output_dir`. By: `output_dir`, `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder.
-  Test: the same.
+  Test: test_checkpoint_writer.py.
 - `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation. Test:
-  test_preemption.py, test_an_evaluation_is_left_and_gives_no_metrics.
+  test_preemption.py.
 - `Trainer.get_eval_dataloader` (public), as long as `train`. By: `wrap_eval_dataloader`. Reason: no argument sets
-  the start method of data loader workers. Test: test_preemption.py, test_workers_of_both_loaders_survive.
+  the start method of data loader workers. Test: test_preemption.py.
 - `Trainer.set_initial_training_values` and `Trainer.log` (public). By: `finish_without_steps`. Reason: Trainer takes
-  a step even if the checkpoint has all of them. Test: test_resume.py,
-  test_a_run_without_results_makes_them_and_takes_no_step.
+  a step even if the checkpoint has all of them. Test: test_resume.py.
 - `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.
   Reason: the stream that keeps its position is needed during the training only. Test: test_stream_position.py.
 - `Accelerator.deepspeed_ulysses_dl_adapter` (public). By: `wrap_ulysses_loader`. Reason:
   `accelerate.skip_first_batches` cannot skip in the loader that it returns. Test: test_integrations.py,
   TestUlyssesLoader.
 - `checkpoint_engine` of the DeepSpeed engine, during a save. By: `DeferredWrites.collecting`. Reason: DeepSpeed's
-  own background writers commit at a time that they report to nobody. Test: test_checkpoint_writer.py,
-  test_two_ranks_write_what_the_trainer_writes.
+  own background writers commit at a time that they report to nobody. Test: test_checkpoint_writer.py.
 
 Read, called, or set once
 
