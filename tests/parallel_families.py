@@ -1,4 +1,4 @@
-"""One optimizer step's loss and gradient of any family, cut over a mesh, against the same model in one piece."""
+"""Compares loss and gradient of one step of any family, split over a mesh, with those of the unsplit model."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -74,21 +74,21 @@ SMALL = {
     "router_jitter_noise": 0.0,
     "input_jitter_noise": 0.0,
     "residual_dropout": 0.0,
-    # With the usual 0.02 attention is nearly uniform at these sizes, and wrong positions hardly show in the loss.
+    # With the usual 0.02 attention is nearly uniform at these sizes, and wrong positions hardly change the loss.
     "initializer_range": 0.1,
 }
-"""Sizes by every name that families have for them; each config takes those it knows."""
+"""Sizes by every name that families have for them; each config takes the names that it has."""
 
 
 def families_with_plan() -> list[str]:
-    """Every family of causal language models in transformers whose config has a tensor-parallel plan."""
+    """All families of causal language models in transformers whose config has a tensor-parallel plan."""
     return sorted(
         config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING if getattr(config, "base_model_tp_plan", None)
     )
 
 
 def small_config(family: str, **overrides: Any) -> Any:
-    """A config of a few thousand parameters, made of what `SMALL` says of the family's own fields."""
+    """A config for a model of a few thousand parameters: the family's own fields with the values of `SMALL`."""
     default = AutoConfig.for_model(family)
     fields = default.to_dict()
     known = {name: value for name, value in SMALL.items() if name in fields}
@@ -98,7 +98,8 @@ def small_config(family: str, **overrides: Any) -> Any:
 
 
 def compare(job: dict[str, Any]) -> dict[str, float]:
-    """`family` on `tp` x `pp` x `cp` x the rest: how far loss and gradient norm are from the model in one piece."""
+    """Differences of loss, gradient norm and evaluation loss between `family` on `tp` x `pp` x `cp` x data parallel
+    ranks and the unsplit model; and the shapes of all tensors of the step."""
     world = dist.get_world_size()
     config = small_config(job["family"], **job.get("config", {}))
     layout = decide_layout(world, tp=job.get("tp", 1), pp=job.get("pp", 1), cp=job.get("cp", 1))
@@ -107,10 +108,10 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
     rows = torch.randint(3, VOCAB, size, generator=torch.Generator().manual_seed(1))
     items = rows[:, 1:].numel()
 
-    whole = build_model(config, seed=5, dtype=torch.float32).train()
-    reference = _whole_loss(whole, rows, items, parts=MICRO_BATCHES * layout.dp_shard)
+    unsplit = build_model(config, seed=5, dtype=torch.float32).train()
+    reference = _unsplit_loss(unsplit, rows, items, parts=MICRO_BATCHES * layout.dp_shard)
     reference.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in unsplit.parameters() if p.grad is not None])
 
     def loss_of(view: Any, inputs: dict[str, Any]) -> torch.Tensor:
         return view(**inputs, num_items_in_batch=items, use_cache=False).loss * layout.dp_shard * layout.cp
@@ -135,11 +136,11 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
         sequence_parts=parallelized.sequence_parts,
     )
     parallel = ParallelModel(parallelized, pipeline).train()
-    mine = rows.chunk(layout.dp_shard)[mesh.data_rank]
+    local_rows = rows.chunk(layout.dp_shard)[mesh.data_rank]
     if parallelized.balance is not None:
         parallelized.balance.micro_batches = MICRO_BATCHES
     with nullcontext(Shapes()) if layout.cp > 1 else Shapes() as shapes:
-        loss = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
+        loss = parallel(micro_batches=MICRO_BATCHES, input_ids=local_rows, labels=local_rows).clone()
     dist.all_reduce(loss)
     loss /= layout.tp * layout.dp_shard * layout.cp
     gradients.align_gradients(model.parameters())
@@ -149,7 +150,7 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
     duplicate = parallelized.tied.duplicate if parallelized.tied is not None else None
     found = gradients.gradient_norm([p for p in model.parameters() if p is not duplicate], mesh)
     parallel.eval()
-    evaluated = parallel(micro_batches=MICRO_BATCHES, input_ids=mine, labels=mine).clone()
+    evaluated = parallel(micro_batches=MICRO_BATCHES, input_ids=local_rows, labels=local_rows).clone()
     dist.all_reduce(evaluated)
     evaluated /= layout.tp * layout.dp_shard * layout.cp
     return {
@@ -161,23 +162,23 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
 
 
 class Shapes(TorchDispatchMode):
-    """Notes the shape of every matrix that any operation makes on this rank."""
+    """Records the shape of every matrix that any operation makes on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if isinstance(local, torch.Tensor) and local.ndim > 1:
                 self.seen.add(tuple(local.shape))
-        return made
+        return result
 
 
-def _whole_loss(model: Any, rows: torch.Tensor, items: int, *, parts: int) -> torch.Tensor:
-    """The loss of a model in one piece; of a mixture of experts with the balance of each layer and micro-batch."""
+def _unsplit_loss(model: Any, rows: torch.Tensor, items: int, *, parts: int) -> torch.Tensor:
+    """The loss of an unsplit model; for a mixture of experts with the load balancing of each layer and micro-batch."""
     loss = model(
         input_ids=rows,
         labels=rows,

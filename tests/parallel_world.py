@@ -1,4 +1,4 @@
-"""Worlds of forked processes that import nothing anew, and small training jobs to run in them."""
+"""Worlds of forked processes, which inherit all imports, and small training jobs to run in them."""
 
 import json
 import math
@@ -27,10 +27,13 @@ _TIMEOUT_S = 300
 
 
 def in_world(size: int, work: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
-    """`work(job)` for each job in turn on `size` processes; rank 0's results, in order.
+    """Run `work(job)` for each job in turn on `size` processes.
+
+    Returns:
+        Rank 0's results, in order.
 
     Raises:
-        AssertionError: a process failed; the message holds what it printed.
+        AssertionError: a process failed; the message contains its traceback.
     """
     port = free_port()
     folder = Path(tempfile.mkdtemp(prefix="hfscale-world-"))
@@ -50,7 +53,7 @@ def in_world(size: int, work: Callable[[Any], Any], jobs: Sequence[Any]) -> list
     errors = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("error-*")))
     done = folder / "results.json"
     assert not errors, errors
-    assert done.exists(), "the world did not end in time"
+    assert done.exists(), "the world did not finish in time"
     return json.loads(done.read_text(encoding="utf-8"))
 
 
@@ -76,12 +79,16 @@ def _rank_main(rank: int, size: int, port: int, work: Callable[[Any], Any], jobs
 
 
 class Tokens(Dataset):
-    """`size` sequences, the same at every run; with `ragged` of different lengths, padded on the right."""
+    """`size` sequences, the same in every run.
+
+    With `ragged` they have different lengths and are padded on the right; with `packed` each consists of two texts.
+    """
 
     def __init__(self, size: int = 96, ragged: bool = False, packed: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         self.rows = torch.randint(3, VOCAB, (size, LENGTH), generator=generator)
-        self.ragged, self.packed = ragged, packed
+        self.ragged = ragged
+        self.packed = packed
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -116,17 +123,17 @@ SIZES = {
 
 
 def tiny_config(family: str = "llama", **overrides: Any) -> Any:
-    """A config of that family with a few thousand parameters."""
+    """A config of a family for a model with a few thousand parameters."""
     return AutoConfig.for_model(family, **(SIZES | overrides))
 
 
 def tiny_causal_lm(family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
-    """The same weights in every process."""
+    """A tiny model with the same weights in every process."""
     return build_model(tiny_config(family, **overrides), seed=seed, dtype=torch.float32)
 
 
 def empty_causal_lm(family: str = "llama", **overrides: Any) -> Any:
-    """The same model without weights."""
+    """A tiny model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
 
@@ -145,7 +152,7 @@ def _model_of(job: dict[str, Any], *, empty: bool) -> Any:
     if job.get("lora"):
         torch.manual_seed(3)
         model = get_peft_model(model, LoraConfig(**job["lora"], task_type="CAUSAL_LM"))
-        with torch.no_grad():  # as if trained a while: beside a B of zeros, A has no gradient
+        with torch.no_grad():  # as if trained for a while: with a B of zeros, A has no gradient
             for name, parameter in model.named_parameters():
                 if "lora_B" in name and not empty:
                     parameter.normal_(std=0.02)
@@ -153,7 +160,11 @@ def _model_of(job: dict[str, Any], *, empty: bool) -> Any:
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """One short run: `family`, `model` (overrides), `parallel` (absent: the stock Trainer), `data`, `args`."""
+    """Train a tiny model for a few steps.
+
+    Keys of `job`: `family`, `model` (overrides of its config), `parallel` (absent: the stock Trainer), `data`, `args`,
+    `empty` (start on the meta device), `lora`, `resume`, `export` and others below.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = job.get("parallel")
     replica = math.prod((parallel or {}).get(f"{axis}_size", 1) for axis in ("tp", "pp", "cp"))

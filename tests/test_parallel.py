@@ -1,6 +1,6 @@
-"""ParallelTrainer against the stock Trainer in one process: the same losses, gradient norms and evaluations.
+"""ParallelTrainer compared with the stock Trainer in one process: losses, gradient norms and evaluations are the same.
 
-Worlds of processes are forked, so that transformers is imported once; each runs several jobs.
+The processes of a world are forked, so that transformers is imported once; each world runs several jobs.
 """
 
 import json
@@ -17,16 +17,17 @@ from hfscale.facts.parallel_families import PIPELINE_TESTED, TENSOR_PARALLEL_UNS
 from hfscale.parallel.mesh import ParallelMesh
 
 FIRST, LATER = 5e-6, 5e-4
-CUBE = {"tp_size": 2, "pp_size": 2}  # what is left is data parallel
+"""Tolerances of the first step's records and of all others."""
+CUBE = {"tp_size": 2, "pp_size": 2}  # the remaining ranks are data parallel
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}
 TIED = {"tie_word_embeddings": True}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 FAMILIES = ("qwen3", "gemma2", "granite", "phi3", "olmo")
-"""Those of the ordinary suite; the long one has all."""
+"""The families of the ordinary suite; the long suite has all."""
 
 
 def same(found, expected, *, first=FIRST, later=LATER):
-    """Assert that two runs' records agree."""
+    """Assert that the records of two runs agree."""
     for key in ("loss", "grad_norm", "eval_loss"):
         assert len(found[key]) == len(expected[key]), (key, found, expected)
         for number, (one, other) in enumerate(zip(found[key], expected[key], strict=True)):
@@ -40,7 +41,7 @@ def plain(job):
 
 
 def check(size, jobs):
-    """Run `jobs` on `size` processes and hold each against the stock Trainer in one."""
+    """Run `jobs` on `size` processes and compare each with the stock Trainer in one process."""
     names = [json.dumps(plain(job), sort_keys=True) for job in jobs]
     distinct = dict(zip(names, map(plain, jobs), strict=True))
     expected = dict(zip(distinct, in_world(1, train, list(distinct.values())), strict=True))
@@ -84,9 +85,12 @@ def test_every_schedule_alone():
     check(8, [{"parallel": {"pp_size": 4}, "batch": 1}, {"parallel": CUBE | {"pipeline_schedule": "ZBV"}}])
 
 
-def follows_autocast(ranks, layouts, work=train):
-    """Assert that runs in bf16 are those of the stock Trainer in bf16, which keeps residuals in fp32: of a model of
-    four layers all records were within 7e-4, with gradients of each rank's own tokens the norm was 0.4 off."""
+def check_bf16(ranks, layouts, work=train):
+    """Assert that runs in bf16 agree with the stock Trainer in bf16, which keeps residuals in fp32.
+
+    With a model of four layers all records differed by less than 7e-4; when each rank used the gradients of its own
+    tokens only, the norm differed by 0.4.
+    """
     job = {"args": {"bf16": True, "learning_rate": 1e-3}}
     (expected,) = in_world(1, train, [job])
     for found in in_world(ranks, work, [job | {"parallel": layout} for layout in layouts]):
@@ -94,27 +98,28 @@ def follows_autocast(ranks, layouts, work=train):
         assert found["loss"] != expected["loss"]
 
 
-def test_bf16_follows_autocast():
-    follows_autocast(2, [{"pp_size": 2}, {"tp_size": 2, "sequence_parallel": True}])
+def test_bf16_agrees_with_autocast():
+    check_bf16(2, [{"pp_size": 2}, {"tp_size": 2, "sequence_parallel": True}])
 
 
-def train_on_own_tokens(job):
+def train_without_gradient_reduction(job):
+    """Train without the data parallel reduction, so that each rank uses the gradients of its own tokens only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParallelMesh, "data_mesh", property(lambda mesh: mesh.device_mesh["pp"]))
         return train(job)
 
 
 @pytest.mark.faults
-def test_bf16_follows_autocast_in_every_layout():
-    follows_autocast(2, [{"tp_size": 2}, {"cp_size": 2}, {}])
-    follows_autocast(4, [CUBE | {"sequence_parallel": True}, {"dp_replicate_size": 2}, {"cp_size": 2, "pp_size": 2}])
+def test_bf16_agrees_with_autocast_in_every_layout():
+    check_bf16(2, [{"tp_size": 2}, {"cp_size": 2}, {}])
+    check_bf16(4, [CUBE | {"sequence_parallel": True}, {"dp_replicate_size": 2}, {"cp_size": 2, "pp_size": 2}])
     for layout in ({}, {"cp_size": 2}):
         with pytest.raises(AssertionError, match="grad_norm 0"):
-            follows_autocast(2, [layout], work=train_on_own_tokens)
+            check_bf16(2, [layout], work=train_without_gradient_reduction)
 
 
 @pytest.mark.faults
-def test_replicas_of_shards_go_on_in_any_layout(tmp_path):
+def test_hsdp_checkpoints_resume_in_any_layout(tmp_path):
     steps = {"max_steps": 4, "eval_steps": 4}
     saving = {"args": steps | {"save_strategy": "steps", "save_steps": 2}, "model": TIED}
     (expected,) = in_world(1, train, [{"args": steps, "model": TIED}])
@@ -126,8 +131,8 @@ def test_replicas_of_shards_go_on_in_any_layout(tmp_path):
         jobs[-1]["output_dir"] = str(tmp_path / f"{name}-elsewhere")
     found = in_world(4, train, jobs)
     rest = {key: expected[key][-len(found[1][key]) :] for key in ("loss", "grad_norm", "eval_loss")}
-    for whole, resumed in zip(found[::2], found[1::2], strict=True):
-        same(whole, expected)
+    for uninterrupted, resumed in zip(found[::2], found[1::2], strict=True):
+        same(uninterrupted, expected)
         assert len(resumed["loss"]) == 2
         same(resumed, rest)
     layout = read_parallel_metadata(tmp_path / "replicas" / "checkpoint-2").layout
@@ -137,7 +142,7 @@ def test_replicas_of_shards_go_on_in_any_layout(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("llama", marks=pytest.mark.faults)])
-def test_a_checkpoint_goes_on_in_any_layout_and_exports(family, tmp_path):
+def test_a_checkpoint_resumes_in_any_layout_and_exports(family, tmp_path):
     model = {"num_local_experts": 4} if family == "mixtral" else TIED
     steps = {"max_steps": 4, "eval_steps": 4}
     base = {"family": family, "model": model}
@@ -147,7 +152,7 @@ def test_a_checkpoint_goes_on_in_any_layout_and_exports(family, tmp_path):
     first = saving | {"parallel": CUBE, "output_dir": str(folder), "export": str(exported)}
     resuming = saving | {"resume": str(folder / "checkpoint-2")}
     second = resuming | {"parallel": {"pp_size": 2, "pipeline_schedule": "ZBV"}, "output_dir": str(tmp_path / "2")}
-    # Adapters begin as nothing: the first loss is that of the weights that were read.
+    # New adapters add nothing, so the first loss is that of the weights that were read.
     again = base | {"parallel": CUBE, "empty": True, "weights_from": str(exported), "args": {"max_steps": 1}}
     again["lora"] = {"r": 4, "target_modules": ["q_proj", "o_proj"]}
     uninterrupted, elsewhere, read = in_world(4, train, [first, second, again])
@@ -164,11 +169,12 @@ def test_a_checkpoint_goes_on_in_any_layout_and_exports(family, tmp_path):
     same(elsewhere, rest)
     same(in_world(1, train, [resuming | {"parallel": {}, "output_dir": str(tmp_path / "1")}])[0], rest)
 
-    whole, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(info.values())
-    assert mean_loss(whole, Tokens(24).rows) == pytest.approx(expected["eval_loss"][0], abs=LATER)
-    order = torch.randperm(96, generator=torch.Generator().manual_seed(7))  # the sampler's, of the seed of every run
-    assert read["loss"][0] == pytest.approx(mean_loss(whole, Tokens().rows[order[:8]]), abs=FIRST)
+    assert mean_loss(loaded, Tokens(24).rows) == pytest.approx(expected["eval_loss"][0], abs=LATER)
+    generator = torch.Generator().manual_seed(7)  # the seed of every run, which the sampler uses
+    order = torch.randperm(96, generator=generator)
+    assert read["loss"][0] == pytest.approx(mean_loss(loaded, Tokens().rows[order[:8]]), abs=FIRST)
 
 
 def mean_loss(model, rows):
@@ -176,16 +182,15 @@ def mean_loss(model, rows):
 
 
 def wrong(names, results):
-    """Those whose loss, gradient norm or evaluation is not that of the model in one piece."""
-    found = dict(zip(names, results, strict=True))
+    """The results whose loss, gradient norm or evaluation differs from that of the unsplit model."""
     return {
-        name: worst
-        for name, worst in found.items()
-        if worst["loss"] > FIRST or worst["norm"] > 1e-5 or worst["evaluation"] > FIRST
+        name: error
+        for name, error in zip(names, results, strict=True)
+        if error["loss"] > FIRST or error["norm"] > 1e-5 or error["evaluation"] > FIRST
     }
 
 
-def test_families_and_the_balance_of_experts():
+def test_families_and_the_load_balancing_of_experts():
     jobs = {family: {"family": family, "tp": 2, "pp": 2} for family in FAMILIES}
     for schedule in ("1F1B", "ZBV"):
         jobs[f"mixtral balanced {schedule}"] = {
@@ -200,7 +205,7 @@ def test_families_and_the_balance_of_experts():
 
 @pytest.mark.faults
 @pytest.mark.parametrize("family", sorted(PIPELINE_TESTED))
-def test_every_proven_family_on_two_processes(family):
+def test_every_tested_family_on_two_processes(family):
     jobs = {"pp": {"family": family, "pp": 2}}
     if family not in TENSOR_PARALLEL_UNSUPPORTED:
         jobs["tp"] = {"family": family, "tp": 2}

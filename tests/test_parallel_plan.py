@@ -1,9 +1,24 @@
 """Checks of layouts, stages, models and batches that need no process group, and the errors where they do not fit."""
 
+import inspect
+import re
+
 import pytest
 import torch
+from accelerate import Accelerator
+from conftest import REPOSITORY
 from torch.distributed.pipelining import schedules
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, TrainingArguments
+from torch.distributed.tensor import placement_types
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel
 
 from hfscale import ParallelArguments
 from hfscale.errors import (
@@ -248,3 +263,48 @@ def test_batches_of_a_step_are_concatenated_and_filled_up_without_labels():
     assert (stacked["attention_mask"].sum(dim=1) > 0).all()
     with pytest.raises(UsageError, match="input pixel_values"):
         stack_batches([long | {"pixel_values": torch.zeros(2)}], 1)
+
+
+TRAINER_METHODS = (
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_get_num_items_in_batch",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_move_model_to_device",
+    "_prepare_for_training",
+    "_prepare_inputs",
+    "_save_optimizer_and_scheduler",
+    "_sync_replicated_trainable_parameters",
+)
+"""Methods of Trainer that ParallelTrainer overrides or calls."""
+
+USED_IN = {
+    "_StridedShard": "mesh.py",
+    "_attn_implementation": "context.py",
+    "_can_record_outputs": "losses.py",
+    "_dataloaders": "trainer.py",
+    "_init_weights": "weights.py",
+    "_modules": "partition.py",
+    "_prepare_for_training": "trainer.py",
+    "_resolve_parallel_plans": "tensor.py",
+}
+"""Other internals of torch, transformers and Accelerate -> the one module of hfscale/parallel that uses them."""
+
+
+def test_internals_of_libraries_are_where_this_package_uses_them():
+    assert [name for name in TRAINER_METHODS if not callable(getattr(Trainer, name, None))] == []
+    assert [name for name in ("_init_weights", "_resolve_parallel_plans") if not hasattr(PreTrainedModel, name)] == []
+    assert isinstance(PreTrainedConfig._attn_implementation, property)
+    assert "router_logits" in MixtralPreTrainedModel._can_record_outputs
+    assert "self._dataloaders = []" in inspect.getsource(Accelerator.__init__)
+    assert issubclass(placement_types._StridedShard, placement_types.Placement)
+    assert torch.nn.Sequential(torch.nn.ReLU())._modules.keys() == {"0"}
+
+
+@pytest.mark.parametrize("name", USED_IN)
+def test_internals_of_libraries_are_used_in_one_module(name):
+    modules = [path for path in (REPOSITORY / "hfscale").rglob("*.py") if re.search(rf"\b{name}\b", path.read_text())]
+    assert modules == [REPOSITORY / "hfscale" / "parallel" / USED_IN[name]]

@@ -1,5 +1,5 @@
-"""A `ParallelTrainer`'s checkpoints: written beside the training with the files of a save that it waits for, and seen,
-exported and converted by `hfscale checkpoints`."""
+"""Checkpoints of `ParallelTrainer`: an asynchronous save writes the same files as a synchronous one, and `hfscale
+checkpoints` lists, exports and converts them."""
 
 import json
 import shutil
@@ -28,34 +28,38 @@ LORA = {"r": 4, "target_modules": ["q_proj", "o_proj"]}
 
 
 def save_both_ways(job):
-    """Step 2 is saved while training waits, then beside it: not a byte is written before step 5. Why it waited."""
-    modes = []
-    for mode in ("waiting", "beside"):
+    """Save step 2 synchronously in one run, and asynchronously in another, which writes nothing before step 5.
+
+    Returns:
+        Why each run saved synchronously; None for the asynchronous one.
+    """
+    reasons = []
+    for mode in ("synchronous", "asynchronous"):
         with paused_saves(pytest.MonkeyPatch()) as (go, _):
-            if mode == "waiting":
+            if mode == "synchronous":
                 go.set()
-            spot = SpotCheckpointCallback(asynchronous=mode == "beside")
+            spot = SpotCheckpointCallback(asynchronous=mode == "asynchronous")
             callbacks = [spot, SaveAtSteps(2), CallAtStep(5, go.set)]
             train(job | {"output_dir": f"{job['folder']}/{mode}/run", "callbacks": callbacks})
-            modes.append(spot._saving.synchronous_because)
-    return modes
+            reasons.append(spot._saving.synchronous_because)
+    return reasons
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two runs of a mixture of experts on two ranks, which differ in how they save; the second's export."""
+    """Two runs of a mixture of experts with tensor parallelism, which save differently; the second is exported."""
     return run_twice(tmp_path_factory.mktemp("runs"), 2, **EXPERTS, parallel={"tp_size": 2})
 
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory):
-    """The same over matrices and stages."""
+    """The same with tensor and pipeline parallelism."""
     return run_twice(tmp_path_factory.mktemp("staged"), 4, **EXPERTS, parallel={"tp_size": 2, "pp_size": 2})
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
-    """The same of adapters, over matrices and data."""
+    """The same with adapters, with tensor and data parallelism."""
     return run_twice(tmp_path_factory.mktemp("adapted"), 4, parallel={"tp_size": 2}, lora=LORA)
 
 
@@ -72,22 +76,23 @@ LONG = pytest.mark.faults
     ("which", "ranks", "parameters"),
     [("runs", 2, 21), pytest.param("staged", 4, 21, marks=LONG), pytest.param("adapted", 4, 16, marks=LONG)],
 )
-def test_what_is_written_beside_the_training_is_what_it_would_have_waited_for(request, which, ranks, parameters):
+def test_an_asynchronous_save_writes_the_same_files_as_a_synchronous_one(request, which, ranks, parameters):
     folder = request.getfixturevalue(which)
-    waiting, beside = (folder / mode / "run" for mode in ("waiting", "beside"))
-    names = [path.name for path in list_checkpoints(waiting)]
-    assert names == [path.name for path in list_checkpoints(beside)] == ["checkpoint-2", "checkpoint-6"]
+    synchronous, asynchronous = (folder / mode / "run" for mode in ("synchronous", "asynchronous"))
+    names = [path.name for path in list_checkpoints(synchronous)]
+    assert names == [path.name for path in list_checkpoints(asynchronous)] == ["checkpoint-2", "checkpoint-6"]
     for name in names:
-        stock, ours = verify(waiting / name), verify(beside / name)
-        assert ours.strategy == "parallel"
-        assert set(ours.files) == set(stock.files)
-        assert {f"rng_state_{rank}.pth" for rank in range(ranks)} < set(ours.files)
-        for file, record in ours.files.items():
+        expected = verify(synchronous / name)
+        found = verify(asynchronous / name)
+        assert found.strategy == "parallel"
+        assert set(found.files) == set(expected.files)
+        assert {f"rng_state_{rank}.pth" for rank in range(ranks)} < set(found.files)
+        for file, record in found.files.items():
             if file.endswith(".metadata"):  # torch writes a random id into it
-                assert read_dcp_metadata(beside / name / "dcp") == read_dcp_metadata(waiting / name / "dcp")
-            elif file != "trainer_state.json":  # which names its folder
-                assert record == stock.files[file], file
-    before, after = (read_view(beside / name, "parallel") for name in names)
+                assert read_dcp_metadata(asynchronous / name / "dcp") == read_dcp_metadata(synchronous / name / "dcp")
+            elif file != "trainer_state.json":  # which contains the path of its folder
+                assert record == expected.files[file], file
+    before, after = (read_view(asynchronous / name, "parallel") for name in names)
     assert sum(len(keys) for keys in before.state.values()) == 3 * parameters
     assert all(
         (before.state[name]["step"].read(), after.state[name]["step"].read()) == (2, 6) for name in before.state
@@ -95,37 +100,38 @@ def test_what_is_written_beside_the_training_is_what_it_would_have_waited_for(re
     changed = [
         name for name in before.weights if not torch.equal(before.weights[name].read(), after.weights[name].read())
     ]
-    assert changed == list(before.weights), "the snapshot followed the training"
+    assert changed == list(before.weights), "the snapshot changed with the training"
 
 
-def answer(capsys, *argv, code=0):
+def output_of(capsys, *argv, code=0):
     assert main(["checkpoints", *map(str, argv)]) == code
     return capsys.readouterr()
 
 
-def test_the_commands_know_it(runs, tmp_path, capsys):
-    run = runs / "beside" / "run"
-    rows = json.loads(answer(capsys, "list", run, "--json").out)
+def test_the_commands_list_export_and_convert_it(runs, tmp_path, capsys):
+    run = runs / "asynchronous" / "run"
+    rows = json.loads(output_of(capsys, "list", run, "--json").out)
     assert [(row["state"], row["strategy"], row["world_size"]) for row in rows] == [("good", "parallel", 2)] * 2
-    answer(capsys, "verify", run)
-    assert "safetensors" in answer(capsys, "export", run, tmp_path / "model").out
+    output_of(capsys, "verify", run)
+    assert "safetensors" in output_of(capsys, "export", run, tmp_path / "model").out
     found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(info.values())
     expected = AutoModelForCausalLM.from_pretrained(runs / "end").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
-    summary = answer(capsys, "convert", run, tmp_path / "made", "--to", "single", "--world-size", "1", "--json").out
+    summary = output_of(capsys, "convert", run, tmp_path / "made", "--to", "single", "--world-size", "1", "--json").out
     assert json.loads(summary.splitlines()[-1])["step"] == 6
-    answer(capsys, "convert", tmp_path / "made", tmp_path / "back", "--to", "parallel", "--world-size", "8")
-    (row,) = json.loads(answer(capsys, "verify", tmp_path / "back", "--json").out)
+    output_of(capsys, "convert", tmp_path / "made", tmp_path / "back", "--to", "parallel", "--world-size", "8")
+    (row,) = json.loads(output_of(capsys, "verify", tmp_path / "back", "--json").out)
     assert (row["state"], row["strategy"], row["world_size"]) == ("good", "parallel", 8)
     assert len({(tmp_path / "back" / f"rng_state_{rank}.pth").read_bytes() for rank in range(8)}) == 1
 
 
-class DrawsAs(TrainerCallback):
-    """Notes, at the end, whose random numbers this rank would go on with from a checkpoint."""
+class RestoreRandomState(TrainerCallback):
+    """Restores the random state of a checkpoint at the end; `same` tells for ranks 0 and 1 whether it is theirs."""
 
     def __init__(self, checkpoint):
-        self.checkpoint, self.same = checkpoint, []
+        self.checkpoint = checkpoint
+        self.same = []
 
     def on_train_end(self, args, state, control, **kwargs):
         calling_trainer()._load_rng_state(str(self.checkpoint))
@@ -134,26 +140,26 @@ class DrawsAs(TrainerCallback):
             self.same.append(torch.equal(torch.get_rng_state(), saved))
 
 
-def resume_and_draw(job):
-    draws = DrawsAs(Path(job["resume"]))
-    return [train(job | {"callbacks": [draws]})["loss"], draws.same]
+def resume_and_restore(job):
+    restore = RestoreRandomState(Path(job["resume"]))
+    return [train(job | {"callbacks": [restore]})["loss"], restore.same]
 
 
 @pytest.mark.faults
-def test_in_another_layout_all_draw_as_the_first_rank(runs, tmp_path):
-    """Ranks that hold parts of one matrix must drop out the same of its elements."""
-    checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+def test_in_another_layout_all_ranks_get_the_random_state_of_the_first(runs, tmp_path):
+    """Ranks that hold shards of one matrix must drop out the same elements of it."""
+    checkpoint = shutil.copytree(runs / "asynchronous" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
     first = torch.load(checkpoint / "rng_state_0.pth", weights_only=False)
     other = torch.Generator().manual_seed(1).get_state()
     torch.save(first | {"cpu": other}, checkpoint / "rng_state_1.pth")
     steps = {"max_steps": 3, "eval_strategy": "no"}
     job = EXPERTS | {"resume": str(checkpoint), "output_dir": str(tmp_path), "args": steps, "parallel": {}}
-    (elsewhere,) = in_world(1, resume_and_draw, [job])
-    assert elsewhere[1] == [True, False]
-    assert len(elsewhere[0]) == 1
+    ((losses, same),) = in_world(1, resume_and_restore, [job])
+    assert same == [True, False]
+    assert len(losses) == 1
 
 
-def test_a_checkpoint_of_an_earlier_version_is_told_before_its_tensors_are_read(tmp_path):
+def test_a_checkpoint_of_an_earlier_version_is_refused_before_its_tensors_are_read(tmp_path):
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / "dcp").mkdir(parents=True)
     (checkpoint / "scheduler.json").write_text('{"last_epoch": 2, "base_lrs": [0.01]}')
@@ -164,7 +170,7 @@ def test_a_checkpoint_of_an_earlier_version_is_told_before_its_tensors_are_read(
 
 @pytest.mark.faults
 def test_a_checkpoint_of_an_earlier_version_is_not_resumed(runs, tmp_path):
-    checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+    checkpoint = shutil.copytree(runs / "asynchronous" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
     for name in (PARALLEL_NAME, "scheduler.pt"):
         (checkpoint / name).unlink()
     (checkpoint / "scheduler.json").write_text('{"last_epoch": 2, "base_lrs": [0.01]}')
@@ -175,7 +181,7 @@ def test_a_checkpoint_of_an_earlier_version_is_not_resumed(runs, tmp_path):
 
 @pytest.mark.faults
 def test_an_adapter_is_exported(adapted, tmp_path, capsys):
-    answer(capsys, "export", adapted / "beside" / "run", tmp_path / "adapter")
+    output_of(capsys, "export", adapted / "asynchronous" / "run", tmp_path / "adapter")
     assert {"adapter_config.json", "adapter_model.safetensors"} == {p.name for p in (tmp_path / "adapter").iterdir()}
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(tensors) == 16
@@ -192,8 +198,8 @@ def test_an_adapter_is_exported(adapted, tmp_path, capsys):
         ('{"format": 1, "layout": null, "packed": {}, "groups": [{}, {}]}', r"the parts \[0, 1\] of '.*' do not make"),
     ],
 )
-def test_a_broken_description_is_told(runs, tmp_path, text, message):
-    checkpoint = shutil.copytree(runs / "beside" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+def test_broken_metadata_is_reported(runs, tmp_path, text, message):
+    checkpoint = shutil.copytree(runs / "asynchronous" / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
     assert read_parallel_metadata(checkpoint).layout == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2, "pp": 1}
     (checkpoint / PARALLEL_NAME).unlink()
     if text is not None:

@@ -1,5 +1,5 @@
-"""The share of a schedule's time that ranks wait: the formulas against torch's own order of actions, and the
-measurement against the formulas."""
+"""The share of a schedule's time in which ranks wait: the formulas compared with torch's own order of actions, and the
+measurement compared with the formulas."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ NAMES = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BA
 
 
 def actions_of(plan, micro_batches):
-    """What each rank does, in torch's order: (stage, micro-batch, F, I, W or B)."""
+    """The actions of each rank, in torch's order: (stage, micro-batch, F, I, W or B)."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.pp)
     try:
         nothing = torch.zeros(1, 2)
@@ -48,7 +48,8 @@ def actions_of(plan, micro_batches):
 
 
 def simulated_bubble(plan, todo):
-    """When each action can begin: after the one before it on its rank, and after those whose results it needs."""
+    """The idle fraction of a simulation in which each action starts after the previous one of its rank, and after
+    those whose results it needs."""
     takes = {"F": 1 / plan.per_rank, "I": 1 / plan.per_rank, "W": 1 / plan.per_rank, "B": 2 / plan.per_rank}
     ended, clock, busy = {}, dict.fromkeys(todo, 0.0), 0.0
     todo = {rank: list(actions) for rank, actions in todo.items()}
@@ -67,12 +68,12 @@ def simulated_bubble(plan, todo):
                 ended[stage, number, "I" if kind == "B" else kind] = clock[rank]
                 busy += takes[kind]
                 del actions[0]
-        assert busy > before, "a schedule that never ends"
+        assert busy > before, "the schedule never ends"
     return 1 - busy / (plan.pp * max(clock.values()))
 
 
 @pytest.mark.parametrize("schedule", [name for name, shape in SCHEDULES.items() if shape != "line"])
-def test_the_formulas_are_those_of_torchs_own_order(schedule):
+def test_the_formulas_agree_with_the_order_of_torch(schedule):
     for pp, micro_batches, stages in SIZES:
         if SCHEDULES[schedule] == "v" and stages != 2:
             continue
@@ -93,7 +94,7 @@ def measured(job):
 
 
 @pytest.mark.timing
-def test_the_measurement_is_near_the_formula(tmp_path):
-    """It counts the wait of ranks whose own part ends first; without that it is 0.76 of the formula."""
+def test_the_measurement_is_close_to_the_formula(tmp_path):
+    """The measurement includes the wait of ranks that finish first; without it, it is 0.76 of the formula."""
     (found,) = in_world(4, measured, [("1F1B", str(tmp_path))])
-    assert 0.9 < found["measured"] / found["formula"] < 1.4  # what else the machine does only adds to it
+    assert 0.9 < found["measured"] / found["formula"] < 1.4  # other load on the machine only adds to it

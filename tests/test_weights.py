@@ -1,4 +1,4 @@
-"""Drawn weights depend on the seed and the names alone, and have the distribution that transformers gives them."""
+"""Drawn weights depend only on the seed and the names, and have the distribution that transformers gives them."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def assert_equal(first, second):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_however_the_model_was_built_and_whatever_was_drawn_before(name):
+def test_weights_do_not_depend_on_how_the_model_was_built(name):
     built = build_model(CONFIGS[name], seed=7, dtype=torch.float32)
     torch.manual_seed(12345)
     other = AutoModelForCausalLM.from_config(CONFIGS[name])
@@ -59,18 +59,16 @@ def test_however_the_model_was_built_and_whatever_was_drawn_before(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_weight_has_the_spread_that_transformers_gives_it(name):
-    """GPT-2 draws its residual projections at a smaller scale, from the parent module."""
-    ours, theirs = (
-        build_model(CONFIGS[name], seed=7, dtype=torch.float32),
-        AutoModelForCausalLM.from_config(CONFIGS[name]),
-    )
+def test_each_weight_has_the_standard_deviation_of_transformers(name):
+    """GPT-2 draws its residual projections with a smaller scale, in the parent module's rule."""
+    ours = build_model(CONFIGS[name], seed=7, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_config(CONFIGS[name])
     for (key, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert found.std(correction=0).item() == pytest.approx(expected.std(correction=0).item(), rel=0.15), key
         assert found.mean().item() == pytest.approx(expected.mean().item(), abs=0.004), key
 
 
-def test_no_two_matrices_and_no_two_seeds_are_alike():
+def test_matrices_and_seeds_differ():
     model = build_model(CONFIGS["llama"], seed=7, dtype=torch.float32)
     queries = [layer.self_attn.q_proj.weight for layer in model.model.layers]
     assert not torch.equal(queries[0], queries[1])
@@ -78,15 +76,15 @@ def test_no_two_matrices_and_no_two_seeds_are_alike():
     assert not torch.equal(other.model.layers[0].self_attn.q_proj.weight, queries[0])
 
 
-def test_the_stream_of_random_numbers_is_left_alone():
+def test_the_global_random_state_does_not_change():
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     before = torch.get_rng_state()
     draw_weights(model, seed=7)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_rank_that_will_be_sent_its_parameters_computes_the_buffers_only():
-    whole = build_model(CONFIGS["llama"], seed=7, dtype=torch.float32)
+def test_without_parameters_only_the_buffers_are_computed():
+    expected_model = build_model(CONFIGS["llama"], seed=7, dtype=torch.float32)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     empty.to_empty(device="cpu")
@@ -95,5 +93,5 @@ def test_a_rank_that_will_be_sent_its_parameters_computes_the_buffers_only():
             parameter.fill_(5.0)
     draw_weights(empty, seed=7, parameters=False)
     assert all((parameter == 5.0).all() for parameter in empty.parameters())
-    for (name, found), expected in zip(empty.named_buffers(), whole.buffers(), strict=True):
+    for (name, found), expected in zip(empty.named_buffers(), expected_model.buffers(), strict=True):
         torch.testing.assert_close(found, expected, msg=name)

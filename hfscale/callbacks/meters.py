@@ -120,7 +120,7 @@ class UtilizationMeter(Meter):
             )
             return
         try:
-            self._flops = FlopsModel.of(trainer.model, args, sizes=getattr(trainer, "whole_sizes", None))
+            self._flops = FlopsModel.of(trainer.model, args, sizes=getattr(trainer, "parameter_counts", None))
         except UnsupportedModelError as error:
             logger.info("scaling/mfu is not logged: %s", error)
         self._peak_flops = peak_tflops * 1e12

@@ -160,7 +160,7 @@ def describe_strategy(trainer: "Trainer") -> str:
         parts.append(f"{placements} over {' x '.join(f'{name}={size}' for name, size in axes)}")
         if trainer.is_fsdp_enabled and not trainer.accelerator.state.fsdp_plugin.reshard_after_forward:
             parts[-1] += ", kept from forward to backward"
-    share = _parameter_share(module, trainer.whole_sizes[0] if _lays_out_itself(trainer) else None)
+    share = _parameter_share(module, trainer.parameter_counts[0] if _lays_out_itself(trainer) else None)
     parts.append(f"{share:.1%} of the parameters per rank")
     optimizer_share = _optimizer_share(module)
     if optimizer_share is not None:

@@ -76,7 +76,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         check_config(model.config, self.layout, self.stage_plan, sequence_parallel=parallel.sequence_parallel)
         self.mesh = make_mesh(self.layout, args.device.type)
         causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.whole_sizes = tuple(
+        self.parameter_counts = tuple(
             sum(p.numel() for p in model.parameters() if p.requires_grad or not only_trained)
             for only_trained in (False, True)
         )
@@ -294,7 +294,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
         """6 N D of the unsplit model, divided among the ranks that work on a sample, because Trainer sums over all
         ranks."""
-        return 6 * inputs["input_ids"].numel() * self.whole_sizes[0] // self.layout.ranks_per_replica
+        return 6 * inputs["input_ids"].numel() * self.parameter_counts[0] // self.layout.ranks_per_replica
 
 
 def _fill_weights(model: PreTrainedModel, aliases: Mapping[str, str], *, seed: int, weights_from: str | None) -> None:
