@@ -47,7 +47,6 @@ MODULES = (
     "hfscale.callbacks.progress",
     "hfscale.callbacks.scaling",
     "hfscale.integrations.sequence_parallel",
-    "hfscale.parallel.stage_flags",
     "hfscale.parallel.trainer",
     "hfscale.recipe.compatibility",
     "hfscale.recipe.data",
