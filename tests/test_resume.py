@@ -260,9 +260,9 @@ def test_plain_trainer_is_told_what_it_would_do_silently(run, tmp_path, caplog):
     with caplog.at_level("WARNING", logger="hfscale"):
         trainer = tiny_trainer(run, spot, per_device_train_batch_size=2, **arguments)
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
-    assert "was 4 sequences and is now 2 (1 processes): training goes on at sequence 8 instead of 16" in caplog.text
+    assert "at sequence 8 instead of 16" in caplog.text
     manifest = run / "checkpoint-4" / "hfscale_manifest.json"
     manifest.write_text(manifest.read_text().replace('"single"', '"zero3"'))
     trainer = tiny_trainer(run, SpotCheckpointCallback(), **arguments)
-    with pytest.raises(LayoutError, match=r"written under ZERO3.*under SINGLE, takes no optimizer .*--to single --w"):
+    with pytest.raises(LayoutError, match=r"under ZERO3.*under SINGLE.*--to single --world-size 1"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))

@@ -1,7 +1,7 @@
-"""Going on under another strategy, or on another number of processes, than the checkpoint was written by.
+"""Resuming from a checkpoint that this launch cannot read as it is: another strategy or number of processes wrote it.
 
-The checkpoint is converted into a hidden folder of the output directory, from which the Trainer resumes; it goes once
-the next checkpoint has been committed. Plain `resume_from_checkpoint=True` does not see it.
+The checkpoint is converted into a hidden folder of the output directory, from which the Trainer resumes. The folder
+is deleted when the next checkpoint has been committed. Plain `resume_from_checkpoint=True` does not find it.
 """
 
 import os
@@ -33,55 +33,60 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 CONVERSIONS = ".hfscale-resume"
-"""Folder in the output directory that holds conversions."""
-_AFRESH = "or begin afresh with --resume_from_checkpoint false"
+"""Folder in the output directory that holds the converted checkpoints."""
+_START_OVER = "or start from scratch with --resume_from_checkpoint false"
 
 
 def readable_checkpoint(
     args: "TrainingArguments", checkpoint: str | None, *, strategy: str | None = None
 ) -> str | None:
-    """`checkpoint` itself where this launch can read it as it is, else its conversion. Call it on every rank.
+    """Return the checkpoint itself if this launch can read it, otherwise its conversion. Call it on every rank.
 
-    Rank 0 converts, and each node whose file system does not show rank 0's work its first process; the others wait.
-    A conversion that is there from an earlier launch is used again. Where DeepSpeed is to read one, its config is told
-    so (`load_universal`). A checkpoint without a manifest is taken as it is.
+    Rank 0 converts while the others wait; on a node that does not see rank 0's files, its first process converts. A
+    conversion left by an earlier launch is used again. If DeepSpeed is to read a universal checkpoint, its config is
+    changed accordingly (`load_universal`). A checkpoint without a manifest is returned as it is.
 
     Args:
-        strategy (`str`, *optional*): who is to read it; absent: what the launcher asks for. `ParallelTrainer` names
-            itself.
+        args (`TrainingArguments`): of this launch.
+        checkpoint (`str`, *optional*): the folder to resume from.
+        strategy (`str`, *optional*): the strategy that will read it; by default the one that the launcher asks for.
+            `ParallelTrainer` passes its own.
+
+    Returns:
+        `str` or `None`: the folder to give to `Trainer.train(resume_from_checkpoint=...)`.
 
     Raises:
-        LayoutError: the pair of strategies cannot be converted.
+        LayoutError: there is no conversion between these two strategies.
     """
-    if checkpoint is None:
-        return None
-    if not (Path(checkpoint) / MANIFEST_NAME).is_file():
+    if checkpoint is None or not (Path(checkpoint) / MANIFEST_NAME).is_file():
         return checkpoint
-    manifest, asked, ranks = read_manifest(checkpoint), strategy or requested_strategy(args), args.world_size
     source = Path(checkpoint)
-    if not can_read(manifest, strategy=asked, world_size=ranks):
-        by_transformers = asked == "parallel" and strategy is None  # its tensor parallelism, which has no checkpoints
-        if asked not in STRATEGIES or manifest.strategy not in STRATEGIES or by_transformers:
+    manifest = read_manifest(checkpoint)
+    reader = strategy or requested_strategy(args)
+    if not can_read(manifest, strategy=reader, world_size=args.world_size):
+        # Under transformers' own tensor parallelism there are no checkpoints to continue.
+        is_transformers_tp = reader == "parallel" and strategy is None
+        if reader not in STRATEGIES or manifest.strategy not in STRATEGIES or is_transformers_tp:
             raise LayoutError(
                 f"{checkpoint} was written under {manifest.strategy.upper()} and cannot be continued under "
-                f"{asked.upper()}: launch with the config it was begun with, {_AFRESH}"
+                f"{reader.upper()}: launch with the config that the run started with, {_START_OVER}"
             )
-        target = _place_of_conversion(Path(args.output_dir), source, asked, ranks)
+        target = _conversion_folder(Path(args.output_dir), source, reader, args.world_size)
         if distributed.rank() == 0:
-            _convert(source, target, manifest, asked, ranks)
+            _convert(source, target, manifest, reader, args.world_size)
         distributed.barrier()
         patience_s = 0.0 if args.save_on_each_node else VISIBILITY_TIMEOUT_S
         if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not wait_until_visible(target / MANIFEST_NAME, patience_s):
-            _convert(source, target, manifest, asked, ranks)  # a node with a disk of its own
+            _convert(source, target, manifest, reader, args.world_size)  # a node with a disk of its own
         distributed.barrier()
         checkpoint = str(target)
-    if asked.startswith("zero") and (Path(checkpoint) / UNIVERSAL_LATEST).is_file():
+    if reader.startswith("zero") and (Path(checkpoint) / UNIVERSAL_LATEST).is_file():
         _load_universal(args)
     return checkpoint
 
 
-def _place_of_conversion(output_dir: Path, source: Path, strategy: str, ranks: int) -> Path:
-    # Of the manifest, which has every file's hash: another checkpoint of the same step has another conversion.
+def _conversion_folder(output_dir: Path, source: Path, strategy: str, ranks: int) -> Path:
+    # The manifest has the hash of every file, so that another checkpoint of the same step has another folder.
     digest = xxhash.xxh3_64_hexdigest((source / MANIFEST_NAME).read_bytes())
     return output_dir / CONVERSIONS / f"{source.name}-as-{strategy}-x{ranks}-{digest}"
 
@@ -91,7 +96,7 @@ def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, rank
         try:
             verify(target)
         except CheckpointError as error:
-            logger.warning("converted once more: %s", error)
+            logger.warning("the conversion of an earlier launch is replaced: %s", error)
         else:
             return
     began = time.monotonic()
@@ -99,9 +104,9 @@ def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, rank
     try:
         convert(source, target, manifest=manifest, strategy=strategy, world_size=ranks, link=True)
     except CheckpointError as error:
-        raise LayoutError(f"{error}; launch with the config it was begun with, {_AFRESH}") from None
+        raise LayoutError(f"{error}; launch with the config that the run started with, {_START_OVER}") from None
     logger.info(
-        "%s was written under %s by %d, and is converted for %s on %d: %.1f s",
+        "%s was written under %s by %d processes and has been converted for %s on %d: %.1f s",
         source.name,
         manifest.strategy,
         manifest.world_size,
@@ -112,27 +117,30 @@ def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, rank
 
 
 def discard_conversions(output_dir: str | os.PathLike[str]) -> None:
-    """Delete what `readable_checkpoint` has made. Call it on one rank, when a newer checkpoint has been committed."""
+    """Delete the conversions of `readable_checkpoint`. Call it on one rank, after a newer checkpoint's commit."""
     shutil.rmtree(Path(output_dir) / CONVERSIONS, ignore_errors=True)
 
 
 def _load_universal(args: "TrainingArguments") -> None:
-    """Tell DeepSpeed's config, before the engine is made."""
+    """Set `load_universal` in DeepSpeed's config, before the engine is made."""
     plugin = args.deepspeed_plugin
     for config in (plugin.hf_ds_config.config, plugin.deepspeed_config):
         config.setdefault("checkpoint", {})["load_universal"] = True
 
 
 def finish_universal_load(trainer: "Trainer") -> None:
-    """Put right what DeepSpeed 0.19.8 gets wrong when it loads a universal checkpoint. Call it when training begins.
+    """Correct what DeepSpeed 0.19.8 does wrong when it loads a universal checkpoint. Call it when training begins.
 
-    Stage 3 gives all its optimizer states one and the same `step` tensor, which each group's update then moves on, so
-    the bias correction of Adam runs ahead; no stage puts it on the device where torch's fused AdamW wants it. And the
-    engine would look for universal files in every later load, as of the best model at the end. Nothing is done where
-    no universal checkpoint was loaded.
+    Stage 3 gives all its optimizer states the same `step` tensor, which the update of each group then increments, so
+    that the bias correction of Adam is too far ahead; no stage puts the tensor on the device where torch's fused
+    AdamW needs it. And the engine would look for universal files in every later load, such as that of the best model
+    at the end. Nothing is done if no universal checkpoint was loaded.
+
+    Args:
+        trainer (`Trainer`): prepared for training, with its checkpoint loaded.
 
     Raises:
-        HfScaleError: DeepSpeed has moved what is put right.
+        HfScaleError: DeepSpeed has moved what is corrected.
     """
     engine: Any = trainer.model_wrapped
     if not (trainer.is_deepspeed_enabled and engine.load_universal_checkpoint()):
@@ -143,7 +151,7 @@ def finish_universal_load(trainer: "Trainer") -> None:
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].detach().to(parameter.device if on_device else "cpu", copy=True)
     try:
-        engine._config.load_universal_checkpoint = False  # no public way: tests/test_reshape.py fails if it moves
+        engine._config.load_universal_checkpoint = False
     except AttributeError:
         raise HfScaleError("DeepSpeed no longer keeps load_universal_checkpoint in its config") from None
 
@@ -151,9 +159,14 @@ def finish_universal_load(trainer: "Trainer") -> None:
 def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
     """Read from `checkpoint` the weights that Trainer has left out of its load, with a warning and no error.
 
-    transformers 5 writes the experts of a layer apart, under the names they were published with, and holds them merged
-    in memory; Trainer (5.23) loads by the name, so that after a resume, or with the best model, one process and DDP go
-    on with the experts that the model was made with. Under the other strategies the names are those in memory.
+    transformers 5 writes the experts of a layer separately, under the names with which they were published, and holds
+    them merged in memory. Trainer (5.23) loads by name, so that after a resume, or with the best model, one process
+    and DDP would continue with the experts that the model was initialised with. Under the other strategies the names
+    are those in memory.
+
+    Args:
+        trainer (`Trainer`): its model is completed in place.
+        checkpoint (`str`, *optional*): the folder that Trainer has loaded.
     """
     model = trainer.model
     if checkpoint is None or not isinstance(model, PreTrainedModel):
@@ -163,15 +176,18 @@ def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
     stored = read_weights(Path(checkpoint), "model")
     names = load_merged(model, stored) if stored is not None else []
     if names:
-        logger.info("read what Trainer leaves out, for it is stored in parts: %s and so on, %d", names[0], len(names))
+        logger.info("loaded %d merged weights that Trainer leaves out, such as %s", len(names), names[0])
 
 
 def check_resumed(trainer: "Trainer") -> None:
-    """Say what plain Trainer does without a word when it resumes; call it when training begins.
+    """Report what plain Trainer does silently when it resumes. Call it when training begins.
 
-    A Trainer takes the weights of a checkpoint of another strategy where it finds any, and goes on with a fresh
-    optimizer and schedule; that is stopped. With another global batch it goes on at another sample; that is a warning.
-    The recipes come to neither.
+    A Trainer takes the weights from a checkpoint of another strategy if it finds any, and continues with a new
+    optimizer and schedule: that is an error. With another global batch it continues at another sample: that is a
+    warning. Neither happens in the recipes.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
 
     Raises:
         LayoutError: the checkpoint was written by a strategy whose files this one cannot read.
@@ -182,15 +198,15 @@ def check_resumed(trainer: "Trainer") -> None:
     manifest, running = read_manifest(path), running_strategy(trainer)
     if layout_of(manifest.strategy) != layout_of(running):
         raise LayoutError(
-            f"{path} was written under {manifest.strategy.upper()}: the Trainer, under {running.upper()}, takes no "
+            f"{path} was written under {manifest.strategy.upper()}: the Trainer, under {running.upper()}, loads no "
             "optimizer or schedule from it; convert it with `hfscale checkpoints convert "
             f"{path} NEW_FOLDER --to {running} --world-size {trainer.args.world_size}` and resume from that"
         )
     size = global_batch_size(trainer)
     if size != manifest.global_batch_size:
         logger.warning(
-            "the global batch was %d sequences and is now %d (%d processes): training goes on at sequence %d instead "
-            "of %d, so that some are seen twice or never; to keep it, change per_device_train_batch_size or "
+            "the global batch was %d sequences and is now %d (%d processes): training continues at sequence %d "
+            "instead of %d, so that some sequences are seen twice or never; to keep it, change per_device_train_batch_size or "
             "gradient_accumulation_steps",
             manifest.global_batch_size,
             size,

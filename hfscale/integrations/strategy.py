@@ -1,7 +1,7 @@
-"""The strategy that runs, the strategy that was asked for, and one clear error when they differ.
+"""The strategy that runs, the strategy that was requested, and one clear error if they differ.
 
-transformers and accelerate turn several requests into something else without a word: FSDP and DeepSpeed into DDP on
-a CPU, two processes into one, or into two unrelated trainings that write one directory.
+transformers and Accelerate silently turn several requests into something else: FSDP and DeepSpeed into DDP on a CPU,
+two processes into one, or into two unrelated trainings that write one directory.
 """
 
 import importlib.util
@@ -29,8 +29,13 @@ def _is_set(environ: Mapping[str, str], name: str) -> bool:
 
 
 def requested_family(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
-    """What the launcher and the arguments ask for: `zero`, `fsdp`, `parallel` (with tensor parallelism), `ddp` or
-    `single`."""
+    """What the launcher and the arguments request: `zero`, `fsdp`, `parallel` (with tensor parallelism), `ddp` or
+    `single`.
+
+    Args:
+        args (`TrainingArguments`): of this launch.
+        environ (`Mapping`): the environment in which the launcher has left its config.
+    """
     if args.deepspeed or _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
         return "zero"
     if args.fsdp or _is_set(environ, "ACCELERATE_USE_FSDP"):
@@ -41,7 +46,8 @@ def requested_family(args: "TrainingArguments", environ: Mapping[str, str] = os.
 
 
 def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
-    """The same by the names of `running_strategy`: `single`, `ddp`, `fsdp2`, `zero0` … `zero3`, `parallel`."""
+    """`requested_family` with the names of `running_strategy`: `single`, `ddp`, `fsdp2`, `zero0` … `zero3`,
+    `parallel`."""
     family = requested_family(args, environ)
     if family == "zero":
         return f"zero{args.deepspeed_plugin.zero_stage}"
@@ -49,11 +55,18 @@ def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = o
 
 
 def running_strategy(trainer: "Trainer") -> str:
-    """What was set up: by accelerate `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3`, by transformers `parallel`
-    (tensor parallelism with sharding) or by `ParallelTrainer`; as in a checkpoint's manifest."""
+    """What is set up, by its name in a checkpoint's manifest.
+
+    Args:
+        trainer (`Trainer`): of any kind.
+
+    Returns:
+        `str`: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3` if Accelerate set it up; `parallel` for
+        `ParallelTrainer` and for transformers' own tensor parallelism with sharding.
+    """
     state = trainer.accelerator.state
     by_transformers = getattr(trainer.model, "is_distributed_loading_by_transformers", False)
-    if by_transformers or _lays_out_itself(trainer):
+    if by_transformers or _is_parallel_trainer(trainer):
         return "parallel"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
@@ -73,12 +86,16 @@ def let_fsdp_run_on_cpu() -> None:
 
 
 def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> None:
-    """Compare the number of processes with what the launcher started. Needs no model.
+    """Compare the number of processes with the number that the launcher started. It needs no model.
+
+    Args:
+        args (`TrainingArguments`): of this launch.
+        environ (`Mapping`): the environment in which the launcher has left its config.
 
     Raises:
-        StrategyMismatchError: the launcher started another number of processes than this run has, or it asks for
+        StrategyMismatchError: the launcher started another number of processes than this run has, or it requests
             Megatron-LM, which transformers' Trainer does not drive.
-        MissingDependencyError: it asks for Megatron-LM, and there is none.
+        MissingDependencyError: it requests Megatron-LM, which is not installed.
     """
     if _is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
         _refuse_megatron()
@@ -98,7 +115,7 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
 
 
 def _refuse_megatron() -> None:
-    """accelerate would raise without saying where Megatron-LM comes from, or hand the Trainer a model that it cannot
+    """Accelerate would raise without saying where to get Megatron-LM, or give the Trainer a model that it cannot
     step."""
     ours = "launch with accelerate_configs/tp_pp.yaml for tensor and pipeline parallelism by torch"
     if importlib.util.find_spec("megatron") is None:
@@ -111,22 +128,29 @@ def _refuse_megatron() -> None:
 
 
 def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) -> str:
-    """Compare the wrapped model with the request, once training is prepared; returns the running strategy.
+    """Compare the prepared model with the request.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+        environ (`Mapping`): the environment in which the launcher has left its config.
+
+    Returns:
+        `str`: the running strategy.
 
     Raises:
         StrategyMismatchError: another strategy was set up, or the model is not wrapped for it.
     """
     asked, runs = requested_family(trainer.args, environ), running_strategy(trainer)
-    if asked in ("single", "ddp") and _lays_out_itself(trainer):
-        asked = "parallel"  # by the script, which no launcher knows of
+    if asked in ("single", "ddp") and _is_parallel_trainer(trainer):
+        asked = "parallel"  # requested by the script, which the launcher does not know
     if not runs.startswith(asked):
-        mend = {
+        fix = {
             "zero": "unset ACCELERATE_USE_CPU, and on a machine without GPUs pass --use_cpu true",
             "fsdp": "accelerate runs FSDP on accelerators only; on a machine without GPUs use DDP or ZeRO",
         }.get(asked, "check the --config_file given to accelerate launch")
-        raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {mend}")
+        raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {fix}")
     wrapper = unwrap_compiled(trainer.model_wrapped)
-    if not _wraps(runs, wrapper) and not _lays_out_itself(trainer):
+    if not _wraps(runs, wrapper) and not _is_parallel_trainer(trainer):
         raise StrategyMismatchError(
             f"{runs.upper()} was asked for but the model is a bare {type(wrapper).__name__}: "
             "let the Trainer wrap the model itself"
@@ -134,20 +158,23 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
     return runs
 
 
-def _lays_out_itself(trainer: "Trainer") -> bool:
-    """Whether it is a `ParallelTrainer`, whose floor is above this one."""
+def _is_parallel_trainer(trainer: "Trainer") -> bool:
+    """Whether it is a `ParallelTrainer`, whose class is in a layer above this one."""
     return getattr(trainer, "parallelized", None) is not None
 
 
 def describe_strategy(trainer: "Trainer") -> str:
-    """How the model lies on the ranks, read off the prepared model: wrapper, placements, this rank's share, offload.
+    """Describe how the prepared model is distributed: wrapper, placements, this rank's share, offload.
 
     For example `FSDPLlamaForCausalLM, Replicate() Shard(dim=0) over dp_replicate=2 x dp_shard_cp=2, 50.0% of the
     parameters per rank`.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
     """
     module = unwrap_compiled(trainer.model_wrapped)
     parts = [type(module).__name__]
-    if _lays_out_itself(trainer):
+    if _is_parallel_trainer(trainer):
         sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
         parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
         if trainer.parallelized.sequence_parts > 1:
@@ -160,7 +187,7 @@ def describe_strategy(trainer: "Trainer") -> str:
         parts.append(f"{placements} over {' x '.join(f'{name}={size}' for name, size in axes)}")
         if trainer.is_fsdp_enabled and not trainer.accelerator.state.fsdp_plugin.reshard_after_forward:
             parts[-1] += ", kept from forward to backward"
-    share = _parameter_share(module, trainer.parameter_counts[0] if _lays_out_itself(trainer) else None)
+    share = _parameter_share(module, trainer.parameter_counts[0] if _is_parallel_trainer(trainer) else None)
     parts.append(f"{share:.1%} of the parameters per rank")
     optimizer_share = _optimizer_share(module)
     if optimizer_share is not None:
@@ -169,24 +196,27 @@ def describe_strategy(trainer: "Trainer") -> str:
 
 
 def _parameter_share(module: nn.Module, elsewhere: int | None = None) -> float:
-    """Elements that this rank keeps between steps / all elements; padding of the last shard included.
+    """Elements that this rank keeps between steps / all elements, with the padding of the last shard.
 
-    `elsewhere` is the number of all where `module` has only some.
+    Args:
+        module (`nn.Module`): the prepared model.
+        elsewhere (`int`, *optional*): the number of all elements, if `module` has only some of them.
     """
-    kept = whole = 0
+    kept = total = 0
     for parameter in module.parameters():
-        whole += getattr(parameter, "ds_numel", parameter.numel())
+        total += getattr(parameter, "ds_numel", parameter.numel())
         if isinstance(parameter, DTensor):
             kept += parameter.to_local().numel()
         elif hasattr(parameter, "ds_tensor"):  # ZeRO-3
             kept += parameter.ds_tensor.numel()
         else:
             kept += parameter.numel()
-    return kept / (elsewhere or whole)
+    return kept / (elsewhere or total)
 
 
 def _optimizer_share(module: nn.Module) -> float | None:
-    """The same for the parameters that ZeRO-1 and 2 step on this rank; None elsewhere: it is the parameters' share."""
+    """The share of the parameters that ZeRO-1 and 2 update on this rank; None under the other strategies, where it
+    equals `_parameter_share`."""
     partitions = getattr(getattr(module, "optimizer", None), "single_partition_of_fp32_groups", None)
     if partitions is None:
         return None
