@@ -424,7 +424,6 @@ TORCH_INTERNALS = {
         "_scaled_dot_product_flash_attention_for_cpu",
     },
 }
-IN_TWO_MODULES = {"_StridedShard", "_attn_implementation"}  # of hfscale.parallel
 
 
 def misplaced(trees):
@@ -487,7 +486,7 @@ def test_each_internal_is_used_in_one_module():
     for module, tree in trees.items():
         for name in set(foreign_names(tree, anywhere)):
             users.setdefault(name, []).append(module)
-    assert {name for name, modules in users.items() if len(modules) > 1} <= IN_TWO_MODULES, users
+    assert {name: modules for name, modules in users.items() if len(modules) > 1} == {}
 
 
 def test_no_class_or_module_of_a_library_is_patched():

@@ -206,8 +206,8 @@ def check_resumed(trainer: "Trainer") -> None:
     if size != manifest.global_batch_size:
         logger.warning(
             "the global batch was %d sequences and is now %d (%d processes): training continues at sequence %d "
-            "instead of %d, so that some sequences are seen twice or never; to keep it, change per_device_train_batch_size or "
-            "gradient_accumulation_steps",
+            "instead of %d, so that some sequences are seen twice or never; to keep it, change "
+            "per_device_train_batch_size or gradient_accumulation_steps",
             manifest.global_batch_size,
             size,
             trainer.args.world_size,
