@@ -1,9 +1,10 @@
-"""The wait that `ParallelTrainer` measures, beside the formula of each schedule, where every stage takes a set time.
+"""The waiting time that `ParallelTrainer` measures with stages of fixed duration, and that of each schedule's formula.
 
-`pipeline_overhead` measures real layers, on whatever machine it runs. Where ranks share cores, one that waits makes
-the others faster, and no two micro-batches take as long; a formula knows neither. Here a layer's forward, the gradient
-of its input and that of its weights sleep for the same time each, as if a device of its own did them. What is left
-between measurement and formula is the engine's: messages, the order of actions, and the clock itself.
+`pipeline_overhead` measures real layers on the machine at hand. Where ranks share cores, a rank that waits makes the
+others faster, and the durations of micro-batches vary; a formula accounts for neither. Here a layer's forward, the
+gradient of its input and the gradient of its weights each sleep for the same time, as if every rank had a device of
+its own. The remaining difference between measurement and formula comes from the engine: messages, the order of
+actions, and the clock itself.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 -m benchmarks.pipeline_bubble
 
@@ -19,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launched import launched, tell
+from hfscale.facts.schedules import SCHEDULES
 
 RANKS = 4
 MICRO_BATCHES = 8
 STEPS, UNTIMED_STEPS = 5, 2
 UNIT_S = 0.12
-"""Of a rank's forward, beside which messages and the layers' real work are short."""
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+"""Duration of a rank's forward; messages and the layers' real work are short in comparison."""
 
 
 def measure() -> dict[str, Any]:
@@ -35,8 +36,8 @@ def measure() -> dict[str, Any]:
     return {"summary": summary, "ranks": RANKS, "micro_batches": MICRO_BATCHES, "bubble_fraction": bubbles}
 
 
-class _Takes(torch.autograd.Function):
-    """The identity, that takes so many seconds each way."""
+class _SleepingIdentity(torch.autograd.Function):
+    """The identity, which sleeps for a given time in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
@@ -50,17 +51,17 @@ class _Takes(torch.autograd.Function):
         return gradient, None, None
 
 
-def _take(layer: Any, hidden: torch.Tensor, seconds: float) -> torch.Tensor:
-    """What a layer gives, after so many seconds; the gradient of its input takes as many, and that of its weights.
+def _sleep_in_layer(layer: Any, hidden: torch.Tensor, seconds: float) -> torch.Tensor:
+    """Return a layer's output after `seconds`; the gradient of its input and that of its weights take as long each.
 
-    The two are apart, as in a matrix product, so that a schedule can put one off.
+    The two gradients are computed separately, as for a matrix product, so that a schedule can postpone one.
     """
-    weight = _Takes.apply(layer.own_time, 0.0, seconds)
-    return _Takes.apply(hidden, seconds, seconds) * weight
+    weight = _SleepingIdentity.apply(layer.own_time, 0.0, seconds)
+    return _SleepingIdentity.apply(hidden, seconds, seconds) * weight
 
 
 def worker() -> None:
-    """One process of a launch."""
+    """Run in each process of the launch."""
     found = {}
     for schedule in SCHEDULES:
         with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +73,15 @@ def worker() -> None:
 
 
 def bubble(schedule: str, folder: str) -> dict[str, float]:
-    """What is measured and what the formula says, with the ranks that there are, all in one pipeline."""
+    """Measure the bubble fraction of a schedule with all ranks in one pipeline.
+
+    Args:
+        schedule (`str`): name of the schedule.
+        folder (`str`): output folder of the run.
+
+    Returns:
+        The measured fraction and that of the formula.
+    """
     from transformers import LlamaConfig, TrainingArguments
 
     from hfscale import ParallelArguments, ParallelTrainer
@@ -104,7 +113,7 @@ def bubble(schedule: str, folder: str) -> dict[str, float]:
     model = build_model(config, seed=0, dtype=torch.float32)
     for layer in model.model.layers:
         layer.own_time = torch.nn.Parameter(torch.ones(config.hidden_size))
-        layer.register_forward_hook(lambda layer, _, hidden: _take(layer, hidden, UNIT_S / plan.per_rank))
+        layer.register_forward_hook(lambda layer, _, hidden: _sleep_in_layer(layer, hidden, UNIT_S / plan.per_rank))
     rows = torch.randint(3, 32, (STEPS * MICRO_BATCHES, 8), generator=torch.Generator().manual_seed(0))
     trainer = ParallelTrainer(
         model=model,

@@ -1,8 +1,9 @@
-"""What `ParallelTrainer` adds to a bare loop over torch.distributed.pipelining, and how long its ranks wait.
+"""The overhead of `ParallelTrainer` over a bare loop with torch.distributed.pipelining, and how long its ranks wait.
 
-Two pipeline ranks, 1F1B, equal stages. Both sides take turns in the same processes: same layers, cut, micro-batches,
-optimizer and clipping, a loss read every step. A pair is two turns next to each other; the order within a pair
-alternates. The wait is `scaling/bubble_fraction`, beside the schedule's formula.
+There are two pipeline ranks with equal stages and the schedule 1F1B. Both variants run alternately in the same
+processes, with the same layers, stages, micro-batches, optimizer and clipping, and read the loss every step. A pair is
+two consecutive runs, one of each variant; the order within a pair alternates. The wait is `scaling/bubble_fraction`,
+compared with the schedule's formula.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 -m benchmarks.pipeline_overhead
 
@@ -24,9 +25,9 @@ PAIRS = 7
 STEPS = 6
 UNTIMED_STEPS = 2
 MICRO_BATCHES = 8
-ROWS = 4  # a micro-batch of 100 ms and more, beside which a message between two processes is short
+ROWS = 4  # a micro-batch takes 100 ms or more, so that a message between two processes is short in comparison
 LENGTH = 128
-VOCAB = 64  # so small that the head, which only the last stage has, weighs nothing
+VOCAB = 64  # so small that the head, which only the last stage has, costs almost nothing
 
 
 def measure() -> dict[str, Any]:
@@ -42,7 +43,7 @@ def measure() -> dict[str, Any]:
 
 
 def worker() -> None:
-    """One process of a launch."""
+    """Run in each process of the launch."""
     from transformers import LlamaConfig, TrainingArguments
 
     from hfscale.parallel.stages import StagePlan
@@ -76,22 +77,22 @@ def worker() -> None:
             3, VOCAB, (STEPS * MICRO_BATCHES * ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
         )
         ratios, bubbles, first = [], [], []
-        for pair in range(PAIRS + 1):  # the first warms up
-            turns = {}
+        for pair in range(PAIRS + 1):  # the first pair warms up
+            runs = {}
             for name in ("trainer", "bare") if pair % 2 else ("bare", "trainer"):
                 dist.barrier()
-                turns[name] = _trainer(args, rows, config) if name == "trainer" else _bare(args, rows, config)
+                runs[name] = _trainer(args, rows, config) if name == "trainer" else _bare(args, rows, config)
             if pair:
-                ratios.append(round(turns["trainer"]["step_s"] / turns["bare"]["step_s"], 4))
-                bubbles.append(turns["trainer"]["bubble"])
-                first.append(turns["trainer"]["first_s"])
+                ratios.append(round(runs["trainer"]["step_s"] / runs["bare"]["step_s"], 4))
+                bubbles.append(runs["trainer"]["bubble"])
+                first.append(runs["trainer"]["first_s"])
         if dist.get_rank() == 0:
             result = {
                 "step_s_over_bare": ratios,
                 "bubble_measured": round(statistics.median(bubbles), 4),
                 "bubble_formula": round(StagePlan(pp=2).bubble_fraction(MICRO_BATCHES), 4),
                 "first_step_s": round(statistics.median(first), 3),
-                "step_s": round(turns["trainer"]["step_s"], 3),
+                "step_s": round(runs["trainer"]["step_s"], 3),
             }
             tell(result)
         dist.barrier()
@@ -113,9 +114,9 @@ def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
             if state.global_step == 1:
                 self.first_s = time.perf_counter() - self.started
             if state.global_step == UNTIMED_STEPS:
-                self.begun = time.perf_counter()
+                self.timed_from = time.perf_counter()
             if state.global_step == STEPS:
-                self.step_s = (time.perf_counter() - self.begun) / (STEPS - UNTIMED_STEPS)
+                self.step_s = (time.perf_counter() - self.timed_from) / (STEPS - UNTIMED_STEPS)
 
     watch = Stopwatch()
     data = [{"input_ids": row, "labels": row} for row in rows]
@@ -132,7 +133,7 @@ def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
 
 
 class _BareStage(nn.Module):
-    """Half of a Llama, written out."""
+    """Half of a Llama model, without hfscale."""
 
     def __init__(self, model: Any, rank: int) -> None:
         super().__init__()
@@ -181,10 +182,10 @@ def _bare(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
         optimizer.zero_grad()
         loss.item()
         if step == UNTIMED_STEPS:
-            begun = time.perf_counter()
+            timed_from = time.perf_counter()
         if step == STEPS:
             break
-    return {"step_s": (time.perf_counter() - begun) / (STEPS - UNTIMED_STEPS)}
+    return {"step_s": (time.perf_counter() - timed_from) / (STEPS - UNTIMED_STEPS)}
 
 
 if __name__ == "__main__":
