@@ -100,9 +100,9 @@ class Tokens(Dataset):
             row["attention_mask"] = (torch.arange(LENGTH) < kept).long()
             row["labels"][kept:] = -100
         if self.packed:
-            cut = 3 + index % 4
-            row["position_ids"] = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])
-            row["labels"][cut] = -100
+            boundary = 3 + index % 4
+            row["position_ids"] = torch.cat([torch.arange(boundary), torch.arange(LENGTH - boundary)])
+            row["labels"][boundary] = -100
         return row
 
 

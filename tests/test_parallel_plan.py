@@ -110,8 +110,8 @@ def test_every_schedule_name_has_a_schedule_of_torch():
 def test_stages_are_assigned_as_in_torch(schedule, pp):
     plan = StagePlan(schedule=schedule, pp=pp)
     style = "v" if SCHEDULES[schedule] == "v" else "loop"
-    theirs = schedules.generate_stage_to_rank_mapping(pp, plan.stages, style)
-    assert {stage: plan.rank_of(stage) for stage in range(plan.stages)} == theirs
+    expected = schedules.generate_stage_to_rank_mapping(pp, plan.stages, style)
+    assert {stage: plan.rank_of(stage) for stage in range(plan.stages)} == expected
     assert sorted(stage for rank in range(pp) for stage in plan.stages_of(rank)) == list(range(plan.stages))
 
 

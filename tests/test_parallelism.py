@@ -1,4 +1,4 @@
-"""Sizes of the axes from flags and the launcher's environment, and one line where they do not fit."""
+"""Sizes of the axes from flags and the launcher's environment, and the errors where they do not fit."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ DDP = {"WORLD_SIZE": "8"}
 
 
 def arguments(world_size=8, **changes):
-    """What `set_up_parallelism` reads and sets of TrainingArguments, for a world that this machine does not have."""
+    """The fields of TrainingArguments that `set_up_parallelism` reads and sets, for a simulated world."""
     defaults = {
         "world_size": world_size,
         "use_cpu": False,
@@ -55,11 +55,11 @@ def sizes(**axes):
         (DDP, {"tp_size": 2, "dp_replicate_size": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     ],
 )
-def test_flags_win_over_the_config_and_dp_shard_takes_what_is_left(environ, flags, layout):
+def test_flags_override_the_config_and_dp_shard_takes_the_remaining_ranks(environ, flags, layout):
     assert set_up_parallelism(ParallelArguments(**flags), arguments(), dict(environ)) == ParallelLayout(**layout)
 
 
-def test_accelerate_is_told():
+def test_accelerate_gets_the_sizes():
     args = arguments()
     set_up_parallelism(ParallelArguments(dp_replicate_size=2), args, FSDP)
     assert (args.parallelism_config.dp_replicate_size, args.parallelism_config.dp_shard_size) == (2, 4)
@@ -68,14 +68,14 @@ def test_accelerate_is_told():
     assert (args.parallelism_config.sp_size, args.parallelism_config.data_parallel_size) == (2, 4)
 
 
-def test_transformers_is_told():
+def test_transformers_gets_the_sizes():
     config = distributed_config(ParallelLayout(dp_replicate=2, dp_shard=2, tp=2), arguments())
     assert (config.tp_size, config.fsdp_size, config.dp_replicate_size) == (2, 2, 2)
     assert config.fsdp_mixed_precision
     assert distributed_config(ParallelLayout(dp_shard=8), arguments()) is None
 
 
-def test_tensor_parallel_runs_save_nothing_that_could_not_be_resumed():
+def test_tensor_parallel_runs_save_no_checkpoints():
     args = arguments(save_strategy="steps")
     set_up_parallelism(ParallelArguments(tp_size=2), args, dict(DDP))
     assert args.save_strategy == "no"
@@ -99,7 +99,7 @@ def test_tensor_parallel_runs_save_nothing_that_could_not_be_resumed():
         (FSDP, {"cp_size": 2}, {"use_cpu": True}, "cp_size 2 under FSDP2 on a CPU: torch has ring attention for GPUs"),
     ],
 )
-def test_what_does_not_fit_is_said(environ, flags, changes, message):
+def test_sizes_that_do_not_fit_are_refused(environ, flags, changes, message):
     with pytest.raises(UsageError, match=message):
         set_up_parallelism(ParallelArguments(**flags), arguments(**changes), dict(environ))
 
@@ -121,14 +121,14 @@ LLAMA = LlamaConfig(num_attention_heads=32, num_key_value_heads=8)
         ({"cp": 4}, FSDP, LLAMA, 100, "--block_size to be a multiple of 8: 100 is not, 96 is"),
     ],
 )
-def test_heads_and_sequences_divide(monkeypatch, layout, environ, config, block_size, message):
+def test_heads_and_sequences_that_do_not_divide_are_refused(monkeypatch, layout, environ, config, block_size, message):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LayoutError, match=message):
         check_model(ParallelLayout(**layout), config, arguments(), block_size=block_size)
 
 
-def test_what_divides_passes_and_a_model_without_heads_is_told():
+def test_sizes_that_divide_pass_and_a_model_without_heads_is_refused():
     check_model(ParallelLayout(tp=8), LLAMA, arguments(), block_size=64)
     with pytest.raises(UsageError, match="tp_size 2: transformers has no tensor-parallel plan for mamba"):
         check_model(ParallelLayout(tp=2), MambaConfig(), arguments(), block_size=64)
@@ -147,7 +147,7 @@ QLORA = {"use_peft": True, "load_in_4bit": True, "model_name_or_path": "some/mod
 
 
 class TestPairs:
-    """Methods, strategies and machines that exclude each other. This machine has no GPU."""
+    """Combinations of methods, strategies and machines that are refused. The test machine has no GPU."""
 
     def check(self, monkeypatch, environ, model, args, layout=None):
         for name, value in environ.items():
@@ -156,7 +156,7 @@ class TestPairs:
 
     @pytest.fixture
     def gpu(self, monkeypatch):
-        """As on a machine with a GPU and bitsandbytes, as far as these checks look."""
+        """Make these checks find a GPU and bitsandbytes."""
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
 
@@ -164,7 +164,7 @@ class TestPairs:
         with pytest.raises(UsageError, match="--load_in_4bit needs a CUDA GPU"):
             self.check(monkeypatch, FSDP, QLORA, arguments())
 
-    def test_qlora_of_the_whole_model(self):
+    def test_qlora_without_adapters(self):
         with pytest.raises(UsageError, match=r"--load_in_4bit .*: give --use_peft true"):
             ModelArguments(load_in_4bit=True, model_name_or_path="some/model")
 
@@ -177,7 +177,7 @@ class TestPairs:
         with pytest.raises(UsageError, match="--load_in_4bit and tp_size 2: "):
             self.check(monkeypatch, DDP, QLORA, arguments(), ParallelLayout(tp=2))
 
-    def test_qlora_with_what_it_needs(self, monkeypatch, gpu):
+    def test_qlora_with_its_requirements_passes(self, monkeypatch, gpu):
         self.check(monkeypatch, FSDP, QLORA, arguments(), ParallelLayout(dp_shard=8))
 
     def test_fsdp1(self, monkeypatch):

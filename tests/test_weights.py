@@ -61,9 +61,9 @@ def test_weights_do_not_depend_on_how_the_model_was_built(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_weight_has_the_standard_deviation_of_transformers(name):
     """GPT-2 draws its residual projections with a smaller scale, in the parent module's rule."""
-    ours = build_model(CONFIGS[name], seed=7, dtype=torch.float32)
-    theirs = AutoModelForCausalLM.from_config(CONFIGS[name])
-    for (key, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+    model = build_model(CONFIGS[name], seed=7, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_config(CONFIGS[name])
+    for (key, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert found.std(correction=0).item() == pytest.approx(expected.std(correction=0).item(), rel=0.15), key
         assert found.mean().item() == pytest.approx(expected.mean().item(), abs=0.004), key
 

@@ -5,9 +5,9 @@ A checkpoint's folder `dcp` is a torch distributed checkpoint under the names of
 one, and its pieces are stored as the ranks hold them. It contains nothing that depends on the layout: no parameter
 groups, no rank numbers, no second copy of tied weights.
 
-With it are Trainer's small files and two JSON files with what the tensors do not tell, so that any layout, and by
-conversion any strategy, can resume from it. `sharded_state` and `checkpoint_files` return all that is to be written,
-so that `hfscale.integrations.saving` can also write it in the background.
+The checkpoint also has Trainer's small files, and two JSON files with what the tensors do not contain, so that any
+layout, and by conversion any strategy, can resume from it. `sharded_state` and `checkpoint_files` return all that is
+to be written, so that `hfscale.integrations.saving` can also write it in the background.
 """
 
 import io
@@ -164,7 +164,10 @@ def _read_tensors(checkpoint: Path, parallelized: ParallelizedModel, tensors: di
             copy_local_shard(tensor, full)
     except Exception as error:
         cause = error.__cause__ or error
-        raise CheckpointError(f"{checkpoint} does not hold this model: {cause}") from error
+        raise CheckpointError(
+            f"{checkpoint} does not hold this model ({cause}): resume with the model that wrote it, or start from "
+            "scratch with --resume_from_checkpoint false"
+        ) from error
 
 
 def _stored_shapes(checkpoint: Path) -> dict[str, torch.Size]:

@@ -1,4 +1,4 @@
-"""Context parallelism: several ranks hold a part of every sequence each, through the whole model.
+"""Context parallelism: several ranks hold a part of every sequence each, from the embedding to the loss.
 
 Attention is the only operation in which tokens interact. There queries stay on their rank, and the keys and values of
 the complete sequence are gathered layer by layer (Llama Team, arXiv 2407.21783, section 3.3.2): with grouped-query

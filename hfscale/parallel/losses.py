@@ -9,7 +9,7 @@ of all logits.
 the tokens whose top-k choices include expert i and P_i is the expert's mean probability (Fedus et al., Switch
 Transformers, arXiv 2101.03961, equations 4 to 6). Here it is computed per layer, so that it does not depend on how
 layers are assigned to stages: its mean over layers, micro-batches and data parallel ranks, times
-`router_aux_loss_coef`. transformers first averages f and P over all layers, which no stage knows, and adds the loss
+`router_aux_loss_coef`. transformers first averages f and P over all layers, which no stage can do, and adds the loss
 once per accumulated micro-batch.
 """
 
@@ -199,7 +199,7 @@ class RouterBalanceLoss:
             has a part, since f and P are means over all tokens of a micro-batch; absent: each rank has all tokens.
 
     Raises:
-        UnsupportedModelError: the model does not say where its routers are or what weight the loss has.
+        UnsupportedModelError: the model's routers, or the weight of the loss, cannot be found.
     """
 
     def __init__(

@@ -137,7 +137,8 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
-        # No public way to tell Accelerate of a data loader that it has not prepared itself.
+        # No public way to register a data loader that Accelerate has not prepared itself. tests/test_parallel_plan.py
+        # fails when it moves.
         accelerator._dataloaders.append(prepared)
         return prepared
 
@@ -289,7 +290,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         gradients.clip_gradients(self.parallelized.model.parameters(), norm, self.args.max_grad_norm)
         return norm
 
-    # --- what is logged ---------------------------------------------------------------------------------------------
+    # --- logging ---------------------------------------------------------------------------------------------------
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
         """6 N D of the unsplit model, divided among the ranks that work on a sample, because Trainer sums over all
