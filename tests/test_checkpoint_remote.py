@@ -158,7 +158,8 @@ class TestStore:
             store.download(2, tmp_path / "other", tmp_path / "other" / "down")
 
     def test_operations_are_retried_with_longer_pauses(self, tmp_path, monkeypatch):
-        pauses, calls = [], []
+        pauses = []
+        calls = []
         monkeypatch.setattr("hfscale.checkpoint.remote.time.sleep", pauses.append)
         store = RemoteStore(f"file://{tmp_path}/remote", attempts=4, first_pause_s=1.0)
 

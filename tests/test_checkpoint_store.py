@@ -77,7 +77,8 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path, kind):
     damage, message = DAMAGE[kind]
-    good, bad = make_checkpoint(tmp_path, 10), make_checkpoint(tmp_path, 20)
+    good = make_checkpoint(tmp_path, 10)
+    bad = make_checkpoint(tmp_path, 20)
     assert latest_checkpoint(tmp_path) == str(bad)
     damage(bad)
     with pytest.raises(CheckpointError, match=message):

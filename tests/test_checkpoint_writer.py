@@ -32,7 +32,9 @@ from hfscale.recipe import corpus
 @contextmanager
 def paused_saves(monkeypatch):
     """Make every save wait for an event before it writes; yields the event and the list of (started, ended) times."""
-    go, spans, run = threading.Event(), [], CheckpointWriter._run
+    go = threading.Event()
+    spans = []
+    run = CheckpointWriter._run
 
     def waiting(self, job):
         started = time.monotonic()
@@ -49,7 +51,8 @@ class CallAtStep(TrainerCallback):
     """Calls `call()` when step `step` begins."""
 
     def __init__(self, step, call):
-        self.step, self.call = step, call
+        self.step = step
+        self.call = call
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
@@ -314,7 +317,9 @@ class TestHostSnapshot:
         weight = torch.arange(12.0).reshape(3, 4)
         shared = (0.9, 0.999)
         tree = OrderedDict(weight=weight, tied=weight, turned=weight.t(), row=weight[1], step=torch.tensor(3.0))
-        tree["half"], tree["none"], tree["empty"] = torch.ones(2, dtype=torch.bfloat16), None, torch.empty(0)
+        tree["half"] = torch.ones(2, dtype=torch.bfloat16)
+        tree["none"] = None
+        tree["empty"] = torch.empty(0)
         tree["groups"] = [{"betas": shared}, {"betas": shared}]
         copied = HostSnapshot().take(tree)
         weight.add_(100)

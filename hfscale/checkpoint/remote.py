@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hfscale.checkpoint.store import UNFINISHED, archive, checkpoint_step, latest_checkpoint, verify
+from hfscale.checkpoint.store import (
+    CHECKPOINT_NAME,
+    UNFINISHED,
+    archive,
+    checkpoint_step,
+    latest_checkpoint,
+    verify,
+)
 from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
@@ -28,7 +35,6 @@ from hfscale.utils.logging import get_logger
 logger = get_logger(__name__)
 
 SUPERSEDED_MANIFEST_NAME = "hfscale_manifest.superseded.json"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 1.0  # each later pause is twice as long: 15 s in all
 _MAX_DOWNLOAD_TIME = timedelta(hours=24)
@@ -158,7 +164,7 @@ class RemoteStore:
             return []
         steps = []
         for path in found:
-            match = _CHECKPOINT.fullmatch(path.rstrip("/").rsplit("/", 1)[-1])
+            match = CHECKPOINT_NAME.fullmatch(path.rstrip("/").rsplit("/", 1)[-1])
             if match and self._fs.exists(f"{self._root}/{match[0]}/{MANIFEST_NAME}"):
                 steps.append(int(match[1]))
         return sorted(steps)

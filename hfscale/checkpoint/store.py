@@ -38,8 +38,11 @@ VISIBILITY_TIMEOUT_S = 75.0
 (nfs(5), acdirmax); the rest allows for slow servers and clocks that differ."""
 STATUS_NAME = "hfscale_status.json"
 STATUSES = ("running", "completed", "preempted", "failed")
-GOOD, INCOMPLETE, CORRUPT = "good", "incomplete", "corrupt"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+GOOD = "good"
+INCOMPLETE = "incomplete"
+CORRUPT = "corrupt"
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+"""Name of a checkpoint's folder; the group is its step."""
 _TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+-\d+\.tmp")
 
 
@@ -88,7 +91,7 @@ def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
     """
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
-    named = _CHECKPOINT.fullmatch(checkpoint.name)
+    named = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if named is not None and int(named[1]) != manifest.step:
         raise CheckpointError(f"{checkpoint} is corrupt: its manifest is for step {manifest.step}")
     for name, expected in manifest.files.items():
@@ -138,7 +141,7 @@ def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     folder = Path(output_dir)
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=checkpoint_step)
 
 
@@ -148,7 +151,7 @@ def checkpoint_step(checkpoint: Path) -> int:
     Raises:
         CheckpointError: the folder is not named like that.
     """
-    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match is None:
         raise CheckpointError(f"{checkpoint} is not named checkpoint-N")
     return int(match[1])

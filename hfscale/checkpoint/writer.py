@@ -68,7 +68,7 @@ import torch.distributed as dist
 
 from hfscale.checkpoint.lock import is_locked_by_another_process
 from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, checkpoint_files
-from hfscale.checkpoint.store import UNFINISHED, flush, remove_temporaries, write_atomically
+from hfscale.checkpoint.store import CHECKPOINT_NAME, UNFINISHED, flush, remove_temporaries, write_atomically
 from hfscale.errors import StorageError
 from hfscale.utils import distributed
 from hfscale.utils.disk_errors import is_failed_torch_write
@@ -233,7 +233,7 @@ def finish_renames(run_dir: Path) -> list[Path]:
     for folder in left:
         name = folder.name.removesuffix(_REPLACED)
         target = run_dir / name
-        if re.fullmatch(r"checkpoint-\d+", name) and (folder / MANIFEST_NAME).is_file() and not target.exists():
+        if CHECKPOINT_NAME.fullmatch(name) and (folder / MANIFEST_NAME).is_file() and not target.exists():
             with suppress(FileNotFoundError):  # another rank has renamed it already
                 folder.rename(target)
                 renamed.append(target)
@@ -317,8 +317,9 @@ def _summary(error: Exception) -> str:
 def _record_own_files(job: CheckpointJob) -> dict[str, FileRecord]:
     """Hash and flush the files that this rank wrote, while they are in its page cache."""
     if job.is_shared:
-        rank, ranks = distributed.rank(), distributed.world_size()
-        names = [name for name in checkpoint_files(job.folder) if rank_of_file(name, ranks) == rank]
+        ranks = distributed.world_size()
+        files = checkpoint_files(job.folder)
+        names = [name for name in files if rank_of_file(name, ranks) == distributed.rank()]
     else:
         names = checkpoint_files(job.folder) if job.commits else []
     records = {}

@@ -15,8 +15,10 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, checkpoint_files
 from hfscale.checkpoint.store import verify
 from hfscale.errors import CheckpointError
 
-QUICK, LONG = 200, 2000
-CLEAN_QUICK, CLEAN_LONG = 100, 1000
+QUICK = 200
+LONG = 2000
+CLEAN_QUICK = 100
+CLEAN_LONG = 1000
 
 
 @dataclass
@@ -95,7 +97,8 @@ def test_every_damage_is_detected(target, trials):
     damaged = 0
     names = [name for name in target.content if name != MANIFEST_NAME]
     while damaged < trials:
-        name, damage = rng.choice(names), rng.choice(DAMAGES)
+        name = rng.choice(names)
+        damage = rng.choice(DAMAGES)
         damage(target, name, rng)
         path = target.newest / name
         if path.is_symlink() or not path.is_file() or path.read_bytes() != target.content[name]:

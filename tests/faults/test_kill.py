@@ -22,7 +22,8 @@ from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import latest_checkpoint, verify
 
 pytestmark = pytest.mark.timeout(0)
-KILLS, SEED = int(os.environ.get("HFSCALE_KILLS", "3000")), os.environ.get("HFSCALE_SEED", "0")
+KILLS = int(os.environ.get("HFSCALE_KILLS", "3000"))
+SEED = os.environ.get("HFSCALE_SEED", "0")
 STEPS = 24
 SHARES = {"single": 0.6, "ddp": 0.2, "fsdp2": 0.1, "zero2": 0.05, "zero3": 0.05}
 QUICK = {"single": 150, "ddp": 30, "fsdp2": 20}

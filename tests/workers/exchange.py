@@ -59,8 +59,12 @@ def wide_ddp():
 def under_fsdp2():
     model = Pull()
     fully_shard(model)
-    probe, sampled = ReduceScatterProbe(model), SampledSteps(first=3, every=1000)
-    scale, rows, batch, parts = NoiseScale({}), Rows(2 * 2 * 4 * 60), 4, 2
+    probe = ReduceScatterProbe(model)
+    sampled = SampledSteps(first=3, every=1000)
+    scale = NoiseScale({})
+    rows = Rows(2 * 2 * 4 * 60)
+    batch = 4
+    parts = 2
     position = distributed.rank()
     for _ in range(60):
         sampled.step_begin()

@@ -49,7 +49,8 @@ def read_value(folder: Path, chunk: Chunk) -> Any:
 
 def tensor_ref(folder: Path, name: str, entry: Entry) -> TensorRef:
     """Return a reference to the tensor `name`, which is assembled from its pieces when it is read."""
-    shape, dtype = entry.shape, entry.dtype
+    shape = entry.shape
+    dtype = entry.dtype
     assert shape is not None
     assert dtype is not None
 

@@ -243,7 +243,9 @@ def read_universal(checkpoint: Path) -> CheckpointView:
     folder = tag_folder(checkpoint, latest=UNIVERSAL_LATEST)
     model = load_archive(folder / _MODEL_STATES[0])
     options = load_archive(folder / "zero" / "optimizer_state.pt")["param_groups"]
-    groups, weights, state = [], {}, {}
+    groups: list[ParameterGroup] = []
+    weights: dict[str, TensorRef] = {}
+    state: dict[str, dict[str, TensorRef]] = {}
     for option, shapes in zip(options, model["param_shapes"], strict=True):
         check_names(shapes)
         groups.append(ParameterGroup(options={k: v for k, v in option.items() if k != "params"}, names=list(shapes)))
