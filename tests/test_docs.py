@@ -26,6 +26,7 @@ from transformers import Trainer
 import hfscale
 from benchmarks.__main__ import NAMES as BENCHMARKS
 from hfscale import ParallelArguments
+from hfscale._moved import MOVED
 from hfscale.cli import COMMANDS, main
 from hfscale.recipe.arguments import DataArguments, ModelArguments, ScalingArguments
 
@@ -196,6 +197,19 @@ def names_for_blocks(tmp_path):
 
 def public_names():
     return set(hfscale.__all__) - {"__version__"}
+
+
+def moved_modules(changelog):
+    """Old path and new path in the table of the changelog."""
+    for row in changelog.splitlines():
+        if row.startswith("  | `hfscale."):
+            olds, news = (code_spans(cell) for cell in row.split("|")[1:3])
+            for old in (f"hfscale.{name.removeprefix('hfscale.')}" for name in olds):
+                yield old, f"{news[0]}.{old.split('.')[1]}" if "same name" in row else news[0]
+
+
+def test_the_changelog_names_every_old_import_path():
+    assert dict(moved_modules(text_of(REPOSITORY / "CHANGELOG.md"))) == MOVED
 
 
 def module_list():
