@@ -1,4 +1,4 @@
-"""A metadata service on loopback that answers as told, and keeps what it was asked."""
+"""A metadata service on loopback with given replies, which records the requests."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Reply:
-    """One answer."""
+    """One reply."""
 
     status: int = 200
     body: str | bytes = ""
@@ -18,17 +18,21 @@ class Reply:
 
 
 class MetadataServer:
-    """`replies` maps a path without its query to a Reply, or to a function of the request that makes one; anything
-    else is answered with 404. `asked` lists method, path and headers."""
+    """Serves `replies` and records the requests in `requests` as (method, path, headers).
+
+    `replies` maps a path without its query to a Reply, or to a function that makes one from the request; other paths
+    are answered with 404.
+    """
 
     def __init__(self):
-        self.replies, self.asked = {}, []
-        fake = self
+        self.replies = {}
+        self.requests = []
+        service = self
 
         class Handler(BaseHTTPRequestHandler):
             def answer(self):
-                fake.asked.append((self.command, self.path, dict(self.headers)))
-                reply = fake.replies.get(self.path.partition("?")[0], Reply(404))
+                service.requests.append((self.command, self.path, dict(self.headers)))
+                reply = service.replies.get(self.path.partition("?")[0], Reply(404))
                 reply = reply(self) if callable(reply) else reply
                 time.sleep(reply.hang_s)
                 body = reply.body if isinstance(reply.body, bytes) else reply.body.encode()
@@ -49,15 +53,15 @@ class MetadataServer:
             daemon_threads = True
 
             def handle_error(self, request, client_address):
-                pass  # a client that has had enough hangs up
+                pass  # a client that reached its time limit has closed the connection
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def paths(self):
-        """What was asked for, without the queries."""
-        return [path.partition("?")[0] for _, path, _ in self.asked]
+        """The requested paths, without their queries."""
+        return [path.partition("?")[0] for _, path, _ in self.requests]
 
     def close(self):
         self._server.shutdown()

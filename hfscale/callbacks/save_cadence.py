@@ -45,7 +45,7 @@ class SaveCadence:
         minutes = (time.monotonic() - self._saved_at) / 60
         overdue = self.every_minutes is not None and minutes >= self.every_minutes
         # Ranks read different clocks; the step at which they save must be one and the same.
-        agreed = self._agreement.step(float(overdue)) if self.every_minutes is not None else 0.0
+        agreed = self._agreement.step(lambda: float(overdue)) if self.every_minutes is not None else 0.0
         return bool(agreed) or state.global_step - self._saved_step >= self._steps(args, state)
 
     def _steps(self, args: TrainingArguments, state: TrainerState) -> int:

@@ -255,7 +255,7 @@ class SpotCheckpointCallback(AdapterCallback):
         if self._watch is None or self._saving is None:
             return
         writer = self._saving.writer
-        worst = self._watch.step(2.0 if writer.has_failed else float(writer.in_flight))
+        worst = self._watch.step(lambda: 2.0 if writer.has_failed else float(writer.in_flight))
         if worst == 0.0:
             self._wait()
         elif worst == 2.0:

@@ -1,6 +1,6 @@
-"""Notices of AWS, GCP and Azure that they take a machine back, polled from a thread.
+"""Preemption notices of AWS, GCP and Azure, polled from the machine's metadata service by a thread.
 
-| cloud | asked | answer | lead |
+| cloud | request | answer | notice |
 |---|---|---|---|
 | aws | `/latest/meta-data/spot/instance-action` (IMDSv2), every 5 s | 404, or `{"action", "time"}` | 120 s |
 | gcp | `/computeMetadata/v1/instance/preempted?wait_for_change=true` | `FALSE`, `TRUE` | 30 s |
@@ -10,48 +10,132 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-no
 https://cloud.google.com/compute/docs/instances/create-use-preemptible#detecting_if_an_instance_was_preempted
 https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 
-A service is asked only on a machine of its cloud, by what its firmware says (DMI), or when its cloud is named.
+A service is asked only on a machine of its cloud, which the firmware (DMI) identifies, or when its cloud is named.
 """
 
+import http.client
 import json
 import os
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from hfscale.errors import UsageError
-from hfscale.preemption.metadata import Answer, MetadataClient, MetadataError
-from hfscale.preemption.notice import AWS, AZURE, BOARD, GCP, Notice, NoticeBoard
+from hfscale.preemption.notice import AWS, AZURE, GCP, NOTICES, Notice, PreemptionNotices
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
 DMI = Path("/sys/class/dmi/id")
 AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
-"""The chassis asset tag of every Azure machine; Hyper-V elsewhere has the same vendor, but not this."""
+"""The chassis asset tag of every Azure machine; other Hyper-V machines have the same vendor, but not this tag."""
 OVERRIDE = "HFSCALE_CLOUD"
+METADATA_URL = "http://169.254.169.254"
+"""The link-local address of AWS, Azure and GCP (there also metadata.google.internal; an address needs no name server,
+which can hang or give a wrong answer)."""
+MAX_BYTES = 64 * 1024
+"""More than any expected answer; scheduled events of a large scale set are a few KiB."""
 _FAILURES_BEFORE_A_WARNING = 3
-_LONGEST_PAUSE_S = 20.0  # under the shortest lead, so that a service that comes back is heard in time
+_LONGEST_PAUSE_S = 20.0  # less than the shortest notice, so that a service that works again is read in time
+
+
+class MetadataError(Exception):
+    """The metadata service did not give a usable answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response of the metadata service."""
+
+    status: int
+    text: str
+    headers: Mapping[str, str]
+    """By lower-case names."""
+
+
+class MetadataClient:
+    """Sends requests to a metadata service: a constant host, no proxy, no redirects, limits of time and size.
+
+    `http.client` reads no proxy from the environment and follows no redirects.
+
+    Args:
+        base_url (`str`): scheme and host; tests use a server on loopback.
+        timeout_s (`float`): seconds for a complete request.
+    """
+
+    def __init__(self, base_url: str = METADATA_URL, *, timeout_s: float = 2.0) -> None:
+        parts = urlsplit(base_url)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self.timeout_s = timeout_s
+
+    def request(self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float | None = None) -> Answer:
+        """Send a request.
+
+        Args:
+            method (`str`): the HTTP method.
+            path (`str`): path and query.
+            headers (`Mapping[str, str]`): the request's headers.
+            timeout_s (`float`, *optional*): another limit, for a request that waits for a change.
+
+        Returns:
+            The answer, whatever its status.
+
+        Raises:
+            MetadataError: no connection, no answer in time, too large an answer, a redirect, or not HTTP.
+        """
+        limit_s = timeout_s or self.timeout_s
+        deadline = time.monotonic() + limit_s
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=limit_s)
+        try:
+            connection.request(method, path, headers=dict(headers))
+            response = connection.getresponse()
+            if 300 <= response.status < 400:
+                raise MetadataError(f"{path} answered with a redirect ({response.status})")
+            body = _read_body(response, connection, deadline)
+            text = body.decode("utf-8")
+        except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
+            raise MetadataError(f"{path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        return Answer(response.status, text, {name.lower(): value for name, value in response.getheaders()})
+
+
+def _read_body(response: http.client.HTTPResponse, connection: http.client.HTTPConnection, deadline: float) -> bytes:
+    """The body. The socket's timeout alone would let a server send single bytes without end."""
+    body = b""
+    while chunk := response.read1(MAX_BYTES):
+        body += chunk
+        left = deadline - time.monotonic()
+        if len(body) > MAX_BYTES:
+            raise MetadataError(f"the answer is longer than {MAX_BYTES} bytes")
+        if left <= 0:
+            raise MetadataError("the answer did not end in time")
+        if connection.sock is not None:
+            connection.sock.settimeout(left)
+    return body
 
 
 class CloudWatch(Protocol):
-    """How one cloud is asked."""
+    """Reads the notices of one cloud."""
 
     source: str
     every_s: float
 
     def poll(self) -> Notice | None:
-        """The notice that stands now. Raises MetadataError, ValueError, KeyError or TypeError for a bad answer."""
+        """The current notice, if any. Raises MetadataError, ValueError, KeyError or TypeError for a bad answer."""
 
     def hinted(self) -> bool:
-        """Whether a notice is said to be likely. Raises as `poll` does."""
+        """Whether the cloud announces that a notice is likely. Raises the same errors as `poll`."""
 
 
 class AwsWatch:
-    """EC2 spot interruptions, and the rebalance recommendation that can come ahead of them. IMDSv2 only."""
+    """Reads EC2 spot interruptions, and the rebalance recommendation that can precede them. IMDSv2 only."""
 
     source, every_s = AWS, 5.0
 
@@ -75,7 +159,7 @@ class AwsWatch:
         return self._was_hinted
 
     def _get(self, path: str) -> str | None:
-        """The text, None for 404. A token that was refused is replaced once."""
+        """The text of the answer, None for 404. A refused token is replaced once."""
         for _ in range(2):
             if self._token is None:
                 self._token = self._new_token()
@@ -93,21 +177,22 @@ class AwsWatch:
             raise MetadataError(f"{error} (in a container the instance needs a metadata hop limit of 2)") from error
         token = _text(answer, path)
         if not token.isascii() or not token.isprintable():
-            raise MetadataError(f"{path}: what came back is no token")
+            raise MetadataError(f"{path}: the answer is not a token")
         return token
 
 
 class GcpWatch:
-    """Compute Engine preemptions, by a request that the server answers when the value changes."""
+    """Reads Compute Engine preemptions, with a request that the server answers when the value changes."""
 
     source, every_s = GCP, 0.0
     wait_s = 30.0
-    """How long the server is asked to wait before it answers with what it has."""
-    lead_s = 30.0
+    """Seconds after which the server is asked to answer even without a change."""
+    notice_s = 30.0
+    """Seconds between the notice and the end."""
 
     def __init__(self, client: MetadataClient) -> None:
         self._client = client
-        self._etag = "0"  # of no value, so that the first answer comes at once
+        self._etag = "0"  # matches no value, so that the first answer comes at once
 
     def poll(self) -> Notice | None:
         path = (
@@ -123,14 +208,14 @@ class GcpWatch:
         if not etag.isalnum():
             raise MetadataError("the answer has no ETag, so the next change cannot be waited for")
         self._etag = etag
-        return Notice(source=self.source, seconds=self.lead_s) if value == "TRUE" else None
+        return Notice(source=self.source, seconds=self.notice_s) if value == "TRUE" else None
 
     def hinted(self) -> bool:
         return False
 
 
 class AzureWatch:
-    """Azure's scheduled events of this machine: spot evictions and deletions by a scale set."""
+    """Reads Azure's scheduled events of this machine: spot evictions and deletions by a scale set."""
 
     source, every_s = AZURE, 2.0
     ending = ("Preempt", "Terminate")
@@ -151,13 +236,15 @@ class AzureWatch:
         return False
 
     def _concerns_us(self, event: Mapping[str, Any]) -> bool:
-        # Machines of a scale set stand in the list with a leading underscore.
+        # Machines of a scale set are listed with a leading underscore.
         resources = [str(name).lower().removeprefix("_") for name in event["Resources"]]
         return event["EventType"] in self.ending and (self._name or "").removeprefix("_") in resources
 
     def _seconds(self, event: Mapping[str, Any]) -> float:
         not_before = event.get("NotBefore")
-        return _seconds_until(parsedate_to_datetime(not_before)) if not_before else 0.0  # empty once it has begun
+        return (
+            _seconds_until(parsedate_to_datetime(not_before)) if not_before else 0.0
+        )  # it is empty once the event has begun
 
     def _get(self, path: str) -> str:
         return _text(self._client.request("GET", path, {"Metadata": "true"}), path)
@@ -171,7 +258,7 @@ CLOUDS: dict[str, type[AwsWatch] | type[GcpWatch] | type[AzureWatch]] = {
 
 
 def detect_cloud(root: Path = DMI) -> str | None:
-    """The cloud whose firmware this machine has, one of `CLOUDS`, or None. Reads files only."""
+    """The cloud of this machine according to its firmware, one of `CLOUDS`, or None. Only reads files."""
     vendors = " ".join(_read(root / name) for name in ("sys_vendor", "board_vendor", "bios_vendor", "bios_version"))
     if "amazon" in vendors.lower():
         return "aws"
@@ -189,17 +276,26 @@ def check_cloud(cloud: str | None) -> None:
 def watch_cloud(
     cloud: str | None = "auto",
     *,
-    board: NoticeBoard = BOARD,
+    notices: PreemptionNotices = NOTICES,
     client: MetadataClient | None = None,
     root: Path = DMI,
     environ: Mapping[str, str] = os.environ,
 ) -> "CloudPoller | None":
-    """Begin to poll the cloud named; "auto": the one this machine is of, if any. None: no cloud, no polling.
+    """Start to poll a cloud's metadata service.
 
-    `HFSCALE_CLOUD` (aws, gcp, azure or none) in the environment takes the place of "auto".
+    Args:
+        cloud: one of `CLOUDS`; "auto": the cloud of this machine, if any, or what `HFSCALE_CLOUD` (aws, gcp, azure or
+            none) in the environment says; None: no polling.
+        notices: where notices are added.
+        client: the client of the metadata service.
+        root: the folder with the firmware's files.
+        environ: the environment variables.
+
+    Returns:
+        The polling thread, None where nothing is polled.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: the name of the cloud is unknown.
     """
     check_cloud(cloud)
     if cloud == "auto" and OVERRIDE in environ:
@@ -210,24 +306,30 @@ def watch_cloud(
         cloud = detect_cloud(root)
     if cloud is None or cloud == "none":
         return None
-    poller = CloudPoller(CLOUDS[cloud](client or MetadataClient()), board)
+    poller = CloudPoller(CLOUDS[cloud](client or MetadataClient()), notices)
     poller.start()
     return poller
 
 
 class CloudPoller(threading.Thread):
-    """Asks again and again, posts what it hears and withdraws what no longer stands; a failing service is asked more
-    rarely, and complained of once."""
+    """Polls one cloud: adds its notices, and withdraws those that it cancels.
 
-    def __init__(self, watch: CloudWatch, board: NoticeBoard) -> None:
+    A service that fails is polled less often, and one warning is logged.
+
+    Args:
+        watch (`CloudWatch`): reads the cloud's notices.
+        notices (`PreemptionNotices`): where they are added.
+    """
+
+    def __init__(self, watch: CloudWatch, notices: PreemptionNotices) -> None:
         super().__init__(daemon=True, name="hfscale-cloud")
         self._watch = watch
-        self._board = board
+        self._notices = notices
         self._stopped = threading.Event()
         self._failures = 0
 
     def stop(self) -> None:
-        """End it; a request under way is left to run into its limit."""
+        """End the thread; a request under way still runs until its time limit."""
         self._stopped.set()
 
     def run(self) -> None:
@@ -237,23 +339,25 @@ class CloudPoller(threading.Thread):
             try:
                 notice = self._watch.poll()
                 hinted = self._watch.hinted()
-            except Exception as error:  # whatever a server sends, the thread has to go on asking
+            except Exception as error:  # whatever a server sends, polling must continue
                 pause_s = self._after_failure(error)
                 continue
             self._failures = 0
             if self._stopped.is_set():
                 return
             if notice is None:
-                self._board.withdraw(self._watch.source)
+                self._notices.withdraw(self._watch.source)
             else:
-                self._board.post(notice)
+                self._notices.add(notice)
             if hinted:
-                self._board.hint(self._watch.source)
+                self._notices.add_hint(self._watch.source)
 
     def _after_failure(self, error: Exception) -> float:
         self._failures += 1
         if self._failures == _FAILURES_BEFORE_A_WARNING:
-            logger.warning("no notices of %s for now, it is tried again: %s", self._watch.source, error)
+            logger.warning(
+                "the metadata service for %s does not work, polling continues: %s", self._watch.source, error
+            )
         return min(max(self._watch.every_s, 1.0) * 2.0 ** min(self._failures, 5), _LONGEST_PAUSE_S)
 
 
@@ -264,13 +368,13 @@ def _text(answer: Answer, path: str) -> str:
 
 
 def _seconds_until(moment: datetime) -> float:
-    """From now, never negative; a time without a zone is UTC, as the clouds write it."""
+    """Seconds from now, never negative; a time without a zone is UTC, as the clouds write it."""
     aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return max((aware - datetime.now(UTC)).total_seconds(), 0.0)
 
 
 def _read(path: Path) -> str:
-    """A firmware file, empty where there is none or it may not be read."""
+    """The text of a firmware file, empty where it does not exist or may not be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

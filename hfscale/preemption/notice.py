@@ -1,19 +1,23 @@
-"""What was said, by whom, and how much time it leaves."""
+"""Preemption notices: their sources, how much time they leave, and the collection that a training reads."""
 
 import time
 from dataclasses import dataclass, field
 
 EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h, "try again later": preempted, the same command continues."""
+"""EX_TEMPFAIL of sysexits.h, "try again later": the run was preempted, and the same command resumes it."""
 
 STOP_FILE = "stop file"
 AWS, GCP, AZURE = "AWS spot notice", "GCP preemption", "Azure scheduled event"
 SOURCES = ("SIGUSR1", "SIGTERM", "SIGINT", STOP_FILE, AWS, GCP, AZURE)
-"""Every source; ranks tell each other which one it was by its place here."""
+"""Every source of notices; ranks send each other the index of a source in this tuple."""
 
 
 class Preempted(SystemExit):
-    """Ends the process with exit code 75; its words tell why, and what to do."""
+    """Ends the process with exit code 75.
+
+    Args:
+        words (`str`): why the run was preempted, and how to resume it.
+    """
 
     def __init__(self, words: str) -> None:
         super().__init__(EXIT_CODE)
@@ -22,12 +26,12 @@ class Preempted(SystemExit):
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """Word that this machine, or this process, is to end.
+    """A notice that this machine or this process will be ended.
 
     Args:
         source (`str`): one of `SOURCES`.
-        seconds (`float`, *optional*): how long after `received` the end comes; None: the source does not say.
-        received (`float`): on the monotonic clock.
+        seconds (`float`, *optional*): seconds from `received` to the end; None: the source does not give a time.
+        received (`float`): when it arrived, on the monotonic clock.
     """
 
     source: str
@@ -35,58 +39,61 @@ class Notice:
     received: float = field(default_factory=time.monotonic)
 
     def seconds_left(self, assumed_s: float | None = None) -> float | None:
-        """Seconds until the end, negative when it is over, with `assumed_s` for what the source did not say; None
-        where neither is known."""
+        """Seconds until the end, negative when it is past; None where they are not known.
+
+        Args:
+            assumed_s: what is assumed for a source that does not give a time.
+        """
         seconds = self.seconds if self.seconds is not None else assumed_s
         return None if seconds is None else self.received + seconds - time.monotonic()
 
 
-class NoticeBoard:
-    """Where signal handlers and polling threads leave their notices for the training to find.
+class PreemptionNotices:
+    """Collects the notices of signal handlers and polling threads until the training reads them.
 
-    It has no lock: a signal handler may run between any two instructions of the thread that would hold it. Each
-    method is one operation on a dictionary, which the interpreter does not interrupt.
+    It has no lock: a signal handler may run between any two instructions of the thread that would hold it. Each method
+    is one operation on a dictionary, which the interpreter does not interrupt.
     """
 
     def __init__(self) -> None:
         self._notices: dict[str, Notice] = {}
         self._hints: dict[str, None] = {}
 
-    def post(self, notice: Notice) -> None:
-        """Add a notice; of several from one source the first stands, for its deadline is the true one."""
+    def add(self, notice: Notice) -> None:
+        """Add a notice. Of several from one source the first is kept, since its deadline is the true one."""
         self._notices.setdefault(notice.source, notice)
 
     def withdraw(self, source: str) -> None:
-        """Take back what `source` said, if it said anything."""
+        """Remove the notice of `source`, if there is one."""
         self._notices.pop(source, None)
 
     def has(self, source: str) -> bool:
-        """Whether `source` has left a notice."""
+        """Whether there is a notice of `source`."""
         return source in self._notices
 
-    def older_than(self, seconds: float) -> bool:
-        """Whether a notice has stood for longer than that."""
-        return any(time.monotonic() - notice.received > seconds for notice in self.notices())
+    def any_older_than(self, seconds: float) -> bool:
+        """Whether a notice arrived more than that many seconds ago."""
+        return any(time.monotonic() - notice.received > seconds for notice in self.pending())
 
-    def notices(self) -> list[Notice]:
-        """All that stand."""
+    def pending(self) -> list[Notice]:
+        """All notices that have not been withdrawn."""
         return list(self._notices.values())
 
-    def hint(self, source: str) -> None:
-        """Note that a notice is likely to follow, so that a save now is well spent."""
+    def add_hint(self, source: str) -> None:
+        """Note that a notice of `source` is likely to follow, so that it is worth saving now."""
         self._hints[source] = None
 
     def take_hint(self) -> bool:
-        """Whether a hint has come since the last call."""
+        """Whether a hint has been added since the last call."""
         hinted = bool(self._hints)
         self._hints.clear()
         return hinted
 
     def clear(self) -> None:
-        """Forget everything: a new run begins."""
+        """Remove all notices and hints."""
         self._notices.clear()
         self._hints.clear()
 
 
-BOARD = NoticeBoard()
-"""The board of this process: signals are the process's, so their board is too."""
+NOTICES = PreemptionNotices()
+"""The notices of this process: signals concern the process, so there is one collection."""

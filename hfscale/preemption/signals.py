@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGINT become notices: a handler does nothing but note the time and the name."""
+"""Turns SIGTERM, SIGUSR1 and SIGINT into preemption notices: a handler only records the time and the signal's name."""
 
 import os
 import signal
@@ -9,22 +9,29 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from hfscale.preemption.notice import BOARD, EXIT_CODE, Notice, NoticeBoard
+from hfscale.preemption.notice import EXIT_CODE, NOTICES, Notice, PreemptionNotices
 from hfscale.utils.logging import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LAUNCHER_GRACE_S = 30.0
-"""Between the signal and SIGKILL by default: torch.distributed.elastic, and Kubernetes' termination grace period."""
+"""Default seconds between the signal and SIGKILL: torch.distributed.elastic, and Kubernetes' termination grace
+period."""
 
-_REPEATED_AFTER_S = 5.0  # one stop can bring several signals: the scheduler's own and, through the launcher, another
+_REPEATED_AFTER_S = 5.0  # one stop can bring several signals: the scheduler's own, and another through the launcher
 _BEFORE_THE_FIRST_STEP = "hfscale: {name}: the run stops after its first step\n"
-_INTERRUPTED = "\nhfscale: Ctrl-C: the run saves and stops when this step ends; once more stops it at once\n"
+_INTERRUPTED = "\nhfscale: Ctrl-C: the run saves and stops after this step; press it again to stop at once\n"
 
 
 def assumed_notice_s(source: str, environ: Mapping[str, str] = os.environ) -> float | None:
-    """Seconds that a signal is taken to leave where nobody said: what the launcher waits before SIGKILL after SIGTERM
-    or SIGINT (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30 by default). None for SIGUSR1, which comes ahead of the end by what a
-    scheduler was told, and for what is no signal."""
+    """Seconds between a signal and the end of the process, where nothing else is known.
+
+    For SIGTERM and SIGINT it is the time that the launcher waits before SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30 by
+    default). It is None for SIGUSR1, which schedulers send a configured time before the end, and for other sources.
+
+    Args:
+        source: one of `hfscale.preemption.SOURCES`.
+        environ: the environment variables.
+    """
     if source not in ("SIGTERM", "SIGINT"):
         return None
     try:
@@ -34,18 +41,20 @@ def assumed_notice_s(source: str, environ: Mapping[str, str] = os.environ) -> fl
 
 
 class SignalWatch:
-    """Handlers of `SIGNALS` that post notices while a training serves them, and step aside while none does.
+    """Installs handlers of `SIGNALS` that add notices while a training reads them.
+
+    While no training reads notices, a signal has its previous effect.
 
     Args:
-        board (`NoticeRankStore`): where the notices go.
-        whole_process (`bool`): the process is a recipe's: SIGTERM and SIGUSR1 before the training are served by its
-            first step (were they to end this rank at once, others might have begun), and once it is over they no
-            longer disturb the last evaluation and the export. Where no training comes, a repetition ends the process
-            with exit code 75. Otherwise a signal outside the training does what it did before the watch.
+        notices (`PreemptionNotices`): where the notices are added.
+        whole_process (`bool`): whether the process is a recipe's. Then SIGTERM and SIGUSR1 before the training add
+            notices too, which its first step serves: if they ended this rank at once, others might have started
+            already. After the training they no longer disturb the last evaluation and the export. Where no training
+            follows, a repeated signal ends the process with exit code 75.
     """
 
-    def __init__(self, board: NoticeBoard = BOARD, *, whole_process: bool = False) -> None:
-        self.board = board
+    def __init__(self, notices: PreemptionNotices = NOTICES, *, whole_process: bool = False) -> None:
+        self.notices = notices
         self.whole_process = whole_process
         self._previous: dict[signal.Signals, Any] = {}
         self._is_serving: Callable[[FrameType | None], bool] | None = None
@@ -53,11 +62,11 @@ class SignalWatch:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the handlers are in place."""
+        """Whether the handlers are installed."""
         return bool(self._previous)
 
     def install(self) -> bool:
-        """Put the handlers in place; False outside the main thread, where Python allows none."""
+        """Install the handlers; False outside the main thread, where Python does not allow it."""
         if threading.current_thread() is not threading.main_thread():
             return False
         if not self.is_installed:
@@ -67,7 +76,7 @@ class SignalWatch:
         return True
 
     def restore(self) -> None:
-        """Put the previous handlers back, where ours still stand."""
+        """Restore the previous handlers, where ours have not been replaced since."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, previous in self._previous.items():
@@ -76,15 +85,17 @@ class SignalWatch:
         self._previous = {}
 
     def ignore(self) -> None:
-        """Heed no signal any more, to the very end: at its end Python undoes handlers, but leaves what is ignored."""
+        """Ignore the signals until the process has ended: at its end Python removes handlers, but not SIG_IGN."""
         if self.is_installed:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def restored_by_an_error(self) -> Iterator[None]:
-        """Put the previous handlers back when an error leaves the block: what waits for the launcher to end it must
-        not hold out against that."""
+        """Restore the previous handlers when an error leaves the block.
+
+        After an error a rank waits for the launcher to end it, and must then react to SIGTERM.
+        """
         try:
             yield
         except SystemExit:
@@ -94,42 +105,42 @@ class SignalWatch:
             raise
 
     def serve(self, is_serving: Callable[[FrameType | None], bool]) -> None:
-        """From now on notices are read.
+        """Add notices from now on, since a training reads them.
 
         Args:
-            is_serving: told the interrupted frame, says whether the training is still under way in it. A training
-                that an exception has ended does not call `done`, and must not leave a process that no signal ends.
+            is_serving: gets the interrupted frame and returns whether the training is still running in it. A training
+                that ends by an exception does not call `done`, and must not leave a process that ignores signals.
         """
         self._is_serving = is_serving
         self._has_served = True
 
     def done(self) -> None:
-        """The training is over; a watch of its own is taken down."""
+        """End serving; without `whole_process` the previous handlers are restored."""
         self._is_serving = None
         if not self.whole_process:
             self.restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        is_again = number == signal.SIGINT and self.board.has(name)
-        if self._is_serving is not None and self._is_serving(frame) and not is_again:
-            self.board.post(Notice(source=name))
+        is_repeated = number == signal.SIGINT and self.notices.has(name)
+        if self._is_serving is not None and self._is_serving(frame) and not is_repeated:
+            self.notices.add(Notice(source=name))
             if number == signal.SIGINT and is_main_process():
-                _say(_INTERRUPTED)
+                _print(_INTERRUPTED)
         elif self.whole_process and number != signal.SIGINT:
             if not self._has_served:
-                if self.board.older_than(_REPEATED_AFTER_S):
-                    os._exit(EXIT_CODE)  # not by unwinding: other ranks may wait in a collective that this one left
+                if self.notices.any_older_than(_REPEATED_AFTER_S):
+                    os._exit(EXIT_CODE)  # without unwinding: other ranks may wait in a collective that this one left
                 if is_main_process():
-                    _say(_BEFORE_THE_FIRST_STEP.format(name=name))
-            self.board.post(Notice(source=name))
+                    _print(_BEFORE_THE_FIRST_STEP.format(name=name))
+            self.notices.add(Notice(source=name))
         else:
             self.restore()
             signal.raise_signal(number)
 
 
-def _say(line: str) -> None:
-    """Past Python's buffers, which the interrupted code may be writing to right now."""
+def _print(line: str) -> None:
+    """Write to standard error without Python's buffers, which the interrupted code may be writing to right now."""
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
 
 
@@ -137,7 +148,11 @@ _watch = SignalWatch()
 
 
 def watch_signals(*, whole_process: bool = False) -> SignalWatch:
-    """Install this process's one watch, or return it as it stands."""
+    """Install this process's watch, or return it if it is installed.
+
+    Args:
+        whole_process (`bool`): see `SignalWatch`.
+    """
     global _watch
     if whole_process and not _watch.is_installed:
         _watch = SignalWatch(whole_process=True)

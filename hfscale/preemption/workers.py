@@ -1,10 +1,12 @@
-"""DataLoader workers that outlive the signals meant for their rank.
+"""Protects DataLoader workers from the signals that are meant for their rank.
 
-A launcher signals the process group of a rank, Slurm every process of a job. The workers die first, and the save that
-the signal was to cause never happens ("DataLoader worker is killed by signal: Terminated"). So a worker ignores
-SIGUSR1 and SIGINT, and heeds SIGTERM only from its own rank, which uses it to end workers that do not end by
-themselves. torch installs its own handler of SIGTERM in each worker, after the start; blocking the signal is what it
-does not undo, and a process that is started with a signal blocked is never without protection.
+A launcher sends a signal to the process group of a rank, Slurm to every process of a job. Without protection the
+workers die first, and the save that the signal should cause never happens ("DataLoader worker is killed by signal:
+Terminated"). A protected worker ignores SIGUSR1 and SIGINT, and reacts to SIGTERM only from its own rank, which uses
+it to end workers that do not end by themselves.
+
+torch installs its own handler of SIGTERM in each worker after the start. It does not unblock a blocked signal, and a
+process that is started with the signal blocked is protected from its first instruction on.
 """
 
 import multiprocessing
@@ -23,10 +25,10 @@ _loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def shield_workers(loader: Any) -> None:
-    """Have the workers that `loader` will start survive the signals of their rank; nothing changes without workers.
+    """Protect the workers that `loader` will start; a loader without workers is not changed.
 
     Args:
-        loader (`torch.utils.data.DataLoader`): or what Accelerate made of it.
+        loader (`torch.utils.data.DataLoader`): a loader, or Accelerate's wrapper of one.
     """
     loader = getattr(loader, "base_dataloader", loader)
     if getattr(loader, "num_workers", 0) == 0:
@@ -37,21 +39,22 @@ def shield_workers(loader: Any) -> None:
 
 
 def end_workers() -> None:
-    """End the workers that such loaders keep between epochs (`persistent_workers`); a loader that reads on starts new.
+    """End the workers that protected loaders keep between epochs (`persistent_workers`).
 
-    Left to itself torch ends them when their loader is collected. Trainer's are part of a reference cycle, whose
-    collection takes the workers' queues away first: they never hear that they are to end, and torch waits five
-    seconds for each (2.13, `_MultiProcessingDataLoaderIter._shutdown_workers`), which no notice may have to spare.
+    A loader that is read again starts new ones. torch itself ends workers when their loader is garbage-collected.
+    Trainer's loaders are part of a reference cycle, whose collection destroys the workers' queues first: the workers
+    never receive the request to end, and torch waits five seconds for each (2.13,
+    `_MultiProcessingDataLoaderIter._shutdown_workers`), which a notice may not leave.
     """
     for loader in list(_loaders):
-        loader._iterator = None  # torch has no public way
+        loader._iterator = None  # torch has no public way to end them
 
 
 class Shielding:
-    """Stands for a function that returns a loader, and shields its workers.
+    """Wraps a function that returns a loader, and protects the workers of that loader.
 
     Args:
-        get_loader (`Callable`): such as a Trainer's `get_eval_dataloader`.
+        get_loader (`Callable`): for example a Trainer's `get_eval_dataloader`.
     """
 
     def __init__(self, get_loader: Callable[..., Any]) -> None:
@@ -65,7 +68,7 @@ class Shielding:
 
 @contextmanager
 def _blocked(*signals: signal.Signals) -> Iterator[None]:
-    """`signals` wait, in this thread and in processes that it starts."""
+    """Block `signals` in this thread and in processes that it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -73,11 +76,11 @@ def _blocked(*signals: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _heed_only(rank_pid: int) -> None:
-    """Wait for SIGTERM, and end this process when it came from its rank."""
+def _end_by_rank_only(rank_pid: int) -> None:
+    """Wait for SIGTERM, and end this process if it comes from its rank."""
     while True:
         if signal.sigwaitinfo([signal.SIGTERM]).si_pid == rank_pid:
-            os._exit(0)  # as torch's own handler: the rank is shutting its loader down
+            os._exit(0)  # like torch's own handler: the rank is shutting its loader down
 
 
 class _Shielded(BaseProcess):
@@ -90,7 +93,7 @@ class _Shielded(BaseProcess):
             signal.signal(number, signal.SIG_IGN)
         rank = multiprocessing.parent_process()
         if rank is not None and rank.pid is not None:
-            threading.Thread(target=_heed_only, args=(rank.pid,), daemon=True).start()
+            threading.Thread(target=_end_by_rank_only, args=(rank.pid,), daemon=True).start()
         super().run()
 
 

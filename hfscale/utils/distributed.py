@@ -1,12 +1,12 @@
-"""Ranks, a side group, and ways for all ranks to learn one value.
+"""The rank of this process, and small exchanges of values between all ranks.
 
-Everything here runs on a gloo group of its own, on CPU tensors: it works beside NCCL, never queues behind the
-training collectives, and never makes a GPU wait.
+All exchanges use a separate gloo group and CPU tensors: they work next to NCCL, never queue behind the collectives of
+the training, and never make a GPU wait.
 """
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,16 +32,16 @@ def world_size() -> int:
 
 
 def side_group(timeout: timedelta = timedelta(minutes=30)) -> dist.ProcessGroup:
-    """The gloo group over all ranks, made at the first call, which every rank must make at the same point."""
+    """The gloo group over all ranks; it is created at the first call, which every rank must make at the same point."""
     world = dist.group.WORLD
     if world not in _side_groups:
-        _side_groups.clear()  # a new default group means that the old one, and ours on it, were destroyed
+        _side_groups.clear()  # a new default group means that the old one and its side group were destroyed
         _side_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
     return _side_groups[world]
 
 
 def own_group(timeout: timedelta = timedelta(hours=2)) -> dist.ProcessGroup | None:
-    """A further gloo group over all ranks, for one thread that must not meet the others' exchanges; None when alone.
+    """A new gloo group over all ranks, for a thread whose exchanges must not mix with others; None for one process.
 
     Every rank must call it at the same point.
     """
@@ -49,7 +49,12 @@ def own_group(timeout: timedelta = timedelta(hours=2)) -> dist.ProcessGroup | No
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The `value` of every rank, in rank order; anything that JSON can say. `group` is that of `own_group`."""
+    """The `value` of every rank, in rank order.
+
+    Args:
+        value: anything that JSON can represent.
+        group: the group that `own_group` returned.
+    """
     if group is None:
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -68,7 +73,7 @@ def barrier() -> None:
 
 
 def all_max(values: Sequence[float]) -> list[float]:
-    """Element-wise maximum of `values` over all ranks; every rank must call it with as many values."""
+    """Element-wise maximum of `values` over all ranks; every rank must pass as many values."""
     if not is_distributed():
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -77,7 +82,7 @@ def all_max(values: Sequence[float]) -> list[float]:
 
 
 def gather_rows(values: Sequence[float]) -> list[list[float]]:
-    """The `values` of every rank, one row each, in rank order; every rank must call it with as many values."""
+    """The `values` of every rank, one row each, in rank order; every rank must pass as many values."""
     if not is_distributed():
         return [list(values)]
     row = torch.tensor(values, dtype=torch.float64)
@@ -101,32 +106,78 @@ def gather_columns(values: Mapping[str, float]) -> dict[str, list[float]]:
 
 
 class StepAgreement:
-    """All ranks learn the maximum of their values at the same step boundary, about every `every_s` seconds.
+    """All ranks learn the maximum of their values at the same step boundaries, about every `every_s` seconds.
 
-    Exchanging at each step would cost a good part of a millisecond of every step. How many steps lie between two
-    exchanges is agreed in the exchange itself (from the slowest rank's step time), so no rank ever waits for another
-    that is not coming. The interval at most doubles from one exchange to the next: a slow first step (compilation,
+    An exchange at each step would cost a good part of a millisecond of every step. The number of steps between two
+    exchanges is agreed on in the exchange itself (from the slowest rank's step time), so no rank waits for another
+    that does not take part. The number at most doubles from one exchange to the next: a slow first step (compilation,
     warm-up of the allocator) and a later change of pace are both followed quickly.
 
+    Overlapped exchanges start at the end of one step and are read at the end of the next, when they have long
+    completed, so that reading them does not wait. Where steps take longer than half of `every_s` each step has an
+    exchange, which costs little compared with the step and is read at once.
+
     Args:
-        every_s (`float`): seconds between two exchanges, at the pace of the steps so far.
+        every_s (`float`): seconds between two exchanges.
+        overlapped (`bool`): whether exchanges run in the background of a step.
     """
 
-    def __init__(self, every_s: float) -> None:
+    def __init__(self, every_s: float, *, overlapped: bool = False) -> None:
         self.every_s = every_s
+        self.overlapped = overlapped
         self._interval_steps = 1
         self._steps_since = 0
-        self._last_exchange = time.monotonic()
+        self._interval_began_at = time.monotonic()
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
-    def step(self, value: float) -> float | None:
-        """Call once per step on every rank: the agreed maximum where this step is an exchange, else None."""
+    def step(self, value: Callable[[], float]) -> float | None:
+        """Take part in this step; every rank must call it once per step.
+
+        Args:
+            value: returns this rank's value (at least 0); called only where an exchange starts.
+
+        Returns:
+            The maximum over all ranks where this step reads an exchange, else None.
+        """
         self._steps_since += 1
+        agreed = self._read() if self._pending is not None else None
         if self._steps_since < self._interval_steps:
-            return None
-        step_s = (time.monotonic() - self._last_exchange) / self._steps_since
-        agreed, slowest_step_s = all_max([value, step_s])
+            return agreed
+        step_s = (time.monotonic() - self._interval_began_at) / self._steps_since
+        self._steps_since = 0
+        self._interval_began_at = time.monotonic()
+        if not is_distributed():
+            self._set_interval(step_s)
+            return value()
+        self._start(value(), step_s)
+        if not self.overlapped or self._interval_steps == 1:
+            agreed = max(self._read(), agreed or 0.0)
+        return agreed
+
+    def now(self, value: float) -> float:
+        """The maximum of `value` and of an exchange under way over all ranks, which must all call it at one point."""
+        pending = self._read() if self._pending is not None else 0.0
+        return max(pending, all_max([value])[0])
+
+    def finish(self) -> None:
+        """Wait for an exchange under way, before the process group is destroyed."""
+        if self._pending is not None:
+            self._read()
+
+    def _start(self, value: float, step_s: float) -> None:
+        tensor = torch.tensor([value, step_s], dtype=torch.float64)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=side_group(), async_op=True)
+        self._pending = (tensor, work)
+
+    def _read(self) -> float:
+        assert self._pending is not None
+        tensor, work = self._pending
+        self._pending = None
+        work.wait()
+        agreed, slowest_step_s = map(float, tensor.tolist())
+        self._set_interval(slowest_step_s)
+        return agreed
+
+    def _set_interval(self, slowest_step_s: float) -> None:
         affordable = int(self.every_s / max(slowest_step_s, 1e-6))
         self._interval_steps = max(1, min(2 * self._interval_steps, affordable))
-        self._steps_since = 0
-        self._last_exchange = time.monotonic()
-        return agreed

@@ -1,4 +1,4 @@
-"""Exchanges values, then trains with a cadence of minutes that is long over on rank 1 and far away on rank 0."""
+"""Exchanges values, then trains with a save interval of minutes that is overdue on rank 1 and not on rank 0."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
-"""Ranks of uneven pace agree again and again: where does each of them read what one of them has seen?
+"""Ranks with different step times agree several times on a value that only one of them has.
 
-Prints, as JSON, for each round the step at which each rank read it, and the seconds from the notice to its reading.
+Prints, as JSON, for each round the step at which each rank reads the value, and the seconds until it does.
 """
 
 import json
@@ -15,24 +15,24 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hfscale.preemption.agreement import OverlappedAgreement
+from hfscale.utils.distributed import StepAgreement
 
 WORLD, ROUNDS, STEPS = 3, 8, 120
 
 
 def one_round(seed, rank):
-    """The step at which this rank reads the notice of the round's `who`, seen by it at the round's `when`."""
+    """The step at which this rank reads the value that rank `who` has from step `when` on, and seconds until then."""
     common, own = random.Random(seed), random.Random(f"{seed}-{rank}")
     who, when, step_s = (
         common.randrange(WORLD),
         common.randrange(1, STEPS // 2),
         common.choice([0.0, 0.002, 0.01, 0.03]),
     )
-    agreement = OverlappedAgreement(0.05)
+    agreement = StepAgreement(0.05, overlapped=True)
     noticed: list[float] = []
     for step in range(1, STEPS + 1):
         time.sleep(own.uniform(0, 2 * step_s))
-        dist.barrier()  # as the gradients of a step: ranks are within one step of each other
+        dist.barrier()  # like the gradients of a step, it keeps ranks within one step of each other
         if (rank, step) == (who, when):
             noticed.append(time.monotonic())
         agreed = agreement.step(lambda: 2.0 * len(noticed))
