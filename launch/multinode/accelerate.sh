@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One training on several machines with `accelerate launch`: run this on every machine, with another NODE_RANK on each.
+# One training on several machines with `accelerate launch`: run this on every machine, with a different NODE_RANK on each.
 #
 #   MAIN_IP=10.0.0.1 MAIN_PORT=29500 NODES=2 GPUS_PER_NODE=8 NODE_RANK=0 launch/multinode/accelerate.sh
 #   MAIN_IP=10.0.0.1 MAIN_PORT=29500 NODES=2 GPUS_PER_NODE=8 NODE_RANK=1 launch/multinode/accelerate.sh
 #
-# When: machines you log in to. The files for Slurm, Kubernetes, SkyPilot and RunPod end in this script too.
+# When: machines you log in to. The files for Slurm, Kubernetes, SkyPilot and RunPod call this script too.
 # Edit: nothing. Another script and its flags are arguments, another strategy is CONFIG_FILE:
 #
 #   … CONFIG_FILE=accelerate_configs/ddp.yaml launch/multinode/accelerate.sh \
@@ -45,7 +45,7 @@ CONFIG_FILE=${CONFIG_FILE:-accelerate_configs/fsdp2.yaml}
 # Whatever stops the launcher (scheduler, container runtime) must wait longer than this.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 
-# exec: the launcher takes this process's place, so that signals meant for the job arrive at it.
+# exec: the launcher takes this process's place, so that it receives the signals for the job.
 # deepspeed_multinode_launcher: with ZeRO, accelerate's default is to start the other machines itself, over ssh.
 exec "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/exit_code.py" accelerate launch \
   --config_file "$CONFIG_FILE" \

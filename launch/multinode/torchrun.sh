@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One training on several machines with `torchrun`: run this on every machine, with another NODE_RANK on each.
+# One training on several machines with `torchrun`: run this on every machine, with a different NODE_RANK on each.
 #
 #   MAIN_IP=10.0.0.1 MAIN_PORT=29500 NODES=2 GPUS_PER_NODE=8 NODE_RANK=0 launch/multinode/torchrun.sh
 #   MAIN_IP=10.0.0.1 MAIN_PORT=29500 NODES=2 GPUS_PER_NODE=8 NODE_RANK=1 launch/multinode/torchrun.sh
 #
-# When: as accelerate.sh, where there is no Accelerate config. torchrun knows nothing of strategies: they are flags of
+# When: as accelerate.sh, without an Accelerate config. torchrun sets no strategy: strategies are flags of
 # the script, DDP without any, `--fsdp` for FSDP2, `--deepspeed ds_configs/zero1.json` for ZeRO.
 # Edit: nothing. Another script and its flags are arguments:
 #
@@ -41,7 +41,7 @@ done
 # Whatever stops the launcher (scheduler, container runtime) must wait longer than this.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 
-# exec: the launcher takes this process's place, so that signals meant for the job arrive at it.
+# exec: the launcher takes this process's place, so that it receives the signals for the job.
 # The ranks are given, not negotiated (--rdzv-backend c10d), so that a relaunch has every rank where it was.
 exec "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/exit_code.py" torchrun \
   --nnodes "$NODES" \

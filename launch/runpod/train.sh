@@ -7,10 +7,10 @@
 #
 # When: an Instant Cluster; RunPod sets the variables below on each of its nodes. A single pod needs no launch file.
 # https://docs.runpod.io/instant-clusters/configuration
-# Edit: output_dir (--output_dir, or in the YAML) must lie on a network volume that all nodes have mounted, /workspace
-# say: a node's own disk is lost with it.
-# RunPod stops a pod with SIGTERM and seconds later SIGKILL, which can be too short to save: let --save_minutes say how
-# many minutes of work you would lose.
+# Edit: output_dir (--output_dir, or in the YAML) must be on a network volume that all nodes mount, for instance
+# /workspace: a node's own disk is lost with the node.
+# RunPod stops a pod with SIGTERM and seconds later SIGKILL, which can be too short to save: set --save_minutes to the
+# minutes of work that you can afford to lose.
 set -euo pipefail
 
 fail() {

@@ -30,8 +30,8 @@ WAITING_HOURS = 24  # for spot machines, all waits together
 CHECKPOINT_DIR = "/opt/ml/checkpoints"  # SageMaker uploads what changes here to --checkpoints, and restores it
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# exec: the launcher takes the place of SageMaker's shell script, so that the SIGTERM arrives there. With the SDK's
-# distributed=Torchrun() the shell keeps it to itself, so nothing is saved, and NCCL_PROTO is forced to `simple`.
+# exec: the launcher takes the place of SageMaker's shell script, so that it receives the SIGTERM. With the SDK's
+# distributed=Torchrun() the shell does not pass it on, so nothing is saved, and NCCL_PROTO is forced to `simple`.
 COMMAND = f"exec accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes {GPUS}"
 SCRIPT = ["recipes/sharded/train.py", "--config", "recipes/sharded/llama-3.1-8b-full.yaml"]
 

@@ -2,12 +2,12 @@ r"""Train or fine-tune a causal language model under 7B parameters, data paralle
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/ddp/train.py
 
-trains a small Llama on the Python standard library. A real one:
+trains a small Llama on the Python standard library. This command trains a real model:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/ddp/train.py \
         --config recipes/ddp/smollm2-135m-full.yaml
 
-Relaunching the same command continues from the newest verified checkpoint. Copy this file and change it.
+Relaunching the same command resumes from the newest verified checkpoint. Copy this file and change it.
 """
 
 from transformers import EarlyStoppingCallback, Trainer, default_data_collator, set_seed
@@ -36,7 +36,7 @@ def main():
     checkpoint = readable_checkpoint(training_args, checkpoint)
     set_seed(training_args.seed)
 
-    # Tokenizer and text: the main process prepares, the others read its cache.
+    # The main process prepares the tokenizer and the text; the others read its cache.
     with training_args.main_process_first(desc="text"):
         tokenizer = load_tokenizer(model_args)
         train_dataset, eval_dataset = load_packed_datasets(data_args, tokenizer, seed=training_args.seed)
@@ -63,7 +63,7 @@ def main():
         ],
     )
     use_compact_progress(trainer)
-    # Gradients live in DDP's buckets, not in copies beside them: 4 bytes less per trained parameter.
+    # Gradients are stored in DDP's buckets instead of in a second copy: 4 bytes less per trained parameter.
     trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
     compress_gradients(
         trainer,

@@ -2,13 +2,13 @@ r"""Train or fine-tune a causal language model of 7B to 70B parameters, sharded 
 
     accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sharded/train.py
 
-trains a small Llama on the Python standard library. A real one:
+trains a small Llama on the Python standard library. This command trains a real model:
 
     accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 8 recipes/sharded/train.py \
         --config recipes/sharded/llama-3.1-8b-full.yaml
 
-The strategy is the --config_file's and nothing else's: fsdp2, fsdp2_hsdp, zero2, zero3_offload, … of
-accelerate_configs/. Relaunching the same command continues from the newest verified checkpoint. Copy this file and
+The --config_file alone decides the strategy: fsdp2, fsdp2_hsdp, zero2, zero3_offload, … of
+accelerate_configs/. Relaunching the same command resumes from the newest verified checkpoint. Copy this file and
 change it.
 """
 
@@ -42,7 +42,7 @@ def main():
     checkpoint = readable_checkpoint(training_args, checkpoint)
     set_seed(training_args.seed)
 
-    # Tokenizer and text: the main process prepares, the others read its cache.
+    # The main process prepares the tokenizer and the text; the others read its cache.
     with training_args.main_process_first(desc="text"):
         tokenizer = load_tokenizer(model_args)
         train_dataset, eval_dataset = load_packed_datasets(data_args, tokenizer, seed=training_args.seed)
@@ -59,7 +59,7 @@ def main():
     trainer = Trainer(
         model=model,
         args=training_args,
-        # Ranks that share a sequence must know which part of it they hold.
+        # Ranks that share a sequence must know the positions of their part.
         data_collator=collate_with_positions if layout.cp > 1 else default_data_collator,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

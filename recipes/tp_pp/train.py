@@ -3,17 +3,17 @@ r"""Train or fine-tune a causal language model of more than 70B parameters: tens
     accelerate launch --config_file accelerate_configs/tp_pp.yaml --num_processes 8 recipes/tp_pp/train.py \
         --tp_size 2 --pp_size 2 --gradient_accumulation_steps 4
 
-trains a small Llama on the Python standard library. A real one:
+trains a small Llama on the Python standard library. This command trains a real model:
 
     accelerate launch --config_file accelerate_configs/tp_pp.yaml --num_processes 64 recipes/tp_pp/train.py \
         --config recipes/tp_pp/llama-3.3-70b-full.yaml
 
-Without any GPU, what a rank of such a run would hold and wait:
+This command shows, without any GPU, what a rank of such a run holds and how long it waits:
 
     python recipes/tp_pp/train.py --config recipes/tp_pp/llama-3.3-70b-full.yaml --dry_run 64
 
-Each rank reads or draws its own part of the weights. Relaunching the same command continues from the newest verified
-checkpoint, on this or another layout. Copy this file and change it.
+Each rank reads or initialises its own part of the weights. Relaunching the same command resumes from the newest
+verified checkpoint, on the same or another layout. Copy this file and change it.
 """
 
 from transformers import EarlyStoppingCallback, default_data_collator, set_seed
@@ -63,7 +63,7 @@ def main():
     keep_global_batch(training_args, checkpoint, data_parallel_size=layout.data_parallel_size)
     set_seed(training_args.seed)
 
-    # The main process prepares the text, the others read its cache.
+    # The main process prepares the text; the others read its cache.
     with training_args.main_process_first(desc="text"):
         train_dataset, eval_dataset = load_packed_datasets(data_args, tokenizer, seed=training_args.seed)
     patience = scaling_args.early_stopping_patience
@@ -74,7 +74,7 @@ def main():
         model=empty_model(),
         args=training_args,
         parallel=parallel_args,
-        weights_from=model_args.model_name_or_path,  # none: drawn from the seed, the same under every layout
+        weights_from=model_args.model_name_or_path,  # None: initialised from the seed, the same under every layout
         data_collator=default_data_collator,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
