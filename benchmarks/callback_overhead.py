@@ -1,10 +1,9 @@
-"""What the whole ScalingCallback, with all that can be switched on, adds to a small Trainer step.
+"""Measures what ScalingCallback with every measurement on adds to a small Trainer step.
 
-Two Trainers, with and without the callback, run in two processes that take turns step by step: same model, same data,
-same seed, two micro-batches per step (without which there is no noise scale), a log every ten steps. What the machine
-does meanwhile thus strikes both alike. Ten steps, one log among them, make one ratio; the first steps are left out.
-Beside the ratios stands what can be measured without noise from elsewhere: the time spent inside hfscale's own code,
-per step.
+Two Trainers, with and without the callback, run in two processes that take turns step by step, so that other work on
+the machine affects both equally. Model, data and seed are the same, there are two micro-batches per step (the noise
+scale needs two), and a log every ten steps. Ten steps, which include one log, make one ratio; the first steps are left
+out. The time spent inside hfscale's own code per step is measured too, because other work affects it less.
 """
 
 import gc
@@ -29,13 +28,13 @@ from hfscale.metrics.noise_scale import LeafProbe
 from hfscale.metrics.throughput import TokenCounter
 
 LOGGED_EVERY = 10
-UNTIMED_STEPS = 15  # the first log among them, which looks up what does not change afterwards
+UNTIMED_STEPS = 15  # they include the first log, which looks up what does not change afterwards
 STEPS = UNTIMED_STEPS + 60 * LOGGED_EVERY
 LENGTH = 128
 
 
 class RandomTokens(Dataset):
-    """Rows that cost nothing to make."""
+    """A dataset of random rows that are made in advance."""
 
     def __init__(self) -> None:
         self.rows = torch.randint(3, 512, (4 * STEPS, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -48,17 +47,23 @@ class RandomTokens(Dataset):
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds of each step; between two steps it is the other process's turn."""
+    """Measures the seconds of each step; between two steps the other process takes its step.
+
+    Args:
+        other (`Connection`): Connection to the other process.
+        own (`OwnTime`, *optional*): Counts the time in hfscale's code; None in the process without the callback.
+    """
 
     def __init__(self, other: Connection, own: "OwnTime | None") -> None:
-        self.other, self.own = other, own
+        self.other = other
+        self.own = own
         self.seconds: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > UNTIMED_STEPS:
             self.seconds.append(time.perf_counter() - self.begun)
         elif state.global_step == UNTIMED_STEPS:
-            gc.freeze()  # or a collection, which takes a tenth of a second, is charged to whoever allocates just then
+            gc.freeze()  # otherwise a collection, which takes a tenth of a second, would count as part of some step
             if self.own is not None:
                 self.own.restart()
         goes_first = self.own is not None
@@ -72,33 +77,37 @@ class Stopwatch(TrainerCallback):
 
 
 class OwnTime:
-    """Sums the time spent inside hfscale's entry points, while it is active."""
+    """Adds up the time spent inside hfscale's entry points."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Count from zero."""
-        self.seconds, self.is_counting, self._is_inside = 0.0, True, False
+        """Start to count from zero."""
+        self.seconds = 0.0
+        self.is_counting = True
+        self._is_inside = False
 
     def wrap_all(self) -> None:
-        """Everything that Trainer, or a hook in the model, calls while it steps."""
+        """Time everything that Trainer and the hooks of the model call during a step."""
         for event in ("on_step_begin", "on_step_end", "on_substep_end", "on_log", "on_optimizer_step"):
             self.wrap(ScalingCallback, event)
         self.wrap(MetricInjector, "on_log")
         self.wrap(TokenCounter, "_count")
         self.wrap(LeafProbe, "_measure")
-        self.wrap(PhaseClock, "end")  # which a batch's arrival calls
+        self.wrap(PhaseClock, "end")  # called when a batch arrives
         for hook in ("_begin", "_end"):
             self.wrap(LocalTimer, hook)
 
     def wrap(self, owner: Any, name: str) -> None:
+        """Time the calls of the function `name` of `owner`, but not calls inside other timed calls."""
         inner = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside or not self.is_counting:
                 return inner(*args, **kwargs)
-            self._is_inside, begun = True, time.perf_counter()
+            self._is_inside = True
+            begun = time.perf_counter()
             try:
                 return inner(*args, **kwargs)
             finally:
@@ -108,14 +117,14 @@ class OwnTime:
         setattr(owner, name, timed)
 
 
-def everything(comm_health: CommHealthCallback | None = None) -> ScalingCallback:
-    """The callback with every measurement on."""
+def full_callback(comm_health: CommHealthCallback | None = None) -> ScalingCallback:
+    """Return the callback with every measurement on."""
     metrics = ScalingMetricsCallback(peak_tflops=1.0, usd_per_gpu_hour=1.0, noise_scale=True)
     return ScalingCallback(comm_health=comm_health, metrics=metrics)
 
 
 def small_trainer(output_dir: str, callbacks: list[TrainerCallback]) -> Trainer:
-    """The same at every call."""
+    """Return a Trainer of a small model; model and data are the same at every call."""
     set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -144,26 +153,28 @@ def small_trainer(output_dir: str, callbacks: list[TrainerCallback]) -> Trainer:
 
 
 def train(with_callback: bool, other: Connection, results: Connection) -> None:
-    """One of the two processes."""
+    """Train in one of the two processes, and send the measured times to `results`."""
     own = OwnTime() if with_callback else None
     if own is not None:
         own.wrap_all()
     watch = Stopwatch(other, own)
     with tempfile.TemporaryDirectory() as output_dir, redirect_stdout(StringIO()):
-        small_trainer(output_dir, [everything(), watch] if with_callback else [watch]).train()
+        small_trainer(output_dir, [full_callback(), watch] if with_callback else [watch]).train()
     results.send((watch.seconds, own.seconds if own is not None else 0.0))
 
 
 def measure() -> dict[str, Any]:
-    """Both processes, side by side; the summary holds medians."""
+    """Run both processes; the summary has medians."""
     spawn = get_context("spawn")
-    ends, ways = spawn.Pipe(), {kind: spawn.Pipe(duplex=False) for kind in (True, False)}
+    ends = spawn.Pipe()
+    results = {kind: spawn.Pipe(duplex=False) for kind in (True, False)}
     processes = [
-        spawn.Process(target=train, args=(kind, end, ways[kind][1])) for kind, end in zip(ways, ends, strict=True)
+        spawn.Process(target=train, args=(kind, end, results[kind][1]))
+        for kind, end in zip(results, ends, strict=True)
     ]
     for process in processes:
         process.start()
-    found = {kind: ways[kind][0].recv() for kind in ways}
+    found = {kind: results[kind][0].recv() for kind in results}
     for process in processes:
         process.join()
     sums = {

@@ -1,4 +1,4 @@
-"""How long `hfscale --help` takes, beside an interpreter that does nothing and one that imports torch."""
+"""Measures the time of `hfscale --help`, of an interpreter that does nothing, and of one that imports torch."""
 
 import statistics
 import subprocess
@@ -16,7 +16,7 @@ COMMANDS = {
 
 
 def measure() -> dict[str, Any]:
-    """Alternate the commands; medians in milliseconds."""
+    """Run the commands in turn; the summary has medians in milliseconds."""
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(ROUNDS):
         for name, argv in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""A benchmark of several processes: a module of this folder, launched as users launch a training."""
+"""Runs a benchmark of several processes: a module of this folder, launched as users launch a training."""
 
 import json
 import subprocess
@@ -10,11 +10,19 @@ REPOSITORY = Path(__file__).parent.parent
 _PREFIX = "result: "
 
 
-def launched(module: str, *, processes: int, config: str = "ddp") -> Any:
-    """Launch `python -m module` on so many processes under one of `accelerate_configs`; what its main process told.
+def launch_benchmark(module: str, *, processes: int, config: str = "ddp") -> Any:
+    """Launch `python -m module` on several processes.
+
+    Args:
+        module (`str`): The module; its main process calls `send_result` once.
+        processes (`int`): Number of processes.
+        config (`str`): Name of a file in `accelerate_configs`, without its suffix.
+
+    Returns:
+        `Any`: The result that the main process has sent.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: The module failed; the message has the end of its standard error.
     """
     options = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(processes)]
     done = subprocess.run(
@@ -26,11 +34,11 @@ def launched(module: str, *, processes: int, config: str = "ddp") -> Any:
         timeout=1800,
     )
     if done.returncode:
-        raise RuntimeError(f"{module} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{module} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(_PREFIX)]
     return json.loads(line.removeprefix(_PREFIX))
 
 
-def tell(result: Any) -> None:
-    """To be called by the main process, once."""
+def send_result(result: Any) -> None:
+    """Send the result of a benchmark to the process that launched it. Call it once, in the main process."""
     sys.stdout.write(f"{_PREFIX}{json.dumps(result)}\n")

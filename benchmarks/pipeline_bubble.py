@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.launched import launched, tell
+from benchmarks.launched import launch_benchmark, send_result
 from hfscale.facts.schedules import SCHEDULES
 
 RANKS = 4
@@ -31,7 +31,7 @@ UNIT_S = 0.12
 
 def measure() -> dict[str, Any]:
     """Launch one process per pipeline rank."""
-    bubbles = launched("benchmarks.pipeline_bubble", processes=RANKS)
+    bubbles = launch_benchmark("benchmarks.pipeline_bubble", processes=RANKS)
     summary = {f"{name}_over_formula": round(b["measured"] / b["formula"], 3) for name, b in bubbles.items()}
     return {"summary": summary, "ranks": RANKS, "micro_batches": MICRO_BATCHES, "bubble_fraction": bubbles}
 
@@ -67,7 +67,7 @@ def worker() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found[schedule] = bubble(schedule, folder)
     if dist.get_rank() == 0:
-        tell(found)
+        send_result(found)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.launched import launched, tell
+from benchmarks.launched import launch_benchmark, send_result
 
 PAIRS = 7
 STEPS = 6
@@ -32,7 +32,7 @@ VOCAB = 64  # so small that the head, which only the last stage has, costs almos
 
 def measure() -> dict[str, Any]:
     """Launch two processes."""
-    result = launched("benchmarks.pipeline_overhead", processes=2)
+    result = launch_benchmark("benchmarks.pipeline_overhead", processes=2)
     summary = {
         "steps_per_s_over_bare": round(1 / statistics.median(result["step_s_over_bare"]), 4),
         "bubble_measured": result["bubble_measured"],
@@ -94,7 +94,7 @@ def worker() -> None:
                 "first_step_s": round(statistics.median(first), 3),
                 "step_s": round(runs["trainer"]["step_s"], 3),
             }
-            tell(result)
+            send_result(result)
         dist.barrier()
         dist.destroy_process_group()
 

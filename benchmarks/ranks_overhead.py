@@ -1,8 +1,9 @@
-"""What the whole ScalingCallback, with all that can be switched on, adds to a Trainer step in two processes.
+"""Measures what ScalingCallback with every measurement on adds to a Trainer step in two processes.
 
-Trainings with and without it alternate in the same processes. Beside the paired ratio is the time inside its own code,
-which other work on the machine blurs less, and by itself that in its exchanges: most of it is waiting for the other
-process, which the next gradient would else have waited for. The pre-flight is timed by itself.
+Trainings with and without it alternate in the same processes. The result has the ratio of each pair, and the time
+inside hfscale's own code, which other work on the machine affects less. The time in its exchanges is given separately:
+most of it is waiting for the other process, for which the next gradient reduction would have waited otherwise. The
+pre-flight checks are timed separately too.
 """
 
 import gc
@@ -16,16 +17,16 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, everything, small_trainer
-from benchmarks.launched import launched, tell
+from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, full_callback, small_trainer
+from benchmarks.launched import launch_benchmark, send_result
 from hfscale import CommHealthCallback
 from hfscale.utils import distributed
 
 PAIRS = 3
 
 
-class Timed(CommHealthCallback):
-    """Times what happens when training begins."""
+class TimedCommHealth(CommHealthCallback):
+    """Measures the time that the callback takes when training begins."""
 
     begin_s = 0.0
 
@@ -36,10 +37,15 @@ class Timed(CommHealthCallback):
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds from the last untimed step to the last."""
+    """Measures the seconds from the last untimed step to the last step.
+
+    Args:
+        counted (`OwnTime`): Counters that count during these steps only.
+    """
 
     def __init__(self, *counted: OwnTime) -> None:
-        self.counted, self.seconds = counted, 0.0
+        self.counted = counted
+        self.seconds = 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == UNTIMED_STEPS:
@@ -54,24 +60,30 @@ class Stopwatch(TrainerCallback):
 
 
 def measure() -> dict[str, Any]:
-    """Launch two processes; the summary holds medians."""
-    return launched("benchmarks.ranks_overhead", processes=2)
+    """Launch two processes; the summary has medians."""
+    return launch_benchmark("benchmarks.ranks_overhead", processes=2)
 
 
 def main() -> None:
-    """One of the two processes."""
-    own, steps = OwnTime(), STEPS - UNTIMED_STEPS
+    """Run the trainings in one of the two processes."""
+    own = OwnTime()
+    steps = STEPS - UNTIMED_STEPS
     own.wrap_all()
     exchanges = OwnTime()
     for exchange in ("gather_rows", "all_max"):
         exchanges.wrap(distributed, exchange)
-    ratios, bare_s, own_s, exchange_s, begins = [], [], [], [], []
+    ratios: list[float] = []
+    bare_s: list[float] = []
+    own_s: list[float] = []
+    exchange_s: list[float] = []
+    begins: list[float] = []
     with tempfile.TemporaryDirectory() as root:
         for pair in range(PAIRS):
             seconds = {}
             for with_callback in (True, False) if pair % 2 else (False, True):
-                watch, health = Stopwatch(own, exchanges), Timed()
-                callbacks = [everything(health), watch] if with_callback else [watch]
+                watch = Stopwatch(own, exchanges)
+                health = TimedCommHealth()
+                callbacks = [full_callback(health), watch] if with_callback else [watch]
                 with redirect_stdout(StringIO()):
                     small_trainer(f"{root}/{pair}-{with_callback}", callbacks).train()
                 seconds[with_callback] = watch.seconds
@@ -91,7 +103,7 @@ def main() -> None:
         "begin_s": round(statistics.median(begins), 3),
     }
     if dist.get_rank() == 0:
-        tell({"summary": summary, "pairs": [round(ratio, 4) for ratio in ratios]})
+        send_result({"summary": summary, "pairs": [round(ratio, 4) for ratio in ratios]})
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
-"""What a recipe's Trainer, with all callbacks, adds to a bare `accelerate` loop under the same strategy.
+"""Measures what a recipe's Trainer with all callbacks adds to a plain `accelerate` loop with the same strategy.
 
-Both live in the same processes with the same model, optimizer, gradient clipping, batches and a log every ten steps.
-They take turns of ten steps: after each ten of the Trainer's, its callback runs ten bare ones. A pair is two turns
-next to each other, so what else the machine does meets both. The time added does not depend on the model: on a tiny
-one it stands out of the noise, and on a larger one it is the ratio that counts.
+Both run in the same processes, with the same model, optimizer, gradient clipping, batches and a log every ten steps.
+They take turns of ten steps: after each ten steps of the Trainer, a callback runs ten steps of the plain loop. A pair
+is two consecutive turns, so that other work on the machine affects both. The added time does not depend on the model:
+it is measured best on a tiny one, and on a larger one the ratio matters.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, default_data_collator
 
-from benchmarks.launched import launched, tell
+from benchmarks.launched import launch_benchmark, send_result
 from hfscale import ParallelArguments, ScalingCallback
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
@@ -34,12 +34,14 @@ BATCH = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """A model and how many pairs of turns it is measured for."""
+    """A model and its measurement."""
 
     pairs: int
+    """Pairs of turns."""
     block_size: int
+    """Tokens per sequence."""
     changes: dict[str, int]
-    """Changes to the recipes' default config."""
+    """Changes to the default model config of the recipes."""
 
 
 LOADS = {
@@ -55,13 +57,13 @@ def measure() -> dict[str, Any]:
     processes = max(2, torch.cuda.device_count())
     results = {}
     for name in STRATEGIES:
-        turns = launched("benchmarks.recipe_overhead", processes=processes, config=name)
+        turns = launch_benchmark("benchmarks.recipe_overhead", processes=processes, config=name)
         results |= {f"{name}/{load}": _summary(seconds) for load, seconds in turns.items()}
     return {"summary": {"processes": processes} | results}
 
 
 def _summary(turns: dict[str, list[float]]) -> dict[str, float]:
-    """Medians over the pairs: seconds per turn -> milliseconds per step, and the ratio."""
+    """Medians over the pairs of milliseconds per step, from seconds per turn, and of the ratio."""
     pairs = list(zip(turns["recipe"], turns["bare"], strict=True))
     per_step = 1e3 / TURN_STEPS
     return {
@@ -73,7 +75,7 @@ def _summary(turns: dict[str, list[float]]) -> dict[str, float]:
 
 
 def worker() -> None:
-    """One process of a launch."""
+    """Run the measurement in one process of a launch."""
     tokenizer = corpus.default_tokenizer()
     seconds = {}
     for name, load in LOADS.items():
@@ -102,19 +104,23 @@ def worker() -> None:
             trainer.train()
             seconds[name] = turns.seconds
     if distributed.rank() == 0:
-        tell(seconds)
+        send_result(seconds)
     distributed.barrier()
 
 
 class Turns(TrainerCallback):
-    """Runs the bare loop between the Trainer's turns and keeps both times."""
+    """Runs the plain loop between the turns of the Trainer, and measures both.
+
+    Args:
+        bare_steps (`Iterator[None]`): Takes one step of the plain loop at each `next`.
+    """
 
     def __init__(self, bare_steps: Iterator[None]) -> None:
         self.bare_steps = bare_steps
         self.seconds: dict[str, list[float]] = {"recipe": [], "bare": []}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # One step into each turn, so that the log that follows the tenth step is inside the Trainer's turn.
+        # A turn ends one step later, so that the log after the tenth step is inside the Trainer's turn.
         if state.global_step % TURN_STEPS != 1:
             return
         if state.global_step > 1:
@@ -132,7 +138,7 @@ class Turns(TrainerCallback):
 
 
 def _bare_steps(args: Any, dataset: Any, config: Any) -> Iterator[None]:
-    """A bare training loop that stands still after each step."""
+    """A plain training loop, as a generator that takes one step at each `next`."""
     accelerator = Accelerator()
     model = build_model(config, seed=0, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""Scaling efficiency against a recorded baseline: what may be compared, and what may not."""
+"""Scaling efficiency relative to a recorded baseline: which runs can be compared."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ WORK = Workload(
 ONE = Baseline(workload=WORK, world_size=1, tokens_per_s_per_gpu=1000.0, strategy="single")
 
 
-def test_weak_is_as_many_tokens_per_gpu_and_strong_as_many_in_total():
+def test_weak_scaling_has_equal_tokens_per_gpu_and_strong_scaling_in_total():
     weak = find([ONE], WORK, 8)
     assert (weak.mode, weak.efficiency(800.0)) == ("weak", 0.8)
     assert "1 GPU (weak scaling, 8,192 tokens per GPU" in weak.describe()
@@ -32,7 +32,7 @@ def test_weak_is_as_many_tokens_per_gpu_and_strong_as_many_in_total():
     assert "8,192 tokens per step" in strong.describe()
 
 
-def test_the_baseline_of_fewest_gpus_is_taken_and_weak_before_strong():
+def test_the_baseline_with_fewest_gpus_is_used_and_weak_before_strong_scaling():
     eight = replace(ONE, world_size=8, tokens_per_s_per_gpu=900.0)
     other = replace(ONE, workload=replace(WORK, tokens_per_gpu=131072), world_size=1)
     assert find([eight, other, ONE], WORK, 16).baseline == ONE
@@ -51,18 +51,18 @@ def test_the_baseline_of_fewest_gpus_is_taken_and_weak_before_strong():
         ("model_type", "qwen3"),
     ],
 )
-def test_anything_else_is_no_efficiency_and_the_reason_names_it(field, value):
+def test_other_work_has_no_efficiency_and_the_reason_names_the_difference(field, value):
     reason = find([ONE], replace(WORK, **{field: value}), 8)
     assert isinstance(reason, str)
     assert f"{field.replace('_', ' ')} {value}" in reason
 
 
-def test_other_tokens_per_gpu_are_told_with_what_is_recorded():
+def test_the_reason_names_the_recorded_tokens_per_gpu():
     assert "recorded: 8,192 on 1" in find([ONE], replace(WORK, tokens_per_gpu=4096), 8)
     assert find([], WORK, 8) == "no baseline is recorded"
 
 
-def test_recording_replaces_the_same_work_and_keeps_the_rest(tmp_path):
+def test_recording_replaces_the_same_work_and_keeps_other_baselines(tmp_path):
     path = tmp_path / "sub" / "baselines.json"
     record_baseline(path, ONE)
     record_baseline(path, replace(ONE, world_size=2))
@@ -74,14 +74,14 @@ def test_recording_replaces_the_same_work_and_keeps_the_rest(tmp_path):
     "text",
     ["", "[]", '{"format": 2}', '{"format": 1, "baselines": [{"world_size": 1}]}', '{"format": 1, "baselines": 3}'],
 )
-def test_a_file_of_another_kind_is_one_clear_error(tmp_path, text):
+def test_a_file_of_another_kind_is_an_error(tmp_path, text):
     path = tmp_path / "b.json"
     path.write_text(text)
     with pytest.raises(ConfigFileError, match=r"b\.json"):
         read_baselines(path)
 
 
-def test_a_speed_that_is_none_is_refused(tmp_path):
+def test_a_speed_of_zero_is_refused(tmp_path):
     path = tmp_path / "b.json"
     record_baseline(path, ONE)
     path.write_text(path.read_text().replace("1000.0", "0"))
@@ -89,7 +89,7 @@ def test_a_speed_that_is_none_is_refused(tmp_path):
         read_baselines(path)
 
 
-def test_a_run_is_measured_against_it(tmp_path, monkeypatch):
+def test_a_run_logs_its_efficiency(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     plain = tiny_trainer(tmp_path / "plain", ScalingMetricsCallback())
     plain.train()
@@ -101,7 +101,7 @@ def test_a_run_is_measured_against_it(tmp_path, monkeypatch):
     trainer.train()
     rates = logged(trainer, "scaling/tokens_per_s_per_gpu")
     assert logged(trainer, "scaling/efficiency") == [rate / 500.0 for rate in rates]
-    # A longer accumulation is other work.
+    # More accumulation steps are different work.
     other = tiny_trainer(tmp_path / "other", ScalingMetricsCallback(), gradient_accumulation_steps=2)
     other.train()
     assert logged(other, "scaling/efficiency") == []

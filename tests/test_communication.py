@@ -1,4 +1,4 @@
-"""Exposed communication: the arithmetic of intervals, and two processes that exchange."""
+"""Exposed communication: the arithmetic of intervals, and measurements in two processes."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from conftest import REPOSITORY
 from hfscale.metrics.communication import exposed_communication, subtracted_length, union
 
 
-def test_union_and_difference_against_a_count_of_milliseconds():
+def test_union_and_difference_equal_a_count_of_milliseconds():
     draw = random.Random(0)
     for _ in range(200):
         sets = []
@@ -30,7 +30,7 @@ class Event:
         self.device_type = kinds.CUDA if on_gpu else kinds.CPU
 
 
-def test_on_a_gpu_kernels_count_and_host_operators_do_not():
+def test_on_a_gpu_only_kernels_are_compared():
     events = [
         Event("aten::mm", 0, 1000),
         Event("gemm_kernel", 0, 100, on_gpu=True),
@@ -43,7 +43,7 @@ def test_on_a_gpu_kernels_count_and_host_operators_do_not():
     assert found.step_s == pytest.approx(400e-6)
 
 
-def test_on_a_cpu_what_gloo_copies_on_its_own_threads_hides_nothing():
+def test_on_a_cpu_operators_on_gloo_threads_hide_no_communication():
     events = [
         Event("aten::mm", 0, 100),
         Event("gloo:all_gather", 50, 200, thread=2, is_user_annotation=True),
@@ -55,11 +55,11 @@ def test_on_a_cpu_what_gloo_copies_on_its_own_threads_hides_nothing():
 
 
 @pytest.mark.world(2)
-def test_two_processes(launch, tmp_path):
-    """DDP's counters, profiled FSDP2 steps, and the noise scale under both, against what is known of each."""
+def test_two_processes_measure_known_communication_and_noise(launch, tmp_path):
+    """Check DDP's counters, profiled FSDP2 steps, and the noise scale under both."""
     done = launch(2, REPOSITORY / "tests" / "workers" / "exchange.py")
     assert done.code == 0, done.err[-3000:]
-    assert "profiler" not in done.err  # kineto's own lines
+    assert "profiler" not in done.err  # lines that Kineto writes
     found = json.loads((tmp_path / "found.json").read_text())
     for strategy in ("ddp", "fsdp2"):
         assert 0 < found[strategy]["comm_fraction"] <= 1, found

@@ -1,4 +1,4 @@
-"""Goodput and dollars through restarts, against times that are known."""
+"""Goodput and cost over restarts, compared with known times."""
 
 import json
 
@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def test_a_run_without_interruption():
+def test_goodput_of_an_uninterrupted_run():
     clock, saved = Clock(), {}
     goodput_tracker = GoodputTracker(saved, now=clock)
     clock.now = 1010.0  # imports, loading
@@ -32,15 +32,15 @@ def test_a_run_without_interruption():
     assert goodput_tracker.gpu_hours() == pytest.approx(4 * 110 / 3600)
 
 
-def test_steps_after_the_checkpoint_are_lost_and_the_time_until_the_relaunch_is_down():
+def test_steps_after_the_checkpoint_are_lost_and_the_time_until_the_relaunch_is_down_time():
     clock, saved = Clock(), {}
     first = GoodputTracker(saved, now=clock)
     first.begin(launched_at=1000.0, world_size=4)
     clock.now = 1060.0
     first.update({"compute": 60.0})
-    checkpoint = json.loads(json.dumps(saved))  # what the checkpoint holds; its save takes 10 s
+    checkpoint = json.loads(json.dumps(saved))  # the content of the checkpoint; its save takes 10 s
     clock.now = 1100.0
-    first.update({"compute": 90.0, "save": 10.0})  # 30 s more of steps, then the machine is gone
+    first.update({"compute": 90.0, "save": 10.0})  # 30 s more of steps, then the machine is lost
     clock.now = 1500.0
     again = GoodputTracker(checkpoint, now=clock)
     again.begin(launched_at=1480.0, world_size=2, last_alive=1100.0, save=(1070.0, 10.0))
@@ -53,13 +53,13 @@ def test_steps_after_the_checkpoint_are_lost_and_the_time_until_the_relaunch_is_
         "down": 380.0,
         "start_up": 20.0,
     }
-    assert sum(checkpoint["seconds"].values()) == 600.0  # every second since the first launch is somewhere
+    assert sum(checkpoint["seconds"].values()) == 600.0  # every second since the first launch is in one phase
     assert again.goodput() == pytest.approx(160 / 600)
-    # Nobody pays for the time between: 100 s on 4 GPUs, 120 s on 2.
+    # The time between launches costs nothing: 100 s on 4 GPUs, 120 s on 2.
     assert again.gpu_hours() == pytest.approx((100 * 4 + 120 * 2) / 3600)
 
 
-def test_an_attempt_that_saved_nothing_was_all_lost():
+def test_a_launch_that_saved_nothing_is_lost_completely():
     clock, saved = Clock(), {}
     clock.now = 1300.0
     goodput_tracker = GoodputTracker(saved, now=clock)
@@ -85,8 +85,8 @@ class KillAt(TrainerCallback):
 
 
 @pytest.mark.timing
-def test_a_killed_training_and_its_relaunch(tmp_path):
-    """Each number of the resumed run against the timeline and the log of both attempts."""
+def test_goodput_and_cost_of_a_killed_and_relaunched_training(tmp_path):
+    """Each number of the resumed run must agree with the timeline and the log of both launches."""
     arguments = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
     with pytest.raises(KilledError):
         tiny_trainer(tmp_path, ScalingMetricsCallback(usd_per_gpu_hour=3.6), KillAt(5), **arguments).train()
@@ -119,14 +119,14 @@ def test_a_killed_training_and_its_relaunch(tmp_path):
     assert last["scaling/usd_per_million_tokens"] == pytest.approx(per_million)
 
 
-def test_without_a_price_nothing_is_said_about_dollars(tmp_path):
+def test_without_a_price_no_cost_is_logged(tmp_path):
     trainer = tiny_trainer(tmp_path, ScalingMetricsCallback())
     trainer.train()
     assert logged(trainer, "scaling/usd") == logged(trainer, "scaling/usd_per_million_tokens") == []
     assert len(logged(trainer, "scaling/goodput")) == 4
 
 
-def test_the_price_is_the_users_then_the_lists():
+def test_the_users_price_goes_before_the_price_list():
     assert rate("NVIDIA H100 80GB HBM3", 2.5).usd_per_gpu_hour == 2.5
     listed = rate("NVIDIA H100 80GB HBM3", None)
     assert 1 < listed.usd_per_gpu_hour < 20
@@ -142,13 +142,13 @@ class TestRecords:
             "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
         )
 
-    def test_an_unfinished_line_and_foreign_text_are_passed_over(self, tmp_path):
+    def test_unfinished_lines_and_other_text_are_skipped(self, tmp_path):
         self.write(tmp_path, "scaling.jsonl", {"step": 1, "time": 5.0}, "[]", "null", '{"step": 2, "ti')
         assert read_records(tmp_path / "scaling.jsonl") == [{"step": 1, "time": 5.0}]
         assert last_sign_of_life(tmp_path) == 5.0
         assert last_sign_of_life(tmp_path / "nowhere") is None
 
-    def test_half_a_line_of_a_killed_process_does_not_take_the_next_one_with_it(self, tmp_path):
+    def test_an_unfinished_line_does_not_corrupt_the_next_one(self, tmp_path):
         self.write(tmp_path, "hfscale_timeline.jsonl", {"event": "launch", "step": 0, "time": 1.0})
         path = tmp_path / "hfscale_timeline.jsonl"
         path.write_text(path.read_text() + '{"event": "sa')
@@ -157,7 +157,7 @@ class TestRecords:
         assert [event["step"] for event in read_events(tmp_path)] == [0, 5]
 
     @pytest.mark.parametrize(
-        ("events", "commits", "is_kept"),
+        ("events", "has_checkpoint", "is_kept"),
         [
             (["launch"], False, True),
             (["launch", "save"], False, True),
@@ -165,8 +165,8 @@ class TestRecords:
             (["launch", "save"], True, False),
         ],
     )
-    def test_a_launch_without_a_checkpoint_or_an_end_is_of_the_same_run(self, tmp_path, events, commits, is_kept):
-        if commits:  # "save" is said when a save begins
+    def test_a_timeline_without_checkpoint_and_end_is_continued(self, tmp_path, events, has_checkpoint, is_kept):
+        if has_checkpoint:  # the event "save" is written when a save begins
             (tmp_path / "checkpoint-3.superseded").mkdir()
         self.write(tmp_path, "hfscale_timeline.jsonl", *({"event": e, "step": 0, "time": 1.0} for e in events))
         begin_records(tmp_path, 0)

@@ -1,4 +1,4 @@
-"""The gradient noise scale against a case with a known answer, and against gradients computed by hand."""
+"""The gradient noise scale: compared with a case of known noise, and with gradients computed by hand."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from hfscale.metrics.noise_scale import NoiseScale, Sample, advice
 
 SIZE = 1024
 KNOWN = 8.0
-"""trace(Sigma) / |G|^2 of `Rows`: SIZE x 1 / (SIZE / KNOWN)."""
+"""trace(Sigma) / |G|^2 of `Rows`, which is SIZE x 1 / (SIZE / KNOWN)."""
 
 
 class Rows(Dataset):
-    """Gradients drawn around a known mean with a known spread."""
+    """A dataset of gradients, drawn with a known mean and a known variance."""
 
     def __init__(self, size):
         generator = torch.Generator().manual_seed(1)
@@ -29,8 +29,8 @@ class Rows(Dataset):
         return {"inputs_embeds": self.rows[index], "labels": torch.zeros(1)}
 
 
-class Pull(nn.Module):
-    """Its gradient is the mean of its inputs, wherever its parameter stands."""
+class MeanOfInputs(nn.Module):
+    """A model whose gradient is the mean of its inputs, for every value of its parameter."""
 
     def __init__(self):
         super().__init__()
@@ -40,26 +40,26 @@ class Pull(nn.Module):
         return {"loss": (inputs_embeds @ self.w).mean()}
 
 
-def trainer_of(output_dir, *, model=None, noise_scale=True, **overrides):
+def noise_trainer(output_dir, *, model=None, noise_scale=True, **overrides):
     arguments = tiny_arguments(output_dir, **overrides)
     steps = arguments.max_steps * arguments.gradient_accumulation_steps * arguments.world_size
     callback = ScalingMetricsCallback(noise_scale=noise_scale)
     if noise_scale:
         callback._noise.min_steps_between = 1
-    return Trainer(model=model or Pull(), args=arguments, train_dataset=Rows(4 * steps), callbacks=[callback])
+    return Trainer(model=model or MeanOfInputs(), args=arguments, train_dataset=Rows(4 * steps), callbacks=[callback])
 
 
-def test_the_known_answer(tmp_path):
-    """With clipping, which the gradients of the update have behind them and these must not."""
-    trainer = trainer_of(tmp_path, gradient_accumulation_steps=4, max_steps=100, max_grad_norm=0.5)
+def test_the_known_noise_scale_is_measured(tmp_path):
+    """Gradients are clipped for the update, and must be measured before it."""
+    trainer = noise_trainer(tmp_path, gradient_accumulation_steps=4, max_steps=100, max_grad_norm=0.5)
     trainer.train()
     values = logged(trainer, "scaling/noise_scale")
     assert len(values) == 91  # none before the tenth sample
     assert values[-1] == pytest.approx(KNOWN, rel=0.1)
 
 
-def test_of_a_language_model_the_squares_are_those_of_each_micro_batchs_own_gradient(tmp_path):
-    """Trainer divides its loss by the tokens of all micro-batches: that has to be undone."""
+def test_squares_are_those_of_the_gradient_of_each_micro_batch(tmp_path):
+    """Trainer divides its loss by the tokens of all micro-batches, which must be undone."""
     trainer = tiny_trainer(
         tmp_path,
         ScalingMetricsCallback(noise_scale=True),
@@ -70,7 +70,7 @@ def test_of_a_language_model_the_squares_are_those_of_each_micro_batchs_own_grad
         train_sampling_strategy="sequential",
     )
     trainer.train()
-    kept = trainer.state.stateful_callbacks["hfscale"]["noise_scale"]
+    saved = trainer.state.stateful_callbacks["hfscale"]["noise_scale"]
     model, rows = tiny_model(), RandomTokens().rows
     squares, total = [], [torch.zeros_like(p) for p in model.parameters()]
     for part in range(3):
@@ -81,12 +81,12 @@ def test_of_a_language_model_the_squares_are_those_of_each_micro_batchs_own_grad
     big_square = sum(float(t.square().sum()) for t in total)
     sample = Sample(small_square=sum(squares) / 3, big_square=big_square, small_batch=2, big_batch=6)
     noise, signal = sample.noise_and_signal()
-    assert kept["noise"] / 0.05 == pytest.approx(noise, rel=1e-3)
-    assert kept["signal"] / 0.05 == pytest.approx(signal, rel=1e-3, abs=1e-4)
+    assert saved["noise"] / 0.05 == pytest.approx(noise, rel=1e-3)
+    assert saved["signal"] / 0.05 == pytest.approx(signal, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [({}, "two micro-batches"), ({"fp16": True}, "fp16")])
-def test_is_absent_with_a_reason_where_it_cannot_be_told(tmp_path, caplog, monkeypatch, arguments, reason):
+def test_is_absent_with_a_reason_if_it_cannot_be_measured(tmp_path, caplog, monkeypatch, arguments, reason):
     trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(noise_scale=True))
     for name, value in arguments.items():
         setattr(trainer.args, name, value)
@@ -97,13 +97,13 @@ def test_is_absent_with_a_reason_where_it_cannot_be_told(tmp_path, caplog, monke
     assert logged(trainer, "scaling/noise_scale") == []
 
 
-def test_is_off_unless_asked_for(tmp_path):
-    trainer = trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=12, noise_scale=False)
+def test_is_off_by_default(tmp_path):
+    trainer = noise_trainer(tmp_path, gradient_accumulation_steps=2, max_steps=12, noise_scale=False)
     trainer.train()
     assert logged(trainer, "scaling/noise_scale") == []
 
 
-def test_one_step_in_fifty_is_looked_at_however_often_is_logged(tmp_path):
+def test_one_step_in_fifty_is_sampled_however_often_is_logged(tmp_path):
     trainer = tiny_trainer(
         tmp_path, ScalingMetricsCallback(noise_scale=True), gradient_accumulation_steps=2, max_steps=105
     )
@@ -111,7 +111,7 @@ def test_one_step_in_fifty_is_looked_at_however_often_is_logged(tmp_path):
     assert trainer.state.stateful_callbacks["hfscale"]["noise_scale"]["samples"] == 3  # steps 1, 51 and 101
 
 
-def test_a_log_of_another_step_than_the_one_looked_at_is_no_sample(tmp_path):
+def test_a_log_of_another_step_than_the_sampled_one_is_not_used(tmp_path):
     trainer = tiny_trainer(
         tmp_path,
         ScalingMetricsCallback(noise_scale=True),
@@ -125,38 +125,39 @@ def test_a_log_of_another_step_than_the_one_looked_at_is_no_sample(tmp_path):
     assert "samples" not in trainer.state.stateful_callbacks["hfscale"]["noise_scale"]
 
 
-def test_a_signal_that_noise_drowns_has_no_number():
+def test_is_unknown_if_the_signal_is_not_positive():
     scale = NoiseScale({})
     for _ in range(20):
         scale.add(Sample(small_square=20.0, big_square=2.0, small_batch=1, big_batch=8))
     assert scale.value() is None
 
 
-def test_the_averages_survive_a_resume_and_each_is_taken_by_itself():
+def test_the_averages_survive_a_resume():
     generator = torch.Generator().manual_seed(0)
     drawn = [
         Sample(small_square=20 + float(a), big_square=12 + float(b), small_batch=4, big_batch=16)
         for a, b in torch.randn(30, 2, generator=generator)
     ]
-    whole, first = NoiseScale({}), {}
+    uninterrupted = NoiseScale({})
+    first = {}
     for sample in drawn:
-        whole.add(sample)
+        uninterrupted.add(sample)
     for sample in drawn[:15]:
         NoiseScale(first).add(sample)
     resumed = NoiseScale(dict(first))
     for sample in drawn[15:]:
         resumed.add(sample)
-    assert resumed.value() == whole.value()
+    assert resumed.value() == uninterrupted.value()
 
 
 @pytest.mark.parametrize(
-    ("noise_scale", "batch", "words"),
+    ("noise_scale", "batch", "expected"),
     [
         (512.0, 64, ("a larger batch", "9.0 times the fewest", "8.0 times the batch", "x 2.8")),
         (32.0, 256, ("a smaller batch", "9.0 times the fewest")),
         (100.0, 100, ("near the balance", "2.0 times the fewest")),
     ],
 )
-def test_the_advice_has_its_numbers(noise_scale, batch, words):
-    for word in words:
-        assert word in advice(noise_scale, batch)
+def test_the_advice_has_its_numbers(noise_scale, batch, expected):
+    for text in expected:
+        assert text in advice(noise_scale, batch)

@@ -1,4 +1,4 @@
-"""The report: what it says of a run that is known, its page in a real browser, and what hostile files cannot do."""
+"""The report: its content for a known run, its page in a real browser, and that hostile files do no harm."""
 
 import json
 import re
@@ -34,8 +34,11 @@ WORKLOAD = {
 SPLIT = {"compute": 600.0, "data_wait": 200.0, "save": 20.0, "start_up": 30.0, "lost": 40.0, "down": 110.0}
 
 
-def a_run(folder, **changed):
-    """Killed at step 70, relaunched from step 50, completed at step 100; rank 3 reads slowly."""
+def write_run(folder, **changed):
+    """Write the files of a run that was killed at step 70, resumed from step 50 and completed at step 100.
+
+    Rank 3 reads its data slowly.
+    """
 
     def write(name, rows):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -87,8 +90,8 @@ def a_run(folder, **changed):
     return folder
 
 
-class Words(HTMLParser):
-    """What a reader sees, and every tag and address."""
+class ParsedPage(HTMLParser):
+    """The text, the tags and the addresses of a page."""
 
     def __init__(self, text):
         super().__init__()
@@ -103,8 +106,8 @@ class Words(HTMLParser):
         self.addresses += [value for name, value in attrs if name in ("href", "src", "srcset", "action", "xlink:href")]
 
 
-def test_what_is_read_is_what_happened(tmp_path):
-    run = load_run(a_run(tmp_path))
+def test_a_run_is_read_from_its_files(tmp_path):
+    run = load_run(write_run(tmp_path))
     first, second = run.attempts
     assert (first.begun, first.kept_until, first.ended) == (BEGIN, BEGIN + 500, BEGIN + 540)
     assert (second.first_step, second.kept_until, second.ended) == (50, BEGIN + 1000, BEGIN + 1000)
@@ -113,13 +116,13 @@ def test_what_is_read_is_what_happened(tmp_path):
         ("checkpoint-50", True, 3 * 2**30),
         ("checkpoint-100", False, None),
     ]
-    assert run.split["compute"] == pytest.approx(540)  # a tenth of the steps is exposed communication
+    assert run.split["compute"] == pytest.approx(540)  # 10% of the 600 s in steps is exposed communication
     assert sum(run.split.values()) == pytest.approx(1000)
 
 
-def test_of_a_run_that_goes_on_the_newest_checkpoint_tells_where_the_time_went(tmp_path):
+def test_the_times_of_an_unfinished_run_come_from_its_newest_checkpoint(tmp_path):
     events = [{"event": "launch", "step": 0, "time": BEGIN}, {"event": "save", "step": 50, "time": BEGIN + 500}]
-    a_run(tmp_path, events=events, status={"status": "running", "step": 100, "checkpoint": "checkpoint-50"})
+    write_run(tmp_path, events=events, status={"status": "running", "step": 100, "checkpoint": "checkpoint-50"})
     goodput_tracker = {"as_of": BEGIN + 490, "first_launch": BEGIN, "seconds": {"compute": 400.0, "start_up": 90.0}}
     state = {"global_step": 50, "stateful_callbacks": {"hfscale": {"goodput": goodput_tracker}}}
     (tmp_path / "checkpoint-50" / "trainer_state.json").write_text(json.dumps(state))
@@ -128,20 +131,20 @@ def test_of_a_run_that_goes_on_the_newest_checkpoint_tells_where_the_time_went(t
     assert run.split == pytest.approx(
         {"compute": 360, "exposed communication": 40, "start_up": 90, "since the last checkpoint": 510}
     )
-    assert "since the last checkpoint" in Words(page(run)).text
+    assert "since the last checkpoint" in ParsedPage(page(run)).text
 
 
-def test_the_largest_loss_is_what_to_change_first(tmp_path):
-    found = bottlenecks(load_run(a_run(tmp_path)))
+def test_the_largest_bottleneck_is_first(tmp_path):
+    found = bottlenecks(load_run(write_run(tmp_path)))
     assert [one.check for one in found] == ["data wait", "restarts"]
     assert found[0].share == pytest.approx(0.25)
     # Young: sqrt(2 x 8 s x 890 s up / 1 restart)
     assert "every 1 min 59 s" in found[1].fix
 
 
-def test_the_page_says_it_all_and_loads_nothing(tmp_path):
-    text = page(load_run(a_run(tmp_path)))
-    words = Words(text)
+def test_the_page_is_complete_and_loads_nothing(tmp_path):
+    text = page(load_run(write_run(tmp_path)))
+    parsed = ParsedPage(text)
     for expected in (
         "completed",
         "llama, 8.03B parameters",
@@ -166,17 +169,17 @@ def test_the_page_says_it_all_and_loads_nothing(tmp_path):
         "3 GiB",
         "incomplete",
     ):
-        assert expected in words.text, expected
-    assert not {"script", "link", "img", "iframe", "object", "form"} & set(words.tags)
-    assert words.addresses == []
+        assert expected in parsed.text, expected
+    assert not {"script", "link", "img", "iframe", "object", "form"} & set(parsed.tags)
+    assert parsed.addresses == []
     assert "default-src 'none'" in text
     assert not re.search(r"url\(|@import|https?://", text)
 
 
-def test_a_run_that_has_only_begun_says_what_is_not_known(tmp_path):
+def test_unknown_numbers_of_a_run_that_has_just_begun_are_marked(tmp_path):
     (tmp_path / "scaling.jsonl").write_text('{"step": 1, "time": 5, "loss": 3.0}\n')
     html = page(load_run(tmp_path))
-    text = Words(html).text
+    text = ParsedPage(html).text
     assert html.count("class=unknown") == 6
     assert "give --usd_per_gpu_hour" in text
     assert "inf" not in text.split()
@@ -186,7 +189,7 @@ def test_a_run_that_has_only_begun_says_what_is_not_known(tmp_path):
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&'
 
 
-def test_text_from_files_is_never_markup_and_never_a_secret(tmp_path, monkeypatch):
+def test_text_from_files_is_escaped_and_secrets_are_redacted(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "planted-environment-secret")
     folder = tmp_path / "run<b>&'\"name"
     folder.mkdir()
@@ -218,10 +221,10 @@ def test_text_from_files_is_never_markup_and_never_a_secret(tmp_path, monkeypatc
         }
         for step in range(1, 5)
     ]
-    a_run(folder, events=events, records=records, status={"status": HOSTILE, "reason": secret})
+    write_run(folder, events=events, records=records, status={"status": HOSTILE, "reason": secret})
     run = load_run(folder)
     text = page(run)
-    assert not {"script", "img"} & set(Words(text).tags)
+    assert not {"script", "img"} & set(ParsedPage(text).tags)
     for markup in ('alert("x")', "<i>4", "run<b>"):
         assert markup not in text
     for planted in (f"hf_{'a' * 30}", "planted-environment-secret", "abcdefgh"):
@@ -240,7 +243,7 @@ def test_text_from_files_is_never_markup_and_never_a_secret(tmp_path, monkeypatc
         '{"step": 1e300, "loss": -1e300}',
     ],
 )
-def test_lines_of_any_kind_give_a_page(tmp_path, lines):
+def test_malformed_lines_still_give_a_page(tmp_path, lines):
     (tmp_path / "scaling.jsonl").write_text(lines + "\n")
     (tmp_path / "hfscale_timeline.jsonl").write_text(
         '{"event": "launch", "step": 0}\n{"event": "save", "step": null, "time": "x"}\n{"event": 3, "step": 1}\n'
@@ -250,7 +253,7 @@ def test_lines_of_any_kind_give_a_page(tmp_path, lines):
     assert "</html>" in page(load_run(tmp_path))
 
 
-def test_a_folder_without_a_run_is_one_clear_line(tmp_path, capsys):
+def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     with pytest.raises(UsageError, match=r"scaling\.jsonl"):
         load_run(tmp_path)
     assert main(["report", str(tmp_path / "nowhere")]) == 2
@@ -258,7 +261,7 @@ def test_a_folder_without_a_run_is_one_clear_line(tmp_path, capsys):
 
 
 def test_text_and_json(tmp_path, capsys):
-    folder = a_run(tmp_path)
+    folder = write_run(tmp_path)
     assert main(["report", str(folder), "--html", str(tmp_path / "sub" / "r.html")]) == 0
     out = capsys.readouterr().out
     for expected in (
@@ -279,11 +282,11 @@ def test_text_and_json(tmp_path, capsys):
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
-def test_a_browser_shows_it_on_a_wide_screen_and_on_a_phone(tmp_path):
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+def test_a_browser_renders_it_on_a_wide_screen_and_on_a_phone(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    assert main(["report", str(a_run(folder)), "--html", str(tmp_path / "r.html")]) == 0
+    assert main(["report", str(write_run(folder)), "--html", str(tmp_path / "r.html")]) == 0
     base = [
         CHROMIUM,
         "--headless=new",
@@ -306,11 +309,11 @@ def test_a_browser_shows_it_on_a_wide_screen_and_on_a_phone(tmp_path):
         assert shot.is_file(), done.stderr[-500:]
         assert shot.read_bytes().startswith(b"\x89PNG")
         sizes.append(shot.stat().st_size)
-    assert min(sizes) > 20_000  # a blank page has some 5 kB
+    assert min(sizes) > 20_000  # an empty page is about 5 kB
     dom = subprocess.run(
         [*base, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True
     ).stdout
-    assert "What to change first" in Words(dom).text
+    assert "What to change first" in ParsedPage(dom).text
 
 
 def test_ticks_are_round_and_inside():
@@ -321,7 +324,7 @@ def test_ticks_are_round_and_inside():
     assert ticks(3, 3) == [3]
 
 
-def test_long_series_are_thinned_and_one_point_is_drawn():
+def test_long_series_are_thinned_and_a_single_point_is_drawn():
     points = [(float(x), float(x % 7)) for x in range(10_000)]
     assert len(thin(points)) == 300
     assert (
@@ -331,7 +334,7 @@ def test_long_series_are_thinned_and_one_point_is_drawn():
     assert line_chart([Series(name="a", points=[], colour="blue")], label="L", x_name="x") == ""
 
 
-def test_of_many_ranks_the_worst_of_a_row_shows():
+def test_a_heat_map_of_many_ranks_shows_the_largest_number_of_each_row():
     samples = [(float(step), [0.0] * 999 + [1.0]) for step in range(200)]
     drawn = heat_map(samples, label="L", form="{:.0%}")
     assert drawn.count("<rect") == 64 * 80
@@ -339,7 +342,7 @@ def test_of_many_ranks_the_worst_of_a_row_shows():
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("text", "expected"),
     [
         (count(1234567), "1.23M"),
         (count(7), "7"),
@@ -355,5 +358,5 @@ def test_of_many_ranks_the_worst_of_a_row_shows():
         (size(3 * 2**30), "3 GiB"),
     ],
 )
-def test_numbers_are_readable(words, expected):
-    assert words == expected
+def test_numbers_are_formatted(text, expected):
+    assert text == expected

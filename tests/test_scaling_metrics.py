@@ -1,4 +1,4 @@
-"""ScalingMetricsCallback: each number against an independent count."""
+"""ScalingMetricsCallback: each metric is compared with an independent count."""
 
 import json
 import time
@@ -21,7 +21,7 @@ TOKENS_PER_STEP = 4 * LENGTH
 
 
 class SlowTokens(RandomTokens):
-    """Each sequence takes `seconds` to read."""
+    """A dataset in which reading a sequence takes `seconds`."""
 
     def __init__(self, size, seconds):
         super().__init__(size)
@@ -33,7 +33,7 @@ class SlowTokens(RandomTokens):
 
 
 class SlowStep(TrainerCallback):
-    """Each optimizer step takes `seconds` more."""
+    """Makes each optimizer step longer by `seconds`."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -56,7 +56,7 @@ def test_tokens_are_counted_exactly_with_accumulation_and_odd_windows(tmp_path):
 
 
 @pytest.mark.timing
-def test_evaluation_counts_neither_as_tokens_nor_as_time(tmp_path):
+def test_evaluations_are_excluded_from_tokens_and_time(tmp_path):
     trainer = tiny_trainer(
         tmp_path,
         ScalingMetricsCallback(),
@@ -69,12 +69,12 @@ def test_evaluation_counts_neither_as_tokens_nor_as_time(tmp_path):
     trainer.eval_dataset = SlowTokens(8, 0.03)
     trainer.train()
     assert logged(trainer, "scaling/tokens_seen")[-1] == 6 * TOKENS_PER_STEP
-    # 8 x 30 ms of evaluation per step would leave a fifth of this rate.
+    # With 8 x 30 ms of evaluation per step the rate would be a fifth of this.
     assert min(logged(trainer, "scaling/tokens_per_s")[1:3]) > TOKENS_PER_STEP / 0.15
 
 
 @pytest.mark.timing
-def test_the_rate_times_the_time_is_the_tokens(tmp_path):
+def test_the_rate_times_the_training_time_is_the_number_of_tokens(tmp_path):
     trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), SlowStep(0.05), max_steps=20, logging_steps=5)
     trainer.train()
     rates = logged(trainer, "scaling/tokens_per_s")[:4]
@@ -86,41 +86,41 @@ def test_the_rate_times_the_time_is_the_tokens(tmp_path):
 
 @pytest.mark.timing
 @pytest.mark.parametrize(("read_s", "step_s", "fraction"), [(0.02, 0.08, 0.5), (0.0, 0.08, 0.0), (0.04, 0.04, 0.8)])
-def test_data_wait_is_the_share_of_time_spent_on_batches(tmp_path, read_s, step_s, fraction):
+def test_data_wait_is_the_share_of_the_time_spent_reading_batches(tmp_path, read_s, step_s, fraction):
     trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), SlowStep(step_s), max_steps=8, logging_steps=4)
     trainer.train_dataset = SlowTokens(64, read_s)
     trainer.train()
     assert logged(trainer, "scaling/data_wait_fraction")[1] == pytest.approx(fraction, abs=0.08)
 
 
-class TestUtilisation:
+class TestUtilization:
     PEAK = 0.01  # TFLOP/s
 
     def flops_per_token(self, model):
-        """6 x matmul parameters + 12 L H d S, from the weights themselves: every matrix but the embedding look-up."""
+        """6 x matmul parameters + 12 L H d S, counted from the weights: every matrix except the embedding."""
         config = model.config
         matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name)
         head_dim = config.hidden_size // config.num_attention_heads
         attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * LENGTH
         return 6 * matrices + attention
 
-    def test_mfu_is_the_formula(self, tmp_path):
+    def test_mfu_follows_the_formula(self, tmp_path):
         trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(peak_tflops=self.PEAK))
         trainer.train()
         for rate, mfu in zip(logged(trainer, "scaling/tokens_per_s"), logged(trainer, "scaling/mfu"), strict=True):
             assert mfu == pytest.approx(rate * self.flops_per_token(trainer.model) / (self.PEAK * 1e12))
         assert logged(trainer, "scaling/hfu") == logged(trainer, "scaling/mfu")
 
-    def test_hfu_counts_the_second_forward_of_the_layers(self, tmp_path):
+    def test_hfu_includes_the_recomputed_forward_of_the_layers(self, tmp_path):
         arguments = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
         trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(peak_tflops=self.PEAK), **arguments)
         trainer.train()
-        whole = self.flops_per_token(trainer.model)
-        layers = whole - 6 * VOCAB * trainer.model.config.hidden_size
+        total = self.flops_per_token(trainer.model)
+        layers = total - 6 * VOCAB * trainer.model.config.hidden_size
         ratio = logged(trainer, "scaling/hfu")[0] / logged(trainer, "scaling/mfu")[0]
-        assert ratio == pytest.approx((whole + layers / 3) / whole)
+        assert ratio == pytest.approx((total + layers / 3) / total)
 
-    def test_lora_does_not_pay_for_the_gradients_of_frozen_weights(self, tmp_path):
+    def test_lora_counts_no_gradients_of_frozen_weights(self, tmp_path):
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(
@@ -137,7 +137,7 @@ class TestUtilisation:
         per_token = logged(trainer, "scaling/mfu")[0] / logged(trainer, "scaling/tokens_per_s")[0] * self.PEAK * 1e12
         assert per_token == pytest.approx(4 * frozen + 6 * adapters + attention)
 
-    def test_is_absent_where_the_peak_is_unknown(self, tmp_path):
+    def test_mfu_is_absent_if_the_peak_is_unknown(self, tmp_path):
         trainer = tiny_trainer(tmp_path, ScalingMetricsCallback())
         trainer.train()
         assert logged(trainer, "scaling/mfu") == logged(trainer, "scaling/hfu") == []
@@ -152,17 +152,17 @@ class TestUtilisation:
             (torch.float32, {"bf16": True}, "bf16"),
         ],
     )
-    def test_the_peak_is_that_of_the_dtype_that_multiplies(self, tmp_path, weights, arguments, dtype):
-        """A checkpoint loaded in bf16 trains in bf16 with no flag; against the fp32 peak its MFU would pass 1."""
+    def test_the_peak_is_that_of_the_dtype_of_the_matrix_products(self, tmp_path, weights, arguments, dtype):
+        """A checkpoint loaded in bf16 trains in bf16 without a flag; its MFU must not be relative to the fp32 peak."""
         assert training_dtype(tiny_model().to(weights), tiny_arguments(tmp_path, **arguments)) == dtype
 
-    def test_another_head_on_a_known_config_is_not_counted_as_a_language_model(self, tmp_path):
+    def test_a_classifier_with_a_known_config_is_not_counted_as_a_language_model(self, tmp_path):
         model = LlamaForSequenceClassification(tiny_model().config)
-        with pytest.raises(UnsupportedModelError, match="LlamaForSequenceClassification has"):
+        with pytest.raises(UnsupportedModelError, match="LlamaForSequenceClassification"):
             FlopsModel.of(model, tiny_arguments(tmp_path))
 
-    def test_is_absent_for_a_model_it_cannot_count(self, tmp_path):
-        class Bag(torch.nn.Module):
+    def test_mfu_is_absent_for_a_model_without_known_flops(self, tmp_path):
+        class Bigram(torch.nn.Module):
             def __init__(self):
                 super().__init__()
                 self.head = torch.nn.Embedding(VOCAB, VOCAB)
@@ -172,7 +172,7 @@ class TestUtilisation:
                 loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
                 return {"loss": loss, "logits": logits}
 
-        trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(peak_tflops=self.PEAK), model=Bag())
+        trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(peak_tflops=self.PEAK), model=Bigram())
         trainer.train()
         assert logged(trainer, "scaling/mfu") == []
         assert logged(trainer, "scaling/tokens_seen")[-1] == 4 * TOKENS_PER_STEP
@@ -184,7 +184,7 @@ class TestUtilisation:
 
 
 class TestJsonl:
-    def test_has_one_record_per_log_with_the_trainers_numbers(self, tmp_path):
+    def test_has_one_record_per_log_with_trainers_numbers(self, tmp_path):
         trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), max_steps=6, logging_steps=2)
         trainer.train()
         records = jsonl(tmp_path)
@@ -192,25 +192,25 @@ class TestJsonl:
         assert [record["loss"] for record in records] == logged(trainer, "loss")
         assert [record["scaling/tokens_per_s"] for record in records] == logged(trainer, "scaling/tokens_per_s")[:3]
 
-    def test_a_resume_goes_on_where_the_checkpoint_was(self, tmp_path):
+    def test_a_resume_continues_from_the_step_of_the_checkpoint(self, tmp_path):
         arguments = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 2}
         tiny_trainer(tmp_path, ScalingMetricsCallback(), max_steps=5, **arguments).train()
         with (tmp_path / "scaling.jsonl").open("a") as file:
-            file.write('{"step": 6, "lo')  # the machine was lost here
+            file.write('{"step": 6, "lo')  # the process is killed here
         again = tiny_trainer(tmp_path, ScalingMetricsCallback(), max_steps=8, **arguments)
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         records = jsonl(tmp_path)
         assert [record["step"] for record in records] == [2, 4, 6, 8]
-        # Step 3 was saved between two logs: its tokens are in the checkpoint all the same.
+        # Step 3 was saved between two logs, and the checkpoint includes its tokens.
         assert [record["scaling/tokens_seen"] for record in records] == [n * TOKENS_PER_STEP for n in (2, 4, 6, 8)]
 
-    def test_a_fresh_run_puts_the_old_file_beside(self, tmp_path):
+    def test_a_fresh_run_sets_the_old_file_aside(self, tmp_path):
         for _ in range(2):
             tiny_trainer(tmp_path, ScalingMetricsCallback()).train()
         assert len(jsonl(tmp_path)) == 4
         assert len(list(tmp_path.glob("scaling-until-*.jsonl"))) == 1
 
-    def test_holds_no_number_that_json_does_not_know(self, tmp_path):
+    def test_leaves_out_numbers_that_json_cannot_hold(self, tmp_path):
         class Explode(TrainerCallback):
             def on_step_begin(self, args, state, control, model=None, **kwargs):
                 if state.global_step == 2:
@@ -224,7 +224,7 @@ class TestJsonl:
 
 
 class TestWandb:
-    """Each training in a process of its own, as in life: W&B keeps its settings for the life of a process."""
+    """Each training runs in its own process, because W&B keeps its settings as long as a process lives."""
 
     @pytest.fixture
     def train(self, python, tmp_path):
@@ -236,7 +236,7 @@ class TestWandb:
 
         return run
 
-    def test_every_key_stands_beside_the_loss_of_its_step_and_axes_are_defined(self, train, tmp_path):
+    def test_every_key_is_logged_with_the_loss_of_its_step_and_over_tokens(self, train, tmp_path):
         file = train()
         rows = [row for row in history(file) if "train/loss" in row]
         assert [row["train/global_step"] for row in rows] == [1, 2, 3, 4]
@@ -245,12 +245,12 @@ class TestWandb:
         assert [row["train/scaling/tokens_seen"] for row in rows] == [n * TOKENS_PER_STEP for n in (1, 2, 3, 4)]
         assert {"train/loss", "train/scaling/tokens_per_s", "*"} <= step_metrics(file)
 
-    def test_a_resume_continues_the_run_and_a_fresh_start_begins_another(self, train):
+    def test_a_resume_continues_the_run_and_a_fresh_training_starts_another(self, train):
         first, resumed, fresh = run_id(train()), run_id(train("out/checkpoint-2")), run_id(train())
         assert first == resumed
         assert first != fresh
 
-    def test_no_secret_in_any_file_and_the_report_at_the_end_and_a_rewind_is_noted(self, train, tmp_path):
+    def test_files_have_no_secrets_and_the_report_is_uploaded_and_a_rewind_is_recorded(self, train, tmp_path):
         planted = {
             "HF_TOKEN": "hf_" + "plantedEnvironment" * 2,
             "WANDB_API_KEY": "5ec2e7" * 6 + "abcd",
@@ -266,11 +266,11 @@ class TestWandb:
         assert "hfscale_rewound" not in config(first)
         assert config(again)["hfscale_rewound"] == [{"from_step": 4, "to_step": 2}]
         files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".py"]
-        assert b"--hub_token" in first.read_bytes()  # W&B keeps the command line, as it got it
+        assert b"--hub_token" in first.read_bytes()  # W&B stores the command line that it got
         for secret in (*planted.values(), "planted-argument", "planted-key"):
             assert [str(path) for path in files if secret.encode() in path.read_bytes()] == []
 
-    def test_an_id_of_the_users_own_is_left_alone(self, train):
+    def test_a_run_id_set_by_the_user_is_kept(self, train):
         assert run_id(train(WANDB_RUN_ID="mine1234")) == "mine1234"
 
 
@@ -289,19 +289,19 @@ def test_every_key_reaches_tensorboard(tmp_path, monkeypatch):
 
 
 @pytest.mark.world(2)
-def test_two_processes_count_together(launch, tmp_path):
+def test_two_processes_are_counted_together(launch, tmp_path):
     done = launch(2, REPOSITORY / "tests" / "workers" / "metrics.py")
     assert done.code == 0, done.err[-3000:]
     records = jsonl(tmp_path / "out")
     assert [record["scaling/tokens_seen"] for record in records] == [n * 2 * TOKENS_PER_STEP for n in (2, 4, 6)]
     for record in records:
         assert record["scaling/tokens_per_s"] == pytest.approx(2 * record["scaling/tokens_per_s_per_gpu"])
-    # Only rank 1 reads slowly; the worst rank is reported, not the mean.
+    # Only rank 1 reads slowly; the metric is that of the slowest rank, not the mean.
     assert records[-1]["scaling/data_wait_fraction"] > 0.5
     lines = read_records(tmp_path / "out" / "hfscale_ranks.jsonl")
     ranks = [line for line in lines if "data_wait_fraction" in line]
     assert [record["step"] for record in ranks] == [2, 4, 6]
-    # Rank 0 waits for rank 1 too, since Trainer counts a step's tokens over all ranks, but not for its own data.
+    # Rank 0 does not wait for its own data, but for rank 1, because Trainer counts a step's tokens over all ranks.
     shares = ranks[-1]["data_wait_fraction"]
     assert shares[1] == pytest.approx(records[-1]["scaling/data_wait_fraction"], abs=1e-4)
     assert shares[0] < 0.1
@@ -312,7 +312,7 @@ def test_two_processes_count_together(launch, tmp_path):
     assert all(0 < s < 60 for row in own for s in row)
 
 
-def test_numbers_per_rank_need_no_other_callback_to_make_the_folder(tmp_path):
+def test_rank_lines_create_the_output_directory(tmp_path):
     RankLines(tmp_path / "out").add(2, {"compute_s": [0.5, 0.25], "nothing": [0.0, 0.0]})
     (line,) = read_records(tmp_path / "out" / "hfscale_ranks.jsonl")
     assert line["compute_s"] == [0.5, 0.25]
@@ -331,7 +331,7 @@ def test_phase_clock_charges_every_second_once():
     assert clock.seconds == {}
 
 
-def test_pace_compares_whole_steps_only():
+def test_step_pace_compares_complete_steps_only():
     times = iter([0.0, 1.0, 1.0, 2.0, 2.0, 9.0, 9.0, 10.5, 10.5, 12.5, 13.0, 23.0])
     pace = StepPace(now=lambda: next(times))
     assert pace.take_slowdown() is None

@@ -1,4 +1,4 @@
-"""sweep: its command lines, its arithmetic, and a real one on two processes."""
+"""hfscale sweep: its command lines, its arithmetic, and a real sweep on two processes."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from hfscale.report.page import sweep_page
 from hfscale.report.sweep import Measurement, Sweep, environment, run_sweep
 
 
-def sweep_of(tmp_path, *flags, script="", **changed):
+def make_sweep(tmp_path, *flags, script="", **changed):
     recipe = tmp_path / "train.py"
     recipe.write_text(script)
     options = {
@@ -30,8 +30,8 @@ def sweep_of(tmp_path, *flags, script="", **changed):
 
 
 class TestBatches:
-    def test_weak_scaling_leaves_the_batch_of_each_process(self, tmp_path):
-        assert sweep_of(tmp_path).batch_flags(2) == []
+    def test_weak_scaling_keeps_the_batch_of_each_process(self, tmp_path):
+        assert make_sweep(tmp_path).batch_flags(2) == []
 
     @pytest.mark.parametrize(
         ("flags", "number", "expected"),
@@ -42,34 +42,34 @@ class TestBatches:
             (["--per_device_train_batch_size=4", "--gradient_accumulation_steps=4"], 8, (2, 1)),
         ],
     )
-    def test_strong_scaling_keeps_the_total(self, tmp_path, flags, number, expected):
-        sweep = sweep_of(tmp_path, *flags, mode="strong", gpus=(1, 2, 8) if "=4" in flags[0] else (1, 2))
+    def test_strong_scaling_keeps_the_global_batch(self, tmp_path, flags, number, expected):
+        sweep = make_sweep(tmp_path, *flags, mode="strong", gpus=(1, 2, 8) if "=4" in flags[0] else (1, 2))
         per_device, accumulation = expected
         assert sweep.batch_flags(number) == [
             f"--per_device_train_batch_size={per_device}",
             f"--gradient_accumulation_steps={accumulation}",
         ]
 
-    def test_the_batch_may_stand_in_the_recipes_config(self, tmp_path):
+    def test_the_batch_may_be_in_the_recipes_config_file(self, tmp_path):
         config = tmp_path / "c.yaml"
         config.write_text("per_device_train_batch_size: 4\nsomething_else: x\n")
-        assert sweep_of(tmp_path, "--config", str(config), mode="strong").batch_flags(2)[0].endswith("=2")
+        assert make_sweep(tmp_path, "--config", str(config), mode="strong").batch_flags(2)[0].endswith("=2")
 
     @pytest.mark.parametrize(
-        ("flags", "gpus", "words"),
+        ("flags", "gpus", "message"),
         [
-            ([], (1, 2), "give --per_device_train_batch_size"),
-            (["--per_device_train_batch_size", "2"], (1, 4), "does not divide over 4"),
+            ([], (1, 2), "--per_device_train_batch_size"),
+            (["--per_device_train_batch_size", "2"], (1, 4), "batch of 2 .* 4 processes"),
             (["--per_device_train_batch_size", "many"], (1, 2), "--per_device_train_batch_size is many"),
         ],
     )
-    def test_what_cannot_be_kept_is_told_before_anything_runs(self, tmp_path, flags, gpus, words):
-        with pytest.raises(UsageError, match=words):
-            sweep_of(tmp_path, *flags, mode="strong", gpus=gpus)
+    def test_a_batch_that_cannot_be_kept_is_reported_before_anything_runs(self, tmp_path, flags, gpus, message):
+        with pytest.raises(UsageError, match=message):
+            make_sweep(tmp_path, *flags, mode="strong", gpus=gpus)
 
 
 def test_wrong_usage(tmp_path, capsys):
-    for argv, words in (
+    for argv, message in (
         (["--gpus", "1,1", "--", "x"], "--gpus is 1,1"),
         (["--gpus", "0", "--", "x"], "--gpus is 0"),
         (["--mode", "wide", "--", "x"], "--mode is wide"),
@@ -79,34 +79,34 @@ def test_wrong_usage(tmp_path, capsys):
         (["--config-file", "nothing", "--", __file__], "no shipped config is named 'nothing'"),
     ):
         assert main(["sweep", *argv]) == 2, argv
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert parse_gpus("4,1, 2") == (1, 2, 4)
 
 
-def measured(gpus, rates, **keys):
+def measurement(gpus, rates, **keys):
     named = {f"scaling/{name}": value for name, value in keys.items()}
     return Measurement(gpus=gpus, rates=rates, keys=[named] * len(rates), facts={"tokens_per_gpu": 512})
 
 
 class TestArithmetic:
-    BASE = measured(1, [1000.0, 500.0, 1000.0], data_wait_fraction=0.01)
+    BASE = measurement(1, [1000.0, 500.0, 1000.0], data_wait_fraction=0.01)
 
-    def test_efficiency_is_compared_inside_a_repeat(self):
-        """In the second the machine was slow for both."""
-        assert measured(2, [900.0, 450.0, 900.0]).efficiency(self.BASE) == pytest.approx(0.9)
+    def test_speeds_are_compared_inside_a_repeat(self):
+        """In the second repeat the machine was slow for both numbers of GPUs."""
+        assert measurement(2, [900.0, 450.0, 900.0]).efficiency(self.BASE) == pytest.approx(0.9)
 
-    def test_losses_add_up_to_what_the_efficiency_lacks(self):
-        slow = measured(8, [600.0, 300.0, 600.0], data_wait_fraction=0.11, comm_fraction=0.2)
+    def test_losses_add_up_to_the_missing_efficiency(self):
+        slow = measurement(8, [600.0, 300.0, 600.0], data_wait_fraction=0.11, comm_fraction=0.2)
         losses = slow.losses(self.BASE)
         assert losses["data wait"] == pytest.approx(0.1)
         assert losses["exposed communication"] == pytest.approx(0.2)
         assert losses["not measured"] == pytest.approx(0.1)
         assert slow.bottleneck(self.BASE).check == "exposed communication"
-        much = measured(8, [900.0, 450.0, 900.0], data_wait_fraction=0.51, comm_fraction=0.5)
+        much = measurement(8, [900.0, 450.0, 900.0], data_wait_fraction=0.51, comm_fraction=0.5)
         assert sum(much.losses(self.BASE).values()) == pytest.approx(0.1)
 
-    def test_the_page_has_every_row_and_no_foreign_markup(self):
-        slow = measured(8, [600.0, 300.0, 600.0], comm_fraction=0.2)
+    def test_the_page_has_every_row_and_escapes_text(self):
+        slow = measurement(8, [600.0, 300.0, 600.0], comm_fraction=0.2)
         answer = to_dict([self.BASE, slow], "weak") | {"strategy": "<b>x</b>"}
         text = sweep_page(answer)
         assert "8 GPUs: 600 tokens/s/GPU" in text
@@ -115,7 +115,7 @@ class TestArithmetic:
         assert "<b>x</b>" not in text
 
 
-def test_one_process_alone_does_not_get_all_the_cores(monkeypatch):
+def test_one_process_alone_does_not_use_all_cores(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert environment((1, 2, 8), {})["OMP_NUM_THREADS"] == "8"
     assert environment((1,), {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
@@ -123,30 +123,30 @@ def test_one_process_alone_does_not_get_all_the_cores(monkeypatch):
 
 class TestFailures:
     @pytest.mark.parametrize(
-        ("script", "words"),
+        ("script", "message"),
         [
-            ("import sys; print('hfscale: error: the mend, hub_token=abcdefgh'); sys.exit(2)", "the mend"),
+            ("import sys; print('hfscale: error: the reason, hub_token=abcdefgh'); sys.exit(2)", "the reason"),
             ("print('nothing measured')", "too few measurements"),
         ],
     )
-    def test_are_one_line_with_the_reason(self, tmp_path, monkeypatch, script, words):
+    def test_a_failed_run_is_an_error_with_its_reason(self, tmp_path, monkeypatch, script, message):
         launcher = [sys.executable]
         monkeypatch.setattr(Sweep, "command", lambda self, number, output_dir: [*launcher, self.recipe[0]])
-        with pytest.raises(HfScaleError, match=words) as caught:
-            run_sweep(sweep_of(tmp_path, script=script), log=print)
+        with pytest.raises(HfScaleError, match=message) as caught:
+            run_sweep(make_sweep(tmp_path, script=script), log=print)
         assert "abcdefgh" not in str(caught.value)
         assert "abcdefgh" not in (tmp_path / "sweep" / "1-gpus" / "repeat-1" / "output.txt").read_text()
 
-    def test_a_run_that_does_not_end_is_ended(self, tmp_path, monkeypatch):
+    def test_a_run_that_takes_too_long_is_ended(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Sweep, "command", lambda self, number, output_dir: [sys.executable, self.recipe[0]])
         with pytest.raises(HfScaleError, match="longer than 1 s"):
-            run_sweep(sweep_of(tmp_path, script="import time; time.sleep(99)", timeout_s=1), log=print)
+            run_sweep(make_sweep(tmp_path, script="import time; time.sleep(99)", timeout_s=1), log=print)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 @pytest.mark.world(2)
-def test_a_sweep_records_the_baseline_that_a_later_run_is_measured_against(tmp_path, monkeypatch, capsys):
+def test_a_sweep_records_the_baseline_of_later_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     recipe = REPOSITORY / "recipes" / "ddp" / "train.py"
     flags = ["--block_size", "64", "--per_device_train_batch_size", "2", "--dataloader_num_workers", "0"]

@@ -1,4 +1,4 @@
-"""The triage: one cause, the right one, with its numbers; and silence where all is well."""
+"""The triage names the one right bottleneck with its numbers, and none for a healthy run."""
 
 import pytest
 
@@ -15,7 +15,7 @@ HEALTHY = {
 }
 
 
-def test_a_healthy_run_and_an_unknown_one_have_no_finding():
+def test_a_healthy_and_an_unmeasured_run_have_no_bottleneck():
     assert triage(TriageInput(**HEALTHY)) is None
     assert triage(TriageInput()) is None
 
@@ -40,20 +40,20 @@ def test_a_healthy_run_and_an_unknown_one_have_no_finding():
         ),
     ],
 )
-def test_each_cause_is_named_with_its_numbers(changed, cause, number):
+def test_each_bottleneck_is_named_with_its_numbers(changed, cause, number):
     finding = triage(TriageInput(**(HEALTHY | changed)))
     assert finding.check == cause
     assert number in finding.problem
     assert finding.fix
 
 
-def test_of_several_causes_the_largest_is_named():
+def test_the_largest_of_several_bottlenecks_is_named():
     both = HEALTHY | {"data_wait_fraction": 0.2, "straggler_skew": 1.2, "comm_fraction": 0.3, "throttled": 1.0}
     assert triage(TriageInput(**both)).check == "exposed communication"
     assert triage(TriageInput(**(both | {"straggler_skew": 3.0}))).check == "straggler"
 
 
-def test_the_tokens_that_would_hide_the_exchange_are_computed():
+def test_the_fix_names_the_tokens_that_would_hide_the_communication():
     finding = triage(TriageInput(**(HEALTHY | {"comm_fraction": 0.4, "comm_over_backward": 3.0})))
     assert "24,576 tokens" in finding.fix
 
@@ -62,22 +62,20 @@ SLOW = {"scaling/data_wait_fraction": 0.5, "loss": 1.0}
 
 
 class TestWatch:
-    def look(self, watch, logs):
+    def check(self, watch, logs):
         return watch.check(logs, comm_over_backward=None, tokens_per_gpu=None)
 
-    def test_says_a_cause_once_after_it_has_held(self):
+    def test_reports_a_bottleneck_once_after_several_logs(self):
         watch = TriageWatch()
-        watch.begin()
-        found = [self.look(watch, SLOW) for _ in range(8)]
+        found = [self.check(watch, SLOW) for _ in range(8)]
         assert [finding is not None for finding in found] == [False, False, False, True, False, False, False, False]
         assert found[3].check == "data wait"
-        changed = [self.look(watch, {"scaling/comm_fraction": 0.6}) for _ in range(3)]
+        changed = [self.check(watch, {"scaling/comm_fraction": 0.6}) for _ in range(3)]
         assert changed[-1].check == "exposed communication"
 
-    def test_one_slow_log_is_no_diagnosis(self):
+    def test_one_slow_log_is_not_reported(self):
         watch = TriageWatch()
-        watch.begin()
         fine = {"scaling/data_wait_fraction": 0.0}
-        assert [self.look(watch, logs) for logs in (fine, fine, {"scaling/data_wait_fraction": 0.2}, fine, fine)] == (
+        assert [self.check(watch, logs) for logs in (fine, fine, {"scaling/data_wait_fraction": 0.2}, fine, fine)] == (
             [None] * 5
         )

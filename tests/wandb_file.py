@@ -1,4 +1,4 @@
-"""Reads the records of an offline W&B run back: LevelDB-framed `wandb_internal_pb2.Record` messages."""
+"""Reads the records of an offline W&B run: `wandb_internal_pb2.Record` messages in LevelDB frames."""
 
 import json
 import struct
@@ -14,13 +14,15 @@ _FRAME_HEADER = struct.Struct("<IHB")  # checksum, length, type: 1 full, 2 first
 
 
 def run_files(folder: Path) -> list[Path]:
-    """The `.wandb` files below a folder, oldest first."""
+    """Return the `.wandb` files below a folder, oldest first."""
     return sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_mtime)
 
 
 def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """Every record of one file."""
-    data, at, parts = path.read_bytes(), _FILE_HEADER, b""
+    """Yield every record of one file."""
+    data = path.read_bytes()
+    at = _FILE_HEADER
+    parts = b""
     while at + _FRAME_HEADER.size <= len(data):
         left = _BLOCK - at % _BLOCK
         if left < _FRAME_HEADER.size:
@@ -38,7 +40,7 @@ def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """What was logged, one dictionary per `wandb.log`."""
+    """Return what was logged: one dictionary per call of `wandb.log`."""
     rows = []
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
@@ -48,7 +50,7 @@ def history(path: Path) -> list[dict[str, Any]]:
 
 
 def config(path: Path) -> dict[str, Any]:
-    """The run's config as it was at the end."""
+    """Return the config of the run as it was at the end."""
     found: dict[str, Any] = {}
     for record in records(path):
         kind = record.WhichOneof("record_type")
@@ -58,7 +60,7 @@ def config(path: Path) -> dict[str, Any]:
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """What was written into the run's summary by hand."""
+    """Return what was written explicitly into the summary of the run."""
     found: dict[str, Any] = {}
     for record in records(path):
         if record.WhichOneof("record_type") == "summary":
@@ -68,7 +70,7 @@ def summary(path: Path) -> dict[str, Any]:
 
 
 def artifact_types(path: Path) -> list[str]:
-    """The type of each artifact that was logged."""
+    """Return the type of each artifact that was logged."""
     found = []
     for record in records(path):
         if record.WhichOneof("record_type") == "artifact":
@@ -79,11 +81,11 @@ def artifact_types(path: Path) -> list[str]:
 
 
 def run_id(path: Path) -> str:
-    """The id of the run."""
+    """Return the id of the run."""
     return next(record.run.run_id for record in records(path) if record.WhichOneof("record_type") == "run")
 
 
 def step_metrics(path: Path) -> set[str]:
-    """Each metric or pattern that has an x-axis of its own."""
+    """Return each metric or pattern that has its own x-axis."""
     defined = (record.metric for record in records(path) if record.WhichOneof("record_type") == "metric")
     return {metric.name or metric.glob_name for metric in defined if metric.step_metric or metric.step_metric_index}

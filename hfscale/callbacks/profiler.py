@@ -1,4 +1,4 @@
-"""PyTorch profiler traces of a few chosen steps."""
+"""ProfilerCallback: PyTorch profiler traces of chosen steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,22 +15,22 @@ logger = get_logger(__name__)
 
 
 class ProfilerCallback(TrainerCallback):
-    """Writes a trace of each chosen step of rank 0 to `output_dir/profile/step-N.json`, which Perfetto opens.
+    """Writes a trace of each chosen step of rank 0 to `output_dir/profile/step-N.json`, which Perfetto can open.
 
-    Forward, backward and optimizer step are in it, the wait for the batch is not. A profiled step is slower, the
-    others are not touched. Logs no metric keys.
+    A trace includes forward, backward and optimizer step, but not the wait for the batch. Profiled steps are slower;
+    the other steps are not affected. The callback logs no metric keys.
 
     Args:
-        steps (`Sequence[int]`): numbers of the optimizer steps, from 1.
+        steps (`Sequence[int]`): Numbers of the optimizer steps to profile, counted from 1.
 
     Raises:
-        UsageError: a step below 1.
+        UsageError: A step is below 1.
     """
 
     def __init__(self, steps: Sequence[int]) -> None:
         for step in steps:
             if step < 1:
-                raise UsageError(f"profile_steps {step}: steps are counted from 1")
+                raise UsageError(f"--profile_steps has {step}: steps are counted from 1")
         self.steps = frozenset(steps)
         self._profile: profile | None = None
 

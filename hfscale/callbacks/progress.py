@@ -1,11 +1,11 @@
-"""A progress bar whose log lines fit the terminal."""
+"""Progress callbacks whose log lines fit a terminal."""
 
 from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-_SHOWN = {
+_SHOWN_KEYS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
     "grad_norm": "grad_norm {:.2f}",
@@ -17,7 +17,7 @@ _SHOWN = {
 
 
 class CompactProgressCallback(ProgressCallback):
-    """Trainer's progress bar, with one short line per log instead of every key. Logs no metric keys."""
+    """Trainer's progress bar, with one short line per log instead of every key. It logs no metric keys."""
 
     def on_log(
         self,
@@ -30,12 +30,12 @@ class CompactProgressCallback(ProgressCallback):
         line = _line(state, logs)
         if line and self.training_bar is not None:
             self.training_bar.write(line)
-        elif line:  # an evaluation after the training
+        elif line:  # an evaluation after the training has no bar
             print(line, flush=True)
 
 
 class CompactPrinterCallback(PrinterCallback):
-    """The same lines without a bar, for `--disable_tqdm`. Logs no metric keys."""
+    """Prints the same lines without a bar, for `--disable_tqdm`. It logs no metric keys."""
 
     def on_log(
         self,
@@ -50,19 +50,18 @@ class CompactPrinterCallback(PrinterCallback):
 
 
 def use_compact_progress(trainer: Trainer) -> None:
-    """Put the compact bar, or printer, in the place of the Trainer's own."""
-    own, compact = (
-        (PrinterCallback, CompactPrinterCallback)
-        if trainer.args.disable_tqdm
-        else (ProgressCallback, CompactProgressCallback)
-    )
-    trainer.remove_callback(own)
-    trainer.add_callback(compact())
+    """Replace the progress bar of a Trainer, or its printer under `--disable_tqdm`, by the compact one."""
+    if trainer.args.disable_tqdm:
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(CompactPrinterCallback())
+    else:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(CompactProgressCallback())
 
 
 def _line(state: TrainerState, logs: dict[str, Any] | None) -> str:
-    """The line of one log; empty on other ranks than the first, and for a record that has nothing to show."""
-    shown = [form.format(float(logs[key])) for key, form in _SHOWN.items() if logs and key in logs]
+    """The line of one log; empty on ranks other than 0, and if the log has none of the shown keys."""
+    shown = [form.format(float(logs[key])) for key, form in _SHOWN_KEYS.items() if logs and key in logs]
     if not (state.is_world_process_zero and shown):
         return ""
     return f"step {state.global_step}/{state.max_steps}  " + "  ".join(shown)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
-from test_noise_scale import KNOWN, Pull, Rows, trainer_of
+from test_noise_scale import KNOWN, MeanOfInputs, Rows, noise_trainer
 from tiny import logged
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -36,14 +36,14 @@ class Wide(nn.Module):
 
 
 def under_ddp():
-    trainer = trainer_of("ddp", gradient_accumulation_steps=2, max_steps=60, logging_steps=1)
+    trainer = noise_trainer("ddp", gradient_accumulation_steps=2, max_steps=60, logging_steps=1)
     trainer.train()
     known = {"noise_scale": logged(trainer, "scaling/noise_scale")[-1]}
     return known | {"comm_fraction": logged(trainer, "scaling/comm_fraction")[-1]}
 
 
 def wide_ddp():
-    trainer = trainer_of("wide", model=Wide(), noise_scale=False, max_steps=8, logging_steps=4)
+    trainer = noise_trainer("wide", model=Wide(), noise_scale=False, max_steps=8, logging_steps=4)
     meter = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "_communication"))._communication
     assert isinstance(meter, CommunicationMeter)
     trainer.train()
@@ -57,7 +57,7 @@ def wide_ddp():
 
 
 def under_fsdp2():
-    model = Pull()
+    model = MeanOfInputs()
     fully_shard(model)
     probe = ReduceScatterProbe(model)
     sampled = SampledSteps(first=3, every=1000)

@@ -1,4 +1,4 @@
-"""Two processes, of which the second reads its batches slowly."""
+"""Trains in two processes, of which the second reads its batches slowly."""
 
 import sys
 from pathlib import Path

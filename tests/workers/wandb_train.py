@@ -1,6 +1,6 @@
-"""A training that reports to W&B, fresh or from the checkpoint given.
+"""Trains with reports to W&B, from scratch or from the given checkpoint.
 
-python tests/workers/wandb_train.py [CHECKPOINT] [FLAGS THAT NOBODY READS]
+python tests/workers/wandb_train.py [CHECKPOINT] [FLAGS THAT ARE IGNORED]
 """
 
 import sys
