@@ -121,26 +121,29 @@ class Monitor:
         self._clock.end("aside")
         seconds = self._clock.take()
         times = self._timed_steps() if self._timer is not None else []
-        row = [
-            seconds.get("data", 0.0),
-            seconds.get("data", 0.0) + seconds.get("step", 0.0),
-            math.nan if grad_norm is None else grad_norm,
-            self._checksum(step),
-            *self._gpu_row(),
-            *times,
-        ]
-        rows = distributed.gather_rows(row)
-        waits, windows, norms, sums, temperatures, powers, throttled, *steps = zip(*rows, strict=True)
-        judgement = self._straggler_judge.add([[step[rank] for step in steps] for rank in range(len(rows))])
+        columns = distributed.gather_columns(
+            {
+                "data_wait_s": seconds.get("data", 0.0),
+                "window_s": seconds.get("data", 0.0) + seconds.get("step", 0.0),
+                "grad_norm": math.nan if grad_norm is None else grad_norm,
+                "checksum": self._checksum(step),
+                **self._gpu_numbers(),
+                **{f"step_{index}_s": time_s for index, time_s in enumerate(times)},
+            }
+        )
+        steps = [columns[f"step_{index}_s"] for index in range(len(times))]
+        judgement = self._straggler_judge.add(
+            [[step[rank] for step in steps] for rank in range(len(columns["window_s"]))]
+        )
         self.own_s = judgement.own_s
-        found = [*judgement.findings, *self._data_wait_judge.add(waits, windows)]
+        found = [*judgement.findings, *self._data_wait_judge.add(columns["data_wait_s"], columns["window_s"])]
         if self._replicas:
-            found += compare_replicas(sums, norms, self._hosts, step)
+            found += compare_replicas(columns["checksum"], columns["grad_norm"], self._hosts, step)
         if self._gpu is not None:
             rank = distributed.rank()
             found += [replace(finding, ranks=(rank,), host=self._hosts[rank]) for finding in self._gpu.take()]
         keys = {} if judgement.skew is None else {"scaling/straggler_skew": judgement.skew}
-        return keys | _gpu_keys(temperatures, powers, throttled), found
+        return keys | _gpu_keys(columns["temperature_c"], columns["power_w"], columns["throttled"]), found
 
     def stop(self) -> None:
         """Remove the timer's hooks and end the GPU thread."""
@@ -163,12 +166,16 @@ class Monitor:
         times = self._timer.span.read()
         return [math.nan] * (KEPT_STEPS - len(times)) + times
 
-    def _gpu_row(self) -> list[float]:
+    def _gpu_numbers(self) -> dict[str, float]:
+        """The last reading of this rank's GPU; NaN where there is none."""
         if self._gpu is None:
-            return [math.nan] * 3
+            return dict.fromkeys(("temperature_c", "power_w", "throttled"), math.nan)
         now = self._gpu.watch.last
-        values = (now.temperature_c, now.power_w, float(now.throttled is not None))
-        return [math.nan if value is None else float(value) for value in values]
+        return {
+            "temperature_c": math.nan if now.temperature_c is None else now.temperature_c,
+            "power_w": math.nan if now.power_w is None else now.power_w,
+            "throttled": float(now.throttled is not None),
+        }
 
 
 def _gpu_keys(temperatures: Sequence[float], powers: Sequence[float], throttled: Sequence[float]) -> dict[str, float]:

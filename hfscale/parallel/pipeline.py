@@ -1,5 +1,6 @@
 """A rank's pipeline stages, run over the micro-batches of a step by torch's schedules, and how long they wait."""
 
+import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -432,11 +433,12 @@ class StageTimes:
 
     def keys(self, state: TrainerState) -> dict[str, float]:
         """Return the metrics of the time since the previous call. Call it on every rank."""
-        busy, total, schedules = zip(*distributed.gather_rows(self._clock.read()), strict=True)
-        if not sum(total):
+        busy_s, schedules_s, schedules = self._clock.read()
+        columns = distributed.gather_columns({"busy_s": busy_s, "schedules_s": schedules_s, "schedules": schedules})
+        if not sum(columns["schedules_s"]):
             return {}
         if state.is_world_process_zero and (self._folder / JSONL_NAME).exists():
-            own = [seconds / number for seconds, number in zip(busy, schedules, strict=True)]
+            own = [seconds / number for seconds, number in zip(columns["busy_s"], columns["schedules"], strict=True)]
             self._lines.add(state.global_step, {"stage_s": own})
         # A rank that finishes its part early waits outside its schedule too, so the longest schedule counts for all.
-        return {"scaling/bubble_fraction": 1 - sum(busy) / (len(busy) * max(total))}
+        return {"scaling/bubble_fraction": 1 - statistics.mean(columns["busy_s"]) / max(columns["schedules_s"])}
