@@ -10,8 +10,7 @@ from conftest import REPOSITORY
 
 from hfscale.cli import main
 from hfscale.errors import StorageError
-from hfscale.facts.hardware import accelerator
-from hfscale.facts.local_hardware import find_accelerator, read_rows
+from hfscale.facts.hardware import accelerator, find_accelerator, read_hardware_file
 from hfscale.facts.prices import all_prices, prices_of
 from hfscale.health import calibrate
 from hfscale.planner.frameworks import shared_constants
@@ -49,7 +48,7 @@ class TestOnThisMachine:
         out = run(capsys, "plan", "--calibrate").out
         assert f"Written: {home}; plan with it: hfscale plan MODEL --gpu local-cpu --gpus N --precision fp32" in out
         assert "accelerate launch -m hfscale plan --calibrate" in out
-        (row,) = read_rows(home)
+        (row,) = read_hardware_file(home)
         assert 0 < row.achieved_fp32_tflops < 100
         assert 0 < row.achieved_memory_tb_s < 10
         assert row.achieved_link_gb_s is None
@@ -86,7 +85,7 @@ class TestOnThisMachine:
         assert done.out.count("Written:") == 1
         measured = tomllib.loads(path.read_text())["measurement"]
         assert {"all_reduce", "all_gather", "reduce_scatter"} < {row["kind"] for row in measured}
-        (row,) = read_rows(path)
+        (row,) = read_hardware_file(path)
         assert 0 < row.achieved_link_gb_s < 1000
         assert 0 < row.hop_us < 1e6
         assumed = json.loads(run(capsys, *PLAN, "--gpu", "local-cpu", "--hardware", path).out)["assumptions"]
@@ -100,7 +99,7 @@ class TestHardwareFile:
         linked = replace(found, gpu=replace(found.gpu, achieved_link_gb_s=3.0, hop_us=7.0), processes=2)
         calibrate.write(linked, path)
         calibrate.write(replace(found, gpu=replace(found.gpu, achieved_memory_tb_s=0.5)), path)
-        assert [row.name for row in read_rows(path)] == ["mine", "local-cpu"]
+        assert [row.name for row in read_hardware_file(path)] == ["mine", "local-cpu"]
         row = find_accelerator("local-cpu", path)
         assert (row.achieved_link_gb_s, row.hop_us, row.achieved_memory_tb_s) == (3.0, 7.0, 0.5)
         assert len(tomllib.loads(path.read_text())["measurement"]) == len(found.measurements)
@@ -121,12 +120,12 @@ class TestHardwareFile:
     @pytest.mark.parametrize(
         ("changes", "part"),
         [
-            ({"speed": 3}, "'speed' is no key"),
+            ({"speed": 3}, "unknown key 'speed'"),
             ({"memory_gib": None}, "has no memory_gib"),
-            ({"memory_tb_s": -1.0}, "memory_tb_s -1.0 is not a number above 0"),
-            ({"bf16_tflops": "fast"}, "bf16_tflops 'fast' is not a number above 0"),
-            ({"name": ""}, "name '' is not text"),
-            ({"aliases": "a"}, "aliases 'a' is not a list of texts"),
+            ({"memory_tb_s": -1.0}, "memory_tb_s is -1.0: it must be a number above 0"),
+            ({"bf16_tflops": "fast"}, "bf16_tflops is 'fast': it must be a number above 0"),
+            ({"name": ""}, "name is '': it must be text"),
+            ({"aliases": "a"}, "aliases is 'a': it must be a list of texts"),
         ],
     )
     def test_a_bad_row_is_one_line(self, capsys, home, changes, part):

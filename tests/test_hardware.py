@@ -165,7 +165,7 @@ def test_peaks_by_dtype() -> None:
     peaks = [peak_tflops(h100, dtype) for dtype in ("bf16", "fp16", "fp8", "tf32", "fp32")]
     assert peaks == [989, 989, 1979, 494.5, 67]
     assert peak_tflops(accelerator("A100-80GB"), "fp8") is None
-    with pytest.raises(UsageError, match="'int8' is not one with a peak: use one of bf16"):
+    with pytest.raises(UsageError, match="dtype is 'int8': use one of bf16"):
         peak_tflops(h100, "int8")  # type: ignore[arg-type]
 
 

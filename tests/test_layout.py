@@ -34,7 +34,7 @@ def test_layouts_are_values() -> None:
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "cp", "tp", "pp"])
 @pytest.mark.parametrize("size", [0, -1, 2.0, "2", True, None])
 def test_sizes_that_are_not_counts_are_refused(axis: str, size: Any) -> None:
-    with pytest.raises(LayoutError, match=f"{axis}={size!r} is not a whole number of at least 1") as caught:
+    with pytest.raises(LayoutError, match=f"{axis} is {size!r}: it must be an integer of at least 1") as caught:
         ParallelLayout(**{axis: size})
     assert isinstance(caught.value, ValueError)
 

@@ -39,7 +39,7 @@ def test_auto_knows_every_optimizer_of_transformers():
 
 
 def test_auto_refuses_an_optimizer_it_has_no_rule_for():
-    with pytest.raises(UsageError, match=r"'mystery'.*give linear, sqrt"):
+    with pytest.raises(UsageError, match=r"'mystery'.*use linear, sqrt"):
         decide(optimizer="mystery")
 
 
@@ -63,7 +63,7 @@ def test_kappa_counts_tokens_when_lengths_differ():
 
 
 def test_a_base_length_needs_the_present_one():
-    with pytest.raises(UsageError, match="base_block_size 1024"):
+    with pytest.raises(UsageError, match="base_block_size is 1024"):
         decide(base_block_size=1024)
 
 

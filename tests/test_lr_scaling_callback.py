@@ -143,7 +143,7 @@ def test_says_once_what_it_did_and_why(tmp_path, caplog):
 
 
 def test_a_wrong_rule_is_told_when_the_trainer_is_made(tmp_path):
-    with pytest.raises(UsageError, match="'cubic' is unknown"):
+    with pytest.raises(UsageError, match="--lr_scaling_rule is 'cubic'"):
         tiny_trainer(tmp_path, LRScalingCallback(rule="cubic"))
 
 

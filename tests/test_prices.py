@@ -64,10 +64,10 @@ class TestPrices:
         ("text", "message"),
         [
             (EGRESS, "egress 1 has no source"),
-            (EGRESS.replace("0", "-1") + FROM, "usd_per_gb -1 is not USD per GB"),
-            (EGRESS.replace("0", "true") + FROM, "usd_per_gb True is not USD per GB"),
-            (EGRESS + 'gpu = "H100"\n' + FROM, "'gpu' is no key: use date, provider"),
-            ("egress = 3", "egress is no list of tables"),
+            (EGRESS.replace("0", "-1") + FROM, "usd_per_gb is -1"),
+            (EGRESS.replace("0", "true") + FROM, "usd_per_gb is True"),
+            (EGRESS + 'gpu = "H100"\n' + FROM, "unknown key 'gpu': use date, provider"),
+            ("egress = 3", "egress is not a list of tables"),
         ],
     )
     def test_a_wrong_way_out_is_one_line(self, tmp_path, text, message):
@@ -84,13 +84,13 @@ class TestPrices:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("price = [", "is no TOML"),
+            ("price = [", "is not TOML"),
             (ROW, "has no source"),
-            (ROW.replace("4.0", "-1.0") + FROM, "on_demand_usd -1.0 is not USD"),
-            (ROW.replace("4.0", "true") + FROM, "on_demand_usd True is not USD"),
+            (ROW.replace("4.0", "-1.0") + FROM, "on_demand_usd is -1.0"),
+            (ROW.replace("4.0", "true") + FROM, "on_demand_usd is True"),
             (ROW.replace("on_demand_usd = 4.0\n", "") + FROM, "has no price"),
-            (ROW + FROM.replace("2026-11-01", "soon"), "'soon' is no date"),
-            (ROW + FROM + "colour = 1\n", "'colour' is no key"),
+            (ROW + FROM.replace("2026-11-01", "soon"), "date is 'soon'"),
+            (ROW + FROM + "colour = 1\n", "unknown key 'colour'"),
         ],
     )
     def test_a_bad_file_is_one_line(self, tmp_path, text, message):

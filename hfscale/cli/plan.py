@@ -11,7 +11,7 @@ import typer
 
 from hfscale.cli import COMMANDS
 from hfscale.errors import UsageError
-from hfscale.facts.local_hardware import read_rows, user_file
+from hfscale.facts.hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.job import Method, Optimizer, Precision
 from hfscale.planner.plan import Objective, Plan, plan
 
@@ -140,11 +140,11 @@ def run_calibration(file: Path | None, *, as_json: bool) -> int:
         `ConfigFileError`: The file exists and is not a hardware file.
         `UsageError`: The file's name does not end in .toml.
     """
-    path = file or user_file()
+    path = file or user_hardware_file()
     if path.suffix != ".toml":
         raise UsageError(f"--calibrate writes TOML, and the file is {path}: use a name such as hardware.toml")
     if path.exists():
-        read_rows(path)  # report a wrong file before minutes of measuring
+        read_hardware_file(path)  # report a wrong file before minutes of measuring
     from hfscale.health.calibrate import calibrate, write
 
     found = calibrate()
@@ -160,7 +160,7 @@ def run_calibration(file: Path | None, *, as_json: bool) -> int:
     if found.processes == 1:
         print("one process cannot measure collectives: use accelerate launch -m hfscale plan --calibrate")
     flags = "" if gpu.bf16_tflops else " --precision " + ("fp16" if gpu.fp16_tflops else "fp32")
-    flags += "" if path == user_file() else f" --hardware {path}"
+    flags += "" if path == user_hardware_file() else f" --hardware {path}"
     print(f"Written: {path}; plan with it: hfscale plan MODEL --gpu {gpu.name} --gpus N{flags}")
     return 0
 

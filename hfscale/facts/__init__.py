@@ -1,1 +1,2 @@
-"""What is known before a run starts: layouts, model shapes, hardware, prices and rules. Imports no torch."""
+"""Facts that do not depend on a run: layouts, pipeline schedules, model shapes, hardware, prices, learning-rate rules.
+Imports no torch."""

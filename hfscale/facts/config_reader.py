@@ -1,4 +1,4 @@
-"""Reads a transformers `config.json`: finds it, unwraps it, and gives its keys by one name and with their type."""
+"""Reads a transformers `config.json`, with one name for each key and checked types."""
 
 import json
 from collections.abc import Mapping
@@ -15,28 +15,30 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
-"""The name used here -> the names under which the model families write the same thing."""
+"""The name of a key here -> its names in the configs of the model families."""
 
-MOST, MOST_LAYERS = 10**9, 1000
-"""Largest numbers that are no slip of the keyboard; the deepest model that was published has 1,000 layers (DeepNet,
-arXiv 2203.00555)."""
+MOST = 10**9
+"""Largest value that is not taken for a typing mistake."""
+MOST_LAYERS = 1000
+"""Largest number of layers that is not taken for a typing mistake; the deepest published model has 1,000 layers
+(DeepNet, arXiv 2203.00555)."""
 
 TEXT_MODELS: Mapping[str, str] = {"gemma3": "gemma3_text"}
-"""Image-and-text models whose `text_config` is an ordinary language model -> the family it is read as."""
+"""Image-and-text models whose `text_config` is an ordinary language model -> the family of that language model."""
 
 
 def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """The config of the language model in `source`, with its `model_type`.
+    """Loads the config of the language model in `source`.
 
-    Of an image-and-text model in `TEXT_MODELS` only the language model is returned: the vision tower and its
-    projector, which see images and not tokens, are left out.
+    Of an image-and-text model in `TEXT_MODELS` only the language model's config is returned, without the vision tower
+    and its projector, which process images and not tokens.
 
     Args:
-        source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or the folder that holds it.
+        source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or its folder.
 
     Raises:
-        `ConfigFileError`: There is no such file, it is not JSON, or it holds no `model_type`.
-        `UnsupportedModelError`: The model wraps a language model in a way that is not known here.
+        `ConfigFileError`: There is no such file, it is not JSON, or it has no `model_type`.
+        `UnsupportedModelError`: The model contains a language model in an unknown way.
     """
     config = dict(source) if isinstance(source, Mapping) else _parse(Path(source))
     model_type = config.get("model_type")
@@ -47,10 +49,10 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     text = config["text_config"]
     if model_type not in TEXT_MODELS or not isinstance(text, Mapping):
         raise UnsupportedModelError(
-            f"model_type {model_type!r} wraps its language model in a text_config: save that text_config as a "
-            "config.json of its own and pass it instead"
+            f"model_type {model_type!r} has its language model in text_config: save the text_config as a separate "
+            "config.json and pass that instead"
         )
-    # The head belongs to the outer model, so the outer key says whether it is tied.
+    # The head belongs to the outer model, so the outer key determines whether it is tied.
     tied = config.get("tie_word_embeddings", True)
     return {**text, "model_type": TEXT_MODELS[model_type], "tie_word_embeddings": tied}
 
@@ -60,54 +62,54 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigFileError(f"no model config at {path}: pass a config.json or the folder that holds one") from None
+        raise ConfigFileError(f"no model config at {path}: pass a config.json or its folder") from None
     except (OSError, ValueError) as error:
-        raise ConfigFileError(f"{path} cannot be read as a model config ({error}): write it anew") from error
+        raise ConfigFileError(f"{path} cannot be read as a model config ({error}): replace it") from error
     if not isinstance(config, dict):
-        raise ConfigFileError(f"{path} holds no JSON object: pass the config.json that save_pretrained writes")
+        raise ConfigFileError(f"{path} is not a JSON object: pass the config.json that save_pretrained writes")
     return config
 
 
 class ModelConfig:
-    """A model's config, read by key with a known type.
+    """A model's config, read by key with a checked type.
 
-    A key that the file leaves out takes the default of its model's class, as transformers does; a key that the file
-    sets to `null` is None. Every reading error names the model type, the key and the mend.
+    A missing key has the default of its model's class, as in transformers; a key that is `null` is None. Every error
+    gives the model type, the key and how to fix it.
     """
 
     def __init__(self, values: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> None:
         """
         Args:
-            values (`Mapping`): What `load_config` returned.
-            defaults (`Mapping`): What the model's class assumes for keys that the file leaves out.
+            values (`Mapping`): The result of `load_config`.
+            defaults (`Mapping`): Defaults of the model's class for missing keys.
         """
         self.model_type: str = values["model_type"]
         self._values = values
         self._defaults = defaults
 
     def get(self, key: str) -> Any:
-        """The raw value of `key` under any of its `ALIASES`; its default, or None, where the file leaves it out."""
+        """The raw value of `key` under any of its `ALIASES`; if it is missing, its default or None."""
         for name in ALIASES.get(key, (key,)):
             if name in self._values:
                 return self._values[name]
         return self._defaults.get(key)
 
     def optional_count(self, key: str) -> int | None:
-        """A whole number of at least 0, or None where the config leaves the key open.
+        """An integer of at least 0; None if the key is missing or `null`.
 
         Raises:
             `UnsupportedModelError`: The value is something else.
         """
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise self._error(key, f"is {value!r}", "a whole number of at least 0")
+            raise self._error(key, f"is {value!r}", "an integer of at least 0")
         most = MOST_LAYERS if key == "num_hidden_layers" else MOST
         if value is not None and value > most:
-            raise self._error(key, f"is {value}", f"a whole number up to {most:,}")
+            raise self._error(key, f"is {value}", f"an integer up to {most:,}")
         return value
 
     def count(self, key: str) -> int:
-        """A whole number of at least 1.
+        """An integer of at least 1.
 
         Raises:
             `UnsupportedModelError`: The key is missing, or its value is something else.
@@ -115,14 +117,14 @@ class ModelConfig:
         value = self.optional_count(key)
         if not value:
             state = "is missing" if value is None else "is 0"
-            raise self._error(key, state, "a whole number of at least 1")
+            raise self._error(key, state, "an integer of at least 1")
         return value
 
     def flag(self, key: str) -> bool:
-        """`true` or `false`.
+        """A boolean.
 
         Raises:
-            `UnsupportedModelError`: The key is missing and its model has no default for it, or it is something else.
+            `UnsupportedModelError`: The key is missing and has no default, or its value is something else.
         """
         value = self.get(key)
         if not isinstance(value, bool):
@@ -130,7 +132,7 @@ class ModelConfig:
         return value
 
     def items(self, key: str) -> list[Any] | None:
-        """A list, or None where the config leaves the key open.
+        """A list; None if the key is missing or `null`.
 
         Raises:
             `UnsupportedModelError`: The value is something else.

@@ -1,30 +1,33 @@
-"""Accelerators and their peaks, links and memory, from `hardware.toml`."""
+"""Accelerators and their peaks, links and memory, from `hardware.toml` and from the user's own hardware file."""
 
 import difflib
+import math
+import os
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hfscale.errors import UnknownHardwareError, UsageError
+from hfscale.errors import ConfigFileError, UnknownHardwareError, UsageError
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
-"""Formats of matrix products; `tf32` is what fp32 matrices use where torch allows it, `fp32` where it does not."""
+"""Formats of matrix products. fp32 matrices use `tf32` where torch allows it, and `fp32` where it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One device as torch sees it. Fields that no source states for sure are None."""
+    """One device as torch sees it. A field for which there is no reliable source is None."""
 
     name: str
-    """Its name in hfscale: `H100-80GB`."""
+    """Its name in hfscale, such as `H100-80GB`."""
     aliases: tuple[str, ...]
     """Other names for it."""
     device_names: tuple[str, ...]
-    """Regular expressions for the whole of `torch.cuda.get_device_name()`."""
+    """Regular expressions that match all of `torch.cuda.get_device_name()`."""
     bf16_tflops: float | None = None
     """Dense peak of bf16 matrix products, TFLOP/s; None on hardware without bf16."""
     fp16_tflops: float | None = None
@@ -38,28 +41,29 @@ class Accelerator:
     achieved_bf16_tflops: float | None = None
     """Best large bf16 matrix product measured with torch, TFLOP/s."""
     achieved_fp16_tflops: float | None = None
-    """Best large fp16 matrix product measured, TFLOP/s; None takes bf16's part of the peak."""
+    """Best large fp16 matrix product measured, TFLOP/s; by default the same fraction of the peak as bf16."""
     achieved_fp32_tflops: float | None = None
-    """Best large fp32 matrix product measured, TFLOP/s; None takes bf16's part of the peak."""
+    """Best large fp32 matrix product measured, TFLOP/s; by default the same fraction of the peak as bf16."""
     achieved_memory_tb_s: float | None = None
-    """Memory bandwidth of a large copy, read and written, TB/s; None takes the stacks' usual part of `memory_tb_s`."""
+    """Memory bandwidth of a large copy, read and written, TB/s; by default the usual fraction of `memory_tb_s`."""
     achieved_link_gb_s: float | None = None
-    """What a ring inside the node moves past each device, GB/s; None takes the usual part of `link_gb_s`."""
+    """Bandwidth of a ring inside the node, measured per device, GB/s; by default the usual fraction of `link_gb_s`."""
     achieved_network_gb_s: float | None = None
-    """What a ring between nodes moves per device, GB/s; None takes the usual part of `network_gb_s`."""
+    """Bandwidth of a ring between nodes, measured per device, GB/s; by default the usual fraction of
+    `network_gb_s`."""
     hop_us: float | None = None
     """Latency of one step of a ring inside the node, microseconds."""
     network_hop_us: float | None = None
     """Latency of one step of a ring between nodes, microseconds."""
     base: str | None = None
-    """For a measured device: the name of the row of `hardware.toml` whose datasheet it has, and whose prices."""
+    """For a measured device: the name of the row of `hardware.toml` with its datasheet numbers and prices."""
     memory_gib: float
-    """Device memory that torch reports in total, GiB."""
+    """Total device memory that torch reports, GiB."""
     memory_tb_s: float
     """Memory bandwidth, TB/s."""
     link_gb_s: float | None = None
-    """NVLink or xGMI bandwidth of one device to all others of its node, one direction, GB/s; None without one (bridges
-    between pairs of cards are not counted)."""
+    """NVLink or xGMI bandwidth of one device to all others of its node, one direction, GB/s; None if it has
+    none (bridges between pairs of cards are not counted)."""
     host_gb_s: float | None = None
     """Bandwidth to the CPU's memory, one direction, GB/s: PCIe x16 or NVLink-C2C."""
     network_gb_s: float | None = None
@@ -67,14 +71,14 @@ class Accelerator:
     power_w: float | None = None
     """Power limit, W."""
     source: str
-    """Document that the numbers come from."""
+    """The document that the numbers come from."""
     date: str
     """Year of that document's edition."""
 
 
 @cache
 def accelerators() -> tuple[Accelerator, ...]:
-    """All accelerators of `hardware.toml`, in its order."""
+    """All accelerators of `hardware.toml`, in the order of the file."""
     text = resources.files("hfscale.facts").joinpath("hardware.toml").read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = tomllib.loads(text)["accelerator"]
     for row in rows:
@@ -89,12 +93,12 @@ def _by_plain_name() -> dict[str, Accelerator]:
 
 @cache
 def accelerator(name: str) -> Accelerator:
-    """The accelerator called `name`, by its name or an alias.
+    """The accelerator of `hardware.toml` with this name or alias.
 
-    Case, spaces, dashes and underscores do not matter, nor does a remark in brackets: `B200 (cluster X)`.
+    Case, spaces, dashes, underscores and a remark in brackets, as in `B200 (cluster X)`, are ignored.
 
     Raises:
-        `UnknownHardwareError`: There is none; the message names the nearest.
+        `UnknownHardwareError`: There is none; the message gives the nearest names.
     """
     by_name = _by_plain_name()
     plain = plain_name(name)
@@ -104,22 +108,21 @@ def accelerator(name: str) -> Accelerator:
     close = same_start or difflib.get_close_matches(plain, by_name, n=4) or _misspelt(plain, by_name) or by_name
     nearest = dict.fromkeys(by_name[known].name for known in close)
     raise UnknownHardwareError(
-        f"GPU {name!r} is not in hfscale's table: use one of {', '.join(nearest)}, or add it to "
-        "hfscale/facts/hardware.toml"
+        f"GPU {name!r} is unknown: use one of {', '.join(nearest)}, or add it to hfscale/facts/hardware.toml"
     )
 
 
 def _misspelt(plain: str, names: Iterable[str]) -> list[str]:
-    """Names that begin nearly as `plain` does: `h1oo` and `h10080gb`."""
+    """Names whose beginning resembles `plain`, as that of `h10080gb` resembles `h1oo`."""
     openings = {known: known[: len(plain)] for known in names if len(known) >= len(plain) > 2}
     near = set(difflib.get_close_matches(plain, openings.values(), n=1, cutoff=0.5))
     return [known for known, opening in openings.items() if opening in near]
 
 
 def match_device_name(name: str) -> Accelerator | None:
-    """The accelerator that `torch.cuda.get_device_name()` calls `name`; None where it is not a known one as a whole.
+    """The accelerator that `torch.cuda.get_device_name()` calls `name`; None if it is not a known one.
 
-    A MIG slice, a laptop part or another cut-down version is not the accelerator whose name it bears.
+    A MIG slice, a laptop version or another reduced version does not match the accelerator whose name it contains.
     """
     for row in accelerators():
         if any(re.fullmatch(pattern, name.strip(), flags=re.IGNORECASE) for pattern in row.device_names):
@@ -128,7 +131,7 @@ def match_device_name(name: str) -> Accelerator | None:
 
 
 def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
-    """Dense peak of matrix products in `dtype`, TFLOP/s; None where the device has no such format or none is known.
+    """Dense peak of matrix products in `dtype`, TFLOP/s; None if the device does not support it or no peak is known.
 
     Raises:
         `UsageError`: `dtype` is not one of `bf16`, `fp16`, `fp8`, `tf32`, `fp32`.
@@ -141,10 +144,106 @@ def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
         "fp32": accelerator.fp32_tflops,
     }
     if dtype not in peaks:
-        raise UsageError(f"dtype {dtype!r} is not one with a peak: use one of {', '.join(get_args(Dtype))}")
+        raise UsageError(f"dtype is {dtype!r}: use one of {', '.join(get_args(Dtype))}")
     return peaks[dtype]
 
 
 def plain_name(name: str) -> str:
-    """A name without what does not matter in it."""
+    """A name without case, spaces, dashes, underscores and remarks in brackets."""
     return re.sub(r"\(.*\)|[\s_-]", "", name).casefold()
+
+
+# -- the user's own hardware file -------------------------------------------------------------------------------------
+
+_TEXTS = ("name", "source", "date", "base")
+_LISTS = ("aliases", "device_names")
+_REQUIRED = ("name", "memory_gib", "memory_tb_s", "source", "date")
+
+
+def user_hardware_file() -> Path:
+    """Path of the user's own hardware file, `$XDG_CONFIG_HOME/hfscale/hardware.toml`, which may not exist.
+
+    `hfscale plan --calibrate` writes it with measured accelerators.
+    """
+    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(base) / "hfscale" / "hardware.toml"
+
+
+def find_accelerator(name: str, path: Path | None = None) -> Accelerator:
+    """The accelerator called `name` in the user's hardware file, or else in `hardware.toml`.
+
+    Args:
+        name (`str`): A name or an alias.
+        path (`Path`, *optional*): The user's file; by default `user_hardware_file()`, if it exists.
+
+    Raises:
+        `ConfigFileError`: The file cannot be read, or a row is wrong.
+        `UnknownHardwareError`: There is no such accelerator.
+    """
+    chosen = path or user_hardware_file()
+    rows = read_hardware_file(chosen) if path is not None or chosen.is_file() else ()
+    for row in rows:
+        if plain_name(name) in map(plain_name, (row.name, *row.aliases)):
+            return row
+    try:
+        return accelerator(name)
+    except UnknownHardwareError as error:
+        if not rows:
+            raise
+        raise UnknownHardwareError(f"{error}; {chosen} has {', '.join(row.name for row in rows)}") from None
+
+
+def read_hardware_file(path: Path) -> tuple[Accelerator, ...]:
+    """The accelerators of a hardware file.
+
+    Raises:
+        `ConfigFileError`: The file cannot be read, or a row is wrong.
+    """
+    rows = read_hardware_document(path).get("accelerator", [])
+    return tuple(_row(row, f"{path}, accelerator {number}") for number, row in enumerate(rows, 1))
+
+
+def read_hardware_document(path: Path) -> dict[str, Any]:
+    """The unchecked content of a hardware file: rows of `accelerator`, and the measurements they come from.
+
+    Raises:
+        `ConfigFileError`: The file cannot be read, or is not TOML with lists of tables.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigFileError(f"hardware file {path} cannot be read: {error.strerror}; check the path") from None
+    except UnicodeDecodeError:
+        raise ConfigFileError(f"hardware file {path} is not UTF-8: write it with hfscale plan --calibrate") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigFileError(
+            f"hardware file {path} is not TOML ({error}): write it with hfscale plan --calibrate"
+        ) from None
+    for key, rows in document.items():
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ConfigFileError(
+                f"hardware file {path}: {key} is not a list of tables: write rows of [[accelerator]]"
+            )
+    return document
+
+
+def _row(row: dict[str, Any], where: str) -> Accelerator:
+    """The accelerator of a row, after checking its keys and values."""
+    known = [field.name for field in fields(Accelerator)]
+    if unknown := sorted(set(row) - set(known)):
+        raise ConfigFileError(f"{where}: unknown key {unknown[0]!r}: use {', '.join(known)}")
+    for key in _REQUIRED:
+        if key not in row:
+            raise ConfigFileError(f"{where} has no {key}: add it, or write it with hfscale plan --calibrate")
+    for key, value in row.items():
+        if key in _TEXTS:
+            is_valid = isinstance(value, str) and bool(value.strip())
+        elif key in _LISTS:
+            is_valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        else:
+            is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        if not is_valid:
+            kind = "text" if key in _TEXTS else "a list of texts" if key in _LISTS else "a number above 0"
+            raise ConfigFileError(f"{where}: {key} is {value!r}: it must be {kind}")
+    lists = {key: tuple(row.get(key, ())) for key in _LISTS}
+    return Accelerator(**{**row, **lists})

@@ -1,4 +1,4 @@
-"""The matrices of one transformer layer, and the numbers a planner needs to shard them."""
+"""The shape of one transformer layer: its matrices, attention heads, MLP and experts."""
 
 from dataclasses import dataclass
 
@@ -9,34 +9,34 @@ from hfscale.facts.families.family import ExpertFamily, Family, count, decide
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A weight matrix that tokens are multiplied by, or a stack of them, one per expert."""
+    """A weight matrix that tokens are multiplied by, or one such matrix per expert."""
 
     path: str
-    """Its path inside the layer, as transformers names it: `self_attn.q_proj`."""
+    """Its path inside the layer in transformers, such as `self_attn.q_proj`."""
     inputs: int
-    """Width of what it reads."""
+    """Width of its input."""
     outputs: int
-    """Width of what it writes."""
+    """Width of its output."""
     bias: bool = False
     """Whether it has a bias of `outputs` numbers."""
     copies: int = 1
-    """Matrices in the stack: the number of experts, or 1."""
+    """Number of such matrices: the number of experts, or 1."""
     used: int = 1
-    """Matrices of the stack that one token passes: `top_k`, or 1."""
+    """Number of these matrices that one token passes: `top_k`, or 1."""
 
     @property
     def parameters(self) -> int:
-        """Numbers it holds, over all copies."""
+        """Number of parameters of all copies."""
         return self.copies * self._parameters_of_one
 
     @property
     def idle_parameters(self) -> int:
-        """Numbers of the copies that one token does not pass."""
+        """Number of parameters of the copies that one token does not pass."""
         return (self.copies - self.used) * self._parameters_of_one
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied by; biases are added, not multiplied."""
+        """Number of weights that one token is multiplied by, without biases."""
         return self.used * self.inputs * self.outputs
 
     @property
@@ -46,7 +46,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The attention of a layer; all layers of a model share it."""
+    """The attention of a layer, which is the same in all layers of a model."""
 
     heads: int
     """Query heads."""
@@ -55,7 +55,7 @@ class AttentionShape:
     head_dim: int
     """Width of a query or key head."""
     value_head_dim: int
-    """Width of a value head; differs from `head_dim` in latent attention only."""
+    """Width of a value head; it differs from `head_dim` only in latent attention."""
     linears: tuple[Linear, ...]
     """Its projections."""
     qk_norm: bool
@@ -76,11 +76,11 @@ class MlpShape:
     ffn: int
     """Inner width."""
     gated: bool
-    """Whether the activation is gated, that is whether two matrices lead to the inner width."""
+    """Whether the activation is gated, so that two matrices project to the inner width."""
     linears: tuple[Linear, ...]
     """Its matrices."""
     other_parameters: int
-    """Learned numbers of the activation function."""
+    """Number of parameters of the activation function."""
 
     @property
     def parameters(self) -> int:
@@ -93,28 +93,28 @@ class MoeShape:
     """The MLP of a mixture-of-experts layer."""
 
     experts: int
-    """Routed experts."""
+    """Number of routed experts."""
     top_k: int
-    """Routed experts that a token passes."""
+    """Number of routed experts that a token passes."""
     expert_ffn: int
     """Inner width of one routed expert."""
     shared_ffn: int
-    """Inner width of the expert that every token passes, all shared experts together; 0 without one."""
+    """Inner width of all shared experts together, which every token passes; 0 without shared experts."""
     gated: bool
     """Whether the activation is gated."""
     groups: int
-    """Groups that the routed experts are dealt to; 1 where the router knows none."""
+    """Number of groups of routed experts; 1 if the router does not use groups."""
     top_groups: int
-    """Groups that a token's experts come from at most (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, has them lie on
-    as many nodes)."""
+    """Most groups that a token's experts come from (in DeepSeek-V3, arXiv 2412.19437, section 2.1.2, each group is on
+    one node)."""
     router: tuple[Linear, ...]
-    """The matrix that scores the experts, and the one that weighs the shared expert where there is one."""
+    """The matrix that scores the experts, and the one that weighs the shared expert, if any."""
     linears: tuple[Linear, ...]
-    """Routed experts, stacked, and the shared expert."""
+    """Matrices of the routed experts and of the shared expert."""
 
     @property
     def parameters(self) -> int:
-        """Parameters of one layer's experts, shared expert included, router not."""
+        """Parameters of one layer's experts including the shared expert, without the router."""
         return sum(linear.parameters for linear in self.linears)
 
     @property
@@ -128,13 +128,13 @@ class LayerParameters:
     """Parameters of one layer, by part."""
 
     attention: int
-    """Projections, their biases, norms of queries and keys, attention sinks."""
+    """Projections with their biases, norms of queries and keys, attention sinks."""
     mlp: int
-    """The dense MLP, or all experts with the shared one."""
+    """The dense MLP, or all experts including the shared one."""
     router: int
     """Router and shared-expert gate; 0 in a dense layer."""
     norms: int
-    """Norms of the hidden size's width."""
+    """Norms with the width of the hidden size."""
 
     @property
     def total(self) -> int:
@@ -143,7 +143,7 @@ class LayerParameters:
 
 
 def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
-    """The attention that `config` describes.
+    """The attention of a config.
 
     Raises:
         `UnsupportedModelError`: A key is missing or wrong, or the heads do not divide the hidden size.
@@ -185,10 +185,10 @@ def _even_head_dim(config: ModelConfig, hidden: int, heads: int) -> int:
 
 
 def _latent_attention(config: ModelConfig) -> AttentionShape:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in the form that is trained.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) as it is computed in training.
 
-    Keys and values are expanded from the latent, so each query head has its own. Without `q_lora_rank` the queries are
-    projected directly.
+    Keys and values are expanded from the latent, so that each query head has its own. Without `q_lora_rank` queries
+    are projected directly.
     """
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     rotary, value_dim = config.count("qk_rope_head_dim"), config.count("v_head_dim")
@@ -247,7 +247,7 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
     if top_k > experts:
         raise UnsupportedModelError(
             f"config of model_type {config.model_type!r}: num_experts_per_tok {top_k} is more than the {experts} "
-            "experts there are; set it to at most that"
+            "experts of a layer; set it to at most that"
         )
     groups = config.optional_count("n_group") or 1
     stacked = _mlp_linears(family.stacked, hidden, width, gated=True, bias=family.bias, copies=experts, used=top_k)
@@ -273,7 +273,7 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
 def _mlp_linears(
     paths: tuple[str, ...], hidden: int, ffn: int, *, gated: bool, bias: bool, copies: int = 1, used: int = 1
 ) -> tuple[Linear, ...]:
-    """Matrices of an MLP. With two paths of a gated MLP, the first holds gate and up."""
+    """The matrices of an MLP. If a gated MLP has two paths, the first is of gate and up together."""
     *upward, down = paths
     width = 2 * ffn if gated and len(upward) == 1 else ffn
     return (

@@ -1,4 +1,4 @@
-"""How many processes a run has along each mesh axis, whether they add up to the world, and how its batch divides."""
+"""Sizes of the mesh axes of a run, and how its batch is divided among them."""
 
 from dataclasses import dataclass, fields
 
@@ -7,16 +7,16 @@ from hfscale.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of the five mesh axes, outermost first in `dp_replicate x dp_shard x cp x tp x pp`.
+    """Sizes of the five mesh axes. Their product is the number of processes.
 
     Raises:
-        `LayoutError`: A size is not a whole number of at least 1.
+        `LayoutError`: A size is not an integer of at least 1.
     """
 
     dp_replicate: int = 1
-    """Replicas of the parameters, each whole or sharded over `dp_shard` ranks: DDP, or the outer axis of HSDP."""
+    """Replicas of the parameters, each of which `dp_shard` ranks may shard: DDP, or the outer axis of HSDP."""
     dp_shard: int = 1
-    """Ranks that share one replica's parameters: FSDP2, ZeRO."""
+    """Ranks that shard one replica's parameters: FSDP2, ZeRO."""
     cp: int = 1
     """Ranks that share one sequence (context parallelism)."""
     tp: int = 1
@@ -28,7 +28,9 @@ class ParallelLayout:
         for axis in fields(self):
             size = getattr(self, axis.name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise LayoutError(f"{axis.name}={size!r} is not a whole number of at least 1; 1 turns the axis off")
+                raise LayoutError(
+                    f"{axis.name} is {size!r}: it must be an integer of at least 1, which turns the axis off"
+                )
 
     @property
     def world_size(self) -> int:
@@ -37,37 +39,37 @@ class ParallelLayout:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that read different samples; the factor by which they multiply the global batch.
+        """Number of ranks that read different samples, and thus the factor of the global batch.
 
-        CP, TP and PP ranks work on the same samples as their neighbours and multiply nothing.
+        CP, TP and PP ranks work on the same samples as each other.
         """
         return self.dp_replicate * self.dp_shard
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that work on one and the same sample: `cp x tp x pp`."""
+        """Number of ranks that work on the same sample: `cp x tp x pp`."""
         return self.cp * self.tp * self.pp
 
     def __str__(self) -> str:
         return " x ".join(f"{axis.name}={getattr(self, axis.name)}" for axis in fields(self))
 
     def check_world_size(self, world_size: int) -> None:
-        """Make sure that the layout uses exactly the processes that were started.
+        """Checks that the layout uses exactly the processes that were started.
 
         Args:
             world_size (`int`): Number of processes that the launcher started.
 
         Raises:
-            `LayoutError`: The sizes multiply to another number; the message names a `dp_shard` or a number of
+            `LayoutError`: The product of the sizes is another number; the message gives a `dp_shard` or a number of
                 processes that fits.
         """
         if self.world_size == world_size:
             return
         shards, left_over = divmod(world_size, self.dp_replicate * self.ranks_per_replica)
-        mend = f"start {self.world_size} processes"
+        fix = f"start {self.world_size} processes"
         if left_over == 0 and shards >= 1:
-            mend += f" or set dp_shard={shards}"
-        raise LayoutError(f"{self} needs {self.world_size} processes, but the world has {world_size}: {mend}")
+            fix += f" or set dp_shard={shards}"
+        raise LayoutError(f"{self} needs {self.world_size} processes, but the world has {world_size}: {fix}")
 
 
 def split_batch(global_batch_size: int, ranks: int, per_device: int) -> tuple[int, int] | None:

@@ -12,8 +12,8 @@ tuned for:
 | `none` | 1 | |
 
 Only data-parallel ranks multiply the batch: tensor, pipeline and context parallel ranks work on the same tokens.
-Beyond the critical batch size (McCandlish et al. 2018, arXiv 1812.06162) a larger batch carries no more signal, so
-where one is given neither batch counts beyond it, under every rule.
+Beyond the critical batch size (McCandlish et al. 2018, arXiv 1812.06162) a larger batch does not improve the gradient
+further. If one is given, every rule limits both batches to it.
 """
 
 import math
@@ -24,10 +24,11 @@ from hfscale.errors import UsageError
 RULES = ("auto", "linear", "sqrt", "rubric", "none")
 
 RUBRIC_TOKENS_PER_STEP = 32_768
-"""Tokens per step where the rubric of common guides turns from linear to square root. A threshold, not a law."""
+"""Tokens per step at which the rubric of common guides changes from linear to square root. It is a convention without
+a primary source."""
 
 RUBRIC_WARMUP_FACTOR = 5.0
-"""What common guides multiply the warm-up by when the batch grows. No primary source."""
+"""Factor by which common guides multiply the warm-up when the batch grows. It has no primary source."""
 
 _ADAPTIVE = (
     "adam",
@@ -47,18 +48,18 @@ _PLAIN = ("sgd", "lomo")
 
 @dataclass(frozen=True, kw_only=True)
 class LRScaling:
-    """What a rule decided."""
+    """The result of a rule."""
 
     rule: str
     """The rule that was applied: `linear`, `sqrt`, `rubric` or `none` (`auto` is resolved)."""
     kappa: float
-    """Tokens per optimizer step, now / base, after the cap of the critical batch size."""
+    """Ratio of tokens per optimizer step, now / base, after limiting both to the critical batch size."""
     factor: float
-    """What the learning rate is multiplied by."""
+    """Factor of the learning rate."""
     warmup_factor: float
-    """What the number of warm-up steps is multiplied by."""
+    """Factor of the number of warm-up steps."""
     reason: str
-    """The decision in words, for the log."""
+    """An explanation for the log."""
 
 
 def scale_learning_rate(
@@ -72,23 +73,25 @@ def scale_learning_rate(
     critical_batch_size: int | None = None,
     warmup_scale: float = 1.0,
 ) -> LRScaling:
-    """Decide the factor for a run of `global_batch_size` from the batch its learning rate was tuned for.
+    """Computes the learning-rate factor from the batch size of this run and that of the run it was tuned for.
 
     Args:
-        rule (`str`): one of `RULES`.
-        optimizer (`str`): name of the optimizer, as in `TrainingArguments.optim`, a class or a DeepSpeed type.
-        global_batch_size (`int`): sequences per optimizer step now.
-        base_global_batch_size (`int`, *optional*): sequences per step the learning rate was tuned for. Without it
-            nothing is known about the base, and the learning rate stays as it is.
-        block_size, base_block_size (`int`, *optional*): tokens per sequence now and in the base run; equal if absent.
-        critical_batch_size (`int`, *optional*): sequences of the current length beyond which kappa stops growing.
-        warmup_scale (`float`): what to multiply the warm-up steps by (the rule `rubric` brings its own 5).
+        rule (`str`): One of `RULES`.
+        optimizer (`str`): Name of the optimizer as in `TrainingArguments.optim`, of its class, or of a DeepSpeed type.
+        global_batch_size (`int`): Sequences per optimizer step in this run.
+        base_global_batch_size (`int`, *optional*): Sequences per step for which the learning rate was tuned. Without
+            it the learning rate is unchanged.
+        block_size, base_block_size (`int`, *optional*): Tokens per sequence in this run and in the base run, which are
+            equal by default.
+        critical_batch_size (`int`, *optional*): Critical batch size, in sequences of the current length.
+        warmup_scale (`float`): Factor of the warm-up steps; the rule `rubric` multiplies it by 5.
 
     Raises:
-        UsageError: an unknown rule or optimizer, a size that is not positive, or a length that the rule needs.
+        `UsageError`: The rule or the optimizer is unknown, a size is not positive, or a length that the rule needs is
+            missing.
     """
     if rule not in RULES:
-        raise UsageError(f"lr_scaling_rule '{rule}' is unknown: choose one of {', '.join(RULES)}")
+        raise UsageError(f"--lr_scaling_rule is {rule!r}: use one of {', '.join(RULES)}")
     sizes = {
         "global_batch_size": global_batch_size,
         "base_global_batch_size": base_global_batch_size,
@@ -99,7 +102,7 @@ def scale_learning_rate(
     }
     for name, size in sizes.items():
         if size is not None and size <= 0:
-            raise UsageError(f"{name} is {size}: it must be greater than 0")
+            raise UsageError(f"--{name} is {size}: it must be greater than 0")
     if rule == "none":
         return LRScaling(rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason="rule 'none'")
     if base_global_batch_size is None:
@@ -107,7 +110,7 @@ def scale_learning_rate(
         return LRScaling(rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason=reason)
 
     length_ratio = _length_ratio(block_size, base_block_size)
-    # Both are capped, in sequences of the current length: a base beyond the critical batch was tuned there too.
+    # Both batches are limited, in sequences of the current length: a base beyond the critical batch was tuned there.
     capped_batch = min(global_batch_size, critical_batch_size or global_batch_size)
     base_batch = base_global_batch_size / length_ratio
     kappa = capped_batch / min(base_batch, critical_batch_size or base_batch)
@@ -120,7 +123,7 @@ def scale_learning_rate(
 
     if rule == "rubric":
         if block_size is None:
-            raise UsageError("lr_scaling_rule 'rubric' counts tokens per step: give block_size too")
+            raise UsageError("--lr_scaling_rule rubric needs the tokens per step: give --block_size")
         factor = _rubric_factor(capped_batch * block_size, kappa)
         warmup = warmup_scale * (RUBRIC_WARMUP_FACTOR if kappa > 1 else 1.0)
         reason = f"{batches}, rubric: linear up to {RUBRIC_TOKENS_PER_STEP:,} tokens per step, square root beyond"
@@ -133,10 +136,10 @@ def scale_learning_rate(
 
 
 def resolve_rule(rule: str, optimizer: str) -> str:
-    """`auto` -> `linear` for SGD, `sqrt` for adaptive optimizers; any other rule as it is.
+    """The rule that `auto` stands for: `linear` for SGD, `sqrt` for adaptive optimizers. Other rules are returned.
 
     Raises:
-        UsageError: `auto` with an optimizer that no rule is known for.
+        `UsageError`: The rule is `auto`, and no rule is known for the optimizer.
     """
     if rule != "auto":
         return rule
@@ -146,20 +149,23 @@ def resolve_rule(rule: str, optimizer: str) -> str:
     if any(part in name for part in _PLAIN):
         return "linear"
     raise UsageError(
-        f"lr_scaling_rule 'auto' knows no rule for the optimizer '{optimizer}': give linear, sqrt, rubric or none"
+        f"--lr_scaling_rule is auto, and no rule is known for optimizer {optimizer!r}: use linear, sqrt, rubric or "
+        "none"
     )
 
 
 def _length_ratio(block_size: int | None, base_block_size: int | None) -> float:
+    """Tokens per sequence of this run over those of the base run."""
     if base_block_size is None:
         return 1.0
     if block_size is None:
-        raise UsageError(f"base_block_size {base_block_size} is given without block_size: give both or neither")
+        raise UsageError(f"base_block_size is {base_block_size}, without block_size: give both or neither")
     return block_size / base_block_size
 
 
 def _rubric_factor(tokens: float, kappa: float) -> float:
-    """Linear below the threshold, square root above; continuous where the two runs lie on different sides."""
+    """Factor that is linear below the threshold and a square root above, continuous if the runs are on different
+    sides."""
     base_tokens = tokens / kappa
 
     def curve(tokens_per_step: float) -> float:

@@ -1,10 +1,11 @@
-"""The shape of a language model, read from its `config.json`: parameters, FLOPs per token, LoRA sizes.
+"""The shape of a language model, read from its `config.json`: parameters, FLOPs per token, LoRA parameters.
 
-Parameters are exact: they equal those of `AutoModelForCausalLM.from_config` of transformers 5.23, tied weights counted
-once. Multi-token-prediction heads of a checkpoint are not counted, as transformers does not build them.
+Numbers of parameters are exact: they equal those of `AutoModelForCausalLM.from_config` in transformers 5.23, with tied
+weights counted once. Multi-token-prediction heads of a checkpoint are not counted, because transformers does not build
+them.
 
-FLOPs are those of the matrix products, a multiply-add counting 2; norms, activations, softmax and rotary positions are
-left out, as in PaLM (arXiv 2204.02311, appendix B), Megatron-LM and torchtitan.
+FLOPs are those of the matrix products, where a multiply-add counts as 2. Norms, activation functions, softmax and
+rotary positions are left out, as in PaLM (arXiv 2204.02311, appendix B), Megatron-LM and torchtitan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,40 +30,41 @@ from hfscale.facts.layer_shape import (
 )
 
 AttentionCount = Literal["full", "causal"]
-"""How attention is counted: `full` counts the masked half too (PaLM, torchtitan, nanotron, llm-foundry), `causal` does
-not (Megatron-LM)."""
+"""How the FLOPs of attention are counted: `full` includes the masked half (PaLM, torchtitan, nanotron, llm-foundry),
+`causal` does not (Megatron-LM)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What of a language model decides its memory and time. Made by `ModelShape.from_config`."""
+    """Properties of a language model that determine its memory and time. Created by `ModelShape.from_config`."""
 
     model_type: str
-    """The family, as `config.json` names it."""
+    """The model family, as in `config.json`."""
     layers: int
     """Number of layers."""
     hidden: int
     """Width of the residual stream."""
     vocab: int
-    """Rows of the token embedding, padding included."""
+    """Rows of the token embedding, including padding."""
     tied: bool
     """Whether the language-model head shares the token embedding's weight."""
 
     attention: AttentionShape
     """Attention of every layer: heads, widths, projections."""
     mlp: MlpShape | None
-    """MLP of the dense layers; None where all layers are mixtures of experts."""
+    """MLP of the dense layers; None if all layers are mixtures of experts."""
     moe: MoeShape | None
     """MLP of the mixture-of-experts layers; None in a dense model."""
     moe_layers: tuple[bool, ...]
     """For each layer, whether it is a mixture of experts."""
     windows: tuple[int | None, ...]
-    """For each layer, the sliding window in tokens, the token itself included; None where it attends to all."""
+    """For each layer, the sliding window in tokens, including the token itself; None where it attends to all
+    tokens."""
     parallel_residual: bool
     """Whether attention and MLP of a layer read the same input and are added together."""
 
     norms_per_layer: int
-    """Norms of the hidden size's width in a layer."""
+    """Number of norms with the hidden size's width per layer."""
     norm_parameters: int
     """Parameters of one such norm: 0, `hidden` (weight) or `2 x hidden` (weight and bias)."""
     embedding_norm: bool
@@ -70,24 +72,24 @@ class ModelShape:
     final_norm: bool
     """Whether a norm follows the last layer."""
     embedding_width: int
-    """Width of the token embedding; where it is not `hidden`, two matrices translate (OPT-350m)."""
+    """Width of the token embedding; if it is not `hidden`, two matrices convert between them (OPT-350m)."""
     learned_positions: int
-    """Rows of the learned position table; 0 where positions are computed."""
+    """Rows of the learned position table; 0 if positions are computed."""
     head_bias: bool
-    """Whether the language-model head has a bias of `vocab` numbers."""
+    """Whether the language-model head has a bias, of `vocab` parameters."""
 
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | Path) -> "ModelShape":
         """Reads a model's shape.
 
         Args:
-            source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or the folder that holds it.
-                Optional keys left out are what transformers takes them to be; sizes must be there. Of an
-                image-and-text model whose `text_config` is known (`gemma3`), the language model alone.
+            source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or its folder.
+                Missing optional keys have transformers' defaults; sizes must be present. Of an image-and-text model
+                whose `text_config` is known (`gemma3`), only the language model is read.
 
         Raises:
-            `ConfigFileError`: There is no such file, or it is no model config.
-            `UnsupportedModelError`: The family is not known, or a key is missing or wrong.
+            `ConfigFileError`: There is no such file, or it is not a model config.
+            `UnsupportedModelError`: The family is unknown, or a key is missing or wrong.
         """
         values = load_config(source)
         family = family_of(values["model_type"])
@@ -140,7 +142,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters before the first layer: tokens, learned positions, and what follows them."""
+        """Parameters before the first layer: token embedding, learned positions, norm and projection after them."""
         tokens = self.vocab * self.embedding_width
         positions = self.learned_positions * self.hidden
         norm = self.norm_parameters if self.embedding_norm else 0
@@ -153,28 +155,29 @@ class ModelShape:
 
     @property
     def lm_head_parameters(self) -> int:
-        """Parameters after the final norm that are not the embedding's: of a tied head only a bias, if it has one."""
+        """Parameters of the head that are not shared with the embedding: of a tied head only its bias, if any."""
         shared = self.vocab * self.embedding_width if self.tied else 0
         return sum(linear.parameters for linear in self._head_linears) - shared
 
     @property
     def total_parameters(self) -> int:
-        """All parameters, tied weights once."""
+        """All parameters, with tied weights counted once."""
         ends = self.embedding_parameters + self.final_norm_parameters + self.lm_head_parameters
         return self.layers_parameters + ends
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: all but those of the experts it does not pass."""
+        """Parameters that one token uses: all but those of the experts that it does not pass."""
         return self.total_parameters - sum(linear.idle_parameters for linear in self._layer_linears)
 
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied by, N_matmul.
+        """Number of weights that one token is multiplied by, N_matmul.
 
-        The head counts even when tied, the embedding look-up does not; of the experts, `top_k` and the shared one do.
+        The head is counted even if it is tied, the embedding look-up is not. Of the experts, `top_k` and the shared
+        one are counted.
         """
         ends = (*self._embedding_linears, *self._head_linears)
         return self._layer_matmul_parameters + sum(linear.matmul_parameters for linear in ends)
@@ -183,7 +186,7 @@ class ModelShape:
         """FLOPs of a forward pass: 2 N_matmul + attention.
 
         Args:
-            seq_len (`float`): Tokens per sequence; for packed sequences of lengths l, their mean seen by a token,
+            seq_len (`float`): Tokens per sequence; for packed sequences of lengths l, their mean over tokens,
                 sum(l^2) / sum(l).
             attention (`str`): `full` or `causal`, see `AttentionCount`.
 
@@ -195,7 +198,7 @@ class ModelShape:
     def flops_per_token(
         self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
     ) -> float:
-        """Model FLOPs of a training step, per token: what MFU divides by.
+        """Model FLOPs of a training step per token, from which MFU is computed.
 
         Training all parameters: 6 N_matmul + 12 c L H d S (PaLM, arXiv 2204.02311, appendix B), with c = 1 for `full`
         and 1/2 for `causal`. With LoRA the frozen weights need no gradient of their own: 4 N_matmul + 6 N_lora +
@@ -223,10 +226,10 @@ class ModelShape:
     def hardware_flops_per_token(
         self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
     ) -> float:
-        """FLOPs of a training step with full activation recomputation, per token: what HFU divides by.
+        """FLOPs of a training step with full activation recomputation per token, from which HFU is computed.
 
         Adds to `flops_per_token` a second forward pass of the layers (8/6 of their FLOPs when all parameters train:
-        Korthikanti et al., arXiv 2205.05198, appendix A), of attention and LoRA too, but not of the head. Without
+        Korthikanti et al., arXiv 2205.05198, appendix A), including attention and LoRA, but not the head. Without
         recomputation, HFU is MFU. Arguments and errors are those of `flops_per_token`.
         """
         again = 2 * (self._layer_matmul_parameters + (lora_parameters or 0))
@@ -236,9 +239,9 @@ class ModelShape:
     def _attention_flops(self, seq_len: float, attention: AttentionCount) -> float:
         """FLOPs of one forward pass of attention scores and their sum of values, over all layers, per token."""
         if not seq_len > 0:
-            raise UsageError(f"seq_len {seq_len} is not a number of tokens: give one above 0")
+            raise UsageError(f"seq_len is {seq_len}: it must be above 0")
         if attention not in ("full", "causal"):
-            raise UsageError(f"attention {attention!r} is not a way to count it: use full or causal")
+            raise UsageError(f"attention is {attention!r}: use full or causal")
         keys = 0.0
         for window in self.windows:
             reach = seq_len if window is None else min(seq_len, window)
@@ -250,8 +253,8 @@ class ModelShape:
     def lora_parameters(self, r: int, target_modules: Iterable[str] | Literal["all-linear"] = "all-linear") -> int:
         """Parameters of rank-`r` LoRA adapters: r x (inputs + outputs) for each adapted matrix (arXiv 2106.09685).
 
-        Equals what PEFT 0.21 trains. How PEFT adapts experts differs between families and versions, so in a mixture
-        of experts only attention (and `lm_head`) can be counted.
+        The number equals that of PEFT 0.21. How PEFT adapts experts differs between families and versions, so in a
+        mixture of experts only adapters of attention (and `lm_head`) can be counted.
 
         Args:
             r (`int`): Rank.
@@ -259,15 +262,15 @@ class ModelShape:
                 `all-linear`: every linear layer but the head.
 
         Raises:
-            `UsageError`: `r` is below 1, a name matches no module, or it matches experts or a router.
+            `UsageError`: `r` is below 1, or a name matches no module, experts or a router.
         """
         if r < 1:
-            raise UsageError(f"LoRA rank {r} is below 1: give a rank such as 16")
+            raise UsageError(f"LoRA rank is {r}: it must be at least 1, such as 16")
         inside = (*self._layer_linears, *self._embedding_linears, *self._head_linears)
         if target_modules == "all-linear":
             chosen = {linear.path for linear in inside} - {"lm_head"}
         elif isinstance(target_modules, str):
-            raise UsageError(f"target_modules {target_modules!r} is one string: give a list of names, or all-linear")
+            raise UsageError(f"target_modules is {target_modules!r}: give a list of names, or all-linear")
         else:
             chosen = {path for name in target_modules for path in self._paths_named(name)}
         experts = chosen & ({linear.path for linear in (*self.moe.router, *self.moe.linears)} if self.moe else set())
@@ -279,12 +282,12 @@ class ModelShape:
         return sum(r * (linear.inputs + linear.outputs) for linear in inside if linear.path in chosen)
 
     def _paths_named(self, name: str) -> set[str]:
-        """Paths that PEFT's rule matches: the whole path, or the end of it after a dot."""
+        """Paths that PEFT matches with a name: a path that is equal to it, or ends with it after a dot."""
         known = {linear.path for linear in (*self._layer_linears, *self._embedding_linears, *self._head_linears)}
         matched = {path for path in known if path == name or path.endswith(f".{name}")}
         if not matched:
             raise UsageError(
-                f"target module {name!r} names no linear layer of {self.model_type}: use some of "
+                f"target_modules has {name!r}, which is not a linear layer of {self.model_type}: use some of "
                 f"{', '.join(sorted({path.rpartition('.')[2] for path in known}))}"
             )
         return matched

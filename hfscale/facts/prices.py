@@ -1,4 +1,4 @@
-"""What providers ask for a GPU, from `prices.toml` and the user's own file on top."""
+"""Prices of GPUs and of egress at providers, from `prices.toml` and the user's own price list."""
 
 import datetime
 import os
@@ -14,68 +14,68 @@ from hfscale.errors import ConfigFileError
 from hfscale.facts.hardware import Accelerator, accelerator
 
 STALE_DAYS = 90
-"""Age from which a price is called old: list prices of 2025 and 2026 changed every few months."""
+"""Age in days from which a price is reported as old: list prices of 2025 and 2026 changed every few months."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """One provider's price of one GPU, USD per GPU and hour."""
+    """A provider's price of a GPU, USD per GPU and hour."""
 
     provider: str
-    """Who rents it out."""
+    """The provider's name."""
     gpu: str
     """The accelerator's name in hfscale."""
     region: str | None = None
-    """Where, if the price depends on it."""
+    """The region, if the price depends on it."""
     product: str | None = None
-    """What the provider calls the instance."""
+    """The provider's name of the instance type."""
     on_demand_usd: float | None = None
-    """Without commitment, kept until given back."""
+    """On-demand price; None if the provider has none."""
     spot_usd: float | None = None
-    """Interruptible."""
+    """Price of interruptible instances; None if the provider has none."""
     one_node: bool = False
-    """Whether it is for single nodes: no fast network between them is named where the price was read."""
+    """Whether the price is for single nodes: its source names no fast network between nodes."""
     source: str
-    """Where it was read."""
+    """Where the price was read."""
     date: datetime.date
-    """When."""
+    """When the price was read."""
 
     def age_days(self, today: datetime.date) -> int:
-        """Days since it was read."""
+        """Days since the price was read."""
         return (today - self.date).days
 
 
 @dataclass(frozen=True, kw_only=True)
 class Egress:
-    """What a provider asks for data that leaves it for the internet."""
+    """A provider's price of data that is copied out to the internet."""
 
     provider: str
-    """Who."""
+    """The provider's name."""
     usd_per_gb: float
-    """USD per 10^9 bytes; 0 where it asks for nothing."""
+    """USD per 10^9 bytes; 0 where egress is free."""
     source: str
-    """Where it was read."""
+    """Where the price was read."""
     date: datetime.date
-    """When."""
+    """When the price was read."""
 
 
-def user_file() -> Path:
-    """The user's own price list; it need not exist."""
+def user_price_file() -> Path:
+    """Path of the user's own price list, which may not exist."""
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "hfscale" / "prices.toml"
 
 
 @cache
 def shipped_prices() -> tuple[Price, ...]:
-    """The prices that come with hfscale."""
+    """The prices in hfscale's `prices.toml`."""
     return _parse(*_shipped())
 
 
 def all_prices(path: Path | None = None) -> tuple[Price, ...]:
-    """Shipped prices with the user's on top: a row of the same provider, GPU and region replaces the shipped one.
+    """hfscale's prices and the user's. A user's row replaces the shipped row of the same provider, GPU and region.
 
     Args:
-        path (`Path`, *optional*): The user's file; by default `user_file()`, if it exists.
+        path (`Path`, *optional*): The user's price list; by default `user_price_file()`, if it exists.
 
     Raises:
         `ConfigFileError`: The file cannot be read, or a row is wrong.
@@ -87,29 +87,30 @@ def all_prices(path: Path | None = None) -> tuple[Price, ...]:
 
 
 def all_egress(path: Path | None = None) -> dict[str, Egress]:
-    """What data costs on its way out, by provider in lower case; argument and errors as for `all_prices`."""
+    """Egress prices by provider, in lower case; argument and errors are those of `all_prices`."""
     rows = [row for text, where in filter(None, (_shipped(), _own(path))) for row in _parse_egress(text, where)]
     return {row.provider.casefold(): row for row in rows}
 
 
 def _shipped() -> tuple[str, str]:
+    """The text of the shipped price list, and its name for messages."""
     text = resources.files("hfscale.facts").joinpath("prices.toml").read_text(encoding="utf-8")
     return text, "hfscale/facts/prices.toml"
 
 
 def _own(path: Path | None) -> tuple[str, str] | None:
-    """The user's file and its name; None where there is none."""
-    chosen = path or user_file()
+    """The text of the user's price list, and its name for messages; None if there is none."""
+    chosen = path or user_price_file()
     if path is None and not chosen.is_file():
         return None
     try:
         return chosen.read_text(encoding="utf-8"), str(chosen)
     except OSError as error:
-        raise ConfigFileError(f"prices {chosen} cannot be read: {error.strerror}; check the path") from None
+        raise ConfigFileError(f"price list {chosen} cannot be read: {error.strerror}; check the path") from None
 
 
 def prices_of(gpu: Accelerator, prices: tuple[Price, ...]) -> tuple[Price, ...]:
-    """The rows for a GPU, cheapest on-demand first, those with spot prices only last."""
+    """The prices of a GPU, sorted by on-demand price; rows with only a spot price come last."""
     rows = [row for row in prices if row.gpu in (gpu.name, gpu.base)]
     return tuple(sorted(rows, key=lambda row: (row.on_demand_usd is None, row.on_demand_usd or row.spot_usd or 0.0)))
 
@@ -118,9 +119,9 @@ def _tables(text: str, where: str, name: str) -> list[Any]:
     try:
         rows = tomllib.loads(text).get(name, [])
     except tomllib.TOMLDecodeError as error:
-        raise ConfigFileError(f"{where} is no TOML ({error}): write rows of [[{name}]]") from None
+        raise ConfigFileError(f"{where} is not TOML ({error}): write rows of [[{name}]]") from None
     if not isinstance(rows, list):
-        raise ConfigFileError(f"{where}: {name} is no list of tables: write rows of [[{name}]]")
+        raise ConfigFileError(f"{where}: {name} is not a list of tables: write rows of [[{name}]]")
     return rows
 
 
@@ -136,7 +137,7 @@ def _parse_egress(text: str, where: str) -> list[Egress]:
         _check_keys(row, Egress, ("provider", "usd_per_gb", "source", "date"), place)
         rate = row["usd_per_gb"]
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 100:
-            raise ConfigFileError(f"{place}: usd_per_gb {rate!r} is not USD per GB: give a number, 0 where it is free")
+            raise ConfigFileError(f"{place}: usd_per_gb is {rate!r}: it must be a number from 0 to 100")
         found.append(Egress(**{**row, "date": _date(row["date"], place)}))
     return found
 
@@ -144,7 +145,7 @@ def _parse_egress(text: str, where: str) -> list[Egress]:
 def _check_keys(row: Mapping[str, Any], kind: type, required: tuple[str, ...], where: str) -> None:
     known = {field.name for field in fields(kind)}
     if unknown := set(row) - known:
-        raise ConfigFileError(f"{where}: {sorted(unknown)[0]!r} is no key: use {', '.join(sorted(known))}")
+        raise ConfigFileError(f"{where}: unknown key {sorted(unknown)[0]!r}: use {', '.join(sorted(known))}")
     for key in required:
         if key not in row:
             raise ConfigFileError(f"{where} has no {key}: add it")
@@ -154,7 +155,7 @@ def _date(value: Any, where: str) -> datetime.date:
     try:
         return value if isinstance(value, datetime.date) else datetime.date.fromisoformat(str(value))
     except ValueError:
-        raise ConfigFileError(f"{where}: date {value!r} is no date: write it as 2026-11-09") from None
+        raise ConfigFileError(f"{where}: date is {value!r}: write it as 2026-11-09") from None
 
 
 def _row(row: Mapping[str, Any], where: str) -> Price:
@@ -164,9 +165,9 @@ def _row(row: Mapping[str, Any], where: str) -> Price:
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e4
         ):
-            raise ConfigFileError(f"{where}: {key} {value!r} is not USD per GPU and hour: give a number above 0")
+            raise ConfigFileError(f"{where}: {key} is {value!r}: it must be USD per GPU and hour, above 0")
     if not isinstance(row.get("one_node", False), bool):
-        raise ConfigFileError(f"{where}: one_node {row['one_node']!r} is neither true nor false: write one of them")
+        raise ConfigFileError(f"{where}: one_node is {row['one_node']!r}: it must be true or false")
     if row.get("on_demand_usd") is None and row.get("spot_usd") is None:
         raise ConfigFileError(f"{where} has no price: give on_demand_usd or spot_usd")
     return Price(**{**row, "gpu": accelerator(str(row["gpu"])).name, "date": _date(row["date"], where)})

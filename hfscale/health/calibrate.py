@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hfscale.errors import StorageError, UsageError
-from hfscale.facts.hardware import Accelerator, match_device_name
-from hfscale.facts.local_hardware import read_document, read_rows
+from hfscale.facts.hardware import Accelerator, match_device_name, read_hardware_document, read_hardware_file
 from hfscale.health import measure
 from hfscale.utils import distributed
 
@@ -108,8 +107,8 @@ def write(calibration: Calibration, path: Path) -> Accelerator:
     gpu = calibration.gpu
     document: dict[str, Any] = {}
     if path.exists():
-        document = read_document(path)
-        for old in read_rows(path):
+        document = read_hardware_document(path)
+        for old in read_hardware_file(path):
             if old.name == gpu.name and calibration.processes == 1:
                 gpu = replace(gpu, **{key: getattr(old, key) for key in _FROM_SEVERAL_PROCESSES})
     others = [row for row in document.pop("accelerator", []) if row["name"] != gpu.name]

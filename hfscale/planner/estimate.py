@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfscale.facts.hardware import Accelerator, peak_tflops
+from hfscale.facts.hardware import Accelerator, find_accelerator, peak_tflops
 from hfscale.facts.layout import ParallelLayout
-from hfscale.facts.local_hardware import find_accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.planner.frameworks import find_framework, shared_constants

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hfscale.errors import LayoutError, UsageError
-from hfscale.facts.hardware import Accelerator
+from hfscale.facts.hardware import Accelerator, find_accelerator
 from hfscale.facts.layout import ParallelLayout
-from hfscale.facts.local_hardware import find_accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.facts.prices import STALE_DAYS, Egress, Price, all_egress, all_prices, prices_of

@@ -1,4 +1,4 @@
-"""The model families that hfscale knows, one row each, as transformers 5.23 builds them.
+"""The model families that hfscale can size, one row each, as transformers 5.23 builds them.
 
 To add a family: read its `modeling_<family>.py` and `configuration_<family>.py`, write a row with what differs from
 the defaults of `Family`, and add small configs of it to `tests/test_model_shape.py`, which compares every row with the
@@ -8,7 +8,7 @@ needs more than a row.
 | file | holds |
 |---|---|
 | `family.py` | the columns: `Family`, `ExpertFamily` |
-| `rules.py` | columns that are neither a literal nor the value of one config key |
+| `rules.py` | functions for columns that are neither a literal nor the value of one config key |
 | `llama.py`, `gpt.py`, `moe.py` | the rows |
 """
 
@@ -27,17 +27,17 @@ FAMILIES: Mapping[str, Family] = {**LLAMA_FAMILIES, **GPT_FAMILIES, **MOE_FAMILI
 
 
 def family_of(model_type: str) -> Family:
-    """The row of `model_type`.
+    """The row of a model type.
 
     Raises:
-        `UnsupportedModelError`: There is none; the message names the nearest.
+        `UnsupportedModelError`: There is none; the message gives the nearest model types.
     """
     family = FAMILIES.get(model_type)
     if family is None:
         known = sorted({*FAMILIES, *TEXT_MODELS})
         nearest = difflib.get_close_matches(model_type, known, n=3, cutoff=0.5) or known
         raise UnsupportedModelError(
-            f"model_type {model_type!r} is not a family that hfscale can size: use one of {', '.join(nearest)}, or "
+            f"model_type {model_type!r} is unknown: use one of {', '.join(nearest)}, or "
             "add a row for it to hfscale/facts/families"
         )
     return family

@@ -1,7 +1,7 @@
-"""The columns of the tables in this package: what a model family does that its `config.json` does not say.
+"""The columns of the tables in this package: properties of a model family that its `config.json` does not contain.
 
-Most columns are a literal or the name of a config key. What neither can say is a rule, a small function of the config;
-the rules stand in `rules.py`.
+Most columns are a literal or the name of a config key. The others are a rule, a small function of the config in
+`rules.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "use_sliding_window": False,
     "qk_layernorm": False,
 }
-"""What most config classes assume for the keys read here that a `config.json` may leave out."""
+"""Defaults of most config classes for keys that a `config.json` may omit."""
 
 Flag = bool | str | Callable[[ModelConfig], bool]
-"""A literal, the config key that decides, or a rule."""
+"""A literal, the config key with the value, or a rule."""
 
 Count = int | Callable[[ModelConfig], int]
 """A literal or a rule."""
@@ -41,9 +41,9 @@ def count(number: Count, config: ModelConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFamily:
-    """How a family builds the MLPs of its mixture-of-experts layers.
+    """The MLPs of a family's mixture-of-experts layers.
 
-    Each expert is gated. transformers 5 stacks the experts of a layer in two parameters: gate and up in one, down in
+    Each expert is gated. transformers 5 stores the experts of a layer in two parameters: gate and up in one, down in
     the other.
     """
 
@@ -52,34 +52,34 @@ class ExpertFamily:
     layers: Callable[[ModelConfig], tuple[bool, ...]] = rules.every_layer
     """Which layers are mixtures of experts; the others are dense."""
     stacked: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    """Paths of the two stacked parameters inside a layer."""
+    """Paths inside a layer of the two parameters with all experts."""
     bias: bool = False
     """Whether experts have biases."""
     router: str = "mlp.gate"
     """Path of the matrix that scores the experts."""
     router_bias: bool = False
-    """Whether the router has a bias that is a parameter (a buffer is not counted)."""
+    """Whether the router has a bias that is a parameter; a buffer is not counted."""
     shared: tuple[str, ...] = ()
     """Paths of the matrices of the expert that every token passes, as in `Family.mlp`."""
     shared_width: Count = 0
-    """Inner width of the shared expert; 0 where the config switches it off."""
+    """Inner width of the shared expert; 0 if the config turns it off."""
     shared_bias: Flag = False
     """Whether the shared expert has biases."""
     shared_gate: str | None = None
-    """Path of the matrix that weighs the shared expert with one number per token."""
+    """Path of the matrix that weighs the shared expert, with one output per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One row of the table. The defaults describe Llama, and most rows change only a few."""
+    """One row of the table. The defaults are those of Llama, and most rows change only a few."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What the config class assumes for keys that a `config.json` may leave out, beyond `COMMON_DEFAULTS`."""
+    """Defaults of the config class for keys that a `config.json` may omit, in addition to `COMMON_DEFAULTS`."""
 
     kv_heads: Callable[[ModelConfig], int] = rules.grouped_query
     """Number of key-value heads."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Paths of the query, key and value projections inside a layer, or of the one that holds all three."""
+    """Paths inside a layer of the query, key and value projections, or of one projection for all three."""
     attention_out: str = "self_attn.o_proj"
     """Path of the attention's output projection."""
     qkv_bias: Flag = "attention_bias"
@@ -91,17 +91,17 @@ class Family:
     qk_norm: Literal["shared", "per_head"] | None = None
     """Norms of queries and keys: one weight of the head's width for all heads, or a weight for each head."""
     qk_norm_when: Flag = True
-    """Whether the norms of `qk_norm` are there."""
+    """Whether the model has the norms of `qk_norm`."""
     qk_norm_bias: bool = False
     """Whether the norms of `qk_norm` have biases."""
     sinks: bool = False
-    """Whether each head has a learned attention sink, one number."""
+    """Whether each head has a learned attention sink, one parameter."""
     windows: Callable[[ModelConfig], tuple[int | None, ...]] = rules.full_attention
-    """The sliding window of each layer in tokens, or None where it attends to all."""
+    """The sliding window of each layer in tokens, or None where it attends to all tokens."""
 
     mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    """Paths of the dense MLP's matrices, the one back to the hidden size last. Two paths of a gated MLP: the first
-    matrix holds gate and up."""
+    """Paths of the dense MLP's matrices, with the projection back to the hidden size last. If a gated MLP has two
+    paths, the first is of gate and up together."""
     gated: bool = True
     """Whether the activation is gated (SwiGLU, GeGLU)."""
     mlp_bias: Flag = False
@@ -109,21 +109,22 @@ class Family:
     ffn: Callable[[ModelConfig], int] = rules.stated_ffn
     """Inner width of the dense MLP."""
     activation_parameters: int = 0
-    """Learned numbers of the MLP's activation function."""
+    """Number of parameters of the MLP's activation function."""
     experts: ExpertFamily | None = None
     """The mixture of experts, in families that have one."""
 
     norms: Count = 2
-    """Norms per layer of the hidden size's width."""
+    """Number of norms with the hidden size's width per layer."""
     norm_vectors: Count = 1
-    """Vectors of a norm: 0 for none, 1 for a weight, 2 for a weight and a bias."""
+    """Number of parameter vectors of a norm: 0 for none, 1 for a weight, 2 for a weight and a bias."""
     final_norm: Flag = True
     """Whether a norm follows the last layer."""
     embedding_norm: bool = False
     """Whether a norm follows the embedding."""
 
     extra_positions: int | None = None
-    """Rows of the learned position table beyond `max_position_embeddings`; None where positions are not learned."""
+    """Rows of the learned position table in addition to `max_position_embeddings`; None if positions are not
+    learned."""
     embedding_width: str = "hidden_size"
     """Config key of the token embedding's width."""
     head_bias: Flag = False

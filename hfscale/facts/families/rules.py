@@ -1,6 +1,6 @@
-"""Rules of the family table: what is neither a literal nor the value of one config key.
+"""Rules of the family table: values that are neither a literal nor the value of one config key.
 
-Each follows the config and model classes of transformers 5.23 (`models/<family>/configuration_<family>.py`).
+Each rule follows the config and model classes of transformers 5.23 (`models/<family>/configuration_<family>.py`).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def multi_head(config: ModelConfig) -> int:
 
 
 def grouped_query(config: ModelConfig) -> int:
-    """The config says how many; `null` means one per query head."""
+    """The config's number; `null` means one per query head."""
     return config.optional_count("num_key_value_heads") or multi_head(config)
 
 
@@ -42,18 +42,19 @@ def full_attention(config: ModelConfig) -> Windows:
 
 
 def same_window(config: ModelConfig) -> Windows:
-    """Every layer has the config's `sliding_window`; `null` is none."""
+    """Every layer has the config's `sliding_window`; `null` means no window."""
     return (config.optional_count("sliding_window"),) * config.count("num_hidden_layers")
 
 
 def sliding_layers(
     slides: Callable[[ModelConfig, int], bool], *, enabled_by: str | None = None
 ) -> Callable[[ModelConfig], Windows]:
-    """A rule: the config's `layer_types` say which layers have the `sliding_window`; without them `slides` does.
+    """A rule for the layers with the config's `sliding_window`: those in `layer_types`, or without it those of
+    `slides`.
 
     Args:
         slides (`Callable`): Whether a layer of the config, counted from 0, has the window.
-        enabled_by (`str`, *optional*): Config key without which no layer has it.
+        enabled_by (`str`, *optional*): Config key; if it is false, no layer has the window.
     """
 
     def windows(config: ModelConfig) -> Windows:
@@ -66,9 +67,9 @@ def sliding_layers(
         unknown = set(types) - {"sliding_attention", "full_attention"}
         if unknown or len(types) != len(layers):
             raise UnsupportedModelError(
-                f"config of model_type {config.model_type!r}: layer_types must name sliding_attention or "
+                f"config of model_type {config.model_type!r}: layer_types must have sliding_attention or "
                 f"full_attention for each of its {len(layers)} layers, but has {len(types)} entries"
-                + (f" and names {', '.join(sorted(map(str, unknown)))}" if unknown else "")
+                + (f" and contains {', '.join(sorted(map(str, unknown)))}" if unknown else "")
             )
         window = config.optional_count("sliding_window")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
@@ -77,27 +78,27 @@ def sliding_layers(
 
 
 def each_layer(config: ModelConfig, layer: int) -> bool:
-    """Every layer slides."""
+    """Every layer has the window."""
     return True
 
 
 def all_but_last_of_pattern(config: ModelConfig, layer: int) -> bool:
-    """Of each `sliding_window_pattern` layers, the last attends to all."""
+    """Every layer but the last of each `sliding_window_pattern` layers has the window."""
     return (layer + 1) % config.count("sliding_window_pattern") != 0
 
 
 def upper_layers(config: ModelConfig, layer: int) -> bool:
-    """The layers from `max_window_layers` on slide."""
+    """The layers from `max_window_layers` on have the window."""
     return layer >= (config.optional_count("max_window_layers") or 0)
 
 
 def even_lower_layers(config: ModelConfig, layer: int) -> bool:
-    """Every second layer below `max_window_layers` slides, the first included."""
+    """Every second layer below `max_window_layers`, from the first on, has the window."""
     return layer % 2 == 0 and layer < (config.optional_count("max_window_layers") or 0)
 
 
 def layers_without_rope(config: ModelConfig, layer: int) -> bool:
-    """SmolLM3: the layers without rotary positions slide."""
+    """SmolLM3: the layers without rotary positions have the window."""
     has_rope = config.items("no_rope_layers")
     if has_rope is None:
         return (layer + 1) % config.count("no_rope_layer_interval") == 0
@@ -111,8 +112,8 @@ def gpt_neo_windows(config: ModelConfig) -> Windows:
     layers = config.count("num_hidden_layers")
     if len(kinds) != layers:
         raise UnsupportedModelError(
-            f"config of model_type {config.model_type!r}: attention_types describes {len(kinds)} layers, num_layers "
-            f'says {layers}; set attention_types to [[["global", "local"], {layers // 2}]] or the like'
+            f"config of model_type {config.model_type!r}: attention_types is for {len(kinds)} layers, and num_layers "
+            f'is {layers}; set attention_types to [[["global", "local"], {layers // 2}]], for example'
         )
     return tuple(config.count("window_size") if kind == "local" else None for kind in kinds)
 
@@ -121,7 +122,7 @@ def gpt_neo_windows(config: ModelConfig) -> Windows:
 
 
 def ffn_from(key: str) -> Callable[[ModelConfig], int]:
-    """A rule: `key` holds the width."""
+    """A rule: the width is the value of `key`."""
     return lambda config: config.count(key)
 
 
@@ -129,12 +130,12 @@ stated_ffn = ffn_from("intermediate_size")
 
 
 def ffn_from_or_four_hidden(key: str) -> Callable[[ModelConfig], int]:
-    """A rule: `key` holds the width; left out or `null`, it is four times the hidden size."""
+    """A rule: the width is the value of `key`; if it is missing or `null`, four times the hidden size."""
     return lambda config: config.optional_count(key) or four_hidden(config)
 
 
 def four_hidden(config: ModelConfig) -> int:
-    """Four times the hidden size, whatever the config says."""
+    """Four times the hidden size, independent of the config."""
     return 4 * config.count("hidden_size")
 
 
@@ -147,7 +148,7 @@ def every_layer(config: ModelConfig) -> tuple[bool, ...]:
 
 
 def every_sparse_step(config: ModelConfig) -> tuple[bool, ...]:
-    """Qwen: each `decoder_sparse_step`-th layer, except those of `mlp_only_layers`."""
+    """Qwen: each `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     dense = config.items("mlp_only_layers") or []
     step = config.count("decoder_sparse_step")
     layers = config.count("num_hidden_layers")
@@ -161,12 +162,12 @@ def after_first_dense(config: ModelConfig) -> tuple[bool, ...]:
 
 
 def shared_experts(config: ModelConfig) -> int:
-    """DeepSeek: `n_shared_experts` of the routed experts' width, side by side in one MLP."""
+    """DeepSeek: `n_shared_experts` times the routed experts' width, in one MLP."""
     return (config.optional_count("n_shared_experts") or 0) * config.count("moe_intermediate_size")
 
 
 def stated_shared_width(key: str) -> Callable[[ModelConfig], int]:
-    """A rule: `key` holds the shared expert's width; 0 or `null` is no shared expert."""
+    """A rule: the shared expert's width is the value of `key`; 0 or `null` means no shared expert."""
     return lambda config: config.optional_count(key) or 0
 
 
@@ -174,7 +175,7 @@ def stated_shared_width(key: str) -> Callable[[ModelConfig], int]:
 
 
 def falcon_norms(config: ModelConfig) -> int:
-    """Two, unless attention and MLP are parallel and share one."""
+    """Falcon: two, unless attention and MLP are parallel and share one."""
     if not config.flag("parallel_attn"):
         return 2
     stated = config.optional_count("num_ln_in_parallel_attn")
@@ -184,7 +185,7 @@ def falcon_norms(config: ModelConfig) -> int:
 
 
 def falcon_parallel_residual(config: ModelConfig) -> bool:
-    """Falcon's newer decoder always adds attention and MLP together, the older one with `parallel_attn`."""
+    """Falcon: the newer decoder always has parallel attention and MLP, the older one if `parallel_attn` is set."""
     return config.flag("new_decoder_architecture") or config.flag("parallel_attn")
 
 

@@ -1,4 +1,4 @@
-"""Models by name: a file, the built-in catalogue, or the Hugging Face hub."""
+"""Finds a model by name: a file, a name in the built-in catalogue, or a hub id."""
 
 import difflib
 import tomllib
@@ -13,7 +13,7 @@ from hfscale.facts.model_shape import ModelShape
 
 @cache
 def catalogue() -> dict[str, dict[str, Any]]:
-    """The built-in models: name -> config keys, with the hub ids under `hub`."""
+    """The built-in models: name -> config keys, and hub ids under the key `hub`."""
     text = resources.files("hfscale.facts.models").joinpath("catalogue.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
@@ -25,7 +25,7 @@ def catalogue_names() -> tuple[str, ...]:
 
 @cache
 def catalogue_shape(name: str) -> ModelShape | None:
-    """The built-in model of this name or hub id, whatever its case; None where there is none."""
+    """The built-in model with this name or hub id, ignoring case; None if there is none."""
     plain = name.casefold()
     for known, entry in catalogue().items():
         if plain == known or plain in (hub.casefold() for hub in entry["hub"]):
@@ -37,15 +37,22 @@ def catalogue_shape(name: str) -> ModelShape | None:
 
 
 _WINDOW_BY_DEFAULT = ("mistral", "mixtral", "phi3")
-"""Families whose class assumes a sliding window, and whose published files set it to null; TOML has no null."""
+"""Families whose class has a sliding window by default, which their published configs set to null; TOML has no
+null."""
 
 
 def find_model(name: str) -> ModelShape:
-    """The shape of a model: a `config.json` or its folder, a built-in name or hub id, else the hub's `config.json`.
+    """The shape of a model.
+
+    Args:
+        name (`str`): A `config.json` or its folder, a built-in name, or a hub id, whose `config.json` is downloaded if
+            the model is not built in.
 
     Raises:
-        `UnsupportedModelError`: No such model is known here or on the hub; the message names the nearest built-in
-        ones. `ConfigFileError`: The file is no model config.
+        `UnsupportedModelError`: The model is neither a file, nor built in, nor on the hub; the message gives the
+        nearest
+            built-in names.
+        `ConfigFileError`: The file is not a model config.
     """
     path = Path(name)
     if path.exists():
@@ -55,25 +62,27 @@ def find_model(name: str) -> ModelShape:
         return known
     if name.count("/") == 1 and not name.startswith((".", "/")):
         return ModelShape.from_config(_from_hub(name))
-    raise UnsupportedModelError(f"model {name!r} is no file, no built-in name and no hub id: {_nearest(name)}")
+    raise UnsupportedModelError(f"model {name!r} is not a file, a built-in name or a hub id: {_nearest(name)}")
 
 
 def _from_hub(name: str) -> str:
-    """Path of the hub's config.json, from the local cache or downloaded."""
+    """Path of a hub model's config.json, from the local cache or downloaded."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
         raise MissingDependencyError("huggingface_hub is not installed: pip install huggingface_hub") from None
     try:
         return hf_hub_download(name, "config.json")
-    except Exception as error:  # the library raises a dozen kinds: no such repository, gated, offline, timeout
+    except Exception as error:  # many classes: no such repository, gated, offline, timeout
         reason = type(error).__name__
         raise UnsupportedModelError(
-            f"model {name!r} is not built in, and the hub does not give its config.json ({reason}): {_nearest(name)}"
+            f"model {name!r} is not built in, and its config.json cannot be read from the hub ({reason}): "
+            f"{_nearest(name)}"
         ) from error
 
 
 def _nearest(name: str) -> str:
+    """Advice with the built-in names that resemble `name`."""
     plain = name.rpartition("/")[2].casefold()
     close = difflib.get_close_matches(plain, catalogue_names(), n=3, cutoff=0.5)
     return f"use {', '.join(close or ['llama-3.1-8b', 'qwen3-8b'])}, or a folder with a config.json"
