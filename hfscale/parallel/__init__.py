@@ -17,6 +17,28 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 | `checkpoints.py` | checkpoints that any layout can resume, and export for `from_pretrained` |
 | `dry_run.py` | memory and schedule of a run, without its GPUs |
 
-This package and `hfscale.integrations` are the only places that use names with a leading underscore of other
-libraries. Each is used in one place; `tests/test_parallel_plan.py` and the tests named there fail when it moves.
+This package and `hfscale.integrations` are the only places that use internals of other libraries, each in one module.
+Where no other test is named, tests/test_parallel_plan.py fails when a new version moves them:
+
+- methods of `Trainer` with a leading underscore. By: `ParallelTrainer` and `ParallelCheckpointTrainer`, which override
+  them. Reason: Trainer has no public hooks for wrapping the model, the gradient norm, saving and resuming.
+- `Trainer.is_distributed_loading_by_transformers`, set to True. By: `ParallelTrainer`. Reason: it is the only way to
+  keep Trainer from wrapping and moving a model. Test: test_parallel.py.
+- `Accelerator.prepare_data_loader` (public), replaced on the instance, and `Accelerator._dataloaders`. By:
+  `ParallelTrainer`. Reason: Accelerate counts all processes as data parallel ranks.
+- `PreTrainedModel._resolve_parallel_plans`. By: `tensor_parallel_plan`. Reason: transformers' plan is public, but not
+  its expansion to the modules of a model.
+- `PreTrainedConfig._attn_implementation`. By: `attention_implementation`. Reason: only its setter is public.
+- `_can_record_outputs` of model classes. By: `RouterBalanceLoss`. Reason: nothing public tells which modules are the
+  routers.
+- `PreTrainedModel._init_weights`. By: `draw_weights`. Reason: the public `initialize_weights` draws all modules from
+one
+  stream of random numbers.
+- `_version` of tensors. By: `weights.py`. Reason: nothing public tells whether a tensor was written. Test:
+  test_parallel.py.
+- `_StridedShard` of DTensor. By: `mesh.py`. Reason: packed parameters have this placement, and torch exports it
+  nowhere.
+- `_modules` of `nn.Module`. By: `stage_view`. Reason: a shallow copy of a module shares its dict of child modules.
+- the fake process group of `torch.testing._internal`. By: `dry_run.py`. Reason: torch has no public one. Test:
+  test_dry_run.py.
 """
