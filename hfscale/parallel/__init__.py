@@ -32,8 +32,7 @@ Where no other test is named, tests/test_parallel_plan.py fails when a new versi
 - `_can_record_outputs` of model classes. By: `RouterBalanceLoss`. Reason: nothing public tells which modules are the
   routers.
 - `PreTrainedModel._init_weights`. By: `draw_weights`. Reason: the public `initialize_weights` draws all modules from
-one
-  stream of random numbers.
+  one stream of random numbers.
 - `_version` of tensors. By: `weights.py`. Reason: nothing public tells whether a tensor was written. Test:
   test_parallel.py.
 - `_StridedShard` of DTensor. By: `mesh.py`. Reason: packed parameters have this placement, and torch exports it
