@@ -126,7 +126,8 @@ def parallelize_model(
     specs = partition_by_cost(*layer_costs(model, structure), plan.stages)
     own_specs = [specs[index] for index in plan.stages_of(mesh.pp_rank)]
 
-    # 2. Replace the attention and find the routers, before the stages get their copies of the model's config.
+    # 2. Replace the attention and count the routers while the model has all layers, and before stages are made, which
+    #    keep references to the config that is set here.
     context = None
     if mesh.cp_mesh is not None:
         context = ContextParallel(model, mesh.cp_mesh, sequence_parts=sequence_parts)
@@ -134,18 +135,19 @@ def parallelize_model(
     if RouterBalanceLoss.is_enabled(model):
         balance = RouterBalanceLoss(model, context.gather_sequence if context is not None else None)
 
-    # 3. Drop the other stages' layers, so that nothing is sharded or moved to the device in vain.
+    # 3. Remove the other stages' layers, so that they are neither sharded nor moved to the device.
     remove_other_stages(model, structure, own_specs)
 
-    # 4. Shard over tensor parallel ranks, before data parallel ones, which shard these shards again.
+    # 4. Shard over tensor parallel ranks before data parallel ones, because FSDP2 shards these shards again.
     partial_gradients = _shard_over_tensor_ranks(model, structure, tensor_plan, sequence_plan, mesh)
 
-    # 5. Move real weights to the device: only now are they no more than this rank's part (but for FSDP2's sharding).
+    # 5. Move real weights to the device after step 4, so that it never has to hold more than this rank's shards.
     if not _is_on_meta(model):
         model.to(device)
     _tie_weights(model, structure, plan)  # sharding has made two parameters of a tied one
 
-    # 6. Make the stages: views of the modules as sharded above, which are the roots of FSDP2 below.
+    # 6. Make the stages after step 4, because they are views of its sharded modules, and before step 7, whose roots
+    #    they are.
     stages = [
         _make_stage(model, structure, spec, loss, balance, context, vocab_loss, tp_mesh if sequence_plan else None)
         for spec in own_specs
@@ -155,7 +157,7 @@ def parallelize_model(
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
         _shard_over_data_ranks(model, structure, stages, mesh, compute_dtype, packed)
 
-    # 8. Give a model on the meta device its memory and values, now that every parameter is this rank's shard.
+    # 8. Give a model on the meta device its memory and values last, when every parameter is this rank's shard.
     was_on_meta = _is_on_meta(model)
     if was_on_meta and fill is not None:
         model.to_empty(device=device)
@@ -164,7 +166,9 @@ def parallelize_model(
         fill(model, aliases)
         _tie_weights(model, structure, plan)
 
-    # 9. Connect the copies of a weight that is tied across stages, once both have their values.
+    # 9. Connect the copies of a weight that is tied across stages once both have their values. Every rank does so,
+    # since
+    #    making process groups is a collective.
     tied = None
     if structure.tied and plan.stages > 1:
         tied = _tie_across_stages(model, structure, mesh, plan, own_specs)
