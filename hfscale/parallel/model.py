@@ -167,8 +167,7 @@ def parallelize_model(
         _tie_weights(model, structure, plan)
 
     # 9. Connect the copies of a weight that is tied across stages once both have their values. Every rank does so,
-    # since
-    #    making process groups is a collective.
+    #    since making process groups is a collective.
     tied = None
     if structure.tied and plan.stages > 1:
         tied = _tie_across_stages(model, structure, mesh, plan, own_specs)
