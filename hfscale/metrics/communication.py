@@ -51,7 +51,7 @@ class DdpCounters:
     `tests/test_communication.py` fails if they change.
 
     Args:
-        ddp (`DistributedDataParallel`): The wrapper, which is told to measure one step in `DDP_SAMPLE_EVERY_STEPS`.
+        ddp (`DistributedDataParallel`): The wrapper; it is set to measure one step in `DDP_SAMPLE_EVERY_STEPS`.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:

@@ -330,11 +330,11 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 .tiles small { display: block; font-size: 13px; line-height: 1.4; color: var(--soft); }
 .tiles .unknown strong { font-size: 17px; line-height: 35px; color: var(--soft); font-weight: 500; letter-spacing: 0; }
-.first { border-left: 5px solid var(--amber); }
-.first.none { border-left-color: var(--good); }
-.first ol { margin: 0; padding: 0; list-style: none; display: grid; gap: 14px; }
-.first b { text-transform: capitalize; } .first em { font-style: normal; color: var(--soft); }
-.first p { margin: 2px 0 0; } .first .share { font-variant-numeric: tabular-nums; }
+.bottlenecks { border-left: 5px solid var(--amber); }
+.bottlenecks.none { border-left-color: var(--good); }
+.bottlenecks ol { margin: 0; padding: 0; list-style: none; display: grid; gap: 14px; }
+.bottlenecks b { text-transform: capitalize; } .bottlenecks em { font-style: normal; color: var(--soft); }
+.bottlenecks p { margin: 2px 0 0; } .bottlenecks .share { font-variant-numeric: tabular-nums; }
 .bar { display: flex; gap: 2px; height: 34px; border-radius: 7px; overflow: hidden; }
 .bar span { min-width: 2px; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 10px 0 0; padding: 0; list-style: none;

@@ -93,7 +93,7 @@ def _bottlenecks(run: Run) -> str:
     notes = "".join(f'<p class="note">{escape(note[:1].upper() + note[1:])}.</p>' for note in run.notes[-1:])
     if not found:
         return (
-            '<section class="first none"><h2>What to change first</h2>'
+            '<section class="bottlenecks none"><h2>What to change first</h2>'
             f"<p>No bottleneck found: no measured share is above its limit.</p>{notes}</section>"
         )
     items = "".join(
@@ -102,7 +102,7 @@ def _bottlenecks(run: Run) -> str:
         + f"<p>{escape(one.fix[:1].upper() + one.fix[1:])}. <em>Measured: {escape(one.problem)}.</em></p></li>"
         for one in found[:MAX_BOTTLENECKS]
     )
-    return f'<section class="first"><h2>What to change first</h2><ol>{items}</ol>{notes}</section>'
+    return f'<section class="bottlenecks"><h2>What to change first</h2><ol>{items}</ol>{notes}</section>'
 
 
 def _split(run: Run) -> str:
