@@ -217,6 +217,24 @@ def test_malicious_pickles_are_rejected_without_running_code(runs, tmp_path):
     assert ran.exists(), "the attack has no effect, so this test proves nothing"
 
 
+def test_malicious_values_of_a_distributed_checkpoint_are_rejected_without_running_code(tmp_path):
+    ran = tmp_path / "ran"
+    state = {"value": RunsCode(ran), "weight": torch.ones(2)}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    with pytest.raises(CheckpointError, match="is refused: loading it would run"):
+        check_pickles(tmp_path / "checkpoint")
+    assert not ran.exists()
+    state["value"] = {"a": 1}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "harmless", no_dist=True)
+    check_pickles(tmp_path / "harmless")
+
+
+def test_dcp_metadata_with_a_persistent_object_is_rejected(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"Pobject\n.")  # the opcode that loads the persistent id "object"
+    with pytest.raises(CheckpointError, match="persistent object"):
+        read_dcp_metadata(tmp_path)
+
+
 def test_dcp_metadata_with_a_path_outside_the_checkpoint_is_rejected(runs, tmp_path):
     folder = shutil.copytree(checkpoint_of(runs["fsdp2"]) / "optimizer_0", tmp_path / "optimizer_0")
     path = folder / ".metadata"
