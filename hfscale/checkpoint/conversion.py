@@ -85,7 +85,7 @@ def convert(
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
-        if _same_files(manifest, source, strategy, world_size):
+        if _same_files(manifest, source, strategy):
             files = [name for name in checkpoint_files(source) if not _is_rewritten(name)]
             _copy(source, unfinished, files, link=link)
         else:
@@ -113,7 +113,7 @@ def convert(
     return converted
 
 
-def _same_files(manifest: Manifest, source: Path, strategy: str, world_size: int) -> bool:
+def _same_files(manifest: Manifest, source: Path, strategy: str) -> bool:
     """Return whether the target has the same tensor files as the source."""
     if strategy.startswith("zero") and manifest.strategy.startswith("zero"):
         return is_universal(source)

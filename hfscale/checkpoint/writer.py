@@ -48,6 +48,9 @@ looks for the newest checkpoint; then `clear_unfinished`, which the main process
 | in step 5f | `checkpoint-N.replaced` | deleted |
 | during rotation | `checkpoint-N.deleted` | deleted |
 
+An error that is not a crash follows the same rules. For example, if the rename of 5d fails after that of 5c, the
+committing rank deletes the new save, and the next start renames `checkpoint-N.replaced` back to `checkpoint-N`.
+
 If the machine loses power, files that were not flushed may lose their content. No committed file is among them, since
 each is flushed before its manifest is written. `store.verify` compares every file with the manifest before a
 checkpoint is used.
