@@ -1,6 +1,6 @@
-"""Old import paths of modules that recipes have shown, so that a copied recipe keeps working.
+"""Keeps old import paths working that recipes have shown, so that a copied recipe still runs.
 
-`import hfscale.data` gives `hfscale.recipe.data`, the same module object, with a DeprecationWarning that names the new
+`import hfscale.data` returns the module object of `hfscale.recipe.data`, with a DeprecationWarning that names the new
 path.
 """
 
@@ -30,7 +30,7 @@ MOVED = {
     "hfscale.strategy": "hfscale.integrations.strategy",
     "hfscale.summary": "hfscale.recipe.entrypoint",
 }
-"""Old path to new path."""
+"""New import paths by old import path."""
 
 
 class _MovedModules(MetaPathFinder, Loader):
@@ -47,7 +47,7 @@ class _MovedModules(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has put the old path's spec on the module, which keeps its own.
+        # The import system has replaced the module's spec by that of the old path: restore it.
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 

@@ -1,41 +1,41 @@
-"""Every exception of hfscale, one tree.
+"""All exceptions of hfscale.
 
-    HfScaleError                       exit code 1: the thing asked for cannot be done
-    ├── UsageError (ValueError)        exit code 2: what was typed or written is wrong
-    │   ├── ConfigFileError            a YAML, JSON or TOML file is missing, unreadable, broken or has an unknown key
-    │   ├── DataError                  a text or table to train on cannot be read as it says it is
-    │   ├── LayoutError                sizes of a parallel layout, a batch or a world that do not fit together
-    │   ├── UnknownHardwareError       a GPU or provider name that is in no table
-    │   └── UnsupportedModelError      a model whose shape hfscale cannot work out
-    ├── StrategyMismatchError          the strategy that runs is not the strategy asked for
-    ├── CheckpointError                a checkpoint is incomplete, corrupt or of another kind
-    ├── StorageError                   the output directory is full, read-only or gone
-    ├── HealthError                    a node, a link, a rank or the training itself is sick
+    HfScaleError                       exit code 1: the request cannot be carried out
+    ├── UsageError (ValueError)        exit code 2: a flag, value or file of the user is wrong
+    │   ├── ConfigFileError            a YAML, JSON or TOML file is missing, unreadable, invalid or has an unknown key
+    │   ├── DataError                  training data is missing, unreadable, empty or not in the format of its name
+    │   ├── LayoutError                parallel sizes, batch sizes and the number of processes do not fit together
+    │   ├── UnknownHardwareError       the name of a GPU or provider is in no table
+    │   └── UnsupportedModelError      the architecture or a key of a model config is not supported
+    ├── StrategyMismatchError          the strategy that would run is not the one that was asked for
+    ├── CheckpointError                a checkpoint is incomplete, corrupt or not what the run needs
+    ├── StorageError                   a directory or store cannot be written or read
+    ├── HealthError                    a node, a link, a rank or the training itself is not healthy
     └── MissingDependencyError (ImportError)   an optional package is needed and not installed
 
-Each message is one line that names the value, the reason and the mend; the command line and the recipes print it
-as it is, without a traceback, and exit with `exit_code`.
+Each message is one line with what is wrong, the value, and how to fix it. The command line and the recipes print it
+without a traceback and exit with `exit_code`.
 """
 
 
 class HfScaleError(Exception):
-    """Base of all errors that hfscale raises on purpose."""
+    """Base class of all errors of hfscale."""
 
     exit_code = 1
 
 
 class UsageError(HfScaleError, ValueError):
-    """A flag, a value or a file given by the user is wrong."""
+    """A flag, a value or a file of the user is wrong."""
 
     exit_code = 2
 
 
 class ConfigFileError(UsageError):
-    """A configuration file is missing, unreadable, broken or holds an unknown key."""
+    """A configuration file is missing, unreadable, invalid or has an unknown key."""
 
 
 class DataError(UsageError):
-    """A file to train on is missing, unreadable, empty or not in the format its name says."""
+    """Training data is missing, unreadable, empty or not in the format of its name."""
 
 
 class LayoutError(UsageError):
@@ -43,15 +43,15 @@ class LayoutError(UsageError):
 
 
 class UnknownHardwareError(UsageError):
-    """A GPU or provider name that stands in no table."""
+    """The name of a GPU or provider is in no table."""
 
 
 class UnsupportedModelError(UsageError):
-    """A model config whose architecture or keys hfscale does not know."""
+    """The architecture or a key of a model config is not supported."""
 
 
 class StrategyMismatchError(HfScaleError):
-    """The run that started is not the run that was asked for."""
+    """The strategy or the ranks of a run are not those that were asked for."""
 
 
 class CheckpointError(HfScaleError):
@@ -59,11 +59,11 @@ class CheckpointError(HfScaleError):
 
 
 class StorageError(HfScaleError):
-    """The output directory cannot be written: full, read-only or gone."""
+    """A directory or store cannot be written or read: full, read-only, missing or unreachable."""
 
 
 class HealthError(HfScaleError):
-    """A node, a link, a rank or the training itself is not well enough to go on."""
+    """A node, a link, a rank or the training itself is not healthy enough to continue."""
 
 
 class MissingDependencyError(HfScaleError, ImportError):

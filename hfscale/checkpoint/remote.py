@@ -9,7 +9,6 @@ training starts.
 
 import logging
 import os
-import re
 import shutil
 import threading
 import time
@@ -31,6 +30,7 @@ from hfscale.checkpoint.store import (
 from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
+from hfscale.utils.redaction import redact
 
 logger = get_logger(__name__)
 
@@ -38,10 +38,6 @@ SUPERSEDED_MANIFEST_NAME = "hfscale_manifest.superseded.json"
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 1.0  # each later pause is twice as long: 15 s in all
 _MAX_DOWNLOAD_TIME = timedelta(hours=24)
-# Credentials belong in the environment or the provider's own file. An error of a store may quote them.
-_SECRET = re.compile(
-    r"(?i)((?:key|secret|token|signature|password|credential)[\w-]*['\"]?\s*[=:]\s*['\"]?)[^\s'\"&,]+"
-)
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _fetched: set[tuple[str, str]] = set()
 """Pairs of URL and output directory for which this process has called `fetch_newest`."""
@@ -228,10 +224,10 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def redacted_message(error: Exception) -> str:
-    """Return the error in one line, without credentials that it may quote."""
+    """Return the error in one line, without credentials that an error of a store may quote."""
     text = " ".join(str(error).split())
     shown = text if isinstance(error, StorageError | CheckpointError) else f"{type(error).__name__}: {text}"
-    return _SECRET.sub(r"\1…", shown)[:400]
+    return redact(shown)[:400]
 
 
 class Uploader:

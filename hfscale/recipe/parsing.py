@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, one_line
-from hfscale.utils.config_file import nearest, read_yaml_mapping, split_off_config, to_argv
+from hfscale.utils.flags import nearest, read_yaml_mapping, split_off_config, to_argv
 from hfscale.utils.logging import is_main_process
 
 EMBEDDED_DEFAULTS = {

@@ -22,8 +22,8 @@ from hfscale.facts.layout import split_batch
 from hfscale.metrics.baseline import Baseline, Mode, Workload
 from hfscale.metrics.records import JSONL_NAME, RANKS_NAME, TIMELINE_NAME, read_events, read_records
 from hfscale.metrics.triage import TriageInput, triage
-from hfscale.utils.config_file import read_yaml_mapping, split_off_config
 from hfscale.utils.findings import Finding
+from hfscale.utils.flags import read_yaml_mapping, split_off_config
 from hfscale.utils.redaction import redact
 
 LOGS_PER_RUN = 8

@@ -1,1 +1,1 @@
-"""What every layer may use: process groups, logging, redaction, flags and files."""
+"""Helpers for every layer: process groups, findings, logging, redaction, flags, disk errors, shipped files."""

@@ -1,4 +1,4 @@
-"""One logger for the package: short lines on standard error, from the main process only."""
+"""The logger of the package: short lines on standard error, from the main process only."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ _ROOT = "hfscale"
 
 
 def is_main_process() -> bool:
-    """Whether this is the process of global rank 0, read from the launcher's `RANK` (absent: a single process)."""
+    """Whether this process has global rank 0, according to the launcher's `RANK`; also without a launcher."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -18,9 +18,13 @@ class _MainProcessOnly(logging.Filter):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger `name`, below a root that prints INFO and above; set `logging.getLogger("hfscale")` to change it.
+    """The logger `name`.
 
-    A program that has configured Python's root logger gets the lines through its own handlers instead.
+    The parent logger "hfscale" prints lines of level INFO and above; a program can configure it. If the program has
+    configured Python's root logger, the lines go to its handlers instead.
+
+    Args:
+        name (`str`): the name of the calling module.
     """
     root = logging.getLogger(_ROOT)
     if not root.handlers and not logging.getLogger().handlers:

@@ -1,11 +1,13 @@
-"""Takes secrets out of text before it reaches a log, a report or a metrics service."""
+"""Removes secrets from text before it reaches a log, a report or a metrics service."""
 
 import os
 import re
 from collections.abc import Mapping, Sequence
 
 MASK = "[redacted]"
-_SECRET_NAME = re.compile(r"token|secret|passw|(?:api|access|private)[-_]?key|credential|auth(?!or)", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"token|secret|passw|(?:api|access|private)[-_]?key|credential|signature|auth(?!or)", re.IGNORECASE
+)
 _SHAPES = re.compile(
     r"hf_[A-Za-z0-9]{20,}"  # Hugging Face
     r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI, Anthropic
@@ -15,21 +17,31 @@ _SHAPES = re.compile(
     r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"  # JSON web tokens
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in a URL
 )
-_ASSIGNED = re.compile(rf"((?:--)?[\w-]*(?:{_SECRET_NAME.pattern})[\w-]*\s*[=:]\s*)([^\s,;&'\"]+)", re.IGNORECASE)
+_ASSIGNED = re.compile(
+    rf"((?:--)?[\w-]*(?:{_SECRET_NAME.pattern})[\w-]*['\"]?\s*[=:]\s*['\"]?)([^\s,;&'\"]+)", re.IGNORECASE
+)
 _SHORTEST = 6
-"""Shorter values of secret-looking variables ("1", "true") are words of every text."""
+"""Shorter values of variables with such names ("1", "true") occur in every text and are kept."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, flag or key of this name holds a secret: `HF_TOKEN`, `--hub_token`, `aws_secret_access_key`.
+    """Whether a variable, flag or key of this name is secret: `HF_TOKEN`, `--hub_token`, `aws_secret_access_key`.
 
-    Counts are none: `tokens_seen`, `num_tokens`.
+    Numbers of tokens are not: `tokens_seen`, `num_tokens`.
     """
     return bool(_SECRET_NAME.search(re.sub(r"tokens|tokeni[sz]\w*", "", name, flags=re.IGNORECASE)))
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`text` without what looks like a secret, and without the value of any variable whose name says it is one."""
+    """Replace secrets in a text by `MASK`.
+
+    A secret is what has the form of a known kind of key, what is assigned to a secret name, and the value of each
+    environment variable with a secret name.
+
+    Args:
+        text (`str`): the text.
+        environ (`Mapping[str, str]`): the environment variables.
+    """
     for name, value in environ.items():
         if len(value) >= _SHORTEST and is_secret_name(name):
             text = text.replace(value, MASK)
@@ -38,9 +50,11 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_argv(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """A command line without secrets: also the word that follows a flag like `--hub_token`."""
-    out: list[str] = []
-    for word in argv:
-        follows = bool(out) and argv[len(out) - 1].startswith("--") and "=" not in argv[len(out) - 1]
-        out.append(MASK if follows and is_secret_name(argv[len(out) - 1]) else redact(word, environ))
-    return out
+    """Replace secrets in the arguments of a command line, also the value that follows a flag like `--hub_token`."""
+    redacted = []
+    previous = ""
+    for argument in argv:
+        is_value = previous.startswith("--") and "=" not in previous
+        redacted.append(MASK if is_value and is_secret_name(previous) else redact(argument, environ))
+        previous = argument
+    return redacted

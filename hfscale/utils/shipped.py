@@ -1,4 +1,4 @@
-"""The configs and recipes that come with hfscale: in a checkout where they lie, in a wheel inside the package."""
+"""Finds the configs and recipes that come with hfscale: in the checkout, or inside the installed package."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +15,18 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShippedConfig:
-    """One config file."""
+    """A config file that comes with hfscale."""
 
     name: str
     """Path as in the repository, `accelerate_configs/ddp.yaml`; its short names are `ddp.yaml` and `ddp`."""
     kind: str
     """`accelerate`, `deepspeed` or `recipe`."""
     path: Path
-    """Where it lies on this machine."""
+    """Its path on this machine."""
 
     @property
     def names(self) -> set[str]:
-        """Every name it answers to."""
+        """The names by which it can be found."""
         full = Path(self.name)
         return {self.name, full.name, full.stem, f"{full.parent.name}/{full.name}"}
 
@@ -49,7 +49,7 @@ def shipped_root() -> Path:
 
 
 def list_configs() -> list[ShippedConfig]:
-    """Every shipped config, by kind and name."""
+    """All shipped configs, sorted by kind and name."""
     root = shipped_root()
     found = []
     for kind, (folder, pattern) in _KINDS.items():
@@ -59,10 +59,13 @@ def list_configs() -> list[ShippedConfig]:
 
 
 def find_config(name: str) -> ShippedConfig:
-    """The shipped config of this name; where several answer, the Accelerate one before DeepSpeed's and a recipe's.
+    """Find a shipped config by name. An Accelerate config takes precedence over one of DeepSpeed or of a recipe.
+
+    Args:
+        name (`str`): one of its names (`ShippedConfig.names`).
 
     Raises:
-        UsageError: no config answers to the name, or several of one kind do.
+        UsageError: no config has this name, or several of one kind have it.
     """
     configs = list_configs()
     matches = [config for config in configs if name in config.names]
