@@ -1,4 +1,4 @@
-"""Flags, YAML files and the embedded defaults: who wins, what is understood, and one line for what is not."""
+"""Flags, YAML files and the embedded defaults: which one wins, how values are read, and one line for a mistake."""
 
 import argparse
 import contextlib
@@ -28,8 +28,8 @@ GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArgumen
 ON_FILE = ("--train_file", "text.txt")
 
 
-def test_a_hub_token_goes_where_no_checkpoint_holds_it(tmp_path, monkeypatch):
-    """Trainer writes its arguments, as they are, beside every checkpoint."""
+def test_no_checkpoint_contains_a_hub_token(tmp_path, monkeypatch):
+    """Trainer saves its arguments unchanged in every checkpoint."""
     monkeypatch.setenv("HF_TOKEN", "before")
     arguments = RecipeTrainingArguments(output_dir=str(tmp_path), hub_token="hf_planted")  # noqa: S106
     torch.save(arguments, tmp_path / "training_args.bin")
@@ -38,7 +38,7 @@ def test_a_hub_token_goes_where_no_checkpoint_holds_it(tmp_path, monkeypatch):
 
 
 def read(*argv: str) -> argparse.Namespace:
-    """All flags of all groups by name."""
+    """Parse flags and return the fields of all groups."""
     values: dict[str, Any] = {}
     for group in parse_arguments(argv):
         values |= vars(group)
@@ -47,7 +47,7 @@ def read(*argv: str) -> argparse.Namespace:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[[str | bytes], str]:
-    """`recipe("max_steps: 7")`: a YAML file of that text."""
+    """Return a function that writes a YAML file and returns its path: `recipe("max_steps: 7")`."""
 
     def write(text: str | bytes) -> str:
         path = tmp_path / "recipe.yaml"
@@ -58,7 +58,7 @@ def recipe(tmp_path: Path) -> Callable[[str | bytes], str]:
 
 
 def refuses(*argv: str, parts: tuple[str, ...], kind: type[HfScaleError] = UsageError) -> None:
-    """A UsageError of one line that holds all of `parts`."""
+    """Assert that the flags raise a UsageError of one line that contains all of `parts`."""
     with pytest.raises(kind) as caught:
         parse_arguments(argv)
     message = str(caught.value)
@@ -69,7 +69,7 @@ def refuses(*argv: str, parts: tuple[str, ...], kind: type[HfScaleError] = Usage
         assert part in message
 
 
-# Who wins.
+# Precedence.
 
 
 def test_a_flag_wins_over_yaml_and_yaml_over_the_embedded_default(recipe: Any) -> None:
@@ -94,7 +94,7 @@ def test_the_embedded_defaults_are_for_the_embedded_run_only(flag: str, recipe: 
         assert arguments.base_global_batch_size is None
 
 
-def test_steps_of_the_embedded_run_yield_to_epochs(recipe: Any) -> None:
+def test_given_epochs_replace_the_steps_of_the_embedded_run(recipe: Any) -> None:
     for argv in (["--num_train_epochs", "2"], ["--num-train-epochs=2"], ["--config", recipe("num_train_epochs: 2")]):
         assert (read(*argv).max_steps, read(*argv).num_train_epochs) == (-1, 2)
     assert read("--num_train_epochs", "2", "--max_steps", "5").max_steps == 5
@@ -107,7 +107,7 @@ def test_every_embedded_default_is_a_flag() -> None:
         assert parsed == type(parsed)(value)
 
 
-# How flags and values are written.
+# Forms of flags and values.
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_lists_on_the_command_line() -> None:
     assert read("--report_to", "wandb", "tensorboard").report_to == ["wandb", "tensorboard"]
 
 
-def test_help_is_no_unknown_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_prints_the_flags_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--help", "-h"):
         with pytest.raises(SystemExit) as caught:
             parse_arguments([flag])
@@ -181,12 +181,12 @@ def test_help_is_no_unknown_flag(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--train_file" in capsys.readouterr().out
 
 
-def test_the_flags_are_those_of_the_process_where_none_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_flags_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--seed", "3"])
     assert parse_arguments()[-1].seed == 3
 
 
-# What a machine without an accelerator changes.
+# Defaults on a machine without an accelerator.
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
@@ -198,7 +198,7 @@ def test_on_a_cpu_the_defaults_are_those_of_a_cpu() -> None:
     assert read("--bf16", "true").bf16 is True
 
 
-def test_bf16_is_the_default_where_the_hardware_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_is_the_default_if_the_hardware_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     monkeypatch.setattr("transformers.training_args.TrainingArguments.__post_init__", lambda self: None)
@@ -215,7 +215,7 @@ def test_no_workers_need_no_worker_options() -> None:
     assert (arguments.dataloader_persistent_workers, arguments.dataloader_prefetch_factor) == (False, None)
 
 
-# What users get wrong: the file.
+# Mistakes in the file.
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_no_workers_need_no_worker_options() -> None:
         ("lora_target_modules: [{q: v}]", ("'lora_target_modules'", "a list of values")),
     ],
 )
-def test_a_broken_yaml_file_is_named_with_the_fault(text: str | bytes, parts: tuple[str, ...], recipe: Any) -> None:
+def test_an_error_in_yaml_names_the_file_and_the_fault(text: str | bytes, parts: tuple[str, ...], recipe: Any) -> None:
     path = recipe(text)
     refuses("--config", path, parts=(f"--config {path}", *parts), kind=ConfigFileError)
 
@@ -262,7 +262,7 @@ def test_a_wrong_value_in_yaml_names_the_flag(text: str, parts: tuple[str, ...],
     refuses("--config", recipe(text), parts=parts)
 
 
-def test_a_config_that_is_not_there_or_not_one(tmp_path: Path) -> None:
+def test_a_config_that_is_missing_or_not_a_file(tmp_path: Path) -> None:
     refuses("--config", "gone.yaml", parts=("--config gone.yaml", "No such file"), kind=ConfigFileError)
     refuses("--config", str(tmp_path), parts=(f"--config {tmp_path}", "Is a directory"), kind=ConfigFileError)
     refuses("--config", parts=("--config needs a YAML file",))
@@ -271,7 +271,7 @@ def test_a_config_that_is_not_there_or_not_one(tmp_path: Path) -> None:
     refuses("--config", "a.yaml", "--config=b.yaml", parts=("--config is given twice, a.yaml and b.yaml",))
 
 
-# What users get wrong: the flags.
+# Mistakes in the flags.
 
 
 @pytest.mark.parametrize(
@@ -346,18 +346,18 @@ def test_the_numeric_flags_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", NUMERIC)
-def test_no_number_may_be_negative_or_none_at_all(name: str) -> None:
+def test_a_number_must_be_neither_negative_nor_nan(name: str) -> None:
     refuses(*ON_FILE, f"--{name}=-3", parts=(name, "-3"))
     refuses(*ON_FILE, f"--{name}=nan", parts=(f"--{name}", "nan"))
 
 
-# What goes wrong later, with a flag to blame.
+# Errors of libraries that come from a flag.
 
 
 @pytest.mark.parametrize(
     "error", [OSError("gone\nfor good"), ValueError("odd"), KeyError("odd"), TypeError("odd"), Exception("odd")]
 )
-def test_errors_name_flag_names_the_flag_in_one_line(error: Exception) -> None:
+def test_an_error_of_a_library_names_the_flag_in_one_line(error: Exception) -> None:
     with pytest.raises(UsageError) as caught, errors_name_flag("--config_name", "tiny"):
         raise error
     assert str(caught.value).startswith("--config_name tiny cannot be used: ")
@@ -365,7 +365,7 @@ def test_errors_name_flag_names_the_flag_in_one_line(error: Exception) -> None:
     assert caught.value.__cause__ is error
 
 
-def test_errors_name_flag_says_that_a_path_is_not_there(tmp_path: Path) -> None:
+def test_an_error_of_a_library_says_that_a_path_does_not_exist(tmp_path: Path) -> None:
     for path in (str(tmp_path / "gone"), "./gone", "~/gone-for-good"):
         with pytest.raises(UsageError, match=r"does not exist$"), errors_name_flag("--config_name", path):
             raise OSError("a repo id must be in the form …")
@@ -373,7 +373,7 @@ def test_errors_name_flag_says_that_a_path_is_not_there(tmp_path: Path) -> None:
         raise OSError("a repo id must be in the form …")
 
 
-def test_errors_name_flag_leaves_alone_what_is_not_the_flags_fault() -> None:
+def test_errors_with_another_cause_are_not_changed() -> None:
     for error in (MemoryError(), torch.OutOfMemoryError("out of memory"), CheckpointError("corrupt")):
         with pytest.raises(type(error)) as caught, errors_name_flag("--config_name", "tiny"):
             raise error
@@ -385,15 +385,15 @@ def test_errors_name_flag_leaves_alone_what_is_not_the_flags_fault() -> None:
 def test_evaluation_without_text_or_patience_without_evaluation() -> None:
     evaluating = parse_arguments(["--eval_strategy", "steps", "--eval_steps", "5"])[-1]
     check_evaluation(evaluating, has_evaluation=True, patience=None)
-    with pytest.raises(UsageError, match="--eval_strategy steps needs text to evaluate on: give --validation_file"):
+    with pytest.raises(UsageError, match=r"--eval_strategy steps .*--validation_file"):
         check_evaluation(evaluating, has_evaluation=False, patience=None)
     silent = parse_arguments([])[-1]
     check_evaluation(silent, has_evaluation=False, patience=None)
-    with pytest.raises(UsageError, match="--early_stopping_patience counts evaluations: give --eval_strategy"):
+    with pytest.raises(UsageError, match=r"--early_stopping_patience .*--eval_strategy"):
         check_evaluation(silent, has_evaluation=True, patience=2)
 
 
-def test_patience_waits_for_the_loss_unless_told_otherwise() -> None:
+def test_patience_compares_the_loss_by_default() -> None:
     arguments = parse_arguments(["--eval_strategy", "steps", "--eval_steps", "5"])[-1]
     check_evaluation(arguments, has_evaluation=True, patience=2)
     assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("loss", False)
@@ -402,7 +402,7 @@ def test_patience_waits_for_the_loss_unless_told_otherwise() -> None:
 # The help.
 
 
-def test_help_begins_with_the_config_file_and_what_wins() -> None:
+def test_help_begins_with_the_config_file_and_its_precedence() -> None:
     usage, _, flags = help_text().partition("Model:")
     assert "[--config FILE.yaml]" in usage.splitlines()[0]
     assert re.search(r"--config FILE\.yaml\n +Read flags from a YAML file.*command line win", usage)

@@ -1,4 +1,4 @@
-"""The command line: its answers, its errors, its speed."""
+"""The command line: help, errors, speed, and `hfscale configs`."""
 
 import json
 import statistics
@@ -86,7 +86,7 @@ class TestConfigs:
         original = (REPOSITORY / "accelerate_configs" / "ddp.yaml").read_bytes()
         assert (tmp_path / "ddp.yaml").read_bytes() == (tmp_path / "mine.yaml").read_bytes() == original
 
-    def test_copy_overwrites_nothing_unless_told(self, tmp_path, capsys):
+    def test_copy_overwrites_only_with_force(self, tmp_path, capsys):
         (tmp_path / "ddp.yaml").write_text("mine")
         assert main(["configs", "copy", "ddp", str(tmp_path)]) == 2
         assert (tmp_path / "ddp.yaml").read_text() == "mine"
@@ -104,7 +104,7 @@ class TestConfigs:
         assert copied.read_text() == "{}"
         assert not (tmp_path / "other.yaml").exists()
 
-    def test_copy_into_nowhere(self, tmp_path, capsys):
+    def test_copy_into_a_missing_folder(self, tmp_path, capsys):
         assert main(["configs", "copy", "ddp", str(tmp_path / "a" / "b")]) == 1
         assert "cannot be written: No such file" in capsys.readouterr().err
 

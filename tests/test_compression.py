@@ -1,4 +1,4 @@
-"""Compressed gradients on two real processes: what is sent, what is kept for later, and that the ranks stay one."""
+"""Compressed gradients on two processes: what is sent, what is kept for later, and equal weights on all ranks."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_the_ranks_end_with_the_same_weights(results, method):
 
 
 @pytest.mark.world(2)
-def test_halves_train_almost_the_same_but_are_halves(results):
+def test_fp16_gradients_train_almost_the_same(results):
     plain, found = results["none"]["loss"], results["fp16"]["loss"]
     assert found == pytest.approx(plain, abs=2e-3)
     assert found != plain
@@ -37,30 +37,30 @@ def test_halves_train_almost_the_same_but_are_halves(results):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("method", ["bf16", "powersgd"])
-def test_what_is_for_gpus_says_so(results, method):
+def test_methods_for_gpus_are_refused_on_cpus(results, method):
     assert results[method].startswith(f"--gradient_compression {method} needs GPUs")
 
 
 @pytest.mark.world(2)
-def test_the_first_steps_are_plain_and_the_later_ones_are_not(results):
+def test_only_the_later_steps_are_compressed(results):
     plain, found = results["none"]["loss"], results["topk"]["loss"]
-    assert found[:3] == pytest.approx(plain[:3], abs=1e-6)  # the loss of step 4 is still of plain updates
+    assert found[:3] == pytest.approx(plain[:3], abs=1e-6)  # step 4 is still computed with uncompressed updates
     assert found[5:] != pytest.approx(plain[5:], abs=1e-6)
     assert found == pytest.approx(plain, abs=0.2)
 
 
 @pytest.mark.world(2)
-def test_topk_loses_nothing(results):
-    """What arrived and what the ranks still keep are together the average of all that was ever given."""
+def test_topk_loses_no_gradient(results):
+    """The received gradients plus the residuals of the ranks are the average of all gradients."""
     sent = results["sent"]
     given, kept = torch.tensor(sent["given"]).mean(dim=0), torch.tensor(sent["kept"]).mean(dim=0)
     torch.testing.assert_close(torch.tensor(sent["arrived"]) + kept, given, atol=1e-5, rtol=0)
-    assert sent["nonzero"][0] == 50  # the plain step
+    assert sent["nonzero"][0] == 50  # the uncompressed step
     assert all(5 <= count <= 10 for count in sent["nonzero"][1:])  # each rank's own tenth of 50
 
 
 def test_without_ddp_it_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="--gradient_compression topk works on DDP's gradients: launch with"):
+    with pytest.raises(UsageError, match="--gradient_compression topk "):
         compress_gradients(tiny_trainer(tmp_path), "topk", powersgd_rank=1, topk_fraction=0.1, start_step=2)
 
 

@@ -1,4 +1,4 @@
-"""Every Accelerate and DeepSpeed config is read by the library it is for, and would fail with a key it does not know.
+"""Every Accelerate and DeepSpeed config is read by its library, and a key that the library does not know fails.
 
 That each runs, and is the strategy it names, is seen in test_strategies.py.
 """
@@ -15,7 +15,7 @@ from conftest import REPOSITORY
 ACCELERATE = sorted((REPOSITORY / "accelerate_configs").rglob("*.yaml"))
 DEEPSPEED = sorted((REPOSITORY / "ds_configs").rglob("*.json"))
 LAUNCHER_FLAGS = set(vars(launch_command_parser().parse_args(["script.py"])))
-# Accelerate copies a section's keys to launcher flags of the same name, and drops without a word what is none.
+# Accelerate copies a section's keys to launcher flags of the same name and silently drops the others.
 SECTIONS = {"fsdp_config": "", "parallelism_config": "", "deepspeed_config": "", "fp8_config": "fp8_"}
 
 
@@ -24,7 +24,7 @@ def by_name(path):
 
 
 def unknown_keys(config):
-    """Keys of a config's sections that no launcher flag answers to."""
+    """Return the keys of a config's sections that are not launcher flags."""
     sections = {name: content for name, content in config.items() if isinstance(content, dict)}
     assert sections.keys() <= SECTIONS.keys()
     return [
@@ -36,14 +36,14 @@ def unknown_keys(config):
 
 
 def read_deepspeed(config):
-    """Have DeepSpeed itself read a config whose "auto" values are filled; raises on what it does not know."""
+    """Let DeepSpeed itself read a config without its "auto" values; raise an error for an unknown key."""
     from deepspeed.runtime import constants
     from deepspeed.runtime.config import DeepSpeedConfig
 
     known = {value for value in vars(constants).values() if isinstance(value, str)} | {"zero_optimization", "aio"}
     for key in config:
         if key not in known:
-            raise ValueError(f"DeepSpeed knows no {key}")
+            raise ValueError(f"DeepSpeed does not know {key}")
     sizes = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 
     def filled(section):
@@ -59,11 +59,11 @@ def test_there_are_configs():
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=by_name)
-def test_an_accelerate_config_opens_with_its_command_and_loads(path):
+def test_an_accelerate_config_begins_with_its_command_and_loads(path):
     text = path.read_text(encoding="utf-8")
     first = text.splitlines()[0]
     assert first.startswith(f"# accelerate launch --config_file {path.relative_to(REPOSITORY)} ")
-    assert len(re.findall(r"^#", text, re.MULTILINE)) >= 6  # when to use it, what it costs, what to turn
+    assert len(re.findall(r"^#", text, re.MULTILINE)) >= 6  # when to use it, what it costs, its options
     assert "# Use it " in text
     assert "# Costs " in text or "Costs " in text
     config = load_config_from_file(str(path))
@@ -72,7 +72,7 @@ def test_an_accelerate_config_opens_with_its_command_and_loads(path):
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=by_name)
-def test_the_processes_of_its_command_are_those_of_its_sizes(path):
+def test_the_number_of_processes_fits_the_sizes(path):
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     sizes = [value for key, value in config.get("parallelism_config", {}).items() if key.endswith("_size")]
     launcher = launch_command_parser().parse_args(path.read_text(encoding="utf-8").splitlines()[0].split()[3:])
@@ -85,7 +85,7 @@ def test_the_processes_of_its_command_are_those_of_its_sizes(path):
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=by_name)
-def test_a_deepspeed_config_is_named_and_there(path):
+def test_the_deepspeed_config_that_is_named_exists(path):
     section = yaml.safe_load(path.read_text(encoding="utf-8")).get("deepspeed_config")
     if section is not None:
         assert (REPOSITORY / section["deepspeed_config_file"]).is_file()
@@ -94,7 +94,7 @@ def test_a_deepspeed_config_is_named_and_there(path):
 
 
 @pytest.mark.parametrize("path", DEEPSPEED, ids=by_name)
-def test_a_deepspeed_config_is_read_by_deepspeed(path):
+def test_deepspeed_reads_the_config(path):
     config = json.loads(path.read_text(encoding="utf-8"))
     read = read_deepspeed(config)
     assert read.zero_optimization_stage == config["zero_optimization"]["stage"]
@@ -102,7 +102,7 @@ def test_a_deepspeed_config_is_read_by_deepspeed(path):
     assert f"ds_configs/{path.name}" in {section.get("deepspeed_config_file") for section in named}
 
 
-def test_unknown_keys_would_fail(tmp_path):
+def test_unknown_keys_fail(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text((REPOSITORY / "accelerate_configs" / "ddp.yaml").read_text() + "num_proceses: 2\n")
     with pytest.raises(ValueError, match="num_proceses"):

@@ -1,4 +1,4 @@
-"""The embedded text: the same everywhere, cut in two without overlap, and a tokenizer that loses nothing of it."""
+"""The embedded text: the same everywhere, split in two without overlap, with a tokenizer that decodes it exactly."""
 
 import sysconfig
 import tokenize
@@ -13,20 +13,20 @@ from hfscale.recipe import corpus
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that the module's tests share."""
+    """Return a cache that the tests of this module share."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
 def tokenizer(cache: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerFast:
-    """Trained by the first test that asks, read by the others."""
+    """Return the tokenizer, which the first test trains and the others read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return corpus.default_tokenizer()
 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of 25 modules, with what does not belong to it beside them."""
+    """Return a standard library of 25 modules, and add files that do not belong to it."""
     root = tmp_path / "lib"
     for name in ["site-packages/other.py", "test/test_x.py", "json/tests/t.py", "notes.txt", "a/__pycache__/a.py"]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def test_the_sources_are_the_library_in_a_fixed_order(library: Path) -> None:
     assert corpus.source_files() == [library / "a" / f"module{number:02}.py" for number in range(25)]
 
 
-def test_train_and_validation_are_the_whole_library_once() -> None:
+def test_train_and_validation_together_are_the_library() -> None:
     splits = {split: [record["text"] for record in corpus.read_sources(split)] for split in ("train", "validation")}
     again = [record["text"] for record in corpus.read_sources("train")]
     everything = []
@@ -62,7 +62,7 @@ def test_a_module_is_in_one_split(library: Path) -> None:
     assert (len(train), len(validation)) == (23, 2)
 
 
-def test_the_fingerprint_follows_the_text(library: Path) -> None:
+def test_the_fingerprint_changes_with_the_text(library: Path) -> None:
     before = corpus.fingerprint()
     assert corpus.fingerprint() == before
     (library / "site-packages" / "other.py").write_text("anything")
@@ -81,7 +81,7 @@ def test_a_python_without_sources_says_what_to_give(tmp_path: Path, monkeypatch:
     assert str(tmp_path) in str(caught.value)
 
 
-def test_source_text_comes_back_exactly(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_source_text_is_decoded_exactly(tokenizer: PreTrainedTokenizerFast) -> None:
     paths = [path for path in corpus.source_files() if path.name in ("ast.py", "this.py", "unicode_escape.py")]
     assert len(paths) == 3
     for text in [*(path.read_text(encoding="utf-8") for path in paths), "\t naïve 🦊 你好 \r\n\x00  "]:

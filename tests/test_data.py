@@ -1,4 +1,4 @@
-"""Text to packed sequences: every token in its place, every kind of file, one clear line for a broken one."""
+"""Packing of text into sequences: the order of tokens, every file format, and one clear line for a broken file."""
 
 import codecs
 import csv
@@ -30,7 +30,7 @@ DOCUMENTS = [f"Document {number}: the quick brown fox jumps over {number * 7} la
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, so that any text comes back exactly."""
+    """Return a byte-level tokenizer, which decodes any text exactly."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """`datasets` keeps its cache below `tmp_path`, and shows no bars."""
+    """Let `datasets` keep its cache below `tmp_path` and show no progress bars."""
     folder = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
     datasets.disable_progress_bars()
@@ -54,7 +54,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def load(tokenizer: PreTrainedTokenizerFast) -> Callable[..., tuple[Any, Any]]:
-    """`load(train_file=…)`: the packed training and evaluation sequences."""
+    """Return a function that returns the packed training and evaluation sequences: `load(train_file=…)`."""
 
     def run(seed: int = 0, **flags: Any) -> tuple[Any, Any]:
         paths = {name: str(value) for name, value in flags.items() if "file" in name}
@@ -64,7 +64,7 @@ def load(tokenizer: PreTrainedTokenizerFast) -> Callable[..., tuple[Any, Any]]:
 
 
 def write(path: Path, records: list[str], column: str = "text") -> Path:
-    """The records in a file of the kind that its name says."""
+    """Write the records to a file in the format of its extension."""
     if path.suffix == ".txt":
         path.write_bytes("".join(records).encode())
     elif path.suffix == ".json":
@@ -80,7 +80,7 @@ def write(path: Path, records: list[str], column: str = "text") -> Path:
 
 
 def tokens(dataset: Any) -> list[int]:
-    """The blocks laid end to end, each checked: exactly BLOCK tokens, labels the same, nothing else in it."""
+    """Concatenate the blocks, and check that each has BLOCK tokens, equal labels and no other fields."""
     stream: list[int] = []
     for block in dataset:
         assert set(block) == {"input_ids", "labels"}
@@ -91,7 +91,7 @@ def tokens(dataset: Any) -> list[int]:
 
 
 def fails(load: Callable[..., Any], *parts: str, kind: type[Exception] = DataError, **flags: Any) -> None:
-    """One line that holds all of `parts`."""
+    """Assert an error of one line that contains all of `parts`."""
     with pytest.raises(kind) as caught:
         load(**flags)
     message = str(caught.value)
@@ -100,12 +100,12 @@ def fails(load: Callable[..., Any], *parts: str, kind: type[Exception] = DataErr
         assert part in message
 
 
-# What comes out.
+# The packed sequences.
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("streaming", [False, True])
-def test_every_kind_packs_into_the_same_stream(
+def test_every_file_format_packs_into_the_same_stream(
     kind: str, streaming: bool, tmp_path: Path, load: Any, tokenizer: Any
 ) -> None:
     path = write(tmp_path / f"train.{kind}", DOCUMENTS)
@@ -140,7 +140,7 @@ def test_short_lines_fill_blocks_longer_than_a_thousand_of_them(tmp_path: Path, 
     assert len(train) == 10_000 // 4096
 
 
-def test_tokens_of_a_running_text_span_its_line_ends(tmp_path: Path, load: Any, tokenizer: Any) -> None:
+def test_tokens_of_a_continuous_text_span_its_line_ends(tmp_path: Path, load: Any, tokenizer: Any) -> None:
     lines = ["a line\n", "\n", "\n"] * 2000
     train, _ = load(train_file=write(tmp_path / "train.txt", lines), validation_split_percentage=0)
     ids = tokens(train)
@@ -149,7 +149,7 @@ def test_tokens_of_a_running_text_span_its_line_ends(tmp_path: Path, load: Any, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unicode_comes_back_exactly(kind: str, tmp_path: Path, load: Any, tokenizer: Any) -> None:
+def test_unicode_is_decoded_exactly(kind: str, tmp_path: Path, load: Any, tokenizer: Any) -> None:
     text = "naïve 🦊👩‍👩‍👧 你好世界 \u2028 \x0c \x85 \x1c ﷽ e\u0301 \t|\n" * 60
     train, _ = load(train_file=write(tmp_path / f"train.{kind}", [text]), validation_split_percentage=0)
     ids = tokens(train)
@@ -159,9 +159,7 @@ def test_unicode_comes_back_exactly(kind: str, tmp_path: Path, load: Any, tokeni
     assert ids == whole[: len(ids)]
 
 
-def test_line_ends_of_windows_become_plain_ones_in_txt_and_stay_in_json(
-    tmp_path: Path, load: Any, tokenizer: Any
-) -> None:
+def test_windows_line_ends_are_converted_in_txt_and_kept_in_json(tmp_path: Path, load: Any, tokenizer: Any) -> None:
     lines = ["one two three\r\n", "four five six\r\n"] * 40
     for kind, expected in (("txt", "".join(lines).replace("\r\n", "\n")), ("jsonl", "".join(lines))):
         path = write(tmp_path / f"train.{kind}", lines if kind == "txt" else ["".join(lines)])
@@ -194,7 +192,7 @@ def test_the_only_column_of_strings_is_the_text(
     assert tokenizer.decode(tokens(train)).startswith(DOCUMENTS[0])
 
 
-def test_a_name_with_wildcards_is_one_file(tmp_path: Path, load: Any, tokenizer: Any) -> None:
+def test_a_file_name_with_wildcards_names_one_file(tmp_path: Path, load: Any, tokenizer: Any) -> None:
     write(tmp_path / "a1.txt", ["wrong " * 100])
     for name in ("a[1].txt", "a*.txt"):
         path = write(tmp_path / name, [f"{name} right\n"] * 40)
@@ -206,9 +204,7 @@ def test_a_name_with_wildcards_is_one_file(tmp_path: Path, load: Any, tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["txt", "csv"])
-def test_a_validation_file_is_evaluated_on_whatever_its_kind(
-    kind: str, tmp_path: Path, load: Any, tokenizer: Any
-) -> None:
+def test_a_validation_file_of_another_format_is_used(kind: str, tmp_path: Path, load: Any, tokenizer: Any) -> None:
     validation = write(tmp_path / f"validation.{kind}", ["something else\n"] * 40)
     train, evaluation = load(train_file=write(tmp_path / "train.jsonl", DOCUMENTS), validation_file=validation)
     assert "else" not in tokenizer.decode(tokens(train))
@@ -216,7 +212,7 @@ def test_a_validation_file_is_evaluated_on_whatever_its_kind(
     assert text.startswith("something else\nsomething" if kind == "txt" else "something else\n<end>something")
 
 
-def test_a_validation_file_goes_with_a_dataset_too(tmp_path: Path, load: Any, tokenizer: Any) -> None:
+def test_a_validation_file_is_used_with_a_dataset(tmp_path: Path, load: Any, tokenizer: Any) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     write(folder / "train.jsonl", DOCUMENTS)
@@ -226,7 +222,7 @@ def test_a_validation_file_goes_with_a_dataset_too(tmp_path: Path, load: Any, to
     assert tokenizer.decode(tokens(evaluation)).startswith("something else\nsomething")
 
 
-def test_a_dataset_brings_its_own_validation_and_the_rest_is_left(tmp_path: Path, load: Any, tokenizer: Any) -> None:
+def test_only_the_validation_split_of_a_dataset_is_evaluated(tmp_path: Path, load: Any, tokenizer: Any) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     for split in ("train", "validation", "test"):
@@ -237,7 +233,7 @@ def test_a_dataset_brings_its_own_validation_and_the_rest_is_left(tmp_path: Path
     assert set(load_splits(DataArguments(dataset_name=str(folder)), seed=0)) == {"train", "validation"}
 
 
-def test_records_are_split_at_random_by_the_seed(tmp_path: Path) -> None:
+def test_the_seed_decides_the_random_split_of_records(tmp_path: Path) -> None:
     args = DataArguments(train_file=str(write(tmp_path / "train.jsonl", DOCUMENTS)), validation_split_percentage=10)
     first, again, other = (load_splits(args, seed=seed) for seed in (1, 1, 2))
     train, validation = list(first["train"]["text"]), list(first["validation"]["text"])
@@ -248,14 +244,14 @@ def test_records_are_split_at_random_by_the_seed(tmp_path: Path) -> None:
     assert validation != list(other["validation"]["text"])
 
 
-def test_a_running_text_is_cut_once_and_stays_in_order(tmp_path: Path, load: Any, tokenizer: Any) -> None:
+def test_a_continuous_text_is_split_at_its_end(tmp_path: Path, load: Any, tokenizer: Any) -> None:
     train, evaluation = load(train_file=write(tmp_path / "train.txt", DOCUMENTS), validation_split_percentage=10)
     assert "".join(DOCUMENTS[:108]).startswith(tokenizer.decode(tokens(train)))
     assert "".join(DOCUMENTS[108:]).startswith(tokenizer.decode(tokens(evaluation)))
 
 
 @pytest.mark.parametrize("flags", [{"streaming": True}, {"validation_split_percentage": 0}])
-def test_a_text_that_is_not_split_is_all_for_training(flags: dict[str, Any], tmp_path: Path, load: Any) -> None:
+def test_a_text_that_is_not_split_is_used_for_training_only(flags: dict[str, Any], tmp_path: Path, load: Any) -> None:
     _, evaluation = load(train_file=write(tmp_path / "train.txt", DOCUMENTS), **flags)
     assert evaluation is None
 
@@ -274,7 +270,7 @@ def test_an_evaluation_text_below_a_block_is_left_out(tmp_path: Path, load: Any)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_samples_are_the_first_and_no_more_than_there_are(streaming: bool, tmp_path: Path, load: Any) -> None:
+def test_a_limit_on_samples_keeps_the_first_ones(streaming: bool, tmp_path: Path, load: Any) -> None:
     path = write(tmp_path / "train.txt", DOCUMENTS)
     flags = {"train_file": path, "validation_file": path, "streaming": streaming}
     whole, _ = load(**flags)
@@ -290,12 +286,12 @@ def packed_files(cache: Path) -> int:
     return len(list(cache.rglob("cache-*.arrow")))
 
 
-def test_the_cache_follows_the_file_and_the_flags(tmp_path: Path, load: Any, tokenizer: Any, cache: Path) -> None:
+def test_the_cache_depends_on_the_file_and_the_flags(tmp_path: Path, load: Any, tokenizer: Any, cache: Path) -> None:
     path = write(tmp_path / "train.txt", DOCUMENTS)
     first, _ = load(train_file=path, validation_split_percentage=0)
     files = packed_files(cache)
     again, _ = load(train_file=path, validation_split_percentage=0, max_train_samples=5)
-    assert packed_files(cache) == files  # found again, whatever flags that change no token
+    assert packed_files(cache) == files  # the cache is used, since the flag changes no token
     assert tokens(again) == tokens(first)[: 5 * BLOCK]
 
     longer = DataArguments(train_file=str(path), block_size=2 * BLOCK, validation_split_percentage=0)
@@ -308,7 +304,7 @@ def test_the_cache_follows_the_file_and_the_flags(tmp_path: Path, load: Any, tok
     assert set(tokenizer.decode(tokens(changed))) == {"X"}
 
 
-def test_a_full_disk_is_not_blamed_on_the_text(tmp_path: Path, load: Any, cache: Path) -> None:
+def test_a_full_disk_is_reported_as_such(tmp_path: Path, load: Any, cache: Path) -> None:
     path = write(tmp_path / "train.txt", DOCUMENTS * 20)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
@@ -318,7 +314,7 @@ def test_a_full_disk_is_not_blamed_on_the_text(tmp_path: Path, load: Any, cache:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-# What users get wrong.
+# Mistakes of users.
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -331,7 +327,7 @@ def test_text_that_is_not_utf8_names_the_byte(kind: str, streaming: bool, tmp_pa
     fails(load, f"--train_file {path}", f"byte {offset} is 0xe9", "iconv", train_file=path, streaming=streaming)
 
 
-def test_utf16_and_cut_off_text_are_told_apart(tmp_path: Path, load: Any) -> None:
+def test_utf16_and_truncated_text_are_reported_differently(tmp_path: Path, load: Any) -> None:
     path = tmp_path / "train.txt"
     path.write_bytes("".join(DOCUMENTS).encode("utf-16"))
     fails(load, "byte 0 is 0xff", "iconv -f UTF-16", train_file=path)
@@ -390,13 +386,13 @@ def test_a_folder_is_not_a_file(tmp_path: Path, load: Any) -> None:
     ("content", "part"),
     [(b"short", "shorter than one block"), (b"\xff" * 99, "byte 0 is 0xff"), (b"\n", "shorter than one block")],
 )
-def test_a_stream_is_tried_before_training(content: bytes, part: str, tmp_path: Path, load: Any) -> None:
+def test_a_stream_is_checked_before_training(content: bytes, part: str, tmp_path: Path, load: Any) -> None:
     path = tmp_path / "train.txt"
     path.write_bytes(content)
     fails(load, str(path), part, train_file=path, streaming=True)
 
 
-def test_a_compressed_text_is_read_under_its_plain_name(tmp_path: Path, load: Any, tokenizer: Any) -> None:
+def test_a_compressed_text_without_its_extension_is_read(tmp_path: Path, load: Any, tokenizer: Any) -> None:
     path = tmp_path / "train.txt"
     path.write_bytes(gzip.compress("".join(DOCUMENTS).encode()))
     train, _ = load(train_file=path, validation_split_percentage=0)
@@ -422,8 +418,8 @@ def test_without_a_source_it_is_the_embedded_corpus(
     assert modules[0].read_text().startswith(tokenizer.decode(tokens(evaluation)))
 
 
-def test_a_tokenizer_that_begins_texts_with_a_token_of_its_own_begins_each_document(tmp_path: Path, load: Any) -> None:
-    """As those of Llama 3 and Gemma; the one of these tests has no such token."""
+def test_a_beginning_of_text_token_starts_each_document(tmp_path: Path, load: Any) -> None:
+    """The tokenizers of Llama 3 and Gemma add one; the tokenizer of these tests does not."""
     backend = Tokenizer(models.WordLevel({"<b>": 0, "<e>": 1, "a": 2}, unk_token="a"))  # noqa: S106
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(single="<b> $A", special_tokens=[("<b>", 0)])
@@ -438,7 +434,7 @@ def test_a_tokenizer_that_begins_texts_with_a_token_of_its_own_begins_each_docum
     assert set(tokens(train)) == {2}
 
 
-def test_empty_documents_leave_no_mark(tmp_path: Path, load: Any, tokenizer: Any) -> None:
+def test_empty_documents_are_left_out(tmp_path: Path, load: Any, tokenizer: Any) -> None:
     """Wikitext has a blank record after each line."""
     full, _ = load(train_file=write(tmp_path / "a.jsonl", ["some words"] * 99), validation_split_percentage=0)
     path = write(tmp_path / "b.jsonl", ["some words", "", " \n"] * 99)

@@ -1,4 +1,4 @@
-"""Launch files: checked by what will read them, run with stand-ins for the cluster, and launched on loopback."""
+"""Launch files: checked with the schemas of their readers, run with stubs of the cluster, launched on loopback."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ DOCKERFILE = LAUNCH / "docker" / "Dockerfile"
 WORKER = REPOSITORY / "tests" / "workers" / "two_nodes.py"
 DEFAULT = ["recipes/sharded/train.py", "--config", "recipes/sharded/llama-3.1-8b-full.yaml"]
 NODE = {"MAIN_IP": "127.0.0.1", "MAIN_PORT": "29500", "NODE_RANK": "1", "NODES": "2", "GPUS_PER_NODE": "8"}
-JOB = {  # what sbatch sets on the first of two nodes
+JOB = {  # the variables that sbatch sets on the first of two nodes
     "SLURM_JOB_ID": "123456",
     "SLURM_JOB_NODELIST": "gpu[1-2]",
     "SLURM_JOB_NUM_NODES": "2",
@@ -59,17 +59,17 @@ PREEMPTED, WRONG_USAGE = 75, 2
 
 
 def named(path: Path) -> str:
-    """A path as commands name it."""
+    """Return a path as commands write it."""
     return path.relative_to(REPOSITORY).as_posix()
 
 
 def label(value: object) -> str:
-    """How a parameter is shown in a test's name."""
+    """Return a parameter as a test's name shows it."""
     return named(value) if isinstance(value, Path) else str(value)
 
 
 def environment(extra: dict[str, str]) -> dict[str, str]:
-    """This process's environment without what a cluster or a launcher would have set, and with `extra`."""
+    """Return this process's environment plus `extra`, without the variables of a cluster or a launcher."""
     foreign = ("SLURM_", "PET_", "ACCELERATE_", "SKYPILOT_", "TORCH_ELASTIC_", "NCCL_", "GLOO_", "PRIMARY_", "MASTER_")
     names = {*NODE, *POD, "CONFIG_FILE", "PYTHON", "RANK", "WORLD_SIZE"}
     return {
@@ -85,7 +85,7 @@ def run(*argv: str | Path, env: dict[str, str], cwd: Path = REPOSITORY) -> Finis
 
 
 def executable(path: Path, text: str) -> str:
-    """Write a program; returns its path."""
+    """Write a program and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
@@ -94,13 +94,13 @@ def executable(path: Path, text: str) -> str:
 
 @pytest.fixture
 def fake_python(tmp_path: Path) -> str:
-    """An interpreter that launches nothing: it prints its environment and arguments and ends with $FAKE_EXIT."""
+    """Return an interpreter that only prints its environment and arguments and exits with $FAKE_EXIT."""
     text = '#!/bin/bash\nenv\necho "PARENT=$PPID"\nprintf "> %s\\n" "$@"\nexit ${FAKE_EXIT:-0}\n'
     return executable(tmp_path / "bin" / "fake-python", text)
 
 
 def composed(done: Finished) -> tuple[list[str], dict[str, str]]:
-    """What the fake interpreter was given: the launcher's command line, and its environment.
+    """Return what the fake interpreter received: the launcher's command line and its environment.
 
     It must stand where the process was that this test has started: what signals that one, signals the launcher.
     """
@@ -114,7 +114,7 @@ def composed(done: Finished) -> tuple[list[str], dict[str, str]]:
 
 
 def accelerate_command(node: dict[str, str], *script: str, config: str = "accelerate_configs/fsdp2.yaml") -> list[str]:
-    """The command that these variables must lead to, whatever platform they came from."""
+    """Return the command that these variables must give, on every platform."""
     processes = int(node["NODES"]) * int(node["GPUS_PER_NODE"])
     return [
         "accelerate",
@@ -141,7 +141,7 @@ def accelerate_command(node: dict[str, str], *script: str, config: str = "accele
 
 
 def header(path: Path) -> str:
-    """The comment or docstring a file opens with."""
+    """Return the comment or docstring at the head of a file."""
     text = path.read_text(encoding="utf-8").removeprefix("#!/usr/bin/env bash\n")
     if path.suffix == ".py":
         return text.split('"""')[1]
@@ -149,7 +149,7 @@ def header(path: Path) -> str:
 
 
 def repository_paths(text: str) -> list[str]:
-    """What looks like a path of this repository, or of its copy in the image."""
+    """Return the words that look like a path of this repository or of its copy in the image."""
     folders = "launch|recipes|accelerate_configs|ds_configs"
     return re.findall(rf"(?<![\w./~-])(?:/workspace/)?((?:{folders})/[\w./-]*\w)", text)
 
@@ -168,7 +168,7 @@ def test_paths_named_exist(path):
     assert [name for name in paths if not (REPOSITORY / name).exists()] == []
 
 
-def test_a_wrong_path_is_seen():
+def test_a_wrong_path_is_found():
     text = 'x recipes/ddp/trian.py\n["/workspace/launch/a.sh"] launch/multinode.\n/opt/launch/x'
     assert repository_paths(text) == ["recipes/ddp/trian.py", "launch/a.sh", "launch/multinode"]
 
@@ -183,8 +183,8 @@ def test_readme_lists_every_file_and_its_commands_are_right():
     assert [problem for command in commands for problem in command_problems(command)] == []
 
 
-def test_who_stops_a_launcher_waits_longer_than_it():
-    """SIGTERM, time for the workers to save, SIGKILL: each around the other."""
+def test_a_scheduler_waits_longer_than_the_launcher():
+    """The time that workers have to save must be shorter than the time until the launcher itself is killed."""
     timeouts = {re.search(r"SHUTDOWN_TIMEOUT:-(\d+)", path.read_text())[1] for path in (ACCELERATE, TORCHRUN)}
     timeouts.add(json.loads(sagemaker("--dry-run").out)["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert len(timeouts) == 1
@@ -200,7 +200,7 @@ def test_who_stops_a_launcher_waits_longer_than_it():
 
 
 def shell_texts() -> dict[str, str]:
-    """Every shell script, also those within a YAML file."""
+    """Return every shell script, including those inside a YAML file."""
     texts = {named(path): path.read_text(encoding="utf-8") for path in SCRIPTS}
     for path in YAMLS:
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
@@ -211,7 +211,7 @@ def shell_texts() -> dict[str, str]:
 
 
 def shell_problems(text: str) -> str:
-    """What shellcheck and bash say, but for files that a script sources on another machine (SC1090, SC1091)."""
+    """Return the findings of shellcheck and bash, except for files sourced on another machine (SC1090, SC1091)."""
     shellcheck = Path(sys.executable).parent / "shellcheck"
     found = [
         subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
@@ -226,7 +226,7 @@ def test_shell_is_clean(name):
 
 
 @pytest.mark.parametrize("line", ["echo $x", "if true; then", "cd x; ls"])
-def test_bad_shell_is_seen(line):
+def test_bad_shell_is_found(line):
     assert shell_problems(f"#!/bin/bash\n{line}\n")
 
 
@@ -264,7 +264,7 @@ def test_bad_variables_are_named_in_one_line(script, change, error, fake_python)
     ],
     ids=label,
 )
-def test_what_a_platform_did_not_set_is_named_in_one_line(script, env, error, fake_python):
+def test_a_variable_that_a_platform_did_not_set_is_named_in_one_line(script, env, error, fake_python):
     given = {RUNPOD: POD, SBATCH: JOB, ACCELERATE: NODE}[script]
     done = run("bash", script, env=given | {"PYTHON": fake_python} | env)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
@@ -272,7 +272,7 @@ def test_what_a_platform_did_not_set_is_named_in_one_line(script, env, error, fa
 
 
 @pytest.mark.parametrize("script", [ACCELERATE, TORCHRUN], ids=named)
-def test_a_flag_in_the_place_of_the_script(script, fake_python):
+def test_a_flag_instead_of_the_script_is_refused(script, fake_python):
     config = {"PYTHON": fake_python, "CONFIG_FILE": "accelerate_configs/ddp.yaml"}
     done = run(script, "--max_steps", "2", env=NODE | config)
     assert (done.code, done.err.count("\n")) == (2, 1)
@@ -321,7 +321,7 @@ def test_runpod_translates_its_variables(fake_python):
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """Stand-ins for scontrol and srun, which starts a task per node here; what they were asked lies in tmp_path."""
+    """Return the environment of stubs of scontrol and srun, which run tasks locally and record their calls."""
     executable(
         tmp_path / "bin" / "scontrol",
         f"""#!/bin/bash
@@ -362,7 +362,7 @@ def test_slurm_starts_a_launcher_per_node(slurm, fake_python, tmp_path):
     ("code", "state", "requeues"),
     [(1, "RUNNING", 0), (WRONG_USAGE, "RUNNING", 0), (PREEMPTED, "RUNNING", 1), (PREEMPTED, "CANCELLED", 0)],
 )
-def test_slurm_requeues_the_preempted_only(slurm, fake_python, tmp_path, code, state, requeues):
+def test_slurm_requeues_only_a_preempted_job(slurm, fake_python, tmp_path, code, state, requeues):
     fakes = {"PYTHON": fake_python, "FAKE_EXIT": str(code), "FAKE_STATE": state}
     env = slurm | fakes | {"CONFIG_FILE": "accelerate_configs/ddp.yaml"}
     assert run("bash", SBATCH, "recipes/ddp/train.py", env=env).code == code
@@ -383,7 +383,7 @@ STRINGS = {"type": "array", "items": STRING, "minItems": 1}
 
 
 def fields(required: str = "", /, **properties: Any) -> dict[str, Any]:
-    """A schema of an object that has these fields and no others."""
+    """Return a schema of an object that has these fields and no others."""
     return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
 
 
@@ -460,7 +460,7 @@ ENVELOPE = fields(
 
 
 def validate(document: dict[str, Any]) -> None:
-    """Check a YAML document by the schemas of what reads it; one of an unknown kind is an error of its own."""
+    """Check a YAML document with the schema of its reader; a document of an unknown kind is an error."""
     kind = (document.get("apiVersion"), document.get("kind"))
     if kind == (None, None):
         return jsonschema.validate(document, SKYPILOT_SCHEMA)
@@ -491,7 +491,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def spec(path: Path) -> dict[str, Any]:
-    """Of the job, which is the last document of its file."""
+    """Return the spec of the job, which is the last document of its file."""
     return documents(path)[-1]["spec"]
 
 
@@ -526,7 +526,7 @@ def test_yaml_fits_its_schema(path):
         (SKYPILOT, "recover_on_exit_codes", "recover_on_exit_code"),
     ],
 )
-def test_a_wrong_yaml_is_seen(path, old, new):
+def test_a_wrong_yaml_is_found(path, old, new):
     text = path.read_text(encoding="utf-8")
     assert old in text
     errors = (jsonschema.ValidationError, kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError)
@@ -552,7 +552,7 @@ def test_pods_have_shared_memory_a_shared_volume_and_a_signalled_launcher(path):
 
 
 def run_container(container: dict[str, Any], env: dict[str, str]) -> Finished:
-    """Run a container's command here, with `$(NAME)` filled in as the kubelet does it."""
+    """Run a container's command here, with `$(NAME)` substituted as the kubelet does."""
     expanded = [
         re.sub(r"\$\((\w+)\)", lambda match: env[match[1]], word).replace("/workspace", str(REPOSITORY))
         for word in [*container["command"], *container["args"]]
@@ -580,7 +580,7 @@ def test_jobset_starts_a_launcher_per_pod(fake_python):
 
 
 def jobset_action(message: str, reason: str = "PodFailurePolicy") -> str:
-    """What JobSet does when the Job controller reports a failure in these words."""
+    """Return the action of JobSet for a failure that the Job controller reports with this message."""
     for rule in spec(JOBSET)["failurePolicy"]["rules"]:
         patterns = rule["onJobFailureMessagePatterns"]
         if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
@@ -588,7 +588,7 @@ def jobset_action(message: str, reason: str = "PodFailurePolicy") -> str:
     return "RestartJobSet"
 
 
-def test_jobset_tells_preemptions_from_failures():
+def test_jobset_distinguishes_preemptions_from_failures():
     """The messages are Kubernetes' own: https://kubernetes.io/docs/tasks/job/pod-failure-policy/."""
     (job,) = spec(JOBSET)["replicatedJobs"]
     rules = job["template"]["spec"]["podFailurePolicy"]["rules"]
@@ -605,7 +605,7 @@ def test_jobset_tells_preemptions_from_failures():
 
 
 def test_pytorchjob_starts_a_launcher_per_pod(fake_python):
-    """With the variables that the operator sets in the first worker of a job of two nodes."""
+    """The variables are those that the operator sets in the first worker of a job of two nodes."""
     job = spec(PYTORCHJOB)
     master, worker = job["pytorchReplicaSpecs"]["Master"], job["pytorchReplicaSpecs"]["Worker"]
     assert master["template"] == worker["template"]
@@ -651,7 +651,7 @@ def test_skypilot_sets_up_and_starts_a_launcher_per_node(fake_python, tmp_path):
 
 
 def docker_problems(text: str) -> list[str]:
-    """What is wrong with a Dockerfile: base not pinned, root, shell form, versions left open."""
+    """Return the problems of a Dockerfile: a base that is not pinned, root, shell form, open versions."""
     joined = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
     steps = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
     defaults = dict(value.split("=", 1) for name, value in steps if name == "ARG" and "=" in value)
@@ -696,13 +696,13 @@ def test_dockerfile(path):
         ("-c constraints.txt torch", "torch", "pip install --no-cache-dir torch: no constraints"),
     ],
 )
-def test_a_bad_dockerfile_is_seen(old, new, problem):
+def test_a_bad_dockerfile_is_found(old, new, problem):
     text = DOCKERFILE.read_text(encoding="utf-8")
     assert old in text
     assert docker_problems(text.replace(old, new)) == [problem]
 
 
-def test_dockerignore_lets_in_what_the_image_is_built_from():
+def test_dockerignore_admits_the_files_of_the_image():
     import tomllib
 
     lines = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
@@ -733,12 +733,12 @@ SAGEMAKER_ARGUMENTS = [
 
 
 def sagemaker(*flags: str, package: Path | None = None) -> Finished:
-    """Run start.py, with `package` for the sagemaker package."""
+    """Run start.py with `package` in place of the sagemaker package."""
     env = {"PYTHONPATH": str(package)} if package else {}
     return run(sys.executable, SAGEMAKER, *SAGEMAKER_ARGUMENTS, *flags, env=env)
 
 
-def test_sagemaker_dry_run_shows_a_spot_job_that_continues():
+def test_sagemaker_dry_run_shows_a_spot_job_that_resumes():
     done = sagemaker("--dry-run")
     assert done.code == 0, done.err
     job = json.loads(done.out)
@@ -753,7 +753,7 @@ def test_sagemaker_dry_run_shows_a_spot_job_that_continues():
     assert limits["max_wait_time_in_seconds"] >= limits["max_runtime_in_seconds"]
 
 
-def test_sagemaker_without_its_package_says_so_in_one_line(tmp_path):
+def test_sagemaker_without_its_package_fails_with_one_line(tmp_path):
     (tmp_path / "sagemaker.py").write_text("raise ImportError(\"No module named 'sagemaker'\")", encoding="utf-8")
     done = sagemaker(package=tmp_path)
     assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
@@ -761,13 +761,13 @@ def test_sagemaker_without_its_package_says_so_in_one_line(tmp_path):
     assert sagemaker("--help", package=tmp_path).code == 0
 
 
-def test_sagemaker_wants_a_bucket():
+def test_sagemaker_needs_a_bucket():
     done = sagemaker("--checkpoints", "/tmp/x", "--dry-run")
     assert (done.code, done.err.splitlines()[-1].startswith("start.py: error: --checkpoints /tmp/x")) == (2, True)
 
 
 def test_sagemaker_starts_what_the_dry_run_shows(tmp_path):
-    """A package of the same shape as the real one, which writes down what it is given."""
+    """The stub has the interface of the real package and records its arguments."""
     for name, text in {
         "sagemaker/__init__.py": "",
         "sagemaker/core/__init__.py": "",
@@ -786,7 +786,7 @@ def test_sagemaker_starts_what_the_dry_run_shows(tmp_path):
 
 
 def test_sagemaker_signals_reach_the_launcher(tmp_path):
-    """The SDK's way to the command, `bash -c 'chmod … && script'` and then `eval "$CMD"`: exec keeps one process."""
+    """The SDK runs `bash -c 'chmod … && script'` and then `eval "$CMD"`; exec keeps it one process."""
     executable(tmp_path / "accelerate", "#!/bin/bash\necho $$ $1\n")
     command = json.loads(sagemaker("--dry-run").out)["source_code"]["command"]
     executable(tmp_path / "sm_train.sh", f'\n#!/bin/bash\nset -e\nCMD="{command}"\neval "$CMD"\n')
@@ -800,7 +800,7 @@ def test_sagemaker_signals_reach_the_launcher(tmp_path):
 
 
 def free_port(start: int = 0, stop: int = 1) -> int:
-    """A port that is free on loopback, from a range or any."""
+    """Return a free port of the loopback interface, from a range or any."""
     for port in range(start, stop):
         with socket.socket() as server, contextlib.suppress(OSError):
             server.bind(("127.0.0.1", port))
@@ -810,7 +810,7 @@ def free_port(start: int = 0, stop: int = 1) -> int:
 
 @contextlib.contextmanager
 def started(*argv: str | Path, env: dict[str, str], cwd: Path) -> Iterator[subprocess.Popen]:
-    """A process in a session of its own; what is left at the end of it and its workers is killed."""
+    """Start a process in its own session; at the end kill it and its workers if they still run."""
     process = subprocess.Popen(
         list(map(str, argv)),
         env=environment(env),
@@ -897,7 +897,7 @@ def test_deepspeed_too_has_a_launcher_per_node(tmp_path):
 
 @pytest.mark.parametrize(("script", "number"), [(ACCELERATE, signal.SIGTERM), (TORCHRUN, signal.SIGUSR1)], ids=label)
 def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(script, number, tmp_path):
-    """The process that was started is the launcher itself; Slurm's USR1 arrives as SIGTERM."""
+    """The started process is the launcher itself; Slurm's USR1 reaches the workers as SIGTERM."""
     with started(
         script, WORKER, ".", PREEMPTED, "wait", env=loopback_node(0, free_port(), 1), cwd=tmp_path
     ) as process:
@@ -911,8 +911,8 @@ def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(script, num
     assert (tmp_path / "signalled-0").exists()
 
 
-def test_a_signal_that_lands_in_the_timing_of_a_call_is_still_a_preemption(monkeypatch):
-    """torch's `prof` meets its own unset variable then; the very moment is made here with torch's own code."""
+def test_a_signal_during_the_timing_of_a_call_is_still_a_preemption(monkeypatch):
+    """torch's `prof` then reads its own unset variable; the test produces this moment with torch's own code."""
     wrapper = runpy.run_path(str(EXIT_CODE))
 
     class Clock:
@@ -932,7 +932,7 @@ def test_a_signal_that_lands_in_the_timing_of_a_call_is_still_a_preemption(monke
 
 @pytest.mark.world(2)
 def test_slurm_requeues_a_preempted_run_of_two_nodes(slurm, tmp_path):
-    """The whole way: batch script, srun, two launchers, their workers, and the exit code back through all of them."""
+    """The exit code of the workers passes through two launchers, srun and the batch script."""
     port = free_port(20_000, 30_000)
     config = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
     one_gpu = {"SLURM_JOB_ID": str(port - 20_000), "SLURM_GPUS_ON_NODE": "1", "CONFIG_FILE": config}
@@ -946,10 +946,10 @@ def test_slurm_requeues_a_preempted_run_of_two_nodes(slurm, tmp_path):
     assert (tmp_path / "scontrol").read_text().splitlines()[-1] == f"requeue {port - 20_000}"
 
 
-def test_exit_codes_get_out_and_without_the_wrapper_they_do_not(tmp_path):
+def test_only_the_wrapper_passes_exit_codes_on(tmp_path):
     launcher = ["torchrun", "--nproc-per-node", "1", "--master-port", str(free_port())]
     assert run(sys.executable, EXIT_CODE, *launcher, WORKER, ".", "2", env={}, cwd=tmp_path).code == WRONG_USAGE
     bare = run(sys.executable, "-m", "torch.distributed.run", *launcher[1:], WORKER, ".", "2", env={}, cwd=tmp_path)
-    assert bare.code == 1  # should this ever be 2, exit_code.py has done its service
+    assert bare.code == 1  # if this is ever 2, exit_code.py is no longer needed
     wrong = run(sys.executable, EXIT_CODE, "mpirun", "x.py", env={}, cwd=tmp_path)
     assert (wrong.code, wrong.err.count("\n")) == (2, 1)

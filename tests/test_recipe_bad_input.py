@@ -1,4 +1,4 @@
-"""The DDP recipe with a user's mistakes: one line that names the value and the mend, an exit code, no traceback."""
+"""The DDP recipe with a user's mistakes: one line with the value and the fix, an exit code, no traceback."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a config of a hundred thousand parameters and its tokenizer."""
+    """Return a folder with a config of a hundred thousand parameters and its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(python: Callable[..., Finished], tmp_path: Path) -> Callable[..., Finished]:
-    """`recipe("--flag", …)`: the recipe in one process, its caches below `tmp_path`."""
+    """Return a function that runs the recipe in one process, with its caches below `tmp_path`."""
     (tmp_path / "text.txt").write_text(TEXT)
 
     def run(*flags: str | Path, wrapper: tuple[str, ...] = ()) -> Finished:
@@ -65,8 +65,8 @@ def recipe(python: Callable[..., Finished], tmp_path: Path) -> Callable[..., Fin
     return run
 
 
-def says(done: Finished, *parts: str, code: int = 2) -> None:
-    """The process ended with `code` and one error line, which holds all of `parts`."""
+def reports(done: Finished, *parts: str, code: int = 2) -> None:
+    """Assert that the process ended with `code` and one error line that contains all of `parts`."""
     lines = done.lines("hfscale: error")
     assert len(lines) == 1, done.err[-3000:]
     assert lines[0].startswith("hfscale: error: ")
@@ -77,11 +77,11 @@ def says(done: Finished, *parts: str, code: int = 2) -> None:
 
 
 def test_an_unknown_flag(recipe: Any) -> None:
-    says(recipe("--max_stepz", "3"), "unknown flag --max_stepz", "did you mean --max_steps?")
+    reports(recipe("--max_stepz", "3"), "unknown flag --max_stepz", "did you mean --max_steps?")
 
 
-def test_a_text_that_is_not_there(recipe: Any, model: Path) -> None:
-    says(recipe("--config_name", model, "--train_file", "gone.txt"), "--train_file gone.txt does not exist")
+def test_a_text_that_does_not_exist(recipe: Any, model: Path) -> None:
+    reports(recipe("--config_name", model, "--train_file", "gone.txt"), "--train_file gone.txt does not exist")
 
 
 def test_a_broken_config(recipe: Any, model: Path, tmp_path: Path) -> None:
@@ -89,30 +89,30 @@ def test_a_broken_config(recipe: Any, model: Path, tmp_path: Path) -> None:
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "llama",')
     flags = ["--tokenizer_name", model, "--train_file", "text.txt", "--block_size", "32"]
-    says(recipe("--config_name", broken, *flags), f"--config_name {broken}", "not a valid JSON file")
+    reports(recipe("--config_name", broken, *flags), f"--config_name {broken}", "not a valid JSON file")
 
 
-def test_a_model_that_is_not_there(recipe: Any) -> None:
-    says(recipe("--model_name_or_path", "no/such-model", "--train_file", "text.txt"), "no/such-model", "connect")
+def test_a_model_that_does_not_exist(recipe: Any) -> None:
+    reports(recipe("--model_name_or_path", "no/such-model", "--train_file", "text.txt"), "no/such-model", "connect")
 
 
 def test_an_output_directory_that_is_a_file(recipe: Any, tmp_path: Path) -> None:
-    says(recipe("--output_dir", "text.txt"), "--output_dir text.txt is a file", "name a folder")
+    reports(recipe("--output_dir", "text.txt"), "--output_dir text.txt is a file", "name a folder")
     assert (tmp_path / "text.txt").read_text() == TEXT
 
 
 def test_blocks_longer_than_the_models_positions(recipe: Any, model: Path) -> None:
     done = recipe("--config_name", model, "--train_file", "text.txt", "--block_size", str(2 * POSITIONS))
-    says(done, f"--block_size {2 * POSITIONS}", f"{POSITIONS} positions", "lower it")
+    reports(done, f"--block_size {2 * POSITIONS}", f"{POSITIONS} positions", "lower it")
 
 
 def test_evaluation_without_text(recipe: Any, model: Path) -> None:
     flags = ["--train_file", "text.txt", "--validation_split_percentage", "0", "--block_size", "32"]
     done = recipe("--config_name", model, *flags, "--eval_strategy", "steps")
-    says(done, "--eval_strategy steps", "give --validation_file")
+    reports(done, "--eval_strategy steps", "give --validation_file")
 
 
-def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_whole(recipe: Any, model: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_keeps_the_earlier_checkpoint(recipe: Any, model: Path, tmp_path: Path) -> None:
     manifest = tmp_path / "out" / "checkpoint-20" / "hfscale_manifest.json"
     flags = [
         "--config_name",
@@ -135,7 +135,7 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_whole(recipe: Any, m
         "true",
     ]
     done = recipe(*flags, wrapper=("-c", FILLING_DISK, str(manifest)))
-    says(
+    reports(
         done, "checkpoint-40 could not be written", "File too large", "make room and relaunch the same command", code=1
     )
     assert latest_checkpoint(tmp_path / "out") == str(manifest.parent)

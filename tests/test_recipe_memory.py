@@ -1,4 +1,4 @@
-"""The memory that a recipe's file states is what the planner predicts for its model, layout and batch."""
+"""The memory that a recipe's file states agrees with the planner's for its model, layout and batch."""
 
 import re
 import shlex
@@ -48,7 +48,7 @@ def predicted_gb(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_what_the_file_states_the_planner_predicts(recipe):
-    """The small models' files add twice the planner's share for the CUDA context, and round up."""
+def test_the_stated_memory_agrees_with_the_planner(recipe):
+    """The files of small models count twice the planner's memory for the CUDA context, and round up."""
     within = {"sharded": 0.12, "tp_pp": 0.2}.get(recipe.parent.name, 0.16)
     assert predicted_gb(recipe) == pytest.approx(stated_gb(recipe.read_text(encoding="utf-8")), rel=within)

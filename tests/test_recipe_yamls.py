@@ -1,4 +1,4 @@
-"""Every recipe YAML opens with the command that runs it, parses and adds up; README shell blocks name what exists."""
+"""Every recipe YAML begins with its command, parses, and has a batch that fits; README commands use existing paths."""
 
 import re
 import shlex
@@ -31,12 +31,12 @@ SUMMARY_LENGTH = 100
 
 
 def named(path: Path) -> str:
-    """A path as commands name it."""
+    """Return a path as commands write it."""
     return path.relative_to(REPOSITORY).as_posix()
 
 
 def launch_line(recipe: Path) -> tuple[Namespace, list[str]]:
-    """The command in a recipe's first line: what accelerate makes of it, and the flags for the script."""
+    """Parse the command in a recipe's first line into the launcher's arguments and the flags of the script."""
     first = recipe.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith("# accelerate launch "), first
     launcher = launch_command_parser().parse_args(shlex.split(first)[3:])
@@ -44,7 +44,7 @@ def launch_line(recipe: Path) -> tuple[Namespace, list[str]]:
 
 
 def batch_problem(recipe: Path) -> str | None:
-    """What is wrong between the batch flags of a recipe and the number of processes in its command."""
+    """Return how the batch flags of a recipe contradict the number of processes in its command, or None."""
     launcher, _ = launch_line(recipe)
     flags = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     if launcher.num_processes is None or "base_global_batch_size" not in flags:
@@ -59,7 +59,7 @@ def batch_problem(recipe: Path) -> str | None:
 
 
 def shell_commands(markdown: str) -> Iterator[list[str]]:
-    """The commands of all fenced shell blocks, as tokens."""
+    """Yield the commands of all fenced shell blocks as tokens."""
     for block in SHELL_BLOCK.findall(markdown):
         for line in block.replace("\\\n", " ").splitlines():
             command: list[str] = []
@@ -72,7 +72,7 @@ def shell_commands(markdown: str) -> Iterator[list[str]]:
 
 
 def command_problems(command: list[str]) -> list[str]:
-    """Paths of the repository that do not exist and flags that no recipe has, in one command."""
+    """Return the paths of a command that do not exist and its flags that no recipe has."""
     words = [word for token in command for part in token.split() for word in part.split("=")]
     paths = [word for word in words if REPOSITORY_PATH.match(word)]
     problems = [f"no path {path}" for path in paths if not any(REPOSITORY.glob(path.rstrip("/")))]
@@ -117,7 +117,7 @@ def test_parses_and_is_flat(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
-def test_batch_is_the_one_the_learning_rate_is_for(recipe):
+def test_the_batch_is_the_one_of_the_learning_rate(recipe):
     assert batch_problem(recipe) is None
 
 
@@ -138,7 +138,7 @@ def test_a_broken_recipe_is_refused(tmp_path, old, new, error):
         parse_arguments(["--config", str(broken)])
 
 
-def test_a_wrong_batch_is_seen(tmp_path):
+def test_a_wrong_batch_is_found(tmp_path):
     text = A_RECIPE.read_text(encoding="utf-8")
     broken = tmp_path / "broken.yaml"
     broken.write_text(text.replace("--num_processes 8", "--num_processes 4"), encoding="utf-8")
@@ -146,7 +146,7 @@ def test_a_wrong_batch_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize("readme", READMES, ids=named)
-def test_shell_blocks_name_what_exists(readme):
+def test_shell_blocks_use_existing_paths_and_flags(readme):
     commands = list(shell_commands(readme.read_text(encoding="utf-8")))
     assert [problem for command in commands for problem in command_problems(command)] == []
 
@@ -160,7 +160,7 @@ def test_shell_blocks_name_what_exists(readme):
         ("accelerate launch --no_such_option 8 recipes/ddp/train.py", "accelerate rejects"),
     ],
 )
-def test_a_wrong_shell_block_is_seen(block, problem):
+def test_a_wrong_shell_block_is_found(block, problem):
     commands = list(shell_commands(f"text\n```bash\n# a comment\n{block}\n```\n"))
     problems = [found for command in commands for found in command_problems(command)]
     assert [found for found in problems if found.startswith(problem)]

@@ -1,4 +1,4 @@
-"""Selective recomputation trains the same and computes less again than full recomputation."""
+"""Selective recomputation gives the same training and recomputes less than full recomputation."""
 
 import pytest
 from tiny import logged, tiny_model, tiny_trainer
@@ -18,7 +18,7 @@ def flops_of_a_step(policy):
     return counter.get_total_flops()
 
 
-def test_selective_computes_again_less_than_full():
+def test_selective_recomputes_less_than_full():
     none, selective, full = flops_of_a_step(None), flops_of_a_step("selective"), flops_of_a_step("full")
     assert none < selective < full
     # Every second product and all of attention are kept: at most half of what full recomputation repeats.
@@ -26,7 +26,7 @@ def test_selective_computes_again_less_than_full():
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_the_training_is_the_same(tmp_path, policy):
+def test_recomputation_does_not_change_the_training(tmp_path, policy):
     plain = tiny_trainer(tmp_path / "plain", max_steps=3)
     plain.train()
     recomputed = tiny_trainer(

@@ -1,4 +1,4 @@
-"""Where a relaunched command goes on, and with which batch."""
+"""Where a relaunched command resumes, and with which batch."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from hfscale.recipe.resume import RESULTS_NAME, is_finished, keep_global_batch, 
 
 @pytest.fixture
 def run(tmp_path):
-    """A folder with the checkpoints 2 and 4 of a run of four steps."""
+    """Return a folder with the checkpoints 2 and 4 of a run of four steps."""
     tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2).train()
     return tmp_path
 
@@ -37,7 +37,7 @@ def point(folder, asked):
 
 
 @pytest.mark.parametrize("asked", ["true", "True"])
-def test_true_is_the_newest_good_one_or_none(run, tmp_path, asked):
+def test_true_is_the_newest_verified_checkpoint_or_none(run, tmp_path, asked):
     assert point(run, asked) == str(run / "checkpoint-4")
     (run / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
     assert point(run, asked) == str(run / "checkpoint-2")
@@ -45,7 +45,7 @@ def test_true_is_the_newest_good_one_or_none(run, tmp_path, asked):
 
 
 def _resume_late(folder, appears, limit_s):
-    """Rank 1 has another view of the folder, where everything appears late, or never."""
+    """Resume on two ranks; on rank 1 the folder appears late or never."""
     if os.environ["RANK"] == "1":
         folder = folder.with_name("late")
         if appears:
@@ -57,7 +57,7 @@ def _resume_late(folder, appears, limit_s):
 @pytest.mark.world(2)
 @pytest.mark.parametrize("appears", [True, False])
 def test_a_rank_that_sees_the_checkpoint_late_waits_for_it(tmp_path, appears):
-    """As on NFS, whose clients know a folder's content for up to a minute."""
+    """As on NFS, whose clients cache a folder's content for up to a minute."""
     run = tmp_path / "run"
     tiny_trainer(run, SpotCheckpointCallback(), save_strategy="steps", save_steps=2).train()
     codes = run_ranks(2, _resume_late, run, appears, 30.0 if appears else 1.5, log=tmp_path / "log")
@@ -75,17 +75,17 @@ def test_false_is_none(run, asked):
     assert point(run, asked) is None
 
 
-def test_a_path_is_that_one(run):
+def test_a_path_is_that_checkpoint(run):
     assert point(run, str(run / "checkpoint-2")) == str(run / "checkpoint-2")
 
 
-def test_a_path_that_is_no_checkpoint_is_told(run):
+def test_a_path_that_is_no_checkpoint_is_refused(run):
     for path in (run / "nothing", run):
         with pytest.raises(UsageError, match="is not a checkpoint folder"):
             point(run, str(path))
 
 
-def test_a_path_that_is_damaged_is_told(run):
+def test_a_damaged_checkpoint_is_refused(run):
     (run / "checkpoint-2" / "model.safetensors").write_bytes(b"0")
     with pytest.raises(CheckpointError, match=r"model\.safetensors has 1 bytes.*name another"):
         point(run, str(run / "checkpoint-2"))
@@ -96,7 +96,7 @@ def test_a_plain_trainer_checkpoint_is_used_unverified(run):
     assert point(run, str(run / "checkpoint-2")) == str(run / "checkpoint-2")
 
 
-def test_finished_is_when_all_steps_are_in_the_checkpoint(run):
+def test_a_run_is_finished_if_the_checkpoint_has_all_steps(run):
     def finished(checkpoint, **arguments):
         return is_finished(tiny_trainer(run, **arguments), checkpoint)
 
@@ -110,7 +110,7 @@ def test_finished_is_when_all_steps_are_in_the_checkpoint(run):
     assert not finished(last, max_steps=-1, num_train_epochs=1)
 
 
-def test_a_run_without_results_makes_them_and_takes_no_step(run):
+def test_a_run_without_results_computes_them_without_a_step(run):
     last = str(run / "checkpoint-4")
     for stale in (False, True):  # of a shorter run before
         if stale:
@@ -136,7 +136,7 @@ def test_a_run_without_results_makes_them_and_takes_no_step(run):
 
 
 class Arguments:
-    """Only what `keep_global_batch` reads: a world of any size needs no processes here."""
+    """The arguments that `keep_global_batch` reads, for a world of any size without processes."""
 
     def __init__(self, world_size, per_device, accumulation=1):
         self.world_size = world_size
@@ -157,7 +157,7 @@ def of_eight_processes(tmp_path):
     ("world_size", "per_device", "becomes"),
     [(4, 6, (6, 2)), (2, 6, (6, 4)), (16, 6, (3, 1)), (12, 6, (4, 1)), (1, 5, (4, 12)), (48, 6, (1, 1))],
 )
-def test_another_world_keeps_the_global_batch(of_eight_processes, world_size, per_device, becomes):
+def test_another_number_of_processes_keeps_the_global_batch(of_eight_processes, world_size, per_device, becomes):
     arguments = Arguments(world_size, per_device)
     keep_global_batch(arguments, of_eight_processes)
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == becomes
@@ -165,12 +165,12 @@ def test_another_world_keeps_the_global_batch(of_eight_processes, world_size, pe
 
 
 @pytest.mark.parametrize(("world_size", "mend"), [(5, "start 4"), (32, "start 24"), (100, "start 48")])
-def test_a_world_that_cannot_keep_it_is_told(of_eight_processes, world_size, mend):
+def test_a_number_of_processes_that_cannot_keep_it_is_refused(of_eight_processes, world_size, mend):
     with pytest.raises(LayoutError, match=mend):
         keep_global_batch(Arguments(world_size, 6), of_eight_processes)
 
 
-def test_the_same_world_may_change_its_batch(of_eight_processes):
+def test_the_same_number_of_processes_may_change_its_batch(of_eight_processes):
     arguments = Arguments(8, 2, 5)
     keep_global_batch(arguments, of_eight_processes)
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 5)
@@ -179,7 +179,7 @@ def test_the_same_world_may_change_its_batch(of_eight_processes):
 @pytest.mark.parametrize(
     ("wrote", "data_ranks", "becomes"), [("ddp", 2, (6, 4)), ("parallel", None, (6, 1)), ("parallel", 4, (6, 2))]
 )
-def test_as_many_ranks_that_share_samples_keep_it_too(tmp_path, wrote, data_ranks, becomes):
+def test_another_data_parallel_size_keeps_it_too(tmp_path, wrote, data_ranks, becomes):
     commit(tmp_path, step=1, strategy=wrote, world_size=8, global_batch_size=48)
     arguments = Arguments(8, 6, 3)
     keep_global_batch(arguments, str(tmp_path), data_parallel_size=data_ranks)
@@ -187,7 +187,7 @@ def test_as_many_ranks_that_share_samples_keep_it_too(tmp_path, wrote, data_rank
 
 
 class Counted(RandomTokens):
-    """Notes which samples are read."""
+    """A dataset that records which samples are read."""
 
     def __init__(self, size):
         super().__init__(size)
@@ -230,8 +230,8 @@ def steps_of(size, world_size, *, epochs, skip_steps=0):
 
 
 @pytest.mark.parametrize(("before", "after"), [(n, m) for n in (1, 2, 3, 4) for m in (1, 2, 3, 4)])
-def test_another_world_goes_on_with_the_samples_of_the_uninterrupted_run(before, after):
-    """In the middle of the second epoch; what lies before is passed over without being read."""
+def test_another_number_of_processes_continues_with_the_same_samples(before, after):
+    """It resumes in the middle of the second epoch; earlier samples are skipped without being read."""
     whole, _ = steps_of(60, before, epochs=3)
     resumed, reads = steps_of(60, after, epochs=3, skip_steps=7)
     assert resumed == {step: samples for step, samples in whole.items() if step >= 7}
@@ -241,8 +241,8 @@ def test_another_world_goes_on_with_the_samples_of_the_uninterrupted_run(before,
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_where_the_data_do_not_divide_only_the_last_step_of_an_epoch_differs(world_size):
-    """Accelerate fills it up with samples of the epoch's beginning; each is still seen, and the steps are as many."""
+def test_only_the_last_step_of_an_epoch_differs_if_the_data_do_not_divide(world_size):
+    """Accelerate fills it with samples from the start of the epoch; each sample is still seen, in as many steps."""
     control, _ = steps_of(56, 1, epochs=2)
     steps, _ = steps_of(56, world_size, epochs=2)
     assert len(steps) == len(control) == 10
@@ -253,8 +253,8 @@ def test_where_the_data_do_not_divide_only_the_last_step_of_an_epoch_differs(wor
             assert steps[step] == control[step]
 
 
-def test_plain_trainer_is_told_what_it_would_do_silently(run, tmp_path, caplog):
-    """Its optimizer would be dropped under another strategy, and its place in the data lost with another batch."""
+def test_plain_trainer_reports_what_it_would_drop_silently(run, tmp_path, caplog):
+    """It would drop the optimizer under another strategy and lose its position in the data with another batch."""
     arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
     spot = SpotCheckpointCallback()
     with caplog.at_level("WARNING", logger="hfscale"):

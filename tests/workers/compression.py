@@ -1,4 +1,4 @@
-"""Trains with each way of compressing DDP's gradients; writes losses, and whether the ranks agree at the end.
+"""Trains with each method of compressing DDP's gradients; writes losses and whether the ranks have equal weights.
 
 accelerate launch --num_processes 2 tests/workers/compression.py
 """
@@ -20,7 +20,7 @@ from hfscale.utils import distributed
 
 
 class Bucket:
-    """One bucket as DDP hands it to a hook."""
+    """A bucket with the interface that DDP passes to a hook."""
 
     def __init__(self, gradient):
         self.gradient = gradient
@@ -35,8 +35,8 @@ class Bucket:
         return True
 
 
-def what_topk_sends(steps):
-    """Sum of what arrives, the rest that this rank keeps, and this rank's gradients summed, over `steps` steps."""
+def topk_sums(steps):
+    """Return the sums over `steps` steps of the received and of this rank's own gradients, and its residual."""
     state = TopKState(fraction=0.1, start_step=1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     arrived, given = torch.zeros(50), torch.zeros(50)
@@ -69,7 +69,7 @@ def main():
             compress_gradients(tiny_trainer("out"), method, powersgd_rank=1, topk_fraction=1, start_step=1)
         except UsageError as error:
             results[method] = str(error)
-    topk = what_topk_sends(20)
+    topk = topk_sums(20)
     rows = {name: distributed.gather_rows(topk[name]) for name in ("given", "kept")}
     if dist.get_rank() == 0:
         results["sent"] = topk | rows

@@ -1,4 +1,4 @@
-"""Writes what a launcher has put into the environment of rank 0, as JSON."""
+"""Writes the variables that a launcher has set in the environment of rank 0, as JSON."""
 
 import json
 import os

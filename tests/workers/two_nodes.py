@@ -1,4 +1,4 @@
-"""Launched in place of a recipe where only the launch matters: writes down what it sees, ends as it is told.
+"""Launched instead of a recipe by tests of the launch alone: records its environment and exits with a given code.
 
 two_nodes.py FOLDER EXIT_CODE ends at once; with a third argument it first waits for a SIGTERM.
 """
