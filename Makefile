@@ -48,12 +48,11 @@ clean:
 	rm -rf $(VENV) runs dist build site .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# DeepSpeed builds from source and looks for torch, so torch comes first.
+# DeepSpeed, which the tests need, is built from source and looks for torch: torch is there before it.
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with the pinned versions: a minute or two …"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) torch
 	$(PIP) -e ".[wandb]"
 	@touch $@
 
