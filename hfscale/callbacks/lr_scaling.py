@@ -1,4 +1,4 @@
-"""Scales the learning rate to the global batch, for any optimizer, scheduler and resume."""
+"""Learning rate scaling with the global batch, for any optimizer and scheduler, also after a resume."""
 
 from typing import Any
 
@@ -23,24 +23,24 @@ _DEEPSPEED_LR_KEYS = {
 class LRScalingCallback(AdapterCallback):
     """Multiplies the learning rate by a factor that depends on how much larger the global batch has become.
 
-    The factor is decided when the Trainer is made, before optimizer and scheduler exist, so they are simply built
-    with the scaled values. It is kept in every checkpoint: on a resume it is not applied a second time, and if it has
-    changed (another global batch) the restored optimizer and scheduler are rescaled by the ratio.
+    The factor is computed when the Trainer is made, before the optimizer and the scheduler exist, so that they are
+    built with the scaled values. It is kept in every checkpoint: on a resume it is not applied a second time, and if
+    it has changed (another global batch) the restored optimizer and scheduler are rescaled by the ratio.
 
     | metric key | unit | meaning |
     |---|---|---|
-    | `lr_scaling/factor` | ratio | learning rate in use / learning rate given |
+    | `lr_scaling/factor` | ratio | learning rate in use / learning rate given by the user |
 
     Args:
         rule (`str`): `auto`, `linear`, `sqrt`, `rubric` or `none`; see `hfscale.facts.lr_rules`.
-        base_global_batch_size (`int`, *optional*): sequences per step that the given learning rate was tuned for.
-            Without it the learning rate is left alone.
+        base_global_batch_size (`int`, *optional*): sequences per step for which the given learning rate was tuned.
+            Without it the learning rate is not changed.
         block_size, base_block_size (`int`, *optional*): tokens per sequence now and in the base run.
         critical_batch_size (`int`, *optional*): sequences per step beyond which the factor stops growing.
-        warmup_scale (`float`): what the warm-up steps are multiplied by; 1 keeps their number.
+        warmup_scale (`float`): factor for the number of warm-up steps; 1 keeps it.
 
     Raises:
-        UsageError: when the Trainer is made: an unknown rule or optimizer, or sizes that make no sense.
+        UsageError: when the Trainer is made: an unknown rule or optimizer, or sizes that are not positive.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LRScalingCallback(AdapterCallback):
         self.critical_batch_size = critical_batch_size
         self.warmup_scale = warmup_scale
         self.scaling: LRScaling | None = None
-        """What was decided; None until the Trainer is made."""
+        """The factor and its reason; None until the Trainer is made."""
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -74,7 +74,7 @@ class LRScalingCallback(AdapterCallback):
             given = _scale_built(trainer.optimizer, trainer.lr_scheduler, scaling.factor)
         if trainer.is_deepspeed_enabled:
             _scale_deepspeed_config(trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config, scaling)
-        self._say(args, scaling, given)
+        self._log(args, scaling, given)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -82,8 +82,8 @@ class LRScalingCallback(AdapterCallback):
         adapter = TrainerAdapter.current()
         trainer = adapter.trainer
         saved = saved_state(state, "lr_scaling")
-        # What optimizer and scheduler carry now: a fresh run was built with our factor (or, if this callback was
-        # added after the Trainer was made, with none); a resumed one carries the checkpoint's.
+        # The factor that optimizer and scheduler have now: those of a fresh run were built with ours (or, if this
+        # callback was added after the Trainer was made, with none); those of a resumed run have the checkpoint's.
         built_with = self.scaling.factor if self.scaling else 1.0
         if self.scaling is None:
             if trainer.is_deepspeed_enabled:
@@ -91,13 +91,13 @@ class LRScalingCallback(AdapterCallback):
                     "with DeepSpeed give LRScalingCallback to Trainer(callbacks=[...]), not add_callback()"
                 )
             self.scaling = self._decide(trainer)
-            self._say(args, self.scaling, args.learning_rate)
-        carried = saved.get("factor", 1.0) if state.global_step > 0 else built_with
+            self._log(args, self.scaling, args.learning_rate)
+        current = saved.get("factor", 1.0) if state.global_step > 0 else built_with
         factor = self.scaling.factor
-        if carried != factor:
-            _scale_built(trainer.optimizer, trainer.lr_scheduler, factor / carried)
+        if current != factor:
+            _scale_built(trainer.optimizer, trainer.lr_scheduler, factor / current)
             if state.global_step > 0:
-                logger.info("lr_scaling: resumed with factor %.4g, rescaled to %.4g", carried, factor)
+                logger.info("lr_scaling: resumed with factor %.4g, rescaled to %.4g", current, factor)
         saved.update(factor=factor, kappa=self.scaling.kappa, rule=self.scaling.rule)
         adapter.add_metrics(self._keys)
 
@@ -116,7 +116,7 @@ class LRScalingCallback(AdapterCallback):
             warmup_scale=self.warmup_scale,
         )
 
-    def _say(self, args: TrainingArguments, scaling: LRScaling, given: float) -> None:
+    def _log(self, args: TrainingArguments, scaling: LRScaling, given: float) -> None:
         if scaling.factor == 1:
             logger.info("lr_scaling: learning rate stays %.4g: %s", given, scaling.reason)
             return
@@ -126,7 +126,7 @@ class LRScalingCallback(AdapterCallback):
 
 
 def _optimizer_name(trainer: Trainer) -> str:
-    """The optimizer's name wherever it is configured: as an object, in a DeepSpeed config, or in the arguments."""
+    """The optimizer's name, whether it is configured as an object, in a DeepSpeed config, or in the arguments."""
     optimizer = trainer.optimizer
     if optimizer is not None:
         return type(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer).__name__
@@ -138,17 +138,20 @@ def _optimizer_name(trainer: Trainer) -> str:
 
 
 def _scaled_warmup(warmup_steps: float, factor: float) -> float:
-    """Below 1 `warmup_steps` is a share of all steps, which cannot exceed 1; from 1 on it is a number of steps."""
+    """Scale `warmup_steps`, which below 1 is a share of all steps (at most 1) and otherwise a number of steps."""
     if factor == 1:
         return warmup_steps
     return min(1.0, warmup_steps * factor) if warmup_steps < 1 else round(warmup_steps * factor)
 
 
 def _scale_built(optimizer: Optimizer, scheduler: Any, ratio: float) -> float:
-    """Multiply the learning rates of an optimizer and scheduler that exist; returns the first one from before.
+    """Multiply the learning rates of an existing optimizer and scheduler by `ratio`.
 
-    A DeepSpeed scheduler restores its position only, and takes its learning rates from the config at hand, which is
-    scaled already: of its fields only the last value needs the ratio.
+    A DeepSpeed scheduler restores only its position, and takes its learning rates from the current config, which is
+    scaled already: of its attributes only the last learning rate needs the ratio.
+
+    Returns:
+        `float`: the learning rate of the first parameter group before the change.
     """
     before = float(optimizer.param_groups[0]["lr"])
     for group in optimizer.param_groups:
@@ -158,14 +161,14 @@ def _scale_built(optimizer: Optimizer, scheduler: Any, ratio: float) -> float:
     if isinstance(scheduler, AcceleratedScheduler):
         scheduler = scheduler.scheduler
     if scheduler is not None:
-        for name in ("base_lrs", "_last_lr"):  # not every scheduler has both; `_last_lr` is what the Trainer logs
+        for name in ("base_lrs", "_last_lr"):  # not every scheduler has both; Trainer logs `_last_lr`
             if name in vars(scheduler):
                 setattr(scheduler, name, [lr * ratio for lr in getattr(scheduler, name)])
     return before
 
 
 def _scale_deepspeed_config(config: dict[str, Any], scaling: LRScaling) -> None:
-    """Scale what a DeepSpeed optimizer or scheduler will be built from; "auto" values not yet filled follow `args`."""
+    """Scale the values from which DeepSpeed will build optimizer and scheduler; "auto" values follow `args`."""
     for section, keys in _DEEPSPEED_LR_KEYS.items():
         params = config.get(section, {}).get("params", {})
         for key in keys:

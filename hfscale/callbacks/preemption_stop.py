@@ -165,6 +165,7 @@ class PreemptionStop:
         """
         trainer = adapter.trainer
         self._adapter = adapter
+        self._listening.close()  # of a training loop that `auto_find_batch_size` has restarted
         self._listening = ExitStack()  # is closed by `end`, or when an exception ends the training
         adapter.at_training_end(self._listening.close)
         self.stop = None

@@ -1,4 +1,4 @@
-"""The four parts together."""
+"""All callbacks in one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,20 @@ from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
 class ScalingCallback(AdapterCallback):
     """Everything hfscale does for a training, in one callback: `Trainer(..., callbacks=[ScalingCallback()])`.
 
-    It has no logic of its own; each event goes to the parts in this order. Pass a part to configure it.
+    It has no logic of its own: it passes each event to its parts, in this order.
 
-    | part | does |
+    | part | what it does |
     |---|---|
-    | [`CommHealthCallback`] | stops a run that is not the one asked for, or not well, and names who holds it up |
-    | [`LRScalingCallback`] | scales the learning rate to the global batch |
-    | [`SpotCheckpointCallback`] | commits checkpoints that survive a lost machine |
+    | [`CommHealthCallback`] | stops a run that is unhealthy or not the one asked for, and names what slows it down |
+    | [`LRScalingCallback`] | scales the learning rate with the global batch |
+    | [`SpotCheckpointCallback`] | commits checkpoints that survive the loss of the machine |
     | [`ScalingMetricsCallback`] | logs tokens/s, MFU and where the time goes |
+
+    Args:
+        comm_health (`CommHealthCallback`, *optional*): the part to use instead of one with default arguments.
+        lr_scaling (`LRScalingCallback`, *optional*): the same.
+        spot_checkpoint (`SpotCheckpointCallback`, *optional*): the same.
+        metrics (`ScalingMetricsCallback`, *optional*): the same.
     """
 
     def __init__(
@@ -37,11 +43,11 @@ class ScalingCallback(AdapterCallback):
         self.lr_scaling = lr_scaling or LRScalingCallback()
         self.spot_checkpoint = spot_checkpoint or SpotCheckpointCallback()
         self.metrics = metrics or ScalingMetricsCallback()
-        self._heard: dict[str, list[Callable[..., None]]] = {}
+        self._handlers: dict[str, list[Callable[..., None]]] = {}
 
     @property
     def parts(self) -> tuple[TrainerCallback, ...]:
-        """The parts, in the order in which they see each event."""
+        """The parts, in the order in which they receive each event."""
         return (self.comm_health, self.lr_scaling, self.spot_checkpoint, self.metrics)
 
     def before_train(self, adapter: TrainerAdapter) -> None:
@@ -49,11 +55,11 @@ class ScalingCallback(AdapterCallback):
             if isinstance(part, AdapterCallback):
                 part.before_train(adapter)
 
-    def _listen(self, event: str) -> None:
-        """Find the handlers of the parts that do something at `event`; of a step's five, most have one or two."""
-        handlers = [getattr(part, event) for part in self.parts]
-        unheard = getattr(TrainerCallback, event)
-        self._heard[event] = [hear for hear in handlers if getattr(hear, "__func__", None) is not unheard]
+    def _find_handlers(self, event: str) -> list[Callable[..., None]]:
+        """The methods of the parts that do something at `event`; of a step's five events, most have one or two."""
+        methods = [getattr(part, event) for part in self.parts]
+        inherited = getattr(TrainerCallback, event)
+        return [method for method in methods if getattr(method, "__func__", None) is not inherited]
 
 
 def _forward(event: str) -> Any:
@@ -61,11 +67,11 @@ def _forward(event: str) -> Any:
         self: ScalingCallback, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if event == "on_train_begin":
-            self._heard = {}  # looked for once per training, as events come often
-        if event not in self._heard:
-            self._listen(event)
-        for hear in self._heard[event]:
-            hear(args, state, control, **kwargs)
+            self._handlers = {}  # found once per training, as events are frequent
+        if event not in self._handlers:
+            self._handlers[event] = self._find_handlers(event)
+        for handler in self._handlers[event]:
+            handler(args, state, control, **kwargs)
 
     handle.__name__ = event
     return handle

@@ -11,11 +11,10 @@ from typing import Any
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
-from hfscale.callbacks.remote_copies import RemoteCopies
-from hfscale.callbacks.save_cadence import DEFAULT_EVERY_MINUTES, SaveCadence
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hfscale.checkpoint.store import archive, checkpoint_step, read_status, rotate, write_status
+from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest
+from hfscale.checkpoint.store import UNFINISHED, archive, checkpoint_step, read_status, rotate, write_status
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.errors import StorageError, UsageError
 from hfscale.health.build_locks import remove_abandoned_locks
@@ -29,6 +28,10 @@ from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+DEFAULT_EVERY_STEPS = 500
+DEFAULT_EVERY_MINUTES = 15.0
+_AGREE_ON_CADENCE_EVERY_S = 5.0
+_CHECK_UPLOADER_EVERY_S = 5.0
 _CHECK_WRITER_EVERY_S = 1.0  # how soon all ranks learn that a save in the background has ended or failed
 _EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
@@ -310,6 +313,116 @@ class SpotCheckpointCallback(AdapterCallback):
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
             with suppress(OSError):  # a full disk may be why it failed, and that has been logged
                 self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))
+
+
+class SaveCadence:
+    """When a checkpoint is due: every N steps or M minutes since the last save, at the same step on all ranks.
+
+    Args:
+        every_steps (`int`, *optional*): as in `SpotCheckpointCallback`.
+        every_minutes (`float`, *optional*): as in `SpotCheckpointCallback`.
+
+    Raises:
+        UsageError: one of them is not positive.
+    """
+
+    def __init__(self, *, every_steps: int | None, every_minutes: float | None) -> None:
+        for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
+            if value is not None and value <= 0:
+                raise UsageError(f"{name} is {value}: it must be greater than 0, or None")
+        self.every_steps = every_steps
+        self.every_minutes = every_minutes
+
+    def begin(self, state: TrainerState) -> None:
+        """Start counting when training begins, on every rank; the step that it begins at is saved already."""
+        self._agreement = distributed.StepAgreement(every_s=_AGREE_ON_CADENCE_EVERY_S)
+        self.saved(state)
+
+    def saved(self, state: TrainerState) -> None:
+        """Note that this step is saved, whoever asked for it."""
+        self._saved_step = state.global_step
+        self._saved_at = time.monotonic()
+
+    def is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
+        """Whether this step is to be saved. Call it once per step on every rank."""
+        minutes = (time.monotonic() - self._saved_at) / 60
+        overdue = self.every_minutes is not None and minutes >= self.every_minutes
+        # Ranks read different clocks, but must save at the same step.
+        agreed = self._agreement.step(lambda: float(overdue)) if self.every_minutes is not None else 0.0
+        return bool(agreed) or state.global_step - self._saved_step >= self._steps(args, state)
+
+    def _steps(self, args: TrainingArguments, state: TrainerState) -> int:
+        if self.every_steps is not None:
+            return self.every_steps
+        by_steps = args.save_strategy == "steps" and state.save_steps > 0  # that of `args` may be a share of all steps
+        return state.save_steps if by_steps else DEFAULT_EVERY_STEPS
+
+
+class RemoteCopies:
+    """Fetches a newer checkpoint before a training, and copies each committed one in the background.
+
+    Args:
+        url (`str`): a folder of a remote store, such as `s3://bucket/run`.
+
+    Raises:
+        UsageError: it is no URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.store = RemoteStore(url)
+        self._uploader: Uploader | None = None
+        self._output_dir = Path()
+
+    def fetch(self, output_dir: Path) -> None:
+        """Fetch the newest checkpoint of the store into `output_dir`, unless that has one as new."""
+        fetch_newest(self.store, output_dir)
+
+    def begin(self, output_dir: Path, state: TrainerState, *, limit: int | None, committed: str | None) -> None:
+        """On rank 0: archive what the store has of later steps, and offer it the checkpoint that the run starts at."""
+        self._output_dir = output_dir
+        if not state.is_world_process_zero:
+            return
+        self._uploader = Uploader(self.store, limit=limit, links=output_dir / UNFINISHED / "upload")
+        try:
+            for step in self.store.archive(after_step=state.global_step):
+                logger.info(
+                    "archived checkpoint-%d in %s: it is of a later step than the one this run starts at",
+                    step,
+                    self.store.url,
+                )
+            is_there = state.global_step in self.store.committed_steps()
+        except StorageError as error:
+            logger.warning(
+                "%s; training continues, and its checkpoints will be copied there when that is possible", error
+            )
+            return
+        if committed is not None and is_there:
+            self._uploader.last_uploaded = committed
+        elif committed is not None:
+            self._uploader.offer(output_dir / committed)
+
+    def offer(self, checkpoint: Path, best: Path | None) -> None:
+        """Copy a checkpoint that has just been committed. Call it on the rank that committed it."""
+        if self._uploader is not None:
+            self._uploader.offer(checkpoint, best.name if best is not None else None)
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that the copy of the next checkpoint is expected to take on this rank."""
+        return self._uploader.expected_s if self._uploader is not None else 0.0
+
+    def wait(self, last: str | None) -> None:
+        """Wait until the checkpoint `last` is in the store or has been refused twice. Every rank must call it."""
+        uploader, tried_again = self._uploader, False
+        while True:
+            busy = uploader is not None and not uploader.wait(_CHECK_UPLOADER_EVERY_S)
+            if uploader is not None and not busy and not tried_again and last is not None:
+                tried_again = True
+                if uploader.last_uploaded != last:
+                    uploader.offer(self._output_dir / last)
+                    busy = True
+            if not distributed.all_max([float(busy)])[0]:
+                return
 
 
 def _refuse_jit_checkpoint(args: TrainingArguments) -> None:
