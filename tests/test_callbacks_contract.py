@@ -1,4 +1,4 @@
-"""What every callback of hfscale promises, whatever it does: one contract, all callbacks."""
+"""The contract that every callback of hfscale fulfils."""
 
 import json
 import re
@@ -16,7 +16,7 @@ CALLBACKS = sorted(name for name in hfscale.__all__ if name.endswith("Callback")
 PARTS = [name for name in CALLBACKS if name != "ScalingCallback"]
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_scheduler_type": "constant"}
 PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
-MEASURED_TIMES = ("goodput",)  # no two runs take equally long
+MEASURED_TIMES = ("goodput",)  # differ between two runs
 NEED_MORE_THAN_ONE_SHORT_RUN = {
     "scaling/efficiency",
     "scaling/comm_fraction",
@@ -36,7 +36,7 @@ def logged_keys(trainer):
     return {key for entry in trainer.state.log_history for key in entry if key.startswith(PREFIXES)}
 
 
-def test_there_are_four_parts_and_the_whole():
+def test_there_are_four_parts_and_scaling_callback():
     assert len(PARTS) == 4
     assert len(hfscale.ScalingCallback().parts) == 4
 
@@ -61,19 +61,19 @@ def test_does_not_change_the_training(tmp_path, name):
 @every_callback
 @pytest.mark.parametrize("restores", [False, True])
 def test_state_survives_a_resume(tmp_path, name, restores):
-    """Whether or not transformers is asked to restore callbacks by making new ones."""
-    whole = tiny_trainer(tmp_path / "whole", getattr(hfscale, name)(), **SAVING)
-    whole.train()
+    """Whether or not transformers is asked to restore callbacks by making new instances."""
+    uninterrupted = tiny_trainer(tmp_path / "uninterrupted", getattr(hfscale, name)(), **SAVING)
+    uninterrupted.train()
     tiny_trainer(tmp_path / "run", getattr(hfscale, name)(), **(SAVING | {"max_steps": 3})).train()
-    again = tiny_trainer(
+    resumed = tiny_trainer(
         tmp_path / "run", getattr(hfscale, name)(), restore_callback_states_from_checkpoint=restores, **SAVING
     )
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     for key in ("lr_scaling/factor", "scaling/tokens_seen"):
-        assert logged(again, key)[-1:] == logged(whole, key)[-1:]
+        assert logged(resumed, key)[-1:] == logged(uninterrupted, key)[-1:]
     first, second = (
         json.loads((tmp_path / run / "checkpoint-6" / "trainer_state.json").read_text())["stateful_callbacks"]
-        for run in ("whole", "run")
+        for run in ("uninterrupted", "run")
     )
     first, second = (
         {part: kept for part, kept in state.get("hfscale", {}).items() if part not in MEASURED_TIMES}
@@ -83,7 +83,7 @@ def test_state_survives_a_resume(tmp_path, name, restores):
 
 
 @every_callback
-def test_joins_a_run_that_began_without_it(tmp_path, name):
+def test_resumes_a_run_that_began_without_it(tmp_path, name):
     tiny_trainer(tmp_path, **(SAVING | {"max_steps": 3})).train()
     trainer = tiny_trainer(tmp_path, getattr(hfscale, name)(), **SAVING)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -131,7 +131,7 @@ def test_the_documentation_explains_every_metric_key():
 
 
 @every_callback
-def test_says_clearly_that_it_belongs_in_a_trainer(name, tmp_path):
+def test_outside_a_trainer_it_raises_an_error(name, tmp_path):
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
@@ -139,8 +139,7 @@ def test_says_clearly_that_it_belongs_in_a_trainer(name, tmp_path):
         getattr(hfscale, name)().on_train_begin(arguments, TrainerState(), TrainerControl())
 
 
-def test_the_whole_has_no_logic_of_its_own():
-    """Each event of Trainer reaches each part, once, in order."""
+def test_scaling_callback_passes_each_event_to_each_part_in_order():
     seen = []
 
     class Part(TrainerCallback):
@@ -152,10 +151,12 @@ def test_the_whole_has_no_logic_of_its_own():
                 return lambda *args, **kwargs: seen.append((name, object.__getattribute__(self, "number")))
             return object.__getattribute__(self, name)
 
-    whole = hfscale.ScalingCallback(comm_health=Part(1), lr_scaling=Part(2), spot_checkpoint=Part(3), metrics=Part(4))
+    callback = hfscale.ScalingCallback(
+        comm_health=Part(1), lr_scaling=Part(2), spot_checkpoint=Part(3), metrics=Part(4)
+    )
     events = [name for name in dir(TrainerCallback) if name.startswith("on_")]
     for event in events:
-        getattr(whole, event)(None, None, None)
+        getattr(callback, event)(None, None, None)
     assert seen == [(event, part) for event in events for part in (1, 2, 3, 4)]
 
 
@@ -165,7 +166,7 @@ def test_all_work_in_two_processes(launch, tmp_path):
     assert done.code == 0, done.err[-3000:]
     for name in CALLBACKS:
         losses = json.loads((tmp_path / f"{name}.json").read_text())
-        assert losses["resumed"] == losses["whole"]
+        assert losses["resumed"] == losses["uninterrupted"]
     for name in ("ScalingCallback", "SpotCheckpointCallback"):
         newest = latest_checkpoint(tmp_path / name)
         assert newest is not None

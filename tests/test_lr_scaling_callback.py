@@ -1,4 +1,4 @@
-"""LRScalingCallback inside real Trainers: every optimizer and scheduler, and every way to resume."""
+"""LRScalingCallback in Trainers: every kind of optimizer and scheduler, and every way to resume."""
 
 import json
 import logging
@@ -26,8 +26,8 @@ def test_adamw_trains_at_twice_the_rate(tmp_path):
     assert set(logged(trainer, "lr_scaling/factor")) == {2.0}
 
 
-def test_the_update_itself_is_scaled_not_only_the_log(tmp_path):
-    """SGD moves each weight by learning rate x gradient: the first step is exactly four times as long."""
+def test_the_update_is_scaled_and_not_only_the_log(tmp_path):
+    """SGD changes each weight by learning rate x gradient: the first step is exactly four times as long."""
     moves = []
     for callback in (LRScalingCallback(rule="none"), LRScalingCallback(**RULE)):
         before = tiny_model().lm_head.weight
@@ -36,7 +36,7 @@ def test_the_update_itself_is_scaled_not_only_the_log(tmp_path):
     assert moves[1] / moves[0] == pytest.approx(4, rel=1e-4)
 
 
-def test_accumulation_counts(tmp_path):
+def test_accumulation_is_part_of_the_global_batch(tmp_path):
     trainer = train(tmp_path, gradient_accumulation_steps=4)
     assert logged(trainer, "lr_scaling/factor")[0] == 4
 
@@ -47,14 +47,14 @@ def test_warmup_keeps_its_steps(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "becomes"), [(2, 4), (0.25, 0.5), (0.8, 1.0)])
-def test_warmup_scale_lengthens_it_as_steps_or_as_a_share(tmp_path, given, becomes):
+def test_warmup_scale_applies_to_steps_and_to_a_share(tmp_path, given, becomes):
     callback = LRScalingCallback(**RULE, warmup_scale=2)
     trainer = tiny_trainer(tmp_path, callback, warmup_steps=given)
     assert trainer.args.warmup_steps == becomes
 
 
-@pytest.mark.parametrize("case", ["alone", "with its scheduler", "marked by an earlier scheduler"])
-def test_an_optimizer_of_the_users_own_is_scaled(tmp_path, case):
+@pytest.mark.parametrize("case", ["alone", "with its scheduler", "with initial_lr of an earlier scheduler"])
+def test_an_optimizer_given_by_the_user_is_scaled(tmp_path, case):
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if case != "alone" else None
@@ -74,7 +74,7 @@ class TestResume:
         trainer = train(tmp_path / "b", resume=checkpoint, lr_scheduler_type="linear")
         assert logged(trainer, "learning_rate") == pytest.approx([2 * LR * share for share in (1, 0.75, 0.5, 0.25)])
 
-    def test_an_equal_global_batch_from_other_parts_changes_nothing(self, tmp_path):
+    def test_an_equal_global_batch_changes_nothing(self, tmp_path):
         checkpoint = self.first(tmp_path)
         parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
         trainer = train(tmp_path / "b", resume=checkpoint, lr_scheduler_type="linear", **parts)
@@ -98,7 +98,7 @@ class TestResume:
             assert logged(trainer, "learning_rate")[2:] == pytest.approx([2 * LR * 0.5, 2 * LR * 0.25])
 
     def test_scaling_in_on_train_begin_would_double(self, tmp_path):
-        """The control: what the guides do, and why it is wrong."""
+        """The control: what common guides do, and why it is wrong."""
 
         class Naive(LRScalingCallback):
             def on_init_end(self, args, state, control, **kwargs):
@@ -119,10 +119,10 @@ def test_added_after_the_trainer_was_made(tmp_path):
     assert logged(trainer, "learning_rate") == pytest.approx([2 * LR] * 4)
 
 
-def test_callbacks_that_are_put_first_do_not_make_it_scale_twice(tmp_path):
-    """The metrics part puts one before W&B's while Trainer is going through the list."""
-    whole = ScalingCallback(lr_scaling=LRScalingCallback(**RULE))
-    trainer = tiny_trainer(tmp_path, whole, report_to="wandb")
+def test_reporting_to_wandb_does_not_make_it_scale_twice(tmp_path):
+    """A callback that is prepended while Trainer iterates over the list would shift it."""
+    scaling = ScalingCallback(lr_scaling=LRScalingCallback(**RULE))
+    trainer = tiny_trainer(tmp_path, scaling, report_to="wandb")
     assert trainer.args.learning_rate == pytest.approx(2 * LR)
 
 
@@ -132,24 +132,24 @@ def test_training_twice_scales_once(tmp_path):
     assert logged(trainer, "learning_rate") == pytest.approx([2 * LR] * 4)
 
 
-def test_says_once_what_it_did_and_why(tmp_path, caplog):
+def test_logs_once_what_it_did_and_why(tmp_path, caplog):
     logging.getLogger("hfscale").propagate = True
     with caplog.at_level(logging.INFO, logger="hfscale"):
         train(tmp_path)
-    said = [record.getMessage() for record in caplog.records if "lr_scaling" in record.getMessage()]
-    assert len(said) == 1
+    lines = [record.getMessage() for record in caplog.records if "lr_scaling" in record.getMessage()]
+    assert len(lines) == 1
     for part in ("0.01 -> 0.02", "1 -> 4 sequences", "kappa 4", "sqrt rule for adamw_torch_fused", "steps kept"):
-        assert part in said[0]
+        assert part in lines[0]
 
 
-def test_a_wrong_rule_is_told_when_the_trainer_is_made(tmp_path):
+def test_an_unknown_rule_is_an_error_when_the_trainer_is_made(tmp_path):
     with pytest.raises(UsageError, match="--lr_scaling_rule is 'cubic'"):
         tiny_trainer(tmp_path, LRScalingCallback(rule="cubic"))
 
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.world(2))])
 @pytest.mark.parametrize("case", ["hf", "deepspeed_optimizer", "deepspeed_both"])
-def test_in_processes_that_share_the_batch(launch, tmp_path, processes, case):
+def test_in_several_processes(launch, tmp_path, processes, case):
     """Two processes of two sequences: kappa 4, with DDP, a DeepSpeed optimizer, and its scheduler too."""
     from conftest import REPOSITORY
 
@@ -157,7 +157,7 @@ def test_in_processes_that_share_the_batch(launch, tmp_path, processes, case):
     done = launch(processes, REPOSITORY / "tests" / "workers" / "lr_scaling.py", case, config=config)
     assert done.code == 0, done.err[-3000:]
     result = json.loads((tmp_path / f"{case}.json").read_text())
-    # A DeepSpeed scheduler sets the first rate after its first step: all of its rates come one step later.
+    # A DeepSpeed scheduler sets the first rate after its first step, so that all of its rates come one step later.
     shares = (0, 0, 0.5, 1) if case == "deepspeed_both" else (0, 0.5, 1, 1)
     rates = [share * 2 * LR for share in shares]
     assert result["fresh"] == pytest.approx(rates)

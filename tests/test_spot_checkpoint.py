@@ -1,4 +1,4 @@
-"""SpotCheckpointCallback: cadence, commit, rotation and status in real Trainers."""
+"""SpotCheckpointCallback in Trainers: cadence, commit, rotation, resume and status."""
 
 import json
 import time
@@ -35,7 +35,7 @@ class Interrupt(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            raise RuntimeError("the machine is gone")
+            raise RuntimeError("simulated failure")
 
 
 class InterruptSave(TrainerCallback):
@@ -46,7 +46,7 @@ class InterruptSave(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            raise RuntimeError("the machine is gone")
+            raise RuntimeError("simulated failure")
 
 
 def saved_steps(output_dir):
@@ -57,7 +57,7 @@ def status(output_dir):
     return json.loads((Path(output_dir) / "hfscale_status.json").read_text())
 
 
-def test_the_trainers_own_cadence_is_kept_and_committed(tmp_path):
+def test_checkpoints_follow_save_steps_and_are_committed(tmp_path):
     tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2, max_steps=5).train()
     assert saved_steps(tmp_path) == [2, 4, 5]
     for step in (2, 4, 5):
@@ -68,27 +68,27 @@ def test_the_trainers_own_cadence_is_kept_and_committed(tmp_path):
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
 
 
-def test_a_share_of_all_steps_is_a_cadence_too(tmp_path):
+def test_save_steps_may_be_a_share_of_all_steps(tmp_path):
     tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=0.5, max_steps=6).train()
     assert saved_steps(tmp_path) == [3, 6]
 
 
-def test_every_steps_saves_beside_another_strategy(tmp_path):
+def test_every_steps_adds_to_another_save_strategy(tmp_path):
     callback = SpotCheckpointCallback(every_steps=3)
     tiny_trainer(tmp_path, callback, save_strategy="epoch", max_steps=7).train()
     assert saved_steps(tmp_path) == [3, 6, 7]  # 7: the end of the epoch
 
 
 @pytest.mark.timing
-def test_minutes_come_first_when_steps_are_slow(tmp_path):
+def test_minutes_decide_when_steps_are_slow(tmp_path):
     callback = SpotCheckpointCallback(every_steps=1000, every_minutes=0.3 / 60)
     tiny_trainer(tmp_path, callback, Pause(0.1), save_strategy="steps", max_steps=10).train()
     steps = saved_steps(tmp_path)
-    assert 2 <= len(steps) - 1 <= 4, steps  # the last step is saved by the Trainer
+    assert 2 <= len(steps) - 1 <= 4, steps  # Trainer saves the last step
     assert all(2 <= later - earlier <= 5 for earlier, later in pairwise(steps[:-1]))
 
 
-def test_no_minutes_means_steps_only(tmp_path):
+def test_without_minutes_only_steps_count(tmp_path):
     callback = SpotCheckpointCallback(every_steps=1000, every_minutes=None)
     tiny_trainer(tmp_path, callback, Pause(0.05), save_strategy="epoch", max_steps=4).train()
     assert saved_steps(tmp_path) == [4]  # the end of the epoch
@@ -103,8 +103,8 @@ def test_save_strategy_no_saves_nothing(tmp_path):
 @pytest.mark.parametrize(
     "bad", [{"every_steps": 0}, {"every_steps": -1}, {"every_minutes": 0}, {"every_minutes": -2.0}]
 )
-def test_a_cadence_that_is_not_positive_is_refused(bad):
-    with pytest.raises(UsageError, match="must be greater than 0"):
+def test_a_cadence_that_is_not_positive_is_an_error(bad):
+    with pytest.raises(UsageError, match="must be greater"):
         SpotCheckpointCallback(**bad)
 
 
@@ -130,52 +130,52 @@ class TestRotation:
             greater_is_better=True,
             learning_rate=0.1,
         )
-        trainer.train()  # a rising rate of the loss is "better": the first is the best one
+        trainer.train()  # a greater loss is "better", so that an early checkpoint is the best one
         best = int(trainer.state.best_model_checkpoint.split("-")[-1])
         assert saved_steps(tmp_path) == sorted({best, 4})
 
     @pytest.mark.parametrize("asynchronous", [False, True])
-    def test_a_failure_before_the_commit_leaves_a_good_one(self, tmp_path, monkeypatch, asynchronous):
+    def test_a_failure_before_the_commit_leaves_the_previous_checkpoint(self, tmp_path, monkeypatch, asynchronous):
         write, names = writer.write_atomically, []
 
-        def gone(path, text):
+        def fail_second_time(path, text):
             names.append(path.name)
             if len(names) > 1:
-                raise OSError("the machine is gone")
+                raise OSError("simulated failure")
             write(path, text)
 
-        monkeypatch.setattr(writer, "write_atomically", gone)
+        monkeypatch.setattr(writer, "write_atomically", fail_second_time)
         spot = SpotCheckpointCallback(asynchronous=asynchronous)
         trainer = tiny_trainer(tmp_path, spot, save_strategy="steps", save_steps=1, save_total_limit=1)
-        with pytest.raises(StorageError, match="gone"):
+        with pytest.raises(StorageError, match="simulated failure"):
             trainer.train()
         assert names == [MANIFEST_NAME] * 2
         assert saved_steps(tmp_path) == [1]
         assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
 
-    def test_without_the_callback_none_is_left(self, tmp_path):
-        """The control: Trainer deletes the old checkpoint inside its save; nothing says whether the new is whole."""
+    def test_without_the_callback_no_verified_checkpoint_is_left(self, tmp_path):
+        """The control: Trainer deletes the old checkpoint inside its save, and cannot tell if the new is complete."""
         trainer = tiny_trainer(tmp_path, InterruptSave(2), save_strategy="steps", save_steps=1, save_total_limit=1)
-        with pytest.raises(RuntimeError, match="gone"):
+        with pytest.raises(RuntimeError, match="simulated failure"):
             trainer.train()
         assert saved_steps(tmp_path) == [2]
         assert latest_checkpoint(tmp_path) is None
 
 
 class TestResume:
-    def test_is_bitwise_the_uninterrupted_run(self, tmp_path):
+    def test_losses_are_bitwise_those_of_the_uninterrupted_run(self, tmp_path):
         arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "lr_scheduler_type": "linear"}
-        whole = tiny_trainer(tmp_path / "whole", SpotCheckpointCallback(), **arguments)
-        whole.train()
-        broken = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), Interrupt(5), **arguments)
-        with pytest.raises(RuntimeError, match="gone"):
-            broken.train()
-        again = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), **arguments)
-        again.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "run"))
-        assert again.state.global_step == 6
-        assert logged(again, "loss") == logged(whole, "loss")
+        uninterrupted = tiny_trainer(tmp_path / "uninterrupted", SpotCheckpointCallback(), **arguments)
+        uninterrupted.train()
+        interrupted = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), Interrupt(5), **arguments)
+        with pytest.raises(RuntimeError, match="simulated failure"):
+            interrupted.train()
+        resumed = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), **arguments)
+        resumed.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "run"))
+        assert resumed.state.global_step == 6
+        assert logged(resumed, "loss") == logged(uninterrupted, "loss")
 
-    def test_waits_for_a_save_that_a_broken_training_left_under_way(self, tmp_path, monkeypatch):
+    def test_waits_for_a_save_that_an_interrupted_training_left_in_flight(self, tmp_path, monkeypatch):
         write = writer.write_atomically
 
         def slow(path, text):
@@ -183,31 +183,34 @@ class TestResume:
             write(path, text)
 
         arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-        broken = tiny_trainer(tmp_path, SpotCheckpointCallback(), Interrupt(3), **arguments)
+        interrupted = tiny_trainer(tmp_path, SpotCheckpointCallback(), Interrupt(3), **arguments)
         monkeypatch.setattr(writer, "write_atomically", slow)
-        with pytest.raises(RuntimeError, match="gone"):
-            broken.train()
+        with pytest.raises(RuntimeError, match="simulated failure"):
+            interrupted.train()
         assert saved_steps(tmp_path) == []
-        again = tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments)
+        resumed = tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments)
         assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
-        again.train(resume_from_checkpoint=True)
-        assert (len(logged(again, "loss")), saved_steps(tmp_path)) == (4, [2, 4])  # two of the log are the first's
+        resumed.train(resume_from_checkpoint=True)
+        assert (len(logged(resumed, "loss")), saved_steps(tmp_path)) == (
+            4,
+            [2, 4],
+        )  # two records of the log are of the first training
 
-    def test_works_from_a_checkpoint_of_a_run_without_the_callback(self, tmp_path):
+    def test_resumes_from_a_checkpoint_of_a_run_without_the_callback(self, tmp_path):
         """transformers' ExportableState fails here with a KeyError at the next save."""
         tiny_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
-        again = tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2, max_steps=6)
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        resumed = tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2, max_steps=6)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-6")
 
-    def test_later_checkpoints_than_the_start_are_set_aside(self, tmp_path):
+    def test_checkpoints_of_later_steps_are_archived(self, tmp_path):
         arguments = {"save_strategy": "steps", "save_steps": 2}
         tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments).train()
-        tiny_trainer(tmp_path, SpotCheckpointCallback(), **(arguments | {"max_steps": 3})).train()  # afresh
+        tiny_trainer(tmp_path, SpotCheckpointCallback(), **(arguments | {"max_steps": 3})).train()  # from scratch
         assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
         assert (tmp_path / "checkpoint-4.superseded" / MANIFEST_NAME).is_file()
 
-    def test_take_hfscale_away_and_the_checkpoint_still_loads(self, tmp_path):
+    def test_without_hfscale_the_checkpoint_still_loads(self, tmp_path):
         tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2).train()
         plain = tiny_trainer(tmp_path, max_steps=6)
         plain.train(resume_from_checkpoint=True)
@@ -230,7 +233,7 @@ def test_the_cost_of_a_save_is_logged_once(tmp_path, asynchronous):
 
 
 class TestStatus:
-    def test_names_no_checkpoint_of_another_folder(self, tmp_path):
+    def test_contains_no_checkpoint_of_another_folder(self, tmp_path):
         tiny_trainer(tmp_path / "a", SpotCheckpointCallback(), save_strategy="steps", save_steps=2).train()
         seen = []
 
@@ -238,15 +241,15 @@ class TestStatus:
             def on_step_end(self, args, state, control, **kwargs):
                 seen.append(status(tmp_path / "b")["checkpoint"])
 
-        again = tiny_trainer(tmp_path / "b", SpotCheckpointCallback(), Look(), save_strategy="steps", save_steps=2)
-        again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+        resumed = tiny_trainer(tmp_path / "b", SpotCheckpointCallback(), Look(), save_strategy="steps", save_steps=2)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
         assert seen == [None, None]
 
     def test_completed(self, tmp_path):
         tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=3).train()
         assert status(tmp_path) == {"status": "completed", "step": 4, "checkpoint": "checkpoint-4", "reason": None}
 
-    def test_running_names_the_last_commit(self, tmp_path):
+    def test_running_contains_the_last_commit(self, tmp_path):
         seen = []
 
         class Look(TrainerCallback):
@@ -258,17 +261,17 @@ class TestStatus:
         assert [entry["status"] for entry in seen] == ["running"] * 4
         assert [entry["checkpoint"] for entry in seen] == [None, None, "checkpoint-2", "checkpoint-2"]
 
-    def test_failed_tells_the_reason(self, tmp_path, python):
+    def test_failed_contains_the_reason(self, tmp_path, python):
         done = python(REPOSITORY / "tests" / "workers" / "failing.py")
         assert done.code == 1
         assert status(tmp_path / "out") == {
             "status": "failed",
             "step": 3,
             "checkpoint": "checkpoint-2",
-            "reason": "RuntimeError: the machine is gone",
+            "reason": "RuntimeError: simulated failure",
         }
 
-    def test_a_failure_does_not_overwrite_what_a_later_training_told(self, tmp_path, python):
+    def test_a_failure_does_not_overwrite_the_status_of_a_later_training(self, tmp_path, python):
         done = python(REPOSITORY / "tests" / "workers" / "failing.py", "again")
         assert done.code == 0
         assert status(tmp_path / "out")["status"] == "completed"

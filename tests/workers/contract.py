@@ -1,4 +1,4 @@
-"""Each callback named: a whole run, and one that is resumed half-way, in several processes.
+"""For each callback named: an uninterrupted run, and one that is resumed half-way, in several processes.
 
 accelerate launch --num_processes 2 tests/workers/contract.py ScalingCallback …
 """
@@ -17,13 +17,13 @@ import hfscale
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_scheduler_type": "constant"}
 
 for name in sys.argv[1:]:
-    whole = tiny_trainer(f"{name}-whole", getattr(hfscale, name)(), **SAVING)
-    whole.train()
+    uninterrupted = tiny_trainer(f"{name}-uninterrupted", getattr(hfscale, name)(), **SAVING)
+    uninterrupted.train()
     tiny_trainer(name, getattr(hfscale, name)(), **(SAVING | {"max_steps": 3})).train()
     resumed = tiny_trainer(name, getattr(hfscale, name)(), **SAVING)
     resumed.train(resume_from_checkpoint=f"{name}/checkpoint-3")
     if dist.get_rank() == 0:
-        losses = {"whole": logged(whole, "loss"), "resumed": logged(resumed, "loss")}
+        losses = {"uninterrupted": logged(uninterrupted, "loss"), "resumed": logged(resumed, "loss")}
         Path(f"{name}.json").write_text(json.dumps(losses))
 dist.barrier()
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A training that raises after its third step, with nothing to catch it; or, with `again`, one that is tried again."""
+"""A training that raises after its third step; with the argument `again` the error is caught and training resumed."""
 
 import sys
 from pathlib import Path

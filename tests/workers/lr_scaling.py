@@ -1,4 +1,4 @@
-"""Trains fresh, resumed, and resumed with another global batch; writes the learning rates that were in use.
+"""Trains from scratch, resumed, and resumed with another global batch; writes the learning rates used.
 
 accelerate launch --num_processes 2 tests/workers/lr_scaling.py hf|deepspeed_optimizer|deepspeed_both
 """
@@ -20,7 +20,7 @@ WARMUP = 2
 
 
 class RatesInUse(TrainerCallback):
-    """The optimizer's own learning rate as each step begins: DeepSpeed has stepped before `on_pre_optimizer_step`."""
+    """Records the optimizer's learning rate when a step begins: DeepSpeed steps before `on_pre_optimizer_step`."""
 
     def __init__(self):
         self.rates = []
