@@ -1,6 +1,7 @@
 """What hfscale changes on a Trainer is undone, and only `hfscale.integrations` uses internals of other libraries."""
 
 import ast
+import os
 import re
 import signal
 import sys
@@ -56,6 +57,7 @@ def changes(trainer):
         "args": {name: value for name, value in vars(trainer.args).items() if name != "learning_rate"},
         "accelerator": {name for name in vars(trainer.accelerator) if hasattr(type(trainer.accelerator), name)},
         "dataset": id(trainer.train_dataset),
+        "process": [list(sys.argv), {name for name in os.environ if name.startswith("WANDB")}],
         "signal": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)],
     }
 
@@ -85,6 +87,15 @@ class TestRestore:
         assert changes(trainer) == before
         assert trainer.state.global_step == 4
         assert hfscale.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+    def test_nothing_is_left_of_the_preparation_of_a_wandb_run(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+        monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", "hf_secret"])
+        trainer = tiny_trainer(tmp_path, Raise("on_train_begin"), ScalingCallback(), report_to="wandb")
+        before = changes(trainer)
+        with pytest.raises(RuntimeError, match="broken off"):
+            trainer.train()
+        assert changes(trainer) == before
 
     def test_a_removed_callback_leaves_nothing_after_the_next_training(self, tmp_path):
         plain = tiny_trainer(tmp_path / "plain")

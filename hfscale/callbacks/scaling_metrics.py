@@ -109,6 +109,7 @@ class ScalingMetricsCallback(AdapterCallback):
         if "wandb" in adapter.trainer.args.report_to:
             self._wandb_run = WandbRun()
             adapter.prepend_callback(self._wandb_run)
+            adapter.at_training_end(self._wandb_run.restore_environment)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -55,7 +55,7 @@ class WandbRun(TrainerCallback):
         clean = redact_argv(sys.argv)
         if clean != sys.argv:
             self._argv = sys.argv
-            sys.argv = clean  # until `settle` restores it
+            sys.argv = clean  # until `restore_environment`
         if "WANDB_RUN_ID" in os.environ:
             return
         run_id = saved_state(state, "wandb").setdefault("run_id", uuid.uuid4().hex[:8])
@@ -64,6 +64,15 @@ class WandbRun(TrainerCallback):
         if "WANDB_RESUME" not in os.environ:
             self._set_variables.append("WANDB_RESUME")
             os.environ["WANDB_RESUME"] = "allow"
+
+    def restore_environment(self) -> None:
+        """Undo what `on_train_begin` has changed in the environment variables and in `sys.argv`."""
+        for name in self._set_variables:
+            del os.environ[name]
+        self._set_variables = []
+        if self._argv is not None:
+            sys.argv = self._argv
+            self._argv = None
 
     def settle(self, state: TrainerState, *, last_logged_step: int = 0) -> None:
         """Restore the environment once W&B has started, and prepare the run.
@@ -74,12 +83,7 @@ class WandbRun(TrainerCallback):
             state (`TrainerState`): State of the Trainer at the beginning of the training.
             last_logged_step (`int`): The last step that an earlier launch of this run has logged.
         """
-        for name in self._set_variables:
-            del os.environ[name]
-        self._set_variables = []
-        if self._argv is not None:
-            sys.argv = self._argv
-            self._argv = None
+        self.restore_environment()
         self._run = None
         self._drawn = set()
         if not state.is_world_process_zero:
