@@ -199,8 +199,8 @@ class TrainerAdapter:
 
     def set_argument(self, name: str, value: Any) -> None:
         """Give the training argument `name` another value until the end of the training."""
-        if (id(self.trainer.args), name) not in self._undo:
-            self._replace(self.trainer.args, name, value)
+        self.restore_argument(name)
+        self._replace(self.trainer.args, name, value)
 
     def restore_argument(self, name: str) -> None:
         """Undo `set_argument` before the end of the training."""
@@ -227,7 +227,7 @@ class TrainerAdapter:
         _call_all(undo)
 
     def _restoring(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        """`train`, with the beginning and the end of the training seen."""
+        """Return `train` with preparations at its beginning and `restore` at its end."""
 
         @functools.wraps(train)
         def train_and_restore(*args: Any, **kwargs: Any) -> Any:
@@ -251,13 +251,14 @@ class TrainerAdapter:
         return train_and_restore
 
     def _leave_if_unused(self) -> None:
+        """Undo the lasting changes too if nobody needs the adapter any more."""
         callbacks = self.trainer.callback_handler.callbacks
         if not self._preparations and not any(isinstance(callback, AdapterCallback) for callback in callbacks):
             _call_all(self._undo_lasting)
             delattr(self.trainer, _ATTRIBUTE)
 
     def _watch_running_training(self) -> None:
-        """Have the end of a training seen that began before this adapter wrapped `train`."""
+        """If a training is running that began before this adapter wrapped `train`, restore at its end."""
         if self._wraps_training or "running" in self._undo:
             return
         frame = training_frame()
@@ -322,7 +323,7 @@ class TrainerAdapter:
 
 
 def _call_all(undo: dict[Any, Callable[[], None]]) -> None:
-    """The last one first; all of them, also if one raises."""
+    """Call the last one first, and all of them even if one raises."""
     with ExitStack() as stack:
         for call in undo.values():
             stack.callback(call)
