@@ -1,4 +1,4 @@
-"""Jobs that the planner's tests start from."""
+"""Jobs for the planner's tests."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ TINY = ModelShape.from_config(
 
 
 def job(**changes):
-    """Llama 3.1 8B on one node of H100s under FSDP2, changed as told; axes of the layout are told by their names."""
+    """Llama 3.1 8B on one node of H100s with FSDP2, with the given changes, which may include axes of the layout."""
     axes = {name: changes.pop(name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp") if name in changes}
     base = Job(
         shape=find_model("llama-3.1-8b"),

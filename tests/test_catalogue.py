@@ -1,4 +1,4 @@
-"""The built-in models against the ones that transformers builds from the same keys."""
+"""The built-in models, compared with those that transformers builds from the same keys."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ PUBLISHED = {
     "pythia-6.9b": 6_857_302_016,
     "bloom-176b": 176_247_271_424,
 }
-"""Parameters that the hub's safetensors headers state."""
+"""Numbers of parameters in the safetensors headers on the hub."""
 
 
 @pytest.mark.parametrize("name", catalogue_names())
@@ -37,18 +37,18 @@ def test_parameters_are_the_published_ones(name, parameters):
     assert catalogue_shape(name).total_parameters == parameters
 
 
-def test_hub_ids_name_one_model_each_and_any_case_will_do():
+def test_hub_ids_are_unique_and_case_is_ignored():
     hubs = [hub.casefold() for entry in catalogue().values() for hub in entry["hub"]]
     assert len(hubs) == len(set(hubs))
     assert find_model("Meta-Llama/llama-3.1-8B") == find_model("LLAMA-3.1-8B") == catalogue_shape("llama-3.1-8b")
 
 
-def test_no_window_where_the_published_file_has_none():
+def test_no_window_if_the_published_config_has_none():
     assert set(catalogue_shape("mistral-7b").windows) == {None}
     assert set(catalogue_shape("mistral-7b-v0.1").windows) == {4096}
 
 
-def test_a_file_wins_over_the_catalogue(tmp_path):
+def test_a_file_takes_precedence_over_the_catalogue(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, '
         '"intermediate_size": 96, "vocab_size": 100, "num_key_value_heads": 4}'
@@ -56,13 +56,13 @@ def test_a_file_wins_over_the_catalogue(tmp_path):
     assert find_model(str(tmp_path)).hidden == 64
 
 
-def test_an_unknown_name_is_one_line_with_the_nearest():
+def test_an_unknown_name_is_one_line_with_the_nearest_names():
     with pytest.raises(UnsupportedModelError, match=r"'llama-3\.1-9b'.*llama-3\.1-8b") as caught:
         find_model("llama-3.1-9b")
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_id_that_cannot_be_had_says_so(monkeypatch):
+def test_a_hub_id_that_cannot_be_read_is_reported(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UnsupportedModelError, match=r"nobody/qwen3-8c.*qwen3-8b"):
         find_model("nobody/qwen3-8c")

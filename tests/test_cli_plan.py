@@ -51,12 +51,12 @@ class TestPlan:
         assert choice["gpu_hours"] > 0
         assert all(set(row) == {"layout", "reason"} for row in found["rejected"])
 
-    def test_without_tokens_hours_and_dollars_are_unknown(self, capsys):
+    def test_without_tokens_duration_and_cost_are_unknown(self, capsys):
         choice = json.loads(run(capsys, *PLAN, "--json").out)["choices"][0]
         assert choice["gpu_hours"] is None
         assert choice["cost_usd"] is None
 
-    def test_the_table_names_what_a_person_asks(self, capsys):
+    def test_the_table_has_all_sections(self, capsys):
         out = run(capsys, *PLAN, "--tokens", "20B").out
         for word in ("strategy", "tokens/s/GPU", "MFU", "days", "USD", "provider", "Advice", "Assumptions", "goodput"):
             assert word in out
@@ -134,7 +134,7 @@ class TestPlan:
             (None, "Is a directory"),
         ],
     )
-    def test_a_config_that_is_none_is_one_line(self, capsys, tmp_path, text, part):
+    def test_an_invalid_config_is_one_line(self, capsys, tmp_path, text, part):
         path = tmp_path / "config.json"
         if text is None:
             path.mkdir()
@@ -144,7 +144,7 @@ class TestPlan:
         assert part in found.err
         assert len(found.err.splitlines()) == 1
 
-    def test_a_picture_needs_matplotlib_or_is_drawn(self, capsys, tmp_path):
+    def test_plot_draws_or_asks_for_matplotlib(self, capsys, tmp_path):
         path = tmp_path / "plan.svg"
         try:
             import matplotlib  # noqa: F401
@@ -167,7 +167,7 @@ class TestEmit:
             (["llama-3.1-8b", "--gpu", "A100-80GB", "--gpus", "1", "--method", "lora"], "NO"),
         ],
     )
-    def test_files_are_read_by_the_library_they_are_for(self, capsys, tmp_path, argv, kind):
+    def test_files_are_read_by_their_library(self, capsys, tmp_path, argv, kind):
         from accelerate.commands.config.config_args import load_config_from_file
 
         out = tmp_path / "out"
@@ -189,7 +189,7 @@ class TestEmit:
         assert command.startswith(f"accelerate launch --config_file {out / 'accelerate.yaml'}")
         assert (out / "recipe.yaml").read_text().startswith(f"# {command}")
 
-    def test_hsdp_and_tensor_parallel_sizes_reach_accelerate(self):
+    def test_hsdp_and_tensor_parallel_sizes_are_read_by_accelerate(self):
         from hfscale import estimate
         from hfscale.planner.emit import accelerate_yaml
         from hfscale.planner.plan import Choice, plan
@@ -205,7 +205,7 @@ class TestEmit:
         }
         assert found["num_machines"] == 2
 
-    def test_a_folder_that_cannot_be_made_is_one_line(self, capsys, tmp_path):
+    def test_a_folder_that_cannot_be_created_is_one_line(self, capsys, tmp_path):
         (tmp_path / "file").write_text("")
         found = run(capsys, *PLAN, "--emit", str(tmp_path / "file" / "out"), code=1)
         assert "cannot be written" in found.err
@@ -259,10 +259,10 @@ class TestEstimate:
         ]
         assert json.loads(run(capsys, *argv).out)["mfu"] > 0.1
 
-    def test_ranks_that_no_axis_names_share_or_replicate(self, capsys):
+    def test_remaining_ranks_shard_or_replicate(self, capsys):
         assert "dp_replicate=1 x dp_shard=8" in run(capsys, *ESTIMATE).out
 
-    def test_ranks_that_share_experts_stand_in_the_layout(self, capsys):
+    def test_the_layout_shows_expert_parallel_ranks(self, capsys):
         plan = ["plan", "deepseek-v3", "--gpu", "H800-80GB", "--gpus", "2048", "--stack", "megatron"]
         assert " ep 64 " in run(capsys, *plan).out
         assert "dp_replicate=8 x dp_shard=1" in run(capsys, *ESTIMATE, "--zero", "1").out
@@ -283,12 +283,12 @@ class TestEstimate:
             (["--gpus", "8", "--expert-parallel", "2"], "does not divide 0 experts: use 1"),
         ],
     )
-    def test_sizes_that_no_run_has_are_one_line(self, capsys, argv, part):
+    def test_impossible_sizes_are_one_line(self, capsys, argv, part):
         found = run(capsys, "estimate", "llama-3.1-8b", "--gpu", "H100", *argv, code=2)
         assert part in found.err
         assert len(found.err.splitlines()) == 1
 
-    def test_what_does_not_fit_says_so(self, capsys):
+    def test_an_estimate_that_does_not_fit_says_so(self, capsys):
         assert "does NOT fit" in run(capsys, *ESTIMATE, "--micro-batch", "64").out
 
 
@@ -309,7 +309,7 @@ class TestTable:
         ]
         assert sorted(good)[len(good) // 2] == pytest.approx(1, abs=0.05)
 
-    def test_a_bad_row_has_its_error_and_the_rest_go_on(self, capsys, tmp_path):
+    def test_a_bad_row_has_an_error_and_the_others_are_estimated(self, capsys, tmp_path):
         path = tmp_path / "t.csv"
         path.write_text(
             "model,params_b,seq_len,gpus,gpu_type,tp,tokens_per_s_per_gpu\n"
@@ -334,7 +334,7 @@ class TestTable:
         assert "no column gpus, gpu_type" in found.err
         assert len(found.err.splitlines()) == 1
 
-    def test_what_is_no_table_is_one_line(self, capsys, tmp_path):
+    def test_an_invalid_table_is_one_line(self, capsys, tmp_path):
         path = tmp_path / "t.csv"
         path.write_bytes(b"\xff\xfe\x00\x01")
         assert "cannot be read" in run(capsys, "estimate", "--table", str(path), code=2).err

@@ -1,4 +1,4 @@
-"""ParallelLayout: sizes, the world they make, and what is said when they do not fit."""
+"""ParallelLayout: axis sizes, world size, and errors if they do not fit."""
 
 import dataclasses
 from typing import Any
@@ -33,13 +33,13 @@ def test_layouts_are_values() -> None:
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "cp", "tp", "pp"])
 @pytest.mark.parametrize("size", [0, -1, 2.0, "2", True, None])
-def test_sizes_that_are_not_counts_are_refused(axis: str, size: Any) -> None:
+def test_invalid_sizes_are_refused(axis: str, size: Any) -> None:
     with pytest.raises(LayoutError, match=f"{axis} is {size!r}: it must be an integer of at least 1") as caught:
         ParallelLayout(**{axis: size})
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_world_that_fits_passes() -> None:
+def test_a_matching_world_size_is_accepted() -> None:
     LAYOUT.check_world_size(2310)
 
 
@@ -56,9 +56,7 @@ def test_a_world_that_fits_passes() -> None:
         (ParallelLayout(tp=16), 8, "start 16 processes"),
     ],
 )
-def test_a_world_that_does_not_fit_is_refused_with_a_mend(
-    layout: ParallelLayout, world_size: int, message: str
-) -> None:
+def test_another_world_size_is_refused_with_a_fix(layout: ParallelLayout, world_size: int, message: str) -> None:
     with pytest.raises(LayoutError) as caught:
         layout.check_world_size(world_size)
     assert str(caught.value).startswith(str(layout))

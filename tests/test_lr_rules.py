@@ -38,13 +38,13 @@ def test_auto_knows_every_optimizer_of_transformers():
         )
 
 
-def test_auto_refuses_an_optimizer_it_has_no_rule_for():
+def test_auto_refuses_an_unknown_optimizer():
     with pytest.raises(UsageError, match=r"'mystery'.*use linear, sqrt"):
         decide(optimizer="mystery")
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4), ("sqrt", 2), ("none", 1)])
-def test_a_named_rule_wins_over_the_optimizer(rule, factor):
+def test_an_explicit_rule_takes_precedence_over_the_optimizer(rule, factor):
     assert decide(rule=rule).factor == factor
 
 
@@ -62,7 +62,7 @@ def test_kappa_counts_tokens_when_lengths_differ():
     assert decide(block_size=4096, base_block_size=1024).kappa == 16
 
 
-def test_a_base_length_needs_the_present_one():
+def test_a_base_length_needs_the_current_length():
     with pytest.raises(UsageError, match="base_block_size is 1024"):
         decide(base_block_size=1024)
 
@@ -73,8 +73,8 @@ def test_kappa_stops_growing_at_the_critical_batch(critical, factor):
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
-def test_beyond_the_critical_batch_a_larger_batch_changes_nothing(rule):
-    """Neither up nor down: the base was tuned beyond it too."""
+def test_a_batch_beyond_the_critical_batch_changes_nothing(rule):
+    """The base was tuned beyond the critical batch too, so that the factor is 1."""
     assert decide(rule=rule, global_batch_size=256, base_global_batch_size=128, critical_batch_size=64).factor == 1
     lengths = {"block_size": 2048, "base_block_size": 1024}
     assert (
@@ -90,7 +90,7 @@ def test_sizes_must_be_positive(name, value):
         decide(**{name: value})
 
 
-def test_an_unknown_rule_is_answered_with_the_known_ones():
+def test_an_unknown_rule_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match=", ".join(RULES)):
         decide(rule="cubic")
 
@@ -116,6 +116,6 @@ class TestRubric:
             decide(rule="rubric")
 
 
-def test_warmup_is_kept_in_steps_unless_asked():
+def test_warmup_steps_are_unchanged_by_default():
     assert decide().warmup_factor == 1
     assert decide(warmup_scale=3).warmup_factor == 3

@@ -1,4 +1,4 @@
-"""Every family's parameters, FLOPs and LoRA sizes against the models that transformers and PEFT build.
+"""Every family's parameters, FLOPs and LoRA parameters, compared with models that transformers and PEFT build.
 
 A row of `CASES` is small and asymmetric on purpose: no two widths are equal, so that swapping any two shows.
 """
@@ -198,7 +198,7 @@ def meta_model(config: Any) -> torch.nn.Module:
 
 
 def parameters_by_layer(model: torch.nn.Module) -> dict[int | str, dict[str, int]]:
-    """Layer number, or "ends" for what is outside the layers -> path inside it -> numbers it holds."""
+    """Layer number, or "ends" for parameters outside the layers -> path inside it -> number of parameters."""
     parts: dict[int | str, dict[str, int]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
         inside = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.(.*)", name)
@@ -231,7 +231,7 @@ def test_parameters_equal_those_of_transformers(family: str, case: dict[str, Any
 
 
 @pytest.mark.parametrize(("family", "case"), ALL_CASES)
-def test_matrices_are_where_transformers_has_them(family: str, case: dict[str, Any]) -> None:
+def test_paths_of_matrices_equal_those_of_transformers(family: str, case: dict[str, Any]) -> None:
     parts = parameters_by_layer(meta_model(transformers_config(family, case)))
     shape = ModelShape.from_config({"model_type": family, **case})
     for layer, is_moe in enumerate(shape.moe_layers):
@@ -392,7 +392,7 @@ def test_dense_and_expert_layers_mix() -> None:
 
 
 def measured_training_flops(family: str, case: dict[str, Any], seq_len: int, *, recompute: bool) -> float:
-    """FLOPs per token of forward and backward, counted by torch on a model that attends to the masked half too."""
+    """FLOPs per token of forward and backward pass, counted by torch on a model that computes the masked half too."""
     config = transformers_config(family, case)
     # FlopCounterMode sees neither fused attention nor the grouped matrix products of experts on a CPU.
     model = AutoModelForCausalLM.from_config(
@@ -435,7 +435,7 @@ def test_flops_of_llama_3_1_8b() -> None:
 
 
 @pytest.mark.parametrize("seq_len", [5, 7, 40])
-def test_windows_bound_the_attention_term(seq_len: int) -> None:
+def test_windows_limit_the_attention_term(seq_len: int) -> None:
     case = LLAMA | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
     shape = ModelShape.from_config({"model_type": "gemma2", **case})
     heads_and_width = 2 * 6 * (256 + 256)  # head_dim is Gemma's default
@@ -451,7 +451,7 @@ def test_windows_bound_the_attention_term(seq_len: int) -> None:
     assert causal == pytest.approx(heads_and_width * (seen - diagonal))
 
 
-def test_attention_that_is_not_known_is_refused() -> None:
+def test_an_unknown_attention_count_is_refused() -> None:
     shape = ModelShape.from_config(PUBLIC_MODELS["GPT-2"][1])
     with pytest.raises(UsageError, match="use full or causal"):
         shape.flops_per_token(128, attention="half")  # type: ignore[arg-type]

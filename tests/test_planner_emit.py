@@ -1,4 +1,5 @@
-"""The files that a plan writes: as the shipped ones, read by the libraries they are for, and launched."""
+"""The files that `hfscale plan --emit` writes: compared with the shipped ones, read by their libraries, and
+launched."""
 
 import json
 import shlex
@@ -45,9 +46,9 @@ FAMILIES = {
     "zero2_offload": {"layout": {"dp_replicate": 2}, "zero": 2, "offload": "optimizer"},
     "zero3_offload": {"layout": {"dp_shard": 2}, "zero": 3, "offload": "full", "fused_loss": True},
 }
-"""A job for every shipped config that the planner's search can come to, by the config's name."""
+"""A job for every shipped config that the planner's search can choose, by the config's name."""
 SYNCED = ("fsdp2", "fsdp2_grad_op", "fsdp2_hsdp", "fsdp2_tp", "fsdp2_cp", "fp8")
-"""Those whose gradients would be held whole between the micro-batches of a step."""
+"""Configs whose gradients would be kept unsharded between the micro-batches of a step."""
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +70,14 @@ def model(tmp_path_factory) -> Path:
 
 
 def planned(model, **options):
-    """A plan whose only choice is the job asked for."""
+    """A plan whose only choice is the given job."""
     asked = plan(str(model), gpu="H100-80GB", gpus=1, seq_len=BLOCK)
     one = estimate(str(model), gpu="H100-80GB", seq_len=BLOCK, micro_batch=2, **options)
     return replace(asked, choices=(Choice(estimate=one),))
 
 
-def told(folder, *names):
-    """A file's content without what differs by the number of processes and the place of the files."""
+def comparable_content(folder, *names):
+    """A YAML file's content without the number of processes and the paths of files."""
     content = yaml.safe_load((folder.joinpath(*names)).read_text())
     content.pop("num_processes", None)
     content.get("deepspeed_config", {}).pop("deepspeed_config_file", None)
@@ -84,10 +85,12 @@ def told(folder, *names):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_files_are_those_that_hfscale_ships(model, tmp_path, name):
+def test_the_files_equal_the_shipped_ones(model, tmp_path, name):
     found = planned(model, **FAMILIES[name])
     written = emit(found, tmp_path)
-    assert told(tmp_path, "accelerate.yaml") == told(REPOSITORY, "accelerate_configs", f"{name}.yaml")
+    assert comparable_content(tmp_path, "accelerate.yaml") == comparable_content(
+        REPOSITORY, "accelerate_configs", f"{name}.yaml"
+    )
     if name.startswith("zero"):
         shipped = json.loads((REPOSITORY / "ds_configs" / f"{name}.json").read_text())
         assert json.loads((tmp_path / "deepspeed.json").read_text()) == shipped
@@ -99,7 +102,7 @@ def test_the_files_are_those_that_hfscale_ships(model, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_flag_is_one_that_the_recipe_takes(model, tmp_path, name):
+def test_the_recipe_accepts_every_flag(model, tmp_path, name):
     options = {**FAMILIES[name], "global_batch": 32}
     emit(planned(model, **options), tmp_path)
     groups = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], also=[ParallelArguments])
@@ -114,7 +117,7 @@ def test_every_flag_is_one_that_the_recipe_takes(model, tmp_path, name):
     assert args.optim == {"zero1": "adamw_bnb_8bit", "zero2": "sgd"}.get(name, "adamw_torch_fused")
 
 
-def test_precision_and_adapters_reach_the_flags(tmp_path):
+def test_precision_and_adapters_are_written_as_flags(tmp_path):
     asked = plan("qwen3-0.6b", gpu="RTX4090", gpus=2, method="lora", lora_rank=8, precision="fp32", seq_len=512)
     emit(asked, tmp_path)
     recipe = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
@@ -125,7 +128,7 @@ def test_precision_and_adapters_reach_the_flags(tmp_path):
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["fp16"] is True
 
 
-def test_a_folder_with_weights_is_continued_and_odd_names_are_quoted(model, tmp_path):
+def test_a_folder_with_weights_is_a_checkpoint_and_special_names_are_quoted(model, tmp_path):
     odd = tmp_path / "a model: #1"
     odd.mkdir()
     (odd / "config.json").write_bytes((model / "config.json").read_bytes())
@@ -138,7 +141,7 @@ def test_a_folder_with_weights_is_continued_and_odd_names_are_quoted(model, tmp_
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "zero2"])
-def test_several_machines_each_run_the_command(model, tmp_path, name):
+def test_the_command_for_several_machines(model, tmp_path, name):
     options = {**FAMILIES[name], "optimizer": "adamw", "gpus_per_node": 1}
     emit(planned(model, **options), tmp_path)
     config = load_config_from_file(str(tmp_path / "accelerate.yaml"))
@@ -150,7 +153,7 @@ def test_several_machines_each_run_the_command(model, tmp_path, name):
     assert "# Run on each of the 2 machines" in script
 
 
-def test_a_pipelines_mesh_and_schedule_are_flags(model, tmp_path):
+def test_mesh_and_schedule_of_a_pipeline_are_written_as_flags(model, tmp_path):
     found = planned(
         model,
         layout={"dp_replicate": 2, "pp": 2},
@@ -170,7 +173,7 @@ def test_a_pipelines_mesh_and_schedule_are_flags(model, tmp_path):
     assert found.choices[0].to_dict()["recipe"] == "recipes/tp_pp/train.py"
 
 
-def test_sequences_are_split_where_the_plan_says_so(model, tmp_path):
+def test_sequence_parallelism_is_written_as_a_flag(model, tmp_path):
     found = planned(model, **FAMILIES["tp_pp"])
     emit(found, tmp_path)
     parallel = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], also=[ParallelArguments])[4]
@@ -181,8 +184,8 @@ def test_sequences_are_split_where_the_plan_says_so(model, tmp_path):
 PIPELINE = {"layout": {"tp": 2, "pp": 2, "dp_replicate": 2}, "zero": 1}
 
 
-class TestWhatCannotBeLaunched:
-    def test_says_which_choice_can(self, model, tmp_path):
+class TestUnlaunchableChoices:
+    def test_the_error_names_a_choice_that_can_be_launched(self, model, tmp_path):
         first = planned(model, **PIPELINE)
         both = replace(first, choices=(*first.choices, *planned(model, **FAMILIES["fsdp2"]).choices))
         with pytest.raises(UsageError, match=r"pp=2.*shards all states.*--choice 2 can \(fsdp2") as error:
@@ -192,11 +195,11 @@ class TestWhatCannotBeLaunched:
         emit(both, tmp_path / "out", number=2)
         assert both.choices[0].to_dict()["recipe"] is None
 
-    def test_says_when_none_can(self, model, tmp_path):
+    def test_the_error_says_if_no_choice_can_be_launched(self, model, tmp_path):
         with pytest.raises(UsageError, match="none of the 1 choices can: raise --top"):
             emit(planned(model, **PIPELINE), tmp_path)
 
-    def test_a_choice_that_is_not_there(self, capsys, tmp_path):
+    def test_a_choice_that_does_not_exist(self, capsys, tmp_path):
         argv = ["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "8", "--top", "2", "--emit", str(tmp_path / "out")]
         assert main([*argv, "--choice", "3"]) == 2
         assert "--choice is 3" in capsys.readouterr().err
@@ -209,21 +212,21 @@ class TestWhatCannotBeLaunched:
             ({"offload": "full", "precision": "fp8"}, "fp8 .* DeepSpeed"),
         ],
     )
-    def test_what_no_library_does(self, model, tmp_path, options, reason):
+    def test_unsupported_combinations(self, model, tmp_path, options, reason):
         with pytest.raises(UsageError, match=reason):
             emit(planned(model, layout={"dp_shard": 2}, zero=3, **options), tmp_path)
 
-    def test_the_table_marks_them(self, capsys):
+    def test_the_table_lists_unlaunchable_choices(self, capsys):
         main(["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "8", "--optimizer", "muon"])
         assert "Trainer has no optimizer muon" in capsys.readouterr().out
 
-    def test_every_choice_of_a_large_model_can(self):
+    def test_every_choice_of_a_large_model_can_be_launched(self):
         found = plan("llama-3.1-405b", gpu="H100", gpus=1024, seq_len=8192, top=100)
         recipes = {choice.to_dict()["recipe"] for choice in found.choices}
         assert recipes == {"recipes/sharded/train.py", "recipes/tp_pp/train.py"}
 
 
-class TestTheSearchOffersWhatTheRecipeTakes:
+class TestSearchOffersOnlyWhatRecipesSupport:
     def found(self, name, stack="hf", gpus=8, method="full"):
         from hfscale.facts.hardware import accelerator
         from hfscale.facts.models import find_model
@@ -231,7 +234,7 @@ class TestTheSearchOffersWhatTheRecipeTakes:
         asked = PlanRequest(shape=find_model(name), gpu=accelerator("H100"), gpus=gpus, framework=stack, method=method)
         return [(layout, zero) for layout, zero, _ in layouts(asked, gpus)]
 
-    def test_tensor_parallelism_never_with_deepspeed_ddp_or_adapters(self):
+    def test_no_tensor_parallelism_with_deepspeed_ddp_or_adapters(self):
         assert any(layout.tp > 1 for layout, _ in self.found("llama-3.1-8b"))
         for layout, zero in self.found("llama-3.1-8b"):
             assert layout.tp == 1 or layout.pp > 1 or layout.dp_shard * layout.dp_replicate == 1 or zero == 3
@@ -239,18 +242,18 @@ class TestTheSearchOffersWhatTheRecipeTakes:
             assert layout.cp == 1 or layout.tp == 1 or layout.pp > 1
         assert all(layout.tp == 1 for layout, _ in self.found("llama-3.1-8b", method="lora"))
 
-    def test_key_value_heads_are_not_copied(self):
+    def test_key_value_heads_are_not_replicated(self):
         few = "qwen2.5-1.5b"  # two key-value heads and twelve query heads, so that four ranks would copy them
         assert max(layout.tp for layout, _ in self.found("qwen2.5-7b") if layout.pp == 1) == 4
         assert max(layout.tp for layout, _ in self.found(few) if layout.pp == 1) == 2
         assert max(layout.tp for layout, _ in self.found(few, stack="megatron") if layout.pp == 1) == 4
 
-    def test_models_without_a_plan(self):
+    def test_models_without_a_tensor_parallel_plan(self):
         assert all(layout.tp == 1 or layout.pp > 1 for layout, _ in self.found("gpt2"))
         plans = {name: CONFIG_MAPPING[name]().get_text_config().base_model_tp_plan for name in SHAPES}
         assert {name for name, plan in plans.items() if not plan} == TENSOR_PARALLEL_PLAN_MISSING
 
-    def test_models_whose_sequences_are_not_cut(self):
+    def test_models_without_context_parallelism(self):
         layout = {"pp": 2, "cp": 4, "tp": 8}
         asked = {"layout": layout, "zero": 3, "seq_len": 8192, "loss_parallel": True, "sequence_parallel": True}
         job = estimate("llama-3.1-8b", gpu="H100-80GB", **asked).job
@@ -262,7 +265,7 @@ class TestTheSearchOffersWhatTheRecipeTakes:
         bloom = estimate("bloom-176b", gpu="H100-80GB", **asked).job
         assert why_not(bloom) == "context parallelism was not tested with bloom"
 
-    def test_keys_and_values_of_all_ranks_are_kept_by_stages(self):
+    def test_context_parallel_stages_keep_keys_and_values_of_all_ranks(self):
         asked = {"layout": {"pp": 2, "cp": 4}, "zero": 3, "seq_len": 8192}
         job, stack = estimate("llama-3.1-8b", gpu="H100-80GB", **asked).job, find_framework("hf")
         alone = replace(job, seq_len=2048, layout=replace(job.layout, cp=1))  # as many tokens on a rank
@@ -297,7 +300,7 @@ RUNS = {
     "name", [name if name in ("pipeline", "tp") else pytest.param(name, marks=pytest.mark.faults) for name in RUNS]
 )
 def test_the_command_trains(model, tmp_path, name):
-    """As launch.sh has it, with the text to train on."""
+    """Runs the command of launch.sh, with a text to train on added."""
     options, strategy, processes = RUNS[name]
     found = planned(model, **options)
     assert found.choices[0].to_dict()["strategy"] == strategy
@@ -335,8 +338,9 @@ def test_the_command_trains(model, tmp_path, name):
 
 
 @pytest.mark.parametrize("schedule", [("1f1b", 1), ("1f1b", 2), ("zbv", 2)])
-def test_the_dry_run_of_an_emitted_pipeline_holds_what_was_planned(tmp_path, schedule):
-    """Built on ranks that are not there, from the recipe's own flags: weights, gradients and moments counted."""
+def test_the_dry_run_of_an_emitted_pipeline_needs_the_planned_memory(tmp_path, schedule):
+    """Builds the model on ranks of a fake process group from the recipe's flags and counts weights, gradients and
+    moments."""
     config = LlamaConfig(
         vocab_size=4096,
         hidden_size=256,
@@ -385,6 +389,6 @@ def test_the_dry_run_of_an_emitted_pipeline_holds_what_was_planned(tmp_path, sch
 
 
 def span(layers):
-    """How many layers `3-7` are."""
+    """Number of layers in a text such as `3-7`."""
     first, last = map(int, layers.split("-"))
     return last - first + 1

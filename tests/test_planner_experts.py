@@ -1,4 +1,4 @@
-"""The exchange of a mixture of experts, and pipelines whose stages differ by a layer: by hand, and by their bounds."""
+"""Expert parallelism, and pipelines whose stages differ by a layer, compared with values computed by hand."""
 
 from dataclasses import replace
 
@@ -31,30 +31,31 @@ def deepseek(**changes):
 
 class TestExchange:
     def test_a_token_crosses_the_network_once_per_node(self):
-        """Eight experts on at most 4 of 8 nodes lie on 4 (1 - (3/4)^8) of them, one in eight of which is at home."""
+        """Eight experts on at most 4 of 8 nodes are on 4 (1 - (3/4)^8) of them, and one in eight of these is the
+        token's own node."""
         seconds = NETWORK.routed_s(1e9, Group(size=64), copies=8, nodes=4)
         assert seconds == pytest.approx(4 * (1 - 0.75**8) * 7 / 8 * 1e9 / 50e9)
         assert seconds < NETWORK.routed_s(1e9, Group(size=64), copies=8, nodes=8)
         # Every expert a copy of its own: all but the eighth that stays in the node.
         assert NETWORK.exchange_s(8e9, Group(size=64)) == pytest.approx(8 * 7 / 8 * 1e9 / 50e9)
 
-    def test_inside_a_node_every_copy_goes_over_its_links(self):
+    def test_inside_a_node_every_copy_uses_its_links(self):
         assert NETWORK.routed_s(1e9, Group(size=8), copies=8, nodes=4) == pytest.approx(8 * 7 / 8 * 1e9 / 200e9)
         assert NETWORK.routed_s(1e9, Group(size=1), copies=8, nodes=4) == 0.0
 
     @pytest.mark.parametrize(("nodes", "reached"), [(8, 4), (16, 8), (4, 4), (2, 2)])
-    def test_the_router_bounds_the_nodes(self, nodes, reached):
-        """Four of eight groups, which lie on as many nodes, or on two each (arXiv 2412.19437, section 2.1.2)."""
+    def test_the_router_limits_the_nodes(self, nodes, reached):
+        """Four of eight groups, which are on as many nodes, or on two nodes each (arXiv 2412.19437, section 2.1.2)."""
         assert nodes_of_a_token(DEEPSEEK, nodes) == reached
         assert nodes_of_a_token(view_of(find_model("qwen3-30b-a3b")), nodes) == nodes
 
-    def test_tokens_leave_in_8_bits_and_come_back_in_16(self):
+    def test_tokens_are_sent_in_8_bits_and_returned_in_16(self):
         wide, narrow = (
             expert_exchange_s(DEEPSEEK, deepseek(precision=kind), NETWORK, 0.0) for kind in ("bf16", "fp8")
         )
         assert narrow / wide == pytest.approx((2 + 1 + 4 / 128) / 4, rel=1e-6)
 
-    def test_what_is_hidden_is_bounded_by_the_computation(self):
+    def test_the_hidden_part_is_limited_by_the_computation(self):
         whole = expert_exchange_s(DEEPSEEK, deepseek(), NETWORK, 0.0)
         half_hidden = expert_exchange_s(DEEPSEEK, deepseek(), NETWORK, whole / 2)
         assert half_hidden == pytest.approx(whole * (1 - EXPERT_OVERLAP / 2))
@@ -79,7 +80,7 @@ class TestExchange:
             deepseek(**changes).check()
         deepseek(**changes, overlapped_experts=False).check()
 
-    def test_every_plan_that_overlaps_can(self):
+    def test_every_overlapping_choice_is_valid(self):
         found = plan("qwen3-30b-a3b", gpu="B200", gpus=64, global_batch=128, stack="megatron", top=1000)
         jobs = [choice.estimate.job for choice in found.choices]
         assert any(run.overlapped_experts for run in jobs)
@@ -92,7 +93,7 @@ class TestExchange:
         assert micro_batches_in_flight(overlapped) - micro_batches_in_flight(plain) == pytest.approx(1 / 2)
 
 
-def test_selective_recomputation_of_experts_drops_norms_activations_and_what_latents_expand_to():
+def test_selective_recomputation_of_experts_drops_norms_activations_and_expanded_latents():
     whole, kept = (
         kept_and_working(DEEPSEEK, deepseek(recompute=kind), find_framework("megatron"))[0]
         for kind in ("none", "selective")
@@ -107,30 +108,30 @@ def test_selective_recomputation_of_experts_drops_norms_activations_and_what_lat
     )
 
 
-def cut(shape, layers):
+def with_layers(shape, layers):
     return replace(shape, layers=layers, windows=shape.windows[:layers], moe_layers=shape.moe_layers[:layers])
 
 
 class TestUnevenPipelines:
-    def test_61_layers_run_in_16_stages_and_the_fullest_sets_the_pace(self):
+    def test_the_fullest_of_16_stages_sets_the_pace_of_61_layers(self):
         assert deepseek().layer_split == (4, 3)
         shape = replace(find_model("llama-3.1-8b"), vocab=8)  # the head would make the last stage slower
         even, odd = (
-            estimate_job(job(shape=cut(shape, layers), pp=8, zero=0, framework="megatron", global_batch=64))
+            estimate_job(job(shape=with_layers(shape, layers), pp=8, zero=0, framework="megatron", global_batch=64))
             for layers in (32, 29)
         )
         assert (even.job.layer_split, odd.job.layer_split) == ((4, 4), (4, 3))
         assert odd.time.compute == pytest.approx(even.time.compute, rel=1e-3)
         assert odd.time.bubble < even.time.bubble
 
-    def test_they_are_proposed_unless_they_waste_much(self):
+    def test_they_are_proposed_unless_they_are_very_uneven(self):
         found = plan("deepseek-v3", gpu="H800", gpus=2048, global_batch=15360, stack="megatron", top=1000)
         stages = {choice.estimate.job.layout.pp for choice in found.choices}
         assert found.choices[0].estimate.job.overlapped_experts
         assert sum("while another micro-batch is computed" in text for text in found.assumptions) == 1
         assert any(text.startswith("61 layers") for text in found.assumptions)
         assert {4, 8, 16} <= stages
-        shape = cut(find_model("llama-3.1-8b"), 27)
+        shape = with_layers(find_model("llama-3.1-8b"), 27)
         few = PlanRequest(shape=shape, gpu=accelerator("H100-80GB"), gpus=64, framework="megatron")
         # 28 places for 27 layers on 2 and on 4 ranks, 32 on 8 and on 16.
         assert {layout.pp for layout, _, _ in layouts(few, 64)} == {1, 2, 4}

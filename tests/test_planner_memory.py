@@ -1,4 +1,4 @@
-"""The memory model: by hand, against torch, and by what must grow when something grows."""
+"""The memory model, compared with values computed by hand and with torch, and tested for monotonicity."""
 
 from dataclasses import replace
 
@@ -40,26 +40,26 @@ N = find_model("llama-3.1-8b").total_parameters
 
 
 class TestStates:
-    def test_fsdp2_shares_sixteen_bytes_per_parameter(self):
+    def test_fsdp2_shards_sixteen_bytes_per_parameter(self):
         found = states()
         assert found.parameters == found.gradients == pytest.approx(4 * N / 8)
         assert found.optimizer == pytest.approx(8 * N / 8)
 
     @pytest.mark.parametrize(("zero", "saves"), [(1, 16 / (4 + 12 / 8)), (2, 16 / (2 + 14 / 8)), (3, 8.0)])
-    def test_zero_saves_what_its_paper_says(self, zero, saves):
+    def test_zero_saves_what_the_paper_states(self, zero, saves):
         """Rajbhandari et al.: 2.9x, 4.3x and 8x of the model states on 8 ranks, not the limits 4x, 8x and N."""
         layout = {"dp_shard": 8} if zero == 3 else {"dp_replicate": 8}
         found = states(zero=zero, **layout)
         assert 16 * N / (found.parameters + found.gradients + found.optimizer) == pytest.approx(saves)
 
-    def test_ddp_keeps_all(self):
+    def test_ddp_shards_nothing(self):
         found = states(zero=0, dp_replicate=8)
         assert found.parameters + found.gradients + found.optimizer == pytest.approx(16 * N)
 
-    def test_hsdp_shares_within_a_replica_only(self):
+    def test_hsdp_shards_within_a_replica_only(self):
         assert states(dp_replicate=2, dp_shard=4).optimizer == pytest.approx(2 * states(dp_shard=8).optimizer)
 
-    def test_tensor_and_pipeline_parallelism_cut_parameters(self):
+    def test_tensor_and_pipeline_parallelism_divide_parameters(self):
         whole, cut = states(zero=0, dp_replicate=1), states(zero=0, tp=2)
         assert cut.parameters == pytest.approx(whole.parameters / 2)
         # An end of a pipeline holds half the layers and one of the two ends; cut by cost, the head's end fewer layers.
@@ -69,7 +69,7 @@ class TestStates:
         more = 17 / 32 * shape.layers_parameters + shape.embedding_parameters
         assert states(zero=0, pp=2).parameters == pytest.approx(4 * more, rel=1e-4)
 
-    def test_lora_trains_adapters_only_and_qlora_holds_four_bits(self):
+    def test_lora_trains_only_adapters_and_qlora_keeps_four_bits(self):
         run = job(method="lora", zero=0, dp_replicate=1)
         adapters = trained_parameters(view_of(run.shape), run)
         assert adapters == run.shape.lora_parameters(16)
@@ -79,8 +79,8 @@ class TestStates:
         ends = 2 * 128256 * 4096 + 4096
         assert qlora.parameters == pytest.approx(QLORA_BYTES * (N - ends) + 2 * ends + 4 * adapters, rel=1e-3)
 
-    def test_megatron_deepspeed_adds_bf16_gradients_up_in_fp32(self):
-        """BLOOM's notes: 4 bytes per parameter more than with fp16, and not shared."""
+    def test_megatron_deepspeed_accumulates_bf16_gradients_in_fp32(self):
+        """BLOOM's notes: 4 bytes per parameter more than with fp16, which are not sharded."""
         options = {"framework": "megatron", "zero": 1, "dp_replicate": 8}
         half = states("megatron", flash_attention=False, precision="fp16", **options)
         summed = states("megatron", flash_attention=False, **options)
@@ -88,18 +88,18 @@ class TestStates:
         modern = states("megatron", **options)
         assert modern.parameters + modern.gradients + modern.optimizer == pytest.approx((4 + 12 / 8) * N)
 
-    def test_optimizers_by_the_bytes_of_their_states(self):
+    def test_bytes_of_optimizer_states(self):
         order = ["sgd", "adafactor", "adamw_8bit", "adamw_bf16", "adamw"]
         sizes = [states(optimizer=name).optimizer for name in order]
         assert sizes == sorted(sizes)
         assert len(set(sizes)) == len(sizes)
 
-    def test_offload_empties_the_gpu(self):
+    def test_offload_leaves_no_states_on_the_gpu(self):
         assert states(offload="optimizer").optimizer == 0
         full = states(offload="full")
         assert full.parameters == full.gradients == full.optimizer == 0
 
-    def test_bytes_are_those_of_torch(self):
+    def test_bytes_equal_those_of_torch(self):
         """Parameters, gradients and AdamW's states of a real model, counted."""
         config = LlamaConfig(
             hidden_size=512, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1792, vocab_size=1000
@@ -118,7 +118,7 @@ class TestStates:
 
 class TestActivations:
     @pytest.mark.parametrize(("ffn", "kv_heads"), [(1792, 4), (1792, 1), (512, 4)])
-    def test_a_layer_keeps_what_autograd_saves(self, ffn, kv_heads):
+    def test_a_layer_keeps_the_bytes_that_autograd_saves(self, ffn, kv_heads):
         """Bytes that a Hugging Face layer saves for its backward pass: the difference of three layers and two."""
         config = {
             "hidden_size": 512,
@@ -134,7 +134,7 @@ class TestActivations:
         assert layer_bytes(view_of(shape), run, find_framework("hf")) == pytest.approx(real, rel=0.02)
 
     @pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (8, 4)])
-    def test_a_layer_of_experts_keeps_their_inputs_and_outputs_too(self, experts, top_k):
+    def test_a_mixture_of_experts_keeps_inputs_and_outputs_of_experts(self, experts, top_k):
         config = {
             "hidden_size": 512,
             "intermediate_size": 512,
@@ -164,7 +164,7 @@ class TestActivations:
     def test_micro_batches_in_flight(self, changes, held):
         assert micro_batches_in_flight(job(**changes)) == pytest.approx(held)
 
-    def test_less_is_in_flight_on_the_last_rank(self):
+    def test_fewer_micro_batches_are_in_flight_on_the_last_rank(self):
         assert micro_batches_in_flight(job(pp=4), last=True) == 1
         assert micro_batches_in_flight(job(pp=4, virtual_stages=2), last=True) == pytest.approx(2.5)
 
@@ -176,7 +176,7 @@ class TestActivations:
         whole = layer_bytes(view_of(run.shape), run, find_framework("hf"))
         assert full.activations * GIB <= 32 * 2 * 4096 * 4096 + whole
 
-    def test_the_loss_is_14_bytes_per_logit_and_a_fused_one_is_not(self):
+    def test_the_loss_takes_14_bytes_per_logit_and_a_fused_loss_less(self):
         run = job()
         assert loss_bytes(view_of(run.shape), run, find_framework("hf")) == pytest.approx(14 * 128256 * 4096)
         assert memory(fused_loss=True).loss < memory().loss / 4
@@ -192,7 +192,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 def saved_bytes(config, layers, tokens, kind=LlamaConfig):
-    """Distinct bytes that autograd saves in a forward pass of the layers, parameters left out."""
+    """Distinct bytes that autograd saves in a forward pass of the layers, without parameters."""
     model = AutoModelForCausalLM.from_config(
         kind(num_hidden_layers=layers, **config), dtype=torch.bfloat16, attn_implementation="sdpa"
     )
@@ -215,25 +215,25 @@ class TestPeak:
         found = memory()
         assert found.total == pytest.approx(sum(vars(found).values()))
 
-    def test_gradients_of_a_single_micro_batch_are_not_there_at_its_loss(self):
+    def test_gradients_of_a_single_micro_batch_do_not_exist_at_its_loss(self):
         ddp = {"zero": 0, "dp_replicate": 8}
         assert memory(global_batch=8, **ddp).gradients == 0
         assert memory(global_batch=16, **ddp).gradients > 0
         assert memory("megatron", global_batch=8, **ddp).gradients > 0  # its buffer is there from the start
         assert memory(global_batch=8).gradients > 0  # shards leave no room that activations could use
 
-    def test_a_loss_on_split_logits(self):
-        """torch's loss_parallel keeps 18 bytes of a logit, hfscale's own 14, of a rank's part of them."""
+    def test_the_loss_on_split_logits(self):
+        """torch's loss_parallel keeps 18 bytes and hfscale's own loss 14 bytes per logit of a rank's part."""
         for name, kept in (("titan", 18), ("hf", 14), ("megatron", 10)):
             run = job(tp=4, zero=0, dp_replicate=1, framework=name)
             assert loss_bytes(view_of(run.shape), run, find_framework(name)) == pytest.approx(kept * 128256 * 4096 / 4)
 
-    def test_every_group_of_ranks_has_buffers(self):
+    def test_every_process_group_has_buffers(self):
         for axes, number in (({"dp_shard": 1}, 0), ({"dp_shard": 8}, 1), ({"tp": 2, "dp_shard": 8}, 3)):
             assert groups(job(zero=0, **axes)) == number
         assert groups(job(zero=0, pp=2, tp=2, dp_shard=2)) == 5
 
-    def test_selective_recomputation_keeps_what_its_policy_saves(self):
+    def test_selective_recomputation_keeps_the_bytes_of_its_policy(self):
         """Per token of Llama 3.1 8B: input and attention output, queries, half of keys and values, the gate, and the
         last product; compiled, not that."""
         kept = 4096 + 4096 + 4096 + 1024 + 14336 + 4096
@@ -258,7 +258,7 @@ class TestPeak:
             ({"dp_replicate": 8, "zero": 1}, {"dp_replicate": 8, "zero": 2}),
         ],
     )
-    def test_what_must_take_more_takes_more(self, more, less):
+    def test_memory_grows_with(self, more, less):
         assert memory(**more).total > memory(**less).total
 
     def test_sequence_parallelism_splits_norms_too(self):
@@ -266,7 +266,7 @@ class TestPeak:
         without = memory("megatron", tp=8, dp_replicate=1, zero=1, sequence_parallel=False)
         assert without.activations > 1.5 * with_it.activations
 
-    def test_a_pipelines_last_rank_holds_the_loss_or_its_first_the_activations(self):
+    def test_the_fullest_pipeline_rank_has_the_loss_or_most_activations(self):
         many = memory("megatron", pp=4, zero=1)
         assert many.loss == 0
         few = memory("megatron", pp=4, zero=1, global_batch=1, recompute="full")
@@ -277,7 +277,7 @@ class TestPeak:
     ("model", "micro_batch", "allocated_gb"),
     [("llama-2-7b", 1, 21.3), ("llama-2-7b", 2, 29.07), ("llama-2-13b", 1, 38.12)],
 )
-def test_lora_takes_what_litgpt_measured(model, micro_batch, allocated_gb):
+def test_lora_peaks_equal_those_measured_by_litgpt(model, micro_batch, allocated_gb):
     """Lightning-AI/litgpt, tutorials/resource-tables.md: rank 8 on one A100, torch's peak of what is allocated. No
     constant was set on these."""
     found = memory(

@@ -1,5 +1,5 @@
-"""What the planner takes a pipeline for: the same stages, micro-batches in flight and waits as the runtime's, and
-schedules that a simulation confirms."""
+"""Pipelines in the planner: stages as `ParallelTrainer` divides them, memory, bubbles, and what the search
+proposes."""
 
 import random
 from typing import get_args
@@ -48,7 +48,7 @@ def test_the_planner_names_every_schedule_of_the_trainer():
     assert set(PLANNER_SCHEDULES) == set(get_args(Schedule))
 
 
-def test_stages_are_cut_as_the_runtime_cuts_them():
+def test_stages_have_the_layers_that_the_trainer_gives_them():
     dice = random.Random(0)
     for _ in range(60):
         layers, head = dice.randint(2, 40), dice.choice([0.1, 0.5, 1.0, 1.23, 2.7, 9.0])
@@ -66,7 +66,7 @@ def test_ranks_hold_the_layers_of_their_stages(schedule, stages):
     assert rank_layers(23, 1.5, 3, stages, plan.schedule) == expected
 
 
-def test_the_head_weighs_what_the_runtime_weighs_it():
+def test_the_head_has_the_cost_that_the_trainer_gives_it():
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 160,
@@ -81,7 +81,7 @@ def test_the_head_weighs_what_the_runtime_weighs_it():
     assert view_of(shape).head_layers == pytest.approx(head / layers[0])
 
 
-def test_every_family_can_be_cut_into_stages_and_its_sequences_where_its_matrices_can():
+def test_every_family_has_pipelines_and_sequence_parallelism_with_tensor_parallelism():
     assert set(FAMILIES) & set(PIPELINE_UNSUPPORTED) == set()
     assert set(FAMILIES) - set(SEQUENCE_PARALLEL_TESTED) <= {
         *TENSOR_PARALLEL_PLAN_MISSING,
@@ -90,7 +90,7 @@ def test_every_family_can_be_cut_into_stages_and_its_sequences_where_its_matrice
 
 
 class TestMemory:
-    def test_405b_on_16_ranks_is_fullest_on_its_second(self):
+    def test_the_second_of_16_ranks_of_405b_is_the_fullest(self):
         """Seven layers on the first rank and eight on the others: 15 micro-batches of eight are more than 16 of
         seven (recipes/tp_pp/llama-3.1-405b-full.yaml)."""
         run = job(shape=find_model("llama-3.1-405b"), tp=8, pp=16, dp_shard=8, global_batch=512)
@@ -98,7 +98,7 @@ class TestMemory:
         assert layers_in_flight(run) == 15 * 8
         assert micro_batches_in_flight(run) == 16
 
-    def test_both_ends_lie_on_the_first_rank_of_a_v(self):
+    def test_the_first_rank_of_a_v_has_both_ends_of_the_model(self):
         line, v = job(pp=4, zero=0), job(pp=4, zero=0, schedule="zbv", virtual_stages=2)
         view = view_of(line.shape)
         whole = v.rank_layers[0] * view.layer_parameters + view.embedding_parameters + view.head_parameters
@@ -107,14 +107,14 @@ class TestMemory:
         v = job(pp=4, zero=0, schedule="zbv", virtual_stages=2, recompute="full")
         assert memory_of(view, v, find_framework("hf")).loss > 0
 
-    def test_logits_are_whole_where_the_loss_wants_them_so(self):
+    def test_logits_are_gathered_unless_the_loss_is_parallel(self):
         options = {"tp": 4, "pp": 2, "global_batch": 2, "recompute": "full", "zero": 0}
-        whole, split = (estimate_job(job(loss_parallel=on, **options)) for on in (False, True))
-        assert whole.memory.loss == pytest.approx(4 * split.memory.loss)
-        assert whole.time.total > split.time.total
+        gathered, split = (estimate_job(job(loss_parallel=on, **options)) for on in (False, True))
+        assert gathered.memory.loss == pytest.approx(4 * split.memory.loss)
+        assert gathered.time.total > split.time.total
 
-    def test_sequence_parallelism_keeps_the_inputs_that_hugging_face_gathered(self):
-        """Attention's and the MLP's, whole and not a quarter, of a layer."""
+    def test_sequence_parallelism_keeps_gathered_inputs(self):
+        """The inputs of attention and MLP of a layer are kept in full, not a quarter of them."""
         options = {"tp": 4, "zero": 0, "dp_replicate": 1, "framework": "hf"}
         run = job(**options)
         kept, _ = kept_and_working(view_of(run.shape), run, find_framework("hf"))
@@ -130,7 +130,7 @@ class TestMemory:
 
 
 class TestTime:
-    def test_schedules_wait_less_and_less(self):
+    def test_bubbles_shrink_from_schedule_to_schedule(self):
         times = [
             estimate_job(job(pp=8, zero=0, global_batch=64, schedule=schedule, virtual_stages=stages)).time.bubble
             for schedule, stages in (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 2), ("zbv", 2))
@@ -148,7 +148,7 @@ class TestSearch:
         found = plan("llama-3.1-70b", gpu="H200", gpus=64, seq_len=4096, top=1000, **options)
         return [choice.estimate.job for choice in found.choices if choice.estimate.job.layout.pp > 1], found
 
-    def test_every_pipeline_is_one_that_the_trainer_runs(self):
+    def test_the_trainer_can_run_every_pipeline(self):
         jobs, found = self.pipelines(global_batch=256)
         assert {run.zero for run in jobs} == {0, 3}
         for run in jobs:
@@ -159,7 +159,7 @@ class TestSearch:
             assert run.recompute == "none" or run.schedule == "1f1b"
         assert not any("no pipelines" in row.reason for row in found.rejected)
 
-    def test_a_schedule_with_a_smaller_bubble_is_chosen_where_it_tells(self):
+    def test_a_schedule_with_a_smaller_bubble_is_chosen_where_it_matters(self):
         few, many = (self.pipelines(global_batch=batch)[0] for batch in (128, 4096))
         assert {run.schedule for run in few} - {"1f1b"}
         assert {(run.schedule, run.virtual_stages) for run in many if run.layout.pp == 2} == {("1f1b", 1)}
@@ -172,16 +172,16 @@ class TestSearch:
             ({"optimizer": "adamw_8bit"}, "not tested with sharded stages"),
         ],
     )
-    def test_what_stages_cannot_do_is_told_once(self, options, reason):
+    def test_what_pipelines_do_not_support_is_reported_once(self, options, reason):
         jobs, found = self.pipelines(**options)
         assert jobs == []
         assert len([row for row in found.rejected if reason in row.reason]) == 1
 
-    def test_too_few_micro_batches_are_told(self):
+    def test_too_few_micro_batches_are_reported(self):
         _, found = self.pipelines(global_batch=8)
         assert any("16 pipeline stages: give --global-batch" in r.reason for r in found.rejected)
 
-    def test_experts_over_ranks_are_absent_with_the_reason(self):
+    def test_expert_parallelism_is_rejected_with_a_reason(self):
         found = plan("mixtral-8x7b", gpu="H100", gpus=16)
         assert all(choice.estimate.job.expert_parallel == 1 for choice in found.choices)
         assert sum("expert parallelism: no recipe" in row.reason for row in found.rejected) == 1

@@ -1,4 +1,4 @@
-"""A row of a table of runs -> a job: what is read, what is inferred, what is refused."""
+"""Rows of a table of runs: what is read, what is inferred, and what is refused."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def row(**changes):
     return {**LLAMA, **changes}
 
 
-def test_the_model_is_exact_where_its_widths_are_given():
+def test_the_model_is_exact_if_its_widths_are_given():
     assert row_shape(row()).total_parameters == 8_030_261_248
 
 
@@ -51,12 +51,12 @@ def test_the_model_is_exact_where_its_widths_are_given():
         ({"layers": "4"}, True, False),  # the count is the whole model's, so it says nothing
     ],
 )
-def test_gate_and_tie_follow_from_the_parameter_count(changes, gated, tied):
+def test_gated_and_tied_are_inferred_from_the_parameter_count(changes, gated, tied):
     shape = row_shape(row(**changes))
     assert (shape.mlp.gated, shape.tied) == (gated, tied)
 
 
-def test_a_known_name_will_do_without_widths():
+def test_a_known_name_needs_no_widths():
     blank = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "params_b"), "")
     assert row_shape(row(model="Qwen3-8B", **blank)).total_parameters == 8_190_735_360
 
@@ -75,13 +75,13 @@ def test_experts_are_read_from_the_name():
         ("some 16x12B", {"hidden": "6144", "heads": "48", "params_b": ""}, (16, 2)),
     ],
 )
-def test_mixtures_are_those_of_the_catalogue_where_their_name_and_width_say_so(model, widths, experts):
+def test_mixtures_of_a_known_name_and_width_are_those_of_the_catalogue(model, widths, experts):
     shape = row_shape(row(model=model, vocab="32000", **widths))
     assert (shape.moe.experts, shape.moe.top_k) == experts
     assert shape.layers == len(shape.windows) == len(shape.moe_layers) == int(widths.get("layers", "32"))
 
 
-def test_many_small_experts_are_exchanged_beside_another_micro_batch():
+def test_the_exchange_of_many_small_experts_is_overlapped():
     widths = {"hidden": "7168", "layers": "61", "heads": "128", "kv_heads": "128", "vocab": "129280"}
     changes = {
         "gpus": "1024",
@@ -97,12 +97,12 @@ def test_many_small_experts_are_exchanged_beside_another_micro_batch():
     assert not job_of(row(model="Grok1-314B(MoE 8e top2)", **{**changes, "tp": "8", "pp": "2"})).overlapped_experts
 
 
-def test_a_dense_model_of_another_width_is_no_mixture():
+def test_a_dense_model_of_another_width_is_not_a_mixture():
     assert row_shape(row(model="mixtral-8x7b-like dense", hidden="2048", heads="16", params_b="")).moe is not None
     assert row_shape(row(model="Llama-3.1-8B")).moe is None
 
 
-def test_missing_widths_follow_from_the_parameter_count():
+def test_missing_widths_are_inferred_from_the_parameter_count():
     shape = row_shape({"model": "a 7B", "params_b": "7", "seq_len": "4096"})
     assert 6e9 < shape.total_parameters < 8e9
     assert row_shape(row(layers="", params_b="181", hidden="14336", vocab="250880", ffn="57344")).layers == 72
@@ -161,19 +161,19 @@ def test_spellings(changes, field, value):
         ({"method": "see elsewhere"}, "full", None),
     ],
 )
-def test_adapters_are_read_where_a_row_tells_of_them(changes, method, column):
+def test_adapters_are_inferred_from_other_columns(changes, method, column):
     assert job_of(row(**changes)).method == method
     assert assumed(row(**changes)) == ([f"method {method}, from the column {column}"] if column else [])
 
 
-def test_a_power_limit_without_a_number_is_told():
+def test_a_power_limit_without_a_number_is_reported():
     told = row(gpu_type="B200-power-limited")
     assert job_of(told) == job_of(row(gpu_type="B200"))
     assert table_line(0, told)["assumed"] == ["B200 at its usual power, because B200-power-limited gives no limit"]
     assert "assumed" not in table_line(0, row())
 
 
-def test_a_table_of_allocated_peaks_is_answered_with_such():
+def test_allocated_peaks_are_predicted_as_such():
     whole = table_line(0, row())["peak_mem_gib"]
     told = table_line(0, row(measure="max_memory_allocated/1e9"))["peak_mem_gib"]
     memory = estimate_job(job_of(row())).memory
@@ -182,16 +182,16 @@ def test_a_table_of_allocated_peaks_is_answered_with_such():
     assert table_line(0, row(measure="nvidia-smi"))["peak_mem_gib"] == whole
 
 
-def test_the_source_is_not_read():
+def test_the_source_is_ignored():
     assert infer_framework(row(source="NVIDIA/Megatron-LM"), job_of(row()).layout) == "hf"
     assert job_of(row(source="anything")) == job_of(row())
 
 
-def test_measured_columns_are_not_read():
+def test_measured_columns_are_ignored():
     assert job_of(row(tokens_per_s_per_gpu="1", peak_mem_gb="OOM", mfu="x")) == job_of(row())
 
 
-def test_blank_data_parallel_axes_take_what_is_left():
+def test_blank_data_parallel_axes_get_the_remaining_ranks():
     job = job_of(row(dp_shard="", dp_replicate="", gpus="64", tp="8", pp="2"))
     assert (job.layout.dp_replicate, job.layout.dp_shard) == (4, 1)
     assert job.zero == 1
@@ -211,7 +211,7 @@ def test_old_megatron_has_no_flash_attention():
     assert job_of({**old, "precision": "bf16-mixed", "ac": "none"}).flash_attention
 
 
-def test_a_pipelines_whole_batch_is_cut_into_micro_batches():
+def test_the_batch_of_a_pipeline_is_divided_into_micro_batches():
     job = job_of(row(dp_shard="1", pp="8", micro_batch="32", global_batch_seqs="32"))
     assert (job.micro_batch, job.micro_batches) == (4, 8)
 

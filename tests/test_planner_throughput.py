@@ -28,11 +28,11 @@ def network(constants=PERFECT, **options):
 
 
 class TestNetwork:
-    def test_a_ring_moves_all_but_its_own_part(self):
+    def test_a_ring_moves_all_but_a_ranks_own_part(self):
         assert network().gather_s(8e9, Group(size=8)) == pytest.approx(8e9 * 7 / 8 / 450e9)
         assert network().reduce_s(8e9, Group(size=8)) == pytest.approx(2 * 8e9 * 7 / 8 / 450e9)
 
-    def test_whole_nodes_use_all_their_cards_and_strided_groups_one(self):
+    def test_full_nodes_use_all_network_cards_and_strided_groups_one(self):
         assert network().bandwidth(Group(size=16)) == pytest.approx(8 * 50e9)
         assert network().bandwidth(Group(size=2, stride=8)) == pytest.approx(50e9)
         assert network().bandwidth(Group(size=4, stride=4)) == pytest.approx(2 * 50e9)
@@ -45,7 +45,7 @@ class TestNetwork:
         assert network(slow).latency(Group(size=16)) == pytest.approx(15e-6 + 1e-5)
         assert network(slow).latency(Group(size=4, stride=8)) == pytest.approx(3e-6 + 3e-5)
 
-    def test_without_nvlink_ranks_talk_over_pcie(self):
+    def test_without_nvlink_ranks_communicate_over_pcie(self):
         slow = Network.of(accelerator("RTX4090"), node_size=8, network_gb_s=None, shared=PERFECT)
         assert slow.bandwidth(Group(size=2)) == pytest.approx(16e9)
 
@@ -53,14 +53,14 @@ class TestNetwork:
         assert network(shared_constants()).gather_s(1e9, Group(size=1)) == 0.0
         assert network(shared_constants()).exchange_s(1e9, Group(size=1)) == 0.0
 
-    def test_a_bandwidth_must_be_one(self):
+    def test_a_bandwidth_must_be_positive_and_finite(self):
         with pytest.raises(UsageError, match=r"--network-gb-s is -1\.0"):
             network(network_gb_s=-1.0)
         with pytest.raises(UsageError, match="--network-gb-s is inf"):
             network(network_gb_s=math.inf)
 
 
-def test_traffic_hides_under_computation_up_to_its_overlap():
+def test_computation_hides_communication_up_to_the_overlap():
     assert exposed_s(1.0, 10.0, 0.8) == pytest.approx(0.2)
     assert exposed_s(10.0, 1.0, 0.8) == pytest.approx(9.2)
     assert exposed_s(0.0, 1.0, 0.8) == 0.0
@@ -79,7 +79,7 @@ class TestStep:
         assert found.mfu == pytest.approx(found.tokens_per_s_per_gpu * flops / 989e12)
         assert estimate_job(job(precision="fp8")).mfu < 0.7 * found.mfu * 2  # against the fp8 peak
 
-    def test_no_peak_no_mfu(self):
+    def test_without_a_known_peak_there_is_no_mfu(self):
         nameless = replace(accelerator("H100-80GB"), fp8_tflops=None)
         assert estimate_job(job(gpu=nameless, precision="fp8")).mfu is None
 
@@ -95,7 +95,7 @@ class TestStep:
         )
 
     @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (4, 8), (8, 5)])
-    def test_a_simulated_1f1b_takes_as_long_and_holds_as_much(self, stages, micro_batches):
+    def test_a_simulated_1f1b_has_the_same_duration_and_micro_batches_in_flight(self, stages, micro_batches):
         slots = one_f_one_b(stages, micro_batches)
         assert max(slot.end for slot in slots) == (micro_batches + stages - 1) * 3
         assert len(slots) == 2 * stages * micro_batches
@@ -111,7 +111,7 @@ class TestStep:
         assert looped == pytest.approx(plain / 4, rel=0.05)
 
     def test_full_recomputation_costs_about_a_third(self):
-        """One more forward pass: 8/6 of the layers' FLOPs (Korthikanti et al.), the head apart."""
+        """One more forward pass: 8/6 of the layers' FLOPs (Korthikanti et al.), without the head."""
         none, full = (estimate_job(job(recompute=kind)).time.compute for kind in ("none", "full"))
         assert 1.25 < full / none < 1.34
 
@@ -134,15 +134,16 @@ class TestStep:
             ({"seq_len": 16384, "global_batch": 16}, {"seq_len": 4096, "global_batch": 64}),
         ],
     )
-    def test_what_must_be_slower_is(self, slower, faster):
+    def test_time_grows_with(self, slower, faster):
         assert estimate_job(job(**slower)).tokens_per_s_per_gpu < estimate_job(job(**faster)).tokens_per_s_per_gpu
 
-    def test_small_micro_batches_wait_for_the_host(self):
+    def test_small_micro_batches_are_limited_by_kernel_launches(self):
         tiny = estimate_job(job(seq_len=64, zero=0, dp_replicate=1, global_batch=1))
         assert tiny.time.compute >= 32 * 2.5 * find_framework("hf").launch_s * 0.99
 
     def test_heads_off_the_tensor_cores_are_slow_without_flash_attention(self):
-        """BLOOM's prototypes with 128 heads of 108 ran at three quarters of those with 96 of 144."""
+        """BLOOM's prototypes with 128 heads of width 108 had three quarters of the speed of those with 96 heads of
+        144."""
         shape = job().shape
         odd = replace(shape, attention=replace(shape.attention, head_dim=124, value_head_dim=124))
         rates = [
@@ -153,7 +154,7 @@ class TestStep:
         assert rates[1] < 0.8 * rates[0]
         assert rates[3] > 0.98 * rates[2]
 
-    def test_megatron_deepspeed_reduces_gradients_alone_and_pays_for_each_pass(self):
+    def test_megatron_deepspeed_reduces_gradients_without_overlap(self):
         old = {"framework": "megatron", "flash_attention": False, "recompute": "full", "network_gb_s": 3.0}
         own, shared_states = (job(zero=zero, dp_replicate=64, global_batch=64, **old) for zero in (0, 1))
         assert (own.is_megatron_deepspeed, shared_states.is_megatron_deepspeed) == (False, True)
@@ -164,7 +165,7 @@ class TestStep:
         assert with_flash.time.communication < 0.75 * after.communication
 
     def test_misaligned_widths_are_slow(self):
-        """BLOOM's prototypes of hidden size 14400 on 8 ranks ran at 0.7 of those of 14336."""
+        """BLOOM's prototypes of hidden size 14400 on 8 ranks had 0.7 of the speed of those of 14336."""
         even, odd = (replace(job().shape, mlp=replace_ffn(job().shape, ffn)) for ffn in (14336, 14344))
         assert estimate_job(job(shape=odd)).time.compute > 1.1 * estimate_job(job(shape=even)).time.compute
 
@@ -199,11 +200,11 @@ class TestChecks:
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize(("gpu", "precision"), [("T4", "bf16"), ("A100-80GB", "fp8")])
-    def test_a_format_must_be_there(self, gpu, precision):
+    def test_a_precision_must_be_supported(self, gpu, precision):
         with pytest.raises(UsageError, match=f"precision is {precision}, .*{gpu}.*: use precision"):
             job(gpu=accelerator(gpu), precision=precision).check()
 
-    def test_words_must_be_known(self):
+    def test_options_must_be_known(self):
         with pytest.raises(UsageError, match="recompute is 'some': use one of none, selective, full"):
             job(recompute="some").check()
         with pytest.raises(UsageError, match="did you mean titan"):
@@ -216,7 +217,7 @@ def runs():
 
 
 class TestPublishedRuns:
-    """The fit itself: constants of frameworks.toml on the runs of benchmarks/data."""
+    """The constants of frameworks.toml, compared with the runs of benchmarks/data."""
 
     def test_the_constants_are_physical(self):
         constants = [shared_constants(), *(find_framework(name) for name in framework_names())]
@@ -230,11 +231,11 @@ class TestPublishedRuns:
         errors = planner_fit.residuals(runs, planner_fit.current())
         assert statistics.median(abs(math.expm1(error)) for error in errors) < 0.08
 
-    def test_the_order_is_right(self, runs):
+    def test_predictions_rank_the_runs_correctly(self, runs):
         figures = planner_fit.figures(runs, planner_fit.residuals(runs, planner_fit.current()))
         assert figures["rank_correlation"] > 0.99
 
-    def test_half_of_the_peaks_are_within_5_percent_also_of_sources_not_seen(self):
+    def test_half_of_the_peaks_are_within_5_percent_also_of_unseen_sources(self):
         peaks, constants = planner_memory.stated(planner_runs.load()[0]), planner_fit.current()
         now = planner_memory.figures([(run, planner_memory.error(run, constants)) for run in peaks])
         assert now["median_error"] < 0.045
@@ -245,12 +246,12 @@ class TestPublishedRuns:
                 "planner_fit --write"
             )
 
-    def test_peaks_can_be_bad(self):
+    def test_wrong_constants_give_bad_peaks(self):
         peaks = planner_memory.stated(planner_runs.load()[0])
         waste = planner_memory.with_values(planner_fit.current(), 1.3, 0.5)
         assert planner_memory.figures([(r, planner_memory.error(r, waste)) for r in peaks])["median_error"] > 0.1
 
-    def test_the_committed_figures_are_those_of_this_code(self, runs):
+    def test_the_committed_figures_match_this_code(self, runs):
         committed = json.loads((REPOSITORY / "benchmarks" / "results" / "planner_fit.json").read_text())
         constants = planner_fit.current()
         fitted = planner_fit.figures(runs, planner_fit.residuals(runs, constants))
@@ -262,27 +263,28 @@ class TestPublishedRuns:
             group, _, constant = name.partition(".")
             assert getattr(constants[group.partition("+")[0]], constant) == pytest.approx(value, rel=1e-3), name
 
-    def test_what_is_ranked_first_is_among_the_fastest_that_were_measured(self, runs):
-        """Of groups of at least three layouts that a source tried on the same machine, mostly BLOOM's."""
+    def test_the_first_choice_is_among_the_fastest_measured(self, runs):
+        """For groups of at least three layouts that a source measured on the same machine, mostly BLOOM's."""
         found = planner_choice.figures(runs, planner_fit.residuals(runs, planner_fit.current()))
         assert found["groups"] >= 15
         assert found["within_5_percent"] >= found["groups"] - 3
         assert found["median_reached"] > 0.98
 
     @pytest.mark.parametrize(("group", "broken"), [("megatron", {"pass_s": 1e-9}), ("shared", {"link_rate": 0.02})])
-    def test_a_choice_can_be_bad(self, runs, group, broken):
-        """Without what a pass costs besides its tokens, the smallest micro-batches would be taken."""
+    def test_wrong_constants_give_a_bad_choice(self, runs, group, broken):
+        """Without the cost of a pass that does not depend on its tokens, the smallest micro-batches would be
+        chosen."""
         constants = planner_fit.current()
         constants[group] = replace(constants[group], **broken)
         found = planner_choice.figures(runs, planner_fit.residuals(runs, constants))
         assert found["within_5_percent"] < found["groups"] - 4
 
-    def test_the_figures_can_be_bad(self, runs):
+    def test_wrong_constants_give_bad_figures(self, runs):
         slow = {**planner_fit.current(), "shared": replace(shared_constants(), memory_rate=0.2)}
         errors = planner_fit.residuals(runs, slow)
         assert statistics.median(abs(math.expm1(error)) for error in errors) > 0.2
 
-    def test_a_fit_starts_from_no_run_and_lowers_the_error(self, runs):
+    def test_a_fit_from_the_priors_lowers_the_error(self, runs):
         some = [run for run in runs if "torchtitan" in run.source]
         before = planner_fit.priors(planner_fit.current())
         after = planner_fit.fit(some, before, rounds=1)

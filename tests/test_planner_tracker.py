@@ -1,4 +1,4 @@
-"""The memory model against torch's own count: every tensor of a step under FSDP2, on ranks that are not there.
+"""The memory model, compared with torch's count of every tensor of a step under FSDP2 on a fake process group.
 
 The planner says what the allocator has to reserve, torch's tracker what is in use at a time; `planned_bytes` takes out
 what tells them apart.
@@ -42,7 +42,7 @@ def ranks():
 
 
 def tracked_bytes(mesh, config, recompute, *, micro_batches, sync_each_batch=True, reshard=True):
-    """Most bytes in use at a time in the second step, as torch counts them."""
+    """Peak of the bytes in use in the second step, as torch counts them."""
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(
             LlamaConfig(**config), attn_implementation="sdpa", dtype=torch.float32
@@ -75,7 +75,7 @@ def tracked_bytes(mesh, config, recompute, *, micro_batches, sync_each_batch=Tru
 
 
 def planned_bytes(config, recompute, *, micro_batches, reshard=True):
-    """The same of the plan: in use, without what is only reserved.
+    """The planner's peak of the bytes in use, without memory that is only reserved.
 
     Reserved is also the block of the bf16 logits, which are gone at the loss's peak.
     """
@@ -104,14 +104,14 @@ def planned_bytes(config, recompute, *, micro_batches, reshard=True):
         pytest.param(SMALL, "selective", True, marks=pytest.mark.faults),
     ],
 )
-def test_a_step_takes_what_torch_counts(ranks, config, recompute, reshard):
+def test_the_peak_equals_that_counted_by_torch(ranks, config, recompute, reshard):
     found = tracked_bytes(ranks, config, recompute, micro_batches=2, reshard=reshard)
     planned = planned_bytes(config, recompute, micro_batches=2, reshard=reshard)
     assert planned == pytest.approx(found, rel=0.08)
 
 
 @pytest.mark.faults
-def test_gradients_pile_up_whole_where_micro_batches_do_not_sync(ranks):
-    """Why emitted recipes of FSDP2 ask for `sync_each_batch`, which the plan assumes."""
+def test_gradients_stay_unsharded_if_micro_batches_do_not_sync(ranks):
+    """This is why emitted FSDP2 configs set `sync_each_batch`, which the plan assumes."""
     piled = tracked_bytes(ranks, SMALL, "full", micro_batches=2, sync_each_batch=False)
     assert piled > 1.4 * planned_bytes(SMALL, "full", micro_batches=2)

@@ -1,4 +1,4 @@
-"""Prices with a source and a date, the user's file on top, and what a run costs."""
+"""Prices with source and date, the user's price list, and the cost of a run."""
 
 import datetime
 import math
@@ -26,7 +26,7 @@ class TestPrices:
             assert 0.1 < (row.on_demand_usd or row.spot_usd) < 30
             assert row.spot_usd is None or row.on_demand_usd is None or row.spot_usd < row.on_demand_usd
 
-    def test_no_offer_stands_twice(self):
+    def test_every_offer_is_listed_once(self):
         keys = [(row.provider, row.gpu, row.region) for row in shipped_prices()]
         assert len(keys) == len(set(keys))
 
@@ -41,20 +41,20 @@ class TestPrices:
         assert [(row.on_demand_usd, row.source) for row in rows] == [(4.0, "contract")]
         assert len(all_prices(path)) == len(shipped_prices())
 
-    def test_the_users_file_is_found_by_itself(self, tmp_path, monkeypatch):
+    def test_the_users_file_is_found(self, tmp_path, monkeypatch):
         (tmp_path / "hfscale").mkdir()
         (tmp_path / "hfscale" / "prices.toml").write_text(ROW.replace("AWS", "Mine") + FROM)
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
         assert "Mine" in {row.provider for row in all_prices()}
 
-    def test_every_way_out_has_a_source_and_a_provider_with_gpus(self):
+    def test_every_egress_price_has_a_source_and_a_provider_with_gpus(self):
         providers = {row.provider for row in shipped_prices()}
         for row in all_egress().values():
             assert row.provider in providers
             assert row.source
             assert 0 <= row.usd_per_gb < 0.2
 
-    def test_the_users_way_out_replaces_the_shipped_one(self, tmp_path):
+    def test_the_users_egress_price_replaces_the_shipped_one(self, tmp_path):
         path = tmp_path / "prices.toml"
         path.write_text(EGRESS + FROM)
         assert (all_egress()["aws"].usd_per_gb, all_egress(path)["aws"].usd_per_gb) == (0.09, 0)
@@ -70,7 +70,7 @@ class TestPrices:
             ("egress = 3", "egress is not a list of tables"),
         ],
     )
-    def test_a_wrong_way_out_is_one_line(self, tmp_path, text, message):
+    def test_a_wrong_egress_price_is_one_line(self, tmp_path, text, message):
         path = tmp_path / "prices.toml"
         path.write_text(text)
         with pytest.raises(ConfigFileError, match=message) as error:
@@ -101,7 +101,7 @@ class TestPrices:
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    def test_an_unknown_gpu_in_it_names_the_nearest(self, tmp_path):
+    def test_an_unknown_gpu_is_refused_with_the_nearest(self, tmp_path):
         path = tmp_path / "prices.toml"
         path.write_text(ROW.replace("H100", "H1000") + FROM)
         with pytest.raises(UnknownHardwareError, match="H1000"):
@@ -113,13 +113,13 @@ class TestPrices:
 
 
 class TestCost:
-    def test_youngs_cadence_loses_least(self):
+    def test_youngs_interval_loses_least(self):
         found = reliability(job(dp_shard=64), spot=True)
         mtbf = found.mtbf_hours * 3600
         assert found.cadence_s == pytest.approx(math.sqrt(2 * found.save_s * mtbf))
 
-        def lost(cadence):
-            return found.save_s / cadence + (cadence / 2 + 600) / mtbf
+        def lost(interval):
+            return found.save_s / interval + (interval / 2 + 600) / mtbf
 
         assert found.lost_fraction == pytest.approx(lost(found.cadence_s))
         assert lost(found.cadence_s) < min(lost(0.7 * found.cadence_s), lost(1.4 * found.cadence_s))
@@ -135,7 +135,7 @@ class TestCost:
         run = job(dp_shard=16384, global_batch=16384)
         assert 0.9 < reliability(run, spot=False).goodput < 0.999
 
-    def test_dollars_by_hand(self):
+    def test_cost_computed_by_hand(self):
         run = job()
         found = cost(run, tokens=1e9, tokens_per_s=1e5, usd_per_gpu_hour=2.0, provider="x")
         hours = 1e9 / 1e5 / 3600 / reliability(run, spot=False).goodput
@@ -144,7 +144,7 @@ class TestCost:
         assert found.usd == pytest.approx(8 * hours * 2.0 + stored)
         assert found.usd_per_million_tokens == pytest.approx(found.usd / 1000)
 
-    def test_the_last_checkpoint_leaves_once_where_its_price_is_known(self):
+    def test_egress_of_the_last_checkpoint_is_counted_if_its_price_is_known(self):
         run, options = job(), {"tokens": 1e9, "tokens_per_s": 1e5, "usd_per_gpu_hour": 2.0, "provider": "x"}
         rate = Egress(provider="x", usd_per_gb=0.09, source="a", date=datetime.date(2026, 1, 1))
         stays, leaves = cost(run, **options), cost(run, **options, egress=rate)
@@ -152,7 +152,7 @@ class TestCost:
         assert leaves.egress_usd == pytest.approx(12 * run.shape.total_parameters / 1e9 * 0.09)
         assert leaves.usd - stays.usd == pytest.approx(leaves.egress_usd)
 
-    def test_only_providers_with_a_known_rate_have_a_way_out(self):
+    def test_only_providers_with_a_known_price_have_egress_cost(self):
         rows = prices_of(accelerator("H100-80GB"), shipped_prices())
         for item in compare(job(), rows, tokens=1e9, tokens_per_s=1e5, egress=all_egress()):
             assert (item.egress_usd is None) == (item.provider.casefold() not in all_egress())
