@@ -99,34 +99,20 @@ class Sweep:
 
     def command(self, number: int, output_dir: Path) -> list[str]:
         """Return the command line of one run on `number` processes."""
-        logs = max(1, self.steps // LOGS_PER_RUN)
-        return [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(self.config_file),
-            "--num_processes",
-            str(number),
-            *self.recipe,
-            *self.batch_flags(number),
-            "--output_dir",
-            str(output_dir),
-            "--max_steps",
-            str(self.steps),
-            "--logging_steps",
-            str(logs),
-            "--save_strategy",
-            "no",
-            "--eval_strategy",
-            "no",
-            "--report_to",
-            "none",
-            "--disable_tqdm",
-            "true",
-            "--resume_from_checkpoint",
-            "false",
-        ]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        launcher += ["--config_file", str(self.config_file), "--num_processes", str(number)]
+        flags = {
+            "output_dir": str(output_dir),
+            "max_steps": str(self.steps),
+            "logging_steps": str(max(1, self.steps // LOGS_PER_RUN)),
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": "true",
+            "resume_from_checkpoint": "false",
+        }
+        own_flags = [text for name, value in flags.items() for text in (f"--{name}", value)]
+        return [*launcher, *self.recipe, *self.batch_flags(number), *own_flags]
 
 
 @dataclass(kw_only=True)
