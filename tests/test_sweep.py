@@ -126,7 +126,7 @@ class TestFailures:
         ("script", "message"),
         [
             ("import sys; print('hfscale: error: the reason, hub_token=abcdefgh'); sys.exit(2)", "the reason"),
-            ("print('nothing measured')", "too few measurements"),
+            ("print('nothing measured')", "scaling.jsonl"),
         ],
     )
     def test_a_failed_run_is_an_error_with_its_reason(self, tmp_path, monkeypatch, script, message):
@@ -139,7 +139,7 @@ class TestFailures:
 
     def test_a_run_that_takes_too_long_is_ended(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Sweep, "command", lambda self, number, output_dir: [sys.executable, self.recipe[0]])
-        with pytest.raises(HfScaleError, match="longer than 1 s"):
+        with pytest.raises(HfScaleError, match="1 s"):
             run_sweep(make_sweep(tmp_path, script="import time; time.sleep(99)", timeout_s=1), log=print)
 
 
