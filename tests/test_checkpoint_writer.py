@@ -1,5 +1,6 @@
 """Asynchronous saves: they write the same files as synchronous ones, one checkpoint at a time, and report errors."""
 
+import errno
 import json
 import resource
 import shutil
@@ -8,6 +9,7 @@ import time
 from collections import OrderedDict
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import UNFINISHED, verify
-from hfscale.checkpoint.writer import CheckpointWriter, clear_unfinished, finish_renames, rank_of_file
+from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, clear_unfinished, finish_renames, rank_of_file
 from hfscale.errors import StorageError
 from hfscale.integrations import saving as trainer_saving
 from hfscale.integrations import snapshots
@@ -310,6 +312,36 @@ class TestRepairAfterACrash:
         self.leave(tmp_path, "checkpoint-4", with_manifest=True)
         (tmp_path / "checkpoint-4").mkdir()
         assert finish_renames(tmp_path) == []
+
+    def test_an_error_between_the_two_renames_keeps_the_earlier_save(self, tmp_path, monkeypatch):
+        def job(content):
+            return CheckpointJob(
+                run_dir=tmp_path,
+                step=4,
+                strategy="single",
+                global_batch_size=4,
+                commits=True,
+                write=lambda folder: (folder / "model.safetensors").write_bytes(content),
+            )
+
+        writer = CheckpointWriter()
+        writer.run(job(b"first"))
+        second = job(b"second")
+        rename = Path.rename
+
+        def fail_at_the_commit(self, target):
+            if target == second.target:
+                raise OSError(errno.EIO, "Input/output error")
+            return rename(self, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", fail_at_the_commit)
+            with pytest.raises(StorageError, match="checkpoint-4"):
+                writer.run(second)
+        assert latest_checkpoint(tmp_path) is None
+        assert finish_renames(tmp_path) == [second.target]
+        assert (second.target / "model.safetensors").read_bytes() == b"first"
+        verify(second.target)
 
 
 class TestHostSnapshot:
