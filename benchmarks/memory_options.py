@@ -1,7 +1,7 @@
-"""A model of one to three billion parameters on one GPU with each memory and speed option: tokens/s and peak memory.
+"""Measures tokens/s and peak memory of a model of 1.2B parameters on one GPU with each memory and speed option.
 
-The control is what plain Trainer does by default: fp32 weights, no recomputation, the unfused loss. Every option is a
-run of its own of the sharded recipe on random weights; runs alternate over the rounds. Needs a CUDA GPU.
+The control is the default of plain Trainer: fp32 weights, no recomputation, the unfused loss. Every option is a
+separate run of the sharded recipe on random weights; the rounds run all options in turn. Needs a CUDA GPU.
 """
 
 import json
@@ -46,7 +46,7 @@ OPTIONS = {
 
 
 def measure() -> dict[str, Any]:
-    """Run every option `ROUNDS` times; the table holds medians, and the reason where an option failed."""
+    """Run every option `ROUNDS` times and return medians, and the reason if an option failed."""
     if not torch.cuda.is_available():
         sys.exit("memory_options needs a CUDA GPU")
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in OPTIONS}
@@ -69,7 +69,7 @@ def measure() -> dict[str, Any]:
 
 
 def _run(root: Path, flags: list[str]) -> dict[str, float] | str:
-    """The last log of one run, or the last line of what it said."""
+    """Return the metrics of the last log of one run, or the last line of its standard error if it failed."""
     output_dir = Path(tempfile.mkdtemp(dir=root))
     command = [
         sys.executable,
