@@ -71,13 +71,13 @@ def batched(dataset):
 @pytest.mark.parametrize("prepare", [lambda dataset: dataset, batched], ids=["plain", "batched"])
 def test_a_resumed_run_continues_with_the_next_sample(tmp_path, prepare, stop_at, caplog):
     """In the first pass, at its end, and in the second; dropout shows that random numbers continue too."""
-    whole, _ = train(tmp_path / "whole", prepare)
+    uninterrupted, _ = train(tmp_path / "uninterrupted", prepare)
     train(tmp_path / "cut", prepare, stop_at=stop_at)
     with caplog.at_level(logging.INFO, logger="hfscale"):
         resumed, _ = train(tmp_path / "cut", prepare, resume=latest_checkpoint(tmp_path / "cut"))
     for key in ("loss", "grad_norm", "learning_rate"):
-        assert logged(resumed, key) == logged(whole, key), key
-    assert logged(resumed, "epoch") == pytest.approx(logged(whole, "epoch"), rel=1e-12)
+        assert logged(resumed, key) == logged(uninterrupted, key), key
+    assert logged(resumed, "epoch") == pytest.approx(logged(uninterrupted, "epoch"), rel=1e-12)
     assert "the stream continues after" in caplog.text
     if stop_at == 23:
         assert "after 12 sequences of pass 2" in caplog.text
@@ -98,11 +98,11 @@ def test_with_a_shuffle_buffer_the_stream_is_read_again(tmp_path, caplog):
     def prepare(dataset):
         return dataset.shuffle(seed=0, buffer_size=10)
 
-    whole, _ = train(tmp_path / "whole", prepare)
+    uninterrupted, _ = train(tmp_path / "uninterrupted", prepare)
     train(tmp_path / "cut", prepare, stop_at=23)
     with caplog.at_level(logging.WARNING, logger="hfscale"):
         resumed, _ = train(tmp_path / "cut", prepare, resume=latest_checkpoint(tmp_path / "cut"))
-    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert logged(resumed, "loss") == logged(uninterrupted, "loss")
     assert "the 12 sequences already seen are read again" in caplog.text
 
 
@@ -127,11 +127,11 @@ def test_only_the_positions_that_a_step_may_need_are_remembered(tmp_path):
 
 
 def test_with_data_loader_workers_the_stream_is_read_again(tmp_path, caplog):
-    whole, _ = train(tmp_path / "whole", dataloader_num_workers=1)
+    uninterrupted, _ = train(tmp_path / "uninterrupted", dataloader_num_workers=1)
     train(tmp_path / "cut", stop_at=7, dataloader_num_workers=1)
     with caplog.at_level(logging.INFO, logger="hfscale"):
         resumed, _ = train(tmp_path / "cut", dataloader_num_workers=1, resume=latest_checkpoint(tmp_path / "cut"))
-    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert logged(resumed, "loss") == logged(uninterrupted, "loss")
     assert "--dataloader_num_workers 0" in caplog.text
     assert "the 28 sequences already seen are read again" in caplog.text
 

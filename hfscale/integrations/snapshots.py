@@ -264,7 +264,8 @@ class DeferredWrites:
     """
 
     def __init__(self, trainer: Trainer, snapshot: HostSnapshot) -> None:
-        self._deepspeed, self._snapshot = trainer.model_wrapped, snapshot
+        self._deepspeed = trainer.model_wrapped
+        self._snapshot = snapshot
         self._original = self._deepspeed.checkpoint_engine
         self._given: list[tuple[Any, str]] = []
 

@@ -184,7 +184,7 @@ class StreamPosition(TrainerCallback):
     def __init__(self, adapter: TrainerAdapter, stream: PositionedStream) -> None:
         self.stream = stream
         self._adapter = adapter
-        self._first_pass = 0  # of the whole run, in which this training begins
+        self._first_pass = 0  # the pass of the run in which this training begins
         self._pass = 0  # of this training
         self._samples = self._steps = 0  # of this pass, taken before `_at_step`
         self._at_step = 0
@@ -194,7 +194,9 @@ class StreamPosition(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._first_pass, self._pass, self._resumed = 0, -1, None
+        self._first_pass = 0
+        self._pass = -1
+        self._resumed = None
         batch = global_batch_size(self._adapter.trainer)
         self.stream.remembered = 4 * batch  # a step's samples, and what loaders fetch before it
         if args.dataloader_num_workers:
@@ -218,7 +220,9 @@ class StreamPosition(TrainerCallback):
         self._adapter.set_argument("ignore_data_skip", True)  # in the first pass: Trainer would drop batches
         if is_known:
             self.stream.go_to(position)
-            self._first_pass, self._samples, self._steps = position["pass"], position["samples"], position["steps"]
+            self._first_pass = position["pass"]
+            self._samples = position["samples"]
+            self._steps = position["steps"]
             self._at_step = state.global_step
             logger.info("the stream continues after %d sequences of pass %d", self._samples, self._first_pass + 1)
 
@@ -229,7 +233,8 @@ class StreamPosition(TrainerCallback):
         if self._resumed is not None and self._begun_with == 0:  # the loader draws its seed when a pass begins
             self._adapter.load_rng_state(self._resumed)
         if self._resumed is None:
-            self._samples, self._steps, self._at_step = 0, 0, state.global_step
+            self._samples = self._steps = 0
+            self._at_step = state.global_step
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -232,7 +232,8 @@ class TrainerAdapter:
         @functools.wraps(train)
         def train_and_restore(*args: Any, **kwargs: Any) -> Any:
             self.restore()  # a training that was not wrapped may have been broken off
-            self._wraps_training, skips_steps, self._skips_steps = True, self._skips_steps, False
+            self._wraps_training = True
+            skips_steps, self._skips_steps = self._skips_steps, False
             try:
                 for callback in self.trainer.callback_handler.callbacks:
                     if isinstance(callback, AdapterCallback):
