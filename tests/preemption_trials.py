@@ -1,4 +1,4 @@
-"""Trials of preemption: forked from one server process, so that each costs a second or two."""
+"""Trials of preemption, forked from one server process, so that each takes only a second or two."""
 
 import json
 import os
@@ -13,7 +13,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 100, "max_steps": 12, "resume_
 
 
 class Trials:
-    """Starts the server with the first trial; a context manager that ends it."""
+    """A context manager that starts the server at the first trial and ends it."""
 
     def __init__(self):
         self._server = None
@@ -27,9 +27,14 @@ class Trials:
             self._server.wait(30)
 
     def run(self, folder, **spec):
-        """One trial in `folder`: its outcome as the server tells it, and `status` beside it.
+        """Run a trial in `folder`.
 
-        `signals`: what is sent once rank `rank` enters `phase` for the `at`-th time.
+        Args:
+            folder: the working directory of the ranks.
+            spec: the trial; `signals` are sent when rank `rank` enters `phase` for the `at`-th time.
+
+        Returns:
+            The outcome that the server reports, and the run's status file as `status`.
         """
         folder.mkdir(exist_ok=True, parents=True)
         for left in folder.glob("rank-*.json"):
@@ -57,18 +62,18 @@ def read_json(path):
 
 
 def losses(folder):
-    """The loss of each step that a run has kept."""
+    """The loss of each step in a run's records."""
     records = [json.loads(line) for line in (folder / "out" / "scaling.jsonl").read_text().splitlines()]
     return {record["step"]: record["loss"] for record in records}
 
 
 def logs(folder):
-    """What the ranks have said, for a failed assertion."""
+    """The logs of the ranks, for a failed assertion."""
     return "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(folder.glob("log-*")))
 
 
 def assert_preempted(folder, outcome):
-    """All ranks stopped at one step, saved it, exited with 75 and said so."""
+    """Assert that all ranks stopped at the same step and exited with 75, and that the status says so."""
     assert outcome["hung"] == [], logs(folder)
     assert set(outcome["codes"]) == {75}, (outcome, logs(folder))
     steps = {rank["step"] for rank in outcome["ranks"]}

@@ -1,4 +1,4 @@
-"""autostop: fires once, at the right time, by no shell; and never for a run that ended before it was watched."""
+"""autostop: the command runs once, at the right time, without a shell, and not for a run that had ended before."""
 
 import json
 import os
@@ -10,19 +10,19 @@ import pytest
 
 from hfscale.checkpoint.store import write_status
 from hfscale.cli import main
-from hfscale.cli.autostop import files_sign, parse_duration, process_sign, run_pid, wait_until_idle
+from hfscale.cli.autostop import file_activity, parse_duration, process_activity, run_pid, wait_until_idle
 from hfscale.errors import UsageError
 from hfscale.metrics.records import append_record
 
 
-class Day:
-    """A clock that sleeping moves on; what is to happen at a time happens then."""
+class FakeTime:
+    """A clock that `sleep` advances; `at_N` is called when it reaches N seconds."""
 
     def __init__(self, **events):
         self.now = 0.0
-        self.events = sorted((float(at.removeprefix("at_")), act) for at, act in events.items())
+        self.events = sorted((float(at.removeprefix("at_")), action) for at, action in events.items())
 
-    def clock(self):
+    def read(self):
         return self.now
 
     def sleep(self, seconds):
@@ -31,84 +31,84 @@ class Day:
             self.events.pop(0)[1]()
 
 
-def watch(day, signs, *, idle_s=900.0, output_dir=None):
-    return wait_until_idle(signs, idle_s=idle_s, output_dir=output_dir, now=day.clock, sleep=day.sleep)
+def watch(clock, checks, *, idle_s=900.0, output_dir=None):
+    return wait_until_idle(checks, idle_s=idle_s, output_dir=output_dir, now=clock.read, sleep=clock.sleep)
 
 
-def status(folder, word):
-    write_status(folder, word, step=1, checkpoint=None, reason=None)
+def set_status(folder, status):
+    write_status(folder, status, step=1, checkpoint=None, reason=None)
 
 
-def test_nothing_goes_on():
-    day = Day()
-    assert watch(day, [lambda: False]) == "nothing has gone on for 900 s"
-    assert day.now == pytest.approx(900, abs=10)
+def test_the_watch_ends_without_activity():
+    clock = FakeTime()
+    assert watch(clock, [lambda: False]) == "no activity for 900 s"
+    assert clock.now == pytest.approx(900, abs=10)
 
 
-def test_the_idle_time_begins_anew_with_each_activity():
-    day = Day()
-    watch(day, [lambda: day.now < 5000 and day.now % 890 < 10, lambda: False])
-    assert day.now == pytest.approx(4450 + 900, abs=20)
+def test_the_idle_time_restarts_with_each_activity():
+    clock = FakeTime()
+    watch(clock, [lambda: clock.now < 5000 and clock.now % 890 < 10, lambda: False])
+    assert clock.now == pytest.approx(4450 + 900, abs=20)
 
 
 def test_a_completed_run_ends_the_watch_at_once(tmp_path):
-    status(tmp_path, "running")
-    day = Day(at_3000=lambda: status(tmp_path, "completed"))
-    assert watch(day, [lambda: True], output_dir=tmp_path) == "the training has completed"
-    assert day.now == pytest.approx(3000, abs=10)
+    set_status(tmp_path, "running")
+    clock = FakeTime(at_3000=lambda: set_status(tmp_path, "completed"))
+    assert watch(clock, [lambda: True], output_dir=tmp_path) == "the training has completed"
+    assert clock.now == pytest.approx(3000, abs=10)
 
 
-def test_a_run_that_had_completed_before_says_nothing(tmp_path):
-    status(tmp_path, "completed")
-    day = Day(at_800=lambda: status(tmp_path, "running"), at_4000=lambda: status(tmp_path, "completed"))
-    assert watch(day, [files_sign(tmp_path)], output_dir=tmp_path, idle_s=3500) == "the training has completed"
-    assert day.now == pytest.approx(4000, abs=10)
+def test_a_run_that_had_completed_before_is_ignored(tmp_path):
+    set_status(tmp_path, "completed")
+    clock = FakeTime(at_800=lambda: set_status(tmp_path, "running"), at_4000=lambda: set_status(tmp_path, "completed"))
+    assert watch(clock, [file_activity(tmp_path)], output_dir=tmp_path, idle_s=3500) == "the training has completed"
+    assert clock.now == pytest.approx(4000, abs=10)
 
 
-@pytest.mark.parametrize("word", ["failed", "preempted"])
-def test_a_failed_run_may_be_relaunched_and_ends_the_watch_by_the_idle_time_only(tmp_path, word):
-    status(tmp_path, "running")
-    day = Day(at_100=lambda: status(tmp_path, word))
-    assert watch(day, [files_sign(tmp_path)], output_dir=tmp_path) == f"nothing has gone on for 900 s, status {word}"
-    assert day.now == pytest.approx(1000, abs=20)
+@pytest.mark.parametrize("status", ["failed", "preempted"])
+def test_a_failed_run_ends_the_watch_only_after_the_idle_time(tmp_path, status):
+    set_status(tmp_path, "running")
+    clock = FakeTime(at_100=lambda: set_status(tmp_path, status))
+    assert watch(clock, [file_activity(tmp_path)], output_dir=tmp_path) == f"no activity for 900 s, status {status}"
+    assert clock.now == pytest.approx(1000, abs=20)
 
 
-def test_a_process_that_computes_is_active_and_one_that_sleeps_or_is_gone_is_not():
+def test_a_process_that_computes_is_active_and_one_that_sleeps_or_has_ended_is_not():
     code = "import sys, time\nif sys.argv[1] == 'busy':\n while True: pass\ntime.sleep(60)"
     for kind, expected in (("busy", True), ("idle", False)):
         process = subprocess.Popen([sys.executable, "-c", code, kind])
         try:
             time.sleep(0.3)
-            sign = process_sign(process.pid)
+            is_active = process_activity(process.pid)
             time.sleep(0.5)
-            assert sign() is expected
+            assert is_active() is expected
         finally:
             process.kill()
             process.wait()
-    assert sign() is False
+    assert is_active() is False
 
 
-def test_the_main_process_of_a_run_is_found_on_its_machine_only(tmp_path):
+def test_the_main_process_of_a_run_is_found_only_on_its_machine(tmp_path):
     import socket
 
     launch = {"event": "launch", "step": 0, "time": time.time(), "begun": time.time(), "pid": os.getpid()}
     append_record(tmp_path / "hfscale_timeline.jsonl", launch | {"host": socket.gethostname()})
     assert run_pid(tmp_path) == os.getpid()
     append_record(tmp_path / "hfscale_timeline.jsonl", launch | {"host": socket.gethostname(), "begun": 1000.0})
-    assert run_pid(tmp_path) is None  # the number is another process's now
+    assert run_pid(tmp_path) is None  # another process has the number now
     append_record(tmp_path / "hfscale_timeline.jsonl", launch | {"host": "elsewhere"})
     assert run_pid(tmp_path) is None
 
 
-def test_the_command_runs_once_as_it_is(tmp_path, capfd):
-    mark = tmp_path / "mark"
+def test_the_command_runs_once_without_a_shell(tmp_path, capfd):
+    file = tmp_path / "file"
     code = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
-    words = [sys.executable, "-c", code, str(mark), "$(touch x); `id` && *"]
-    assert main(["autostop", "--idle", "0.2s", "--output-dir", str(tmp_path), "--json", "--", *words]) == 0
-    assert mark.read_text() == "$(touch x); `id` && *"
+    command = [sys.executable, "-c", code, str(file), "$(touch x); `id` && *"]
+    assert main(["autostop", "--idle", "0.2s", "--output-dir", str(tmp_path), "--json", "--", *command]) == 0
+    assert file.read_text() == "$(touch x); `id` && *"
     answer = json.loads(capfd.readouterr().out)
     assert answer["returncode"] == 0
-    assert answer["command"] == words
+    assert answer["command"] == command
     assert (
         main(["autostop", "--idle", "0.2s", "--output-dir", str(tmp_path), "--", sys.executable, "-c", "exit(3)"]) == 1
     )
@@ -116,21 +116,21 @@ def test_the_command_runs_once_as_it_is(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "part"),
     [
-        (["--idle", "15m"], "give the command"),
-        (["--idle", "soon", "--pid", "1", "--", "true"], "--idle soon"),
-        (["--idle", "0s", "--pid", "1", "--", "true"], "--idle 0s"),
+        (["--idle", "15m"], "no command"),
+        (["--idle", "soon", "--pid", "1", "--", "true"], "--idle is soon"),
+        (["--idle", "0s", "--pid", "1", "--", "true"], "--idle is 0s"),
         (["--pid", "1", "--", "no-such-program-here"], "no-such-program-here is not found"),
     ],
 )
-def test_wrong_usage_is_told_before_anything_is_watched(argv, words, capsys):
+def test_wrong_usage_is_reported_before_anything_is_watched(argv, part, capsys):
     assert main(["autostop", *argv]) == 2
-    assert words in capsys.readouterr().err
+    assert part in capsys.readouterr().err
 
 
-def test_with_nothing_to_watch_it_does_not_wait(monkeypatch, capsys):
-    monkeypatch.setattr("hfscale.cli.autostop.gpu_sign", lambda: None)
+def test_nothing_to_watch_is_wrong_usage(monkeypatch, capsys):
+    monkeypatch.setattr("hfscale.cli.autostop.gpu_activity", lambda: None)
     assert main(["autostop", "--", "true"]) == 2
     assert "nothing to watch" in capsys.readouterr().err
 

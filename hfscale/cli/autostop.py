@@ -1,8 +1,8 @@
-"""`hfscale autostop`: run a command once when training has ended or nothing is running any more.
+"""`hfscale autostop`: run a command once when training has ended or nothing is active any more.
 
-What counts as activity: a GPU that computes, a file of the run that grows, a process (with its children) that uses its
-CPU. A status file that turns to `completed` ends the watch at once; any other end is detected by the idle time, since
-a supervisor may relaunch a failed run.
+Activity is: a GPU that computes, a file of the run that changes, a process (with its children) that uses the CPU. A
+status file that changes to `completed` ends the watch at once; any other end is detected by the idle time, since a
+supervisor may relaunch a failed run.
 """
 
 import json
@@ -26,41 +26,44 @@ from hfscale.metrics.records import JSONL_NAME, TIMELINE_NAME, read_events
 from hfscale.utils.redaction import redact_argv
 
 BUSY_PERCENT = 5
-"""Below it a GPU, or one core's worth of a process, is idle: monitoring alone stays under it."""
+"""Use of a GPU, or of one core by a process, below which it is idle: monitoring alone uses less."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
-Sign = Callable[[], bool]
-"""Whether something has gone on since it was last asked."""
+ActivityCheck = Callable[[], bool]
+"""Returns whether there was activity since its last call."""
 
 
 def parse_duration(text: str) -> float:
-    """`90s`, `15m`, `2h` in seconds.
+    """The seconds of a duration such as `90s`, `15m` or `2h`.
+
+    Args:
+        text (`str`): the value of `--idle`.
 
     Raises:
-        UsageError: it is none, or not above 0.
+        UsageError: it is not a duration greater than 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
     if not found or float(found[1]) <= 0:
-        raise UsageError(f"--idle {text} is no time: write 90s, 15m or 2h")
+        raise UsageError(f"--idle is {text}: give a duration such as 90s, 15m or 2h")
     return float(found[1]) * _UNITS[found[2]]
 
 
-def gpu_sign() -> Sign | None:
-    """Whether a GPU of this machine computes; None without GPUs or without nvidia-ml-py."""
+def gpu_activity() -> ActivityCheck | None:
+    """A check of whether a GPU of this machine computes; None without GPUs or without nvidia-ml-py."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except Exception:  # the package, the driver or the devices are missing, each in its own words
+    except Exception:  # the package, the driver or the devices are missing: each raises its own errors
         return None
     if not handles:
         return None
     return lambda: any(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu >= BUSY_PERCENT for handle in handles)
 
 
-def files_sign(output_dir: Path) -> Sign:
-    """Whether the run's files have changed."""
+def file_activity(output_dir: Path) -> ActivityCheck:
+    """A check of whether the files of a run have changed."""
     names = (JSONL_NAME, TIMELINE_NAME, STATUS_NAME)
 
     def state() -> tuple[tuple[int, int], ...]:
@@ -77,16 +80,24 @@ def files_sign(output_dir: Path) -> Sign:
     return changed
 
 
-def process_sign(pid: int, now: Callable[[], float] = time.monotonic) -> Sign:
-    """Whether a process and its children have used a core for 5% of the time; False once it is gone."""
-    last_cpu, last_time = _cpu_seconds(pid), now()
+def process_activity(pid: int, now: Callable[[], float] = time.monotonic) -> ActivityCheck:
+    """A check of whether a process and its children have used a core for 5% of the time; False once it has ended.
+
+    Args:
+        pid: the process.
+        now: the clock.
+    """
+    last_cpu_s = _cpu_seconds(pid)
+    last_time = now()
 
     def used() -> bool:
-        nonlocal last_cpu, last_time
-        cpu, at = _cpu_seconds(pid), now()
-        share = (cpu - last_cpu) / max(at - last_time, 1e-3) * 100
-        last_cpu, last_time = cpu, at
-        return share >= BUSY_PERCENT
+        nonlocal last_cpu_s, last_time
+        cpu_s = _cpu_seconds(pid)
+        time_now = now()
+        percent = (cpu_s - last_cpu_s) / max(time_now - last_time, 1e-3) * 100
+        last_cpu_s = cpu_s
+        last_time = time_now
+        return percent >= BUSY_PERCENT
 
     return used
 
@@ -108,13 +119,13 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def run_pid(output_dir: Path) -> int | None:
-    """The main process of the run's last launch, if it lives on this machine."""
+    """The main process of the run's last launch, if it is running on this machine."""
     launches = [event for event in read_events(output_dir) if event["event"] == "launch"]
     if not launches or launches[-1].get("host") != socket.gethostname():
         return None
     pid = launches[-1].get("pid")
     try:
-        # A process that began after the launch was noted has only its number.
+        # A process that began after the launch was recorded only has the same number.
         alive = isinstance(pid, int) and psutil.Process(pid).create_time() <= launches[-1].get("begun", 0.0)
     except psutil.Error:
         return None
@@ -122,7 +133,7 @@ def run_pid(output_dir: Path) -> int | None:
 
 
 def wait_until_idle(
-    signs: Sequence[Sign],
+    checks: Sequence[ActivityCheck],
     *,
     idle_s: float,
     output_dir: Path | None = None,
@@ -130,29 +141,35 @@ def wait_until_idle(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Watch until nothing has gone on for `idle_s` seconds or the run has completed; says which.
+    """Wait until there was no activity for `idle_s` seconds or the run has completed.
 
     Args:
-        signs (`Sequence[Sign]`): asked at every look.
+        checks (`Sequence[ActivityCheck]`): called at every poll.
+        idle_s (`float`): seconds without activity.
         output_dir (`Path`, *optional*): a run whose status file is watched.
-        poll_s (`float`, *optional*): seconds between looks; by default a tenth of the idle time, 10 at most.
+        poll_s (`float`, *optional*): seconds between polls; by default a tenth of the idle time, 10 at most.
+        now (`Callable`): the clock.
+        sleep (`Callable`): waits for a number of seconds.
+
+    Returns:
+        The reason why the wait has ended.
     """
     poll_s = poll_s or min(10.0, idle_s / 10)
-    quiet_since = now()
-    # A run that had ended before the watch began says nothing about the one to come.
+    idle_since = now()
+    # A run that had ended before the watch began is not the one that is waited for.
     had_completed = _has_completed(output_dir)
     while True:
         sleep(poll_s)
-        active = [sign() for sign in signs]  # each is asked: it compares with when it was last asked
+        active = [check() for check in checks]  # all are called, since each compares with its last call
         has_completed = _has_completed(output_dir)
         if has_completed and not had_completed:
             return "the training has completed"
         had_completed = has_completed
         if any(active):
-            quiet_since = now()
-        elif now() - quiet_since >= idle_s:
+            idle_since = now()
+        elif now() - idle_since >= idle_s:
             status = (read_status(output_dir) or {}).get("status") if output_dir is not None else None
-            return f"nothing has gone on for {idle_s:.0f} s" + (f", status {status}" if status else "")
+            return f"no activity for {idle_s:.0f} s" + (f", status {status}" if status else "")
 
 
 def _has_completed(output_dir: Path | None) -> bool:
@@ -165,40 +182,39 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND …", help="Run as it is, by no shell.")
-    ] = None,
-    idle: Annotated[str, typer.Option(help="How long nothing must go on: 90s, 15m, 2h.")] = "15m",
-    output_dir: Annotated[Path | None, typer.Option(help="Of a run: its status file and measurements.")] = None,
+    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND …", help="Run without a shell.")] = None,
+    idle: Annotated[str, typer.Option(help="Time without activity: 90s, 15m, 2h.")] = "15m",
+    output_dir: Annotated[Path | None, typer.Option(help="Output directory of a run to watch.")] = None,
     pid: Annotated[int | None, typer.Option(help="A process to watch, with its children.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> int:
     """Watch the status file, the GPUs and the processes of a training; when it has ended, run COMMAND once."""
     if not command:
-        raise UsageError("give the command behind --, such as: hfscale autostop --idle 15m -- sudo poweroff")
+        raise UsageError("there is no command: give it after --, such as hfscale autostop --idle 15m -- sudo poweroff")
     if shutil.which(command[0]) is None:
-        raise UsageError(f"command {command[0]} is not found: give a program of this machine, by its path if need be")
+        raise UsageError(f"command {command[0]} is not found: give a program in PATH, or its path")
     idle_s = parse_duration(idle)
-    names, signs = [], []
-    gpu = gpu_sign()
+    names: list[str] = []
+    checks: list[ActivityCheck] = []
+    gpu = gpu_activity()
     if gpu is not None:
         names.append("GPUs")
-        signs.append(gpu)
+        checks.append(gpu)
     if output_dir is not None:
         names.append(str(output_dir))
-        signs.append(files_sign(output_dir))
+        checks.append(file_activity(output_dir))
         pid = pid if pid is not None else run_pid(output_dir)
     if pid is not None:
         names.append(f"process {pid}")
-        signs.append(process_sign(pid))
-    if not signs:
+        checks.append(process_activity(pid))
+    if not checks:
         raise UsageError("there is nothing to watch on a machine without GPUs: give --output-dir or --pid")
     print(f"hfscale: watching {', '.join(names)}; idle after {idle_s:.0f} s", file=sys.stderr)
-    reason = wait_until_idle(signs, idle_s=idle_s, output_dir=output_dir)
+    reason = wait_until_idle(checks, idle_s=idle_s, output_dir=output_dir)
     shown = redact_argv(command)
     print(f"hfscale: {reason}: running {shown[0]}", file=sys.stderr)
     try:
-        # With --json standard output is for the one object, so the command's own goes to standard error.
+        # With --json standard output is for the JSON object, so the output of the command goes to standard error.
         done = subprocess.run(command, check=False, stdout=sys.stderr if as_json else None)  # noqa: S603
     except OSError as error:
         raise HfScaleError(f"command {command[0]} cannot be run: {error.strerror}") from None

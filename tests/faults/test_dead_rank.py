@@ -1,7 +1,6 @@
-"""A rank of a tensor x pipeline parallel run dies: the others end within the time limit, and a line says which it was.
+"""A rank of a tensor x pipeline parallel run dies: the others end within the time limit, and a log line names it.
 
-The long suite, `make test-faults`. The launcher is torch's agent, as users have it: nothing here waits for a rank that
-it could have reaped itself.
+Part of the long suite, `make test-faults`. The launcher is torch's agent, as users have it, and waits for the ranks.
 """
 
 import os
@@ -23,7 +22,7 @@ ENDS_WITHIN_S = 60.0
 
 
 def start(folder, *flags):
-    """The recipe on four processes, with a log in `folder`, in a process group of its own."""
+    """Start the recipe on four processes, with a log in `folder`, in a process group of its own."""
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
     LlamaConfig(
@@ -56,7 +55,7 @@ def start(folder, *flags):
 
 
 def ranks_of(launcher):
-    """Process numbers of its workers by rank, from their environment."""
+    """The process ids of the launcher's workers by rank, from their environment."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -73,7 +72,7 @@ def ranks_of(launcher):
 def wait_for(condition, seconds):
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it did not come in time"
+        assert time.monotonic() < until, "the condition was not met in time"
         time.sleep(0.2)
 
 

@@ -1,7 +1,7 @@
-"""Signals at any moment, to anybody, in any number: all ranks end, at one step, and the run goes on from there.
+"""Signals at any moment, to any rank, in any number: all ranks end at the same step, and the run resumes from there.
 
-The long suite, `make test-faults`. In the environment HFSCALE_TRIALS is the number of trials, 500 by default, and
-HFSCALE_SEED draws others.
+Part of the long suite, `make test-faults`. The environment variable HFSCALE_TRIALS is the number of trials, 500 by
+default, and HFSCALE_SEED selects other random trials.
 """
 
 import json
@@ -22,7 +22,7 @@ from hfscale.checkpoint.store import verify
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
 TRIALS, SEED = int(os.environ.get("HFSCALE_TRIALS", "500")), os.environ.get("HFSCALE_SEED", "0")
 SHARES = {"ddp": 0.7, "fsdp2": 0.1, "zero2": 0.1, "zero3": 0.1}
-GOES_ON = 8  # one trial in so many is relaunched to its end
+RESUME_EVERY = 8  # one trial in so many is resumed to its end
 PHASES = {
     "begin": 1,
     "epoch": 2,
@@ -44,7 +44,7 @@ def trials():
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """What `accelerate launch` tells the ranks of a strategy."""
+    """The environment variables that `accelerate launch` sets for the ranks of a strategy."""
     known = {}
 
     def of(strategy):
@@ -62,8 +62,8 @@ def environment(tmp_path_factory):
     return of
 
 
-def arguments_of(chance):
-    """One of a few runs, so that few uninterrupted ones are needed for comparison."""
+def random_arguments(chance):
+    """The arguments of one of a few runs, so that few uninterrupted runs are needed for comparison."""
     accumulation, workers, evaluates = chance.choice([1, 2]), chance.choice([0, 2]), chance.choice([False, True])
     return SAVING | {
         "gradient_accumulation_steps": accumulation,
@@ -77,8 +77,8 @@ def arguments_of(chance):
 
 
 def random_trial(chance):
-    """Whom to signal, with what, when."""
-    arguments = arguments_of(chance)
+    """A random trial: the signals, their ranks and their moment."""
+    arguments = random_arguments(chance)
     possible = dict(PHASES)
     if arguments["gradient_accumulation_steps"] == 1:
         del possible["substep"]
@@ -89,11 +89,11 @@ def random_trial(chance):
     skew = chance.choice([0.0, 0.0, chance.uniform(0, 0.3)])
     number = chance.choice(["SIGTERM"] * 6 + ["SIGUSR1", "SIGINT"])
     if phase in ("begin", "epoch") and number == "SIGINT":
-        number = "SIGTERM"  # before the training a person is not kept waiting for its first step
+        number = "SIGTERM"  # before the training Ctrl-C ends the process at once
     is_group = len(ranks) == 2 and chance.random() < 0.5  # a launcher signals the groups of all ranks
     signals = [
-        {"to": [rank], "signal": number, "group": is_group, "after_s": place * skew}
-        for place, rank in enumerate(ranks)
+        {"to": [rank], "signal": number, "group": is_group, "after_s": index * skew}
+        for index, rank in enumerate(ranks)
     ]
     if number != "SIGINT" and chance.random() < 0.3:
         signals += [entry | {"after_s": entry["after_s"] + chance.uniform(0, 0.1)} for entry in signals]
@@ -108,12 +108,12 @@ def random_trial(chance):
         "timeout_s": 120,
     }
     if chance.random() < 0.1:
-        spec["write_s"] = 60.0  # longer than a signal leaves
+        spec["write_s"] = 60.0  # longer than the time that a signal leaves
     return spec
 
 
-def judge(folder, spec, outcome):
-    """Whether the run was preempted; a signal at the very end may come when nothing is left to stop."""
+def check_outcome(folder, spec, outcome):
+    """Check the outcome and return whether the run was preempted; a signal at the very end may come too late."""
     assert outcome["hung"] == [], (spec, logs(folder))
     if set(outcome["codes"]) == {0}:
         assert {rank["step"] for rank in outcome["ranks"]} == {12}, (spec, outcome)
@@ -129,32 +129,34 @@ def judge(folder, spec, outcome):
 
 
 @pytest.mark.parametrize("strategy", list(SHARES))
-def test_signals_at_any_moment(strategy, trials, environment, tmp_path, record_property):
-    chance, env, wholes = random.Random(f"{SEED} {strategy}"), environment(strategy), {}
-    preempted, seconds, continued = 0, [], 0
+def test_ranks_stop_together_after_signals_at_any_moment(strategy, trials, environment, tmp_path, record_property):
+    chance, env, uninterrupted = random.Random(f"{SEED} {strategy}"), environment(strategy), {}
+    preempted, seconds, resumed = 0, [], 0
     for number in range(max(1, round(TRIALS * SHARES[strategy]))):
         folder, spec = tmp_path / str(number), random_trial(chance) | {"env": env}
         outcome = trials.run(folder, **spec)
-        was_preempted = judge(folder, spec, outcome)
+        was_preempted = check_outcome(folder, spec, outcome)
         preempted += was_preempted
         if was_preempted:
             seconds.append(outcome["seconds_to_end"])
-        if was_preempted and number % GOES_ON == 0:  # a completed one is not relaunched: recipes say that it is done
+        if (
+            was_preempted and number % RESUME_EVERY == 0
+        ):  # a completed run is not resumed: recipes only report that it is complete
             key = json.dumps(spec["arguments"])
             plain = {"arguments": spec["arguments"], "env": env, "timeout_s": 120}
-            if key not in wholes:
-                whole = tmp_path / f"whole-{len(wholes)}"
-                assert trials.run(whole, **plain)["codes"] == [0, 0], logs(whole)
-                wholes[key] = losses(whole)
+            if key not in uninterrupted:
+                reference = tmp_path / f"uninterrupted-{len(uninterrupted)}"
+                assert trials.run(reference, **plain)["codes"] == [0, 0], logs(reference)
+                uninterrupted[key] = losses(reference)
             assert trials.run(folder, **plain)["codes"] == [0, 0], (spec, logs(folder))
-            assert losses(folder) == wholes[key], (spec, outcome)
-            continued += 1
+            assert losses(folder) == uninterrupted[key], (spec, outcome)
+            resumed += 1
     summary = {
         "strategy": strategy,
         "trials": number + 1,
         "preempted": preempted,
         "hung": 0,
-        "relaunched": continued,
+        "relaunched": resumed,
         "seconds_from_signal_to_exit": {
             "median": round(statistics.median(seconds), 2),
             "longest": round(max(seconds), 2),
@@ -173,18 +175,18 @@ def test_a_signal_before_the_training_is_served_by_its_first_step(trials, tmp_pa
     assert "SIGTERM: the run stops after its first step" in (tmp_path / "log-0").read_text()
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(trials, tmp_path):
+def test_a_second_ctrl_c_interrupts_the_step(trials, tmp_path):
     """Rank 0 sleeps in its step when it is interrupted twice."""
     twice = [{"to": [0], "signal": "SIGINT"}, {"to": [0], "signal": "SIGINT", "after_s": 0.5}]
     outcome = trials.run(tmp_path, phase="step", at=2, pauses={"step": 5.0}, signals=twice)
     assert outcome["hung"] == []
-    assert outcome["codes"][0] == 1  # what the server makes of KeyboardInterrupt
+    assert outcome["codes"][0] == 1  # the code of an uncaught exception in the server
     assert "KeyboardInterrupt" in (tmp_path / "log-0").read_text()
 
 
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
-def test_the_launcher_is_signalled(launcher, tmp_path):
-    """It signals the group of each rank, workers included, waits for the save, and the code of the ranks comes out."""
+def test_a_signal_to_the_launcher_stops_and_saves_the_run(launcher, tmp_path):
+    """The launcher signals the group of each rank, with its workers, waits for the save and exits with code 75."""
     flags = [*QUICK, "--output_dir", "out", "--save_steps", "1", "--dataloader_num_workers", "2"]
     start = {
         "accelerate": ["accelerate", "launch", "--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml")],
@@ -205,9 +207,11 @@ def test_the_launcher_is_signalled(launcher, tmp_path):
     verify(tmp_path / "out" / found["checkpoint"])
 
 
-def test_the_control_hangs(trials, tmp_path):
-    """transformers' own just-in-time checkpoint, one of two ranks signalled: each acts for itself, and the other waits
-    for ever. Where this no longer hangs, the trials above prove less than they say."""
+def test_without_agreement_the_ranks_hang_or_differ(trials, tmp_path):
+    """With transformers' own just-in-time checkpoint a rank acts alone, and the other waits forever.
+
+    This shows that the trials above can fail.
+    """
     arguments = SAVING | {"enable_jit_checkpoint": True, "max_steps": 100, "resume_from_checkpoint": None}
     outcome = trials.run(
         tmp_path,

@@ -1,8 +1,8 @@
-"""Imports everything once, then forks trainings that are signalled: a trial a line on standard input, as JSON, and its
-outcome a line on standard output.
+"""Imports everything once, then forks trainings that get signals.
 
-Each rank is a process group of its own, as under a launcher. A trial names the moment (`phase`, `at`, `rank`) at which
-the signals are sent; the rank that gets there says so through a pipe.
+It reads trials from standard input, one JSON object per line, and writes the outcome of each as a line to standard
+output. Each rank is a process group of its own, as under a launcher. A trial names the moment (`phase`, `at`, `rank`)
+at which the signals are sent; the rank that reaches it reports it through a pipe.
 """
 
 import gc
@@ -29,10 +29,13 @@ from hfscale.recipe.resume import resume_point
 
 
 class Phases:
-    """Tells the server when the moment has come, and makes each phase last."""
+    """Reports to the server when the moment of the trial is reached, and pauses in each phase."""
 
     def __init__(self, spec, rank, pipe):
-        self.spec, self.rank, self.pipe, self.counts = spec, rank, pipe, {}
+        self.spec = spec
+        self.rank = rank
+        self.pipe = pipe
+        self.counts = {}
 
     def enter(self, name):
         self.counts[name] = self.counts.get(name, 0) + 1
@@ -42,8 +45,8 @@ class Phases:
         time.sleep(self.spec.get("pauses", {}).get(name, 0.0))
 
 
-class Moments(TrainerCallback):
-    """The events of the Trainer as phases."""
+class PhaseCallback(TrainerCallback):
+    """Enters a phase at each event of the Trainer."""
 
     def __init__(self, phases):
         self.phases = phases
@@ -68,7 +71,7 @@ class Moments(TrainerCallback):
 
 
 class Tokens(RandomTokens):
-    """In a worker process the count of items is the worker's own."""
+    """Enters a phase for each item; each worker process counts its own items."""
 
     def __init__(self, phases, name, size):
         super().__init__(size)
@@ -79,8 +82,8 @@ class Tokens(RandomTokens):
         return super().__getitem__(index)
 
 
-class Saving(Trainer):
-    """Has the beginning of a save as a phase."""
+class SavingTrainer(Trainer):
+    """Enters a phase at the beginning of a save."""
 
     def _save_checkpoint(self, model, trial):
         self.phases.enter("save")
@@ -92,15 +95,15 @@ def train(spec, phases):
     set_up_parallelism(ParallelArguments(), arguments)
     checkpoint = resume_point(arguments) if arguments.resume_from_checkpoint else None
     scaling = ScalingCallback(spot_checkpoint=SpotCheckpointCallback(**spec.get("spot", {})))
-    trainer = Saving(
+    trainer = SavingTrainer(
         model=tiny_model(attention_dropout=0.1, **spec.get("model", {})),
         args=arguments,
         train_dataset=Tokens(phases, "data", 64),
         eval_dataset=Tokens(phases, "eval_data", 32),
-        callbacks=[] if spec.get("stock") else [Moments(phases), scaling],
+        callbacks=[] if spec.get("stock") else [PhaseCallback(phases), scaling],
     )
     if spec.get("stock"):
-        trainer.add_callback(Moments(phases))
+        trainer.add_callback(PhaseCallback(phases))
     trainer.phases = phases
     finish_on_cpu(trainer)
     if "write_s" in spec:
@@ -117,7 +120,7 @@ def train(spec, phases):
 
 
 def become_rank(spec, rank, port, pipe):
-    """Never returns."""
+    """Train in this process and end it."""
     os.setsid()
     os.chdir(spec["folder"])
     log = os.open(f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -150,19 +153,19 @@ def become_rank(spec, rank, port, pipe):
 
 
 def send(signals, pids, since_s=0.0):
-    """Send those whose time has come, and take them off the list."""
+    """Send the signals that are due, and remove them from the list."""
     for entry in list(signals):
         number = signal.Signals[entry["signal"]]
         if since_s < entry.get("after_s", 0.0):
             continue
         signals.remove(entry)
         for rank in entry["to"]:
-            with suppress(ProcessLookupError):  # "group": as a launcher does; else as somebody who knows the process
+            with suppress(ProcessLookupError):  # "group": like a launcher, else to the process only
                 (os.killpg if entry.get("group") else os.kill)(pids[rank], number)
 
 
 def trial(spec):
-    """Fork the ranks, signal them when the moment comes, wait for their ends."""
+    """Fork the ranks, send the signals at the moment of the trial, and wait until all ranks have ended."""
     port = free_port()
     reader, writer = os.pipe()
     pids = []
@@ -185,7 +188,7 @@ def trial(spec):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     codes[rank], ended_at = os.waitstatus_to_exitcode(status), time.monotonic()
-                    if codes[rank] != 0 and not spec.get("stock"):  # what a launcher does to the others
+                    if codes[rank] != 0 and not spec.get("stock"):  # like a launcher, end the other ranks
                         others = [other for other in range(len(pids)) if other not in codes]
                         send([{"to": others, "signal": "SIGTERM", "group": True}], pids)
     hung = [rank for rank in range(len(pids)) if rank not in codes]
@@ -203,7 +206,7 @@ def trial(spec):
     }
 
 
-def say(line):
+def write_line(line):
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -212,7 +215,7 @@ if __name__ == "__main__":
     import deepspeed  # noqa: F401  accelerate imports it where it is installed
 
     torch.set_num_threads(1)
-    gc.freeze()  # so that no fork copies, or searches, what was imported
-    say("ready")
+    gc.freeze()  # so that garbage collection in the forks does not touch what was imported
+    write_line("ready")
     for line in sys.stdin:
-        say(json.dumps(trial(json.loads(line))))
+        write_line(json.dumps(trial(json.loads(line))))
