@@ -1,8 +1,8 @@
-"""Whether the planner would have chosen right: of the layouts that a source tried for one model on the same GPUs, how
-fast is the one that the planner ranks first, against the fastest?
+"""Measures whether the planner would have chosen well: of the layouts that a source measured for one model on the same
+GPUs, how fast is the one that the planner ranks first, compared with the fastest?
 
-A group is the runs of a source that share model, GPU, number of GPUs, sequence length, batch and precision; a layout
-measured more than once counts by its median. Groups of fewer than `LEAST` layouts say nothing.
+A group consists of the runs of a source with the same model, GPU, number of GPUs, sequence length, batch and
+precision; of a layout measured several times the median is used. Groups of fewer than `LEAST` layouts are ignored.
 """
 
 import math
@@ -16,14 +16,14 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.job import Job
 
 LEAST = 3
-"""Layouts that make a group."""
+"""Least number of layouts in a group."""
 GOOD = 0.95
-"""Part of the best measured throughput that a good choice has."""
+"""Fraction of the best measured throughput that a good choice reaches."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """What a source measured of one model on one machine: each job once, with its tokens/s/GPU."""
+    """A source's measurements of one model on one machine: each job once, with its tokens/s/GPU."""
 
     source: str
     name: str
@@ -32,7 +32,7 @@ class Group:
 
     @property
     def reached(self) -> float:
-        """Measured throughput of the job that the planner takes for the fastest, over that of the fastest."""
+        """Measured throughput of the job that the planner ranks first, relative to that of the fastest."""
         chosen = max(self.predicted, key=lambda job: self.predicted[job])
         return self.measured[chosen] / max(self.measured.values())
 
@@ -41,7 +41,8 @@ def groups(runs: Iterable[Run], errors: Iterable[float]) -> list[Group]:
     """The groups among `runs`, in their order.
 
     Args:
-        errors (`Iterable[float]`): Logarithm of predicted over measured tokens/s/GPU, of every run.
+        runs (`Iterable[Run]`): The runs.
+        errors (`Iterable[float]`): For every run the logarithm of predicted over measured tokens/s/GPU.
     """
     found: dict[tuple[str, Job], dict[Job, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for run, error in zip(runs, errors, strict=True):
@@ -60,7 +61,7 @@ def groups(runs: Iterable[Run], errors: Iterable[float]) -> list[Group]:
 
 
 def _without_layout(job: Job) -> Job:
-    """What is given; all else, a planner chooses."""
+    """The job with only what is given to a planner; what a planner chooses is set to a fixed value."""
     return replace(
         job,
         layout=ParallelLayout(dp_replicate=job.layout.world_size),
@@ -80,7 +81,8 @@ def _without_layout(job: Job) -> Job:
 
 
 def _name(common: Job) -> str:
-    shape, gpu = common.shape, common.gpu
+    shape = common.shape
+    gpu = common.gpu
     return (
         f"{shape.layers} layers of {shape.hidden}, {shape.attention.heads} heads, on {common.layout.world_size} "
         f"{gpu.name}, {common.global_batch} x {common.seq_len}, {common.precision}"
@@ -88,7 +90,7 @@ def _name(common: Job) -> str:
 
 
 def figures(runs: Iterable[Run], errors: Iterable[float]) -> dict[str, object]:
-    """How many groups are chosen well, and the others, worst first; arguments as in `groups`."""
+    """The number of groups with a good choice, and the other groups, worst first; arguments as in `groups`."""
     found = groups(runs, errors)
     others = sorted((group for group in found if group.reached < GOOD), key=lambda group: group.reached)
     return {

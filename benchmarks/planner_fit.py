@@ -1,13 +1,13 @@
-"""Fits the planner's time constants to published runs, and says how well it predicts sources it has not seen.
+"""Fits the planner's time constants to published runs, and measures how well it predicts sources it has not seen.
 
     python -m benchmarks.planner_fit            # fit, leave one source out, results/planner_fit.json
-    python -m benchmarks.planner_fit --write    # and put the constants into hfscale/planner/frameworks.toml
+    python -m benchmarks.planner_fit --write    # and write the constants to hfscale/planner/frameworks.toml
 
-A few constants per stack are fitted, each a mechanism (`PARAMETERS`), by damped Gauss-Newton on the logarithm of
-tokens/s/GPU, with Huber weights and a weak pull to where they stand; every source weighs the same, however many rows
-it has. `data/throughput.csv` holds the runs; the column `doubt` names why a row is left out of the fit. What is
-fitted to peaks of memory is in planner_memory.py; whether the layout ranked first is one of the fastest that were
-measured, planner_choice.py says.
+A few constants per framework are fitted, each of which describes a mechanism (`PARAMETERS`), by damped Gauss-Newton
+on the logarithm of tokens/s/GPU, with Huber weights and a weak prior. Every source has the same weight, however many
+rows it has. The runs are in `data/throughput.csv`; its column `doubt` gives the reason why a row is left out of the
+fit. planner_memory.py fits constants to peaks of memory, and planner_choice.py measures whether the layout ranked
+first is one of the fastest that were measured.
 """
 
 import argparse
@@ -53,20 +53,20 @@ PARAMETERS: dict[str, dict[str, float]] = {
         "pass_s": 1e-3,
     },
 }
-"""What is fitted, and what it is pulled to; all else in frameworks.toml stands as written there. `hf` and `titan`
-run the same attention and fp8 kernels."""
+"""Fitted constants and their prior values; the others in frameworks.toml are not changed. `hf` and `titan` run the
+same attention and fp8 kernels."""
 FRACTIONS = ("overlap_dp", "overlap_tp", "link_rate", "network_rate", "matmul", "misaligned", "ring_attention")
-"""Constants between 0 and 1, fitted by their logit; the others by their logarithm."""
-PULL = 0.5
-"""Standard deviation of the pull to where a constant stands, in logarithm or logit."""
+"""Constants between 0 and 1, which are fitted as their logit; the others are fitted as their logarithm."""
+PRIOR_SPREAD = 0.5
+"""Standard deviation of a constant's prior, in logarithm or logit."""
 HUBER = 0.05
-"""Residual beyond which a row counts by its absolute and not its square."""
+"""Residual from which the absolute value, not the square, is minimised."""
 PEAKS = [("shared", name) for name in planner_memory.FITTED]
-"""What planner_memory.py fits to peaks of memory."""
+"""Constants that planner_memory.py fits to peaks of memory."""
 
 
 def current() -> dict[str, Framework | SharedConstants]:
-    """The constants as they stand."""
+    """The constants in frameworks.toml."""
     return {
         "shared": shared_constants(),
         **{name: find_framework(name) for name in framework_names()},
@@ -94,7 +94,7 @@ def to_constants(vector: np.ndarray, constants: Constants) -> dict[str, Framewor
 
 
 def predicted(run: Run, constants: Constants) -> float:
-    """Tokens per second and GPU."""
+    """Predicted tokens per second and GPU of a run."""
     job = run.job
     time = step_time(view_of(job.shape), job, constants[job.framework], constants["shared"])
     return job.global_batch * job.seq_len / time.total / job.layout.world_size
@@ -105,7 +105,7 @@ def residuals(runs: list[Run], constants: Constants) -> np.ndarray:
 
 
 def priors(constants: Constants) -> dict[str, Framework | SharedConstants]:
-    """Constants as they are before any run is seen."""
+    """The constants with the prior values of the fitted ones."""
     changed: dict[str, dict[str, float]] = defaultdict(dict)
     for group, values in PARAMETERS.items():
         for member in group.split("+"):
@@ -114,12 +114,13 @@ def priors(constants: Constants) -> dict[str, Framework | SharedConstants]:
 
 
 def fit(runs: list[Run], constants: Constants, *, rounds: int = 12) -> dict[str, Framework | SharedConstants]:
-    """Constants that predict `runs` best, starting from `constants`."""
+    """The constants that predict `runs` best, starting from `constants`."""
     counts: dict[str, int] = defaultdict(int)
     for run in runs:
         counts[run.source] += 1
     weight = np.array([counts[run.source] ** -0.5 for run in runs]) / HUBER
-    vector, start = to_vector(constants), to_vector(priors(constants))
+    vector = to_vector(constants)
+    start = to_vector(priors(constants))
     best = _loss(runs, vector, constants, weight, start)
     damping = 0.1
     for _ in range(rounds):
@@ -131,8 +132,8 @@ def fit(runs: list[Run], constants: Constants, *, rounds: int = 12) -> dict[str,
             columns.append((residuals(runs, to_constants(moved, constants)) - error) / 0.02)
         slopes = np.array(columns).T
         robust = weight * np.sqrt(np.minimum(1.0, HUBER / np.maximum(np.abs(error), 1e-9)))
-        left = (slopes * robust[:, None]).T @ (slopes * robust[:, None]) + np.eye(len(vector)) / PULL**2
-        right = -(slopes * robust[:, None]).T @ (error * robust) - (vector - start) / PULL**2
+        left = (slopes * robust[:, None]).T @ (slopes * robust[:, None]) + np.eye(len(vector)) / PRIOR_SPREAD**2
+        right = -(slopes * robust[:, None]).T @ (error * robust) - (vector - start) / PRIOR_SPREAD**2
         for _ in range(6):
             step = np.linalg.solve(left + damping * np.diag(np.diag(left)), right)
             trial = vector + np.clip(step, -0.5, 0.5)
@@ -149,20 +150,20 @@ def fit(runs: list[Run], constants: Constants, *, rounds: int = 12) -> dict[str,
 def _loss(runs: list[Run], vector: np.ndarray, constants: Constants, weight: np.ndarray, start: np.ndarray) -> float:
     size = np.abs(residuals(runs, to_constants(vector, constants)))
     huber = np.where(size < HUBER, size**2, 2 * HUBER * size - HUBER**2)
-    return float((weight**2 * huber).sum() + (((vector - start) / PULL) ** 2).sum())
+    return float((weight**2 * huber).sum() + (((vector - start) / PRIOR_SPREAD) ** 2).sum())
 
 
 # -- how well ---------------------------------------------------------------------------------------------------------
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's."""
+    """Spearman's rank correlation."""
     ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def figures(runs: list[Run], errors: np.ndarray) -> dict[str, object]:
-    """Error figures over rows and by source."""
+    """Error figures over all rows and by source."""
     by_source = defaultdict(list)
     for run, error in zip(runs, errors, strict=True):
         by_source[run.source].append(math.expm1(error))
@@ -199,8 +200,9 @@ def leave_one_out(runs: list[Run], constants: Constants) -> np.ndarray:
 
 
 def write_toml(constants: Constants) -> None:
-    """Put the fitted constants into frameworks.toml, leaving every other line as it is."""
-    section, lines = "", []
+    """Writes the fitted constants to frameworks.toml without changing other lines."""
+    section = ""
+    lines = []
     fitted: dict[str, set[str]] = defaultdict(set)
     for group, name in (*names(), *PEAKS):
         for member in group.split("+"):
@@ -216,8 +218,8 @@ def write_toml(constants: Constants) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the constants into frameworks.toml")
-    parser.add_argument("--quick", action="store_true", help="leave out the cross-validation")
+    parser.add_argument("--write", action="store_true", help="write the constants to frameworks.toml")
+    parser.add_argument("--quick", action="store_true", help="skip the cross-validation")
     arguments = parser.parse_args()
     runs, failed = load()
     usable = [run for run in runs if run.tokens_per_s_per_gpu and not run.is_doubted]

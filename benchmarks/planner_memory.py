@@ -1,8 +1,9 @@
-"""How well the planner predicts peak memory, of sources that the constants fitted to peaks have not seen.
+"""Measures how well the planner predicts peak memory, for sources that the fit has not seen.
 
-The bytes themselves are counted: of states, of what autograd saves, of logits, of gathered parameters
-(tests/test_planner_memory.py, tests/test_planner_tracker.py). Two numbers are fitted, for all stacks alike:
-`fragmentation`, what the allocator reserves beyond those bytes, and `group_gib`, NCCL's buffers of a group of ranks.
+The bytes of states, of what autograd saves, of logits and of gathered parameters are counted, not fitted
+(tests/test_planner_memory.py, tests/test_planner_tracker.py). Two constants are fitted for all frameworks together:
+`fragmentation`, what the allocator reserves in addition to those bytes, and `group_gib`, NCCL's buffers of a group of
+ranks.
 """
 
 import statistics
@@ -19,9 +20,9 @@ from hfscale.planner.memory import allocated_gib, memory_of
 from hfscale.planner.model_view import view_of
 
 FITTED = {"fragmentation": (1.05, 0.02), "group_gib": (0.5, 0.15)}
-"""What is fitted; what each is pulled to, and how weakly: one standard deviation."""
+"""Fitted constants with mean and standard deviation of their priors."""
 HUBER = 0.05
-"""Error, in logarithm, beyond which a row counts by its absolute and not its square."""
+"""Error, in logarithm, from which the absolute value, not the square, is minimised."""
 
 
 def stated(runs: Sequence[Run]) -> list[Run]:
@@ -30,8 +31,9 @@ def stated(runs: Sequence[Run]) -> list[Run]:
 
 
 def error(run: Run, constants: Constants) -> float:
-    """Predicted over published, less one; where the source tells what was allocated, that is compared."""
-    shared, stack = constants["shared"], constants[run.job.framework]
+    """Relative error of the predicted peak; if the source gives allocated memory, the allocated part is compared."""
+    shared = constants["shared"]
+    stack = constants[run.job.framework]
     memory = memory_of(view_of(run.job.shape), run.job, stack, shared)
     return (allocated_gib(memory, shared) if run.is_allocated else memory.total) / run.memory_gib - 1
 
@@ -44,12 +46,12 @@ def with_values(
 
 
 def fit_peaks(runs: Sequence[Run], constants: Constants) -> dict[str, Framework | SharedConstants]:
-    """Constants that predict these runs' peaks best; a source weighs as the root of its rows."""
+    """The constants that predict the runs' peaks best; a source's weight is the square root of its number of rows."""
     counts: dict[str, int] = defaultdict(int)
     for run in runs:
         counts[run.source] += 1
     weight = np.array([counts[run.source] ** -0.5 for run in runs])
-    # Peaks are linear in both numbers, so that each run is worked out three times and no more.
+    # Peaks are linear in both constants, so three evaluations of each run are enough.
     once, allocator, groups = (
         np.array([error(run, with_values(constants, *values)) for run in runs]) for values in ((1, 0), (2, 0), (1, 1))
     )
@@ -66,7 +68,7 @@ def fit_peaks(runs: Sequence[Run], constants: Constants) -> dict[str, Framework 
 
 
 def figures(errors: Sequence[tuple[Run, float]]) -> dict[str, object]:
-    """Errors over rows and by source, the worst source first."""
+    """Errors over all rows and by source, the worst source first."""
     by_source = defaultdict(list)
     for run, value in errors:
         by_source[run.source].append(value)
@@ -87,7 +89,7 @@ def figures(errors: Sequence[tuple[Run, float]]) -> dict[str, object]:
 
 
 def leave_one_out(runs: Sequence[Run], constants: Constants) -> list[tuple[Run, float]]:
-    """Errors of each source's rows under the constants that the other sources have."""
+    """Errors of each source's rows with constants fitted to the other sources."""
     errors = []
     for source in sorted({run.source for run in runs}):
         fitted = fit_peaks([run for run in runs if run.source != source], constants)

@@ -1,4 +1,4 @@
-"""The published runs that the planner is judged by: `data/throughput.csv`, each with the job it was."""
+"""Reads the published runs in `data/throughput.csv`, with which the planner is compared."""
 
 import csv
 import re
@@ -14,12 +14,12 @@ from hfscale.planner.table import job_of
 
 HERE = Path(__file__).parent
 Constants = Mapping[str, Framework | SharedConstants]
-"""Those of each stack, and under `shared` those of all."""
+"""The constants by framework, and under `shared` those of all frameworks."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A published run and the job it was."""
+    """A published run and its job."""
 
     row: int
     source: str
@@ -32,8 +32,10 @@ class Run:
 
 
 def load(path: Path = HERE / "data" / "throughput.csv", *, hidden: Iterable[str] = ()) -> tuple[list[Run], list[str]]:
-    """The runs of a table, and the rows that could not be read; columns in `hidden` are taken as blank."""
-    runs, failed = [], []
+    """The runs of a table, and a message for each row that cannot be read; columns in `hidden` are treated as
+    blank."""
+    runs = []
+    failed = []
     with path.open(newline="", encoding="utf-8") as file:
         for number, row in enumerate(csv.DictReader(file)):
             blanked = {**row, **dict.fromkeys(hidden, "")}

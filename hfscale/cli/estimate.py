@@ -129,7 +129,9 @@ def fill_layout(
 
 def print_estimate(result: Estimate) -> None:
     """Prints an estimate as two small tables."""
-    job, memory, time = result.job, result.memory, result.time
+    job = result.job
+    memory = result.memory
+    time = result.time
     print(f"{job.shape.model_type} {job.shape.total_parameters / 1e9:.2f}B on {job.layout.world_size} {job.gpu.name}")
     print(f"  {job.layout}, ZeRO stage {job.zero}, micro-batch {job.micro_batch} x {job.micro_batches} per step")
     verdict = "fits" if result.fits else "does NOT fit"

@@ -27,7 +27,8 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
-    shape, request = plan.request.shape, plan.request
+    shape = plan.request.shape
+    request = plan.request
     console.print(
         f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {request.gpus} x {request.gpu.name}, "
         f"sequences of {request.seq_len}, {request.method}, stack {request.framework}"
@@ -74,7 +75,8 @@ def _layout(choice: Choice) -> str:
 
 def _choices(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False)
-    has_hours, has_usd = plan.tokens is not None, any(choice.usd is not None for choice in plan.choices)
+    has_hours = plan.tokens is not None
+    has_usd = any(choice.usd is not None for choice in plan.choices)
     for name in ("#", "strategy", "layout", "ZeRO"):
         table.add_column(name)
     for name in ("batch", "recompute", "GiB", "step s", "tokens/s/GPU", "MFU", *(("days",) if has_hours else ())):
@@ -82,7 +84,8 @@ def _choices(plan: Plan) -> Table:
     if has_usd:
         table.add_column("USD", justify="right")
     for number, choice in enumerate(plan.choices, 1):
-        estimate, job = choice.estimate, choice.estimate.job
+        estimate = choice.estimate
+        job = choice.estimate.job
         stages = f" x{job.virtual_stages}" if job.virtual_stages > 1 else ""
         stages += f" {job.schedule_name}" if job.layout.pp > 1 else ""
         offload = f", {job.offload} offload" if job.offload != "none" else ""

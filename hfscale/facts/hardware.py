@@ -82,7 +82,8 @@ def accelerators() -> tuple[Accelerator, ...]:
     text = resources.files("hfscale.facts").joinpath("hardware.toml").read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = tomllib.loads(text)["accelerator"]
     for row in rows:
-        row["aliases"], row["device_names"] = tuple(row["aliases"]), tuple(row["device_names"])
+        row["aliases"] = tuple(row["aliases"])
+        row["device_names"] = tuple(row["device_names"])
     return tuple(Accelerator(**row) for row in rows)
 
 

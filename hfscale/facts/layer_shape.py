@@ -150,11 +150,15 @@ def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
     """
     if family.latent:
         return _latent_attention(config)
-    hidden, heads, kv_heads = config.count("hidden_size"), config.count("num_attention_heads"), family.kv_heads(config)
+    hidden = config.count("hidden_size")
+    heads = config.count("num_attention_heads")
+    kv_heads = family.kv_heads(config)
     head_dim = config.optional_count("head_dim") or _even_head_dim(config, hidden, heads)
-    queries, keys = heads * head_dim, kv_heads * head_dim
+    queries = heads * head_dim
+    keys = kv_heads * head_dim
     widths = (queries, keys, keys) if len(family.qkv) == 3 else (queries + 2 * keys,)
-    bias, out_bias = decide(family.qkv_bias, config), decide(family.attention_out_bias, config)
+    bias = decide(family.qkv_bias, config)
+    out_bias = decide(family.attention_out_bias, config)
     projections = [
         Linear(path=path, inputs=hidden, outputs=width, bias=bias)
         for path, width in zip(family.qkv, widths, strict=True)
@@ -190,10 +194,13 @@ def _latent_attention(config: ModelConfig) -> AttentionShape:
     Keys and values are expanded from the latent, so that each query head has its own. Without `q_lora_rank` queries
     are projected directly.
     """
-    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    rotary, value_dim = config.count("qk_rope_head_dim"), config.count("v_head_dim")
+    hidden = config.count("hidden_size")
+    heads = config.count("num_attention_heads")
+    rotary = config.count("qk_rope_head_dim")
+    value_dim = config.count("v_head_dim")
     plain = config.count("qk_nope_head_dim")
-    q_rank, kv_rank = config.optional_count("q_lora_rank"), config.count("kv_lora_rank")
+    q_rank = config.optional_count("q_lora_rank")
+    kv_rank = config.count("kv_lora_rank")
     bias = config.flag("attention_bias")
     queries = heads * (plain + rotary)
     if q_rank:
@@ -242,7 +249,8 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
         `UnsupportedModelError`: A key is missing or wrong, or a token passes more experts than there are.
     """
     hidden = config.count("hidden_size")
-    experts, top_k = config.count("num_experts"), config.count("num_experts_per_tok")
+    experts = config.count("num_experts")
+    top_k = config.count("num_experts_per_tok")
     width = config.count(family.width)
     if top_k > experts:
         raise UnsupportedModelError(

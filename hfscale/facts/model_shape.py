@@ -94,7 +94,8 @@ class ModelShape:
         values = load_config(source)
         family = family_of(values["model_type"])
         config = ModelConfig(values, defaults={**COMMON_DEFAULTS, **family.defaults})
-        layers, hidden = config.count("num_hidden_layers"), config.count("hidden_size")
+        layers = config.count("num_hidden_layers")
+        hidden = config.count("hidden_size")
         moe_layers = family.experts.layers(config) if family.experts else (False,) * layers
         positions = family.extra_positions
         return cls(

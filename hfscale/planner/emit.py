@@ -111,7 +111,8 @@ def launch_sh(choice: Choice, folder: Path) -> str:
 
 def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     """The text of the Accelerate config."""
-    job, layout = choice.estimate.job, choice.estimate.job.layout
+    job = choice.estimate.job
+    layout = choice.estimate.job.layout
     nodes = math.ceil(layout.world_size / job.gpus_per_node)
     strategy = strategy_of(job)
     lines = [

@@ -185,7 +185,8 @@ def estimate(
 
 def estimate_job(job: Job) -> Estimate:
     """Memory and time of a job whose sizes were checked."""
-    view, framework = view_of(job.shape), find_framework(job.framework)
+    view = view_of(job.shape)
+    framework = find_framework(job.framework)
     return Estimate(
         job=job,
         memory=memory_of(view, job, framework),
@@ -195,7 +196,8 @@ def estimate_job(job: Job) -> Estimate:
 
 def with_recompute_that_fits(job: Job) -> Job:
     """The job with the least recomputation whose memory fits; with full recomputation where nothing fits."""
-    view, framework = view_of(job.shape), find_framework(job.framework)
+    view = view_of(job.shape)
+    framework = find_framework(job.framework)
     for recompute in ("none", "selective"):
         trial = replace(job, recompute=recompute)
         if memory_of(view, trial, framework).total <= job.gpu.memory_gib:

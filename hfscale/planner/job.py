@@ -144,7 +144,8 @@ class Job:
         as a layer each if the layers do not divide but would with two more, as for BLOOM and Llama 3 405B; otherwise
         the first stages hold one layer more.
         """
-        pp, layers = self.layout.pp, self.shape.layers
+        pp = self.layout.pp
+        layers = self.shape.layers
         if self.rank_layers is not None:
             return max(self.rank_layers), self.rank_layers[0 if self.is_v_shaped else -1]
         if layers % pp == 0 or pp == 1:
@@ -198,8 +199,12 @@ class Job:
             )
 
     def _check_model(self) -> None:
-        tp, pp, cp, shape = self.layout.tp, self.layout.pp, self.layout.cp, self.shape
-        heads, kv_heads = shape.attention.heads, shape.attention.kv_heads
+        tp = self.layout.tp
+        pp = self.layout.pp
+        cp = self.layout.cp
+        shape = self.shape
+        heads = shape.attention.heads
+        kv_heads = shape.attention.kv_heads
         if heads % tp:
             raise LayoutError(f"tp is {tp}, which does not divide {heads} attention heads: use {_divisor(heads, tp)}")
         if kv_heads % tp and tp % kv_heads:

@@ -121,7 +121,8 @@ def matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precisio
 
 def layer_forward(view: ModelView, job: Job, framework: Framework, shared: SharedConstants, rates: Rates) -> LayerTime:
     """Duration of an average layer's forward pass."""
-    tokens, tp = job.tokens, job.layout.tp
+    tokens = job.tokens
+    tp = job.layout.tp
     matmul = attention = 0.0
     for kind in view.kinds:
         matmul += kind.share * _matrices_s(kind, job, tokens, tp, shared, rates)

@@ -241,7 +241,8 @@ def _gathered_inputs(view: ModelView, job: Job, framework: Framework) -> float:
     """
     if framework.name != "hf":
         return 0.0
-    tp, cp = job.layout.tp, job.layout.cp
+    tp = job.layout.tp
+    cp = job.layout.cp
     inputs = 2 * 2.0 * view.hidden * (1 - 1 / tp) if job.sequence_parallel else 0.0
     others = 2.0 * view.kv_width / tp * (cp - 1) if job.layout.pp > 1 else 0.0
     return job.tokens * (inputs + others)
@@ -254,7 +255,9 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
     The formulas are those of `hfscale.facts.schedules.in_flight`, except that the last rank of an interleaved schedule
     holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section 2.2).
     """
-    pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
+    pp = job.layout.pp
+    m = job.micro_batches
+    v = job.virtual_stages
     if job.overlapped_experts:
         # The forward pass of one more chunk runs at the same time as each backward pass.
         return min(micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
@@ -267,7 +270,9 @@ def layers_in_flight(job: Job) -> float:
     """Layers times micro-batches in flight on the pipeline rank where this product is largest."""
     if job.rank_layers is None:
         return micro_batches_in_flight(job) * job.layer_split[0]
-    pp, m, v = job.layout.pp, job.micro_batches, job.virtual_stages
+    pp = job.layout.pp
+    m = job.micro_batches
+    v = job.virtual_stages
     return max(
         in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=rank) * layers
         for rank, layers in enumerate(job.rank_layers)

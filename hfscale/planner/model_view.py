@@ -44,8 +44,10 @@ class ModelView:
         self.layers = shape.layers
         self.hidden = shape.hidden
         attention = shape.attention
-        self.heads, self.kv_heads = attention.heads, attention.kv_heads
-        self.head_dim, self.value_head_dim = attention.head_dim, attention.value_head_dim
+        self.heads = attention.heads
+        self.kv_heads = attention.kv_heads
+        self.head_dim = attention.head_dim
+        self.value_head_dim = attention.value_head_dim
         self.query_width = self.heads * self.value_head_dim
         self.kv_width = self.kv_heads * (self.head_dim + self.value_head_dim)
         self.gated = shape.mlp.gated if shape.mlp else shape.moe is not None and shape.moe.gated

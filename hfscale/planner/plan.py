@@ -116,7 +116,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON that `hfscale plan --json` prints."""
-        shape, gpu = self.request.shape, self.request.gpu
+        shape = self.request.shape
+        gpu = self.request.gpu
         return {
             "model": {
                 "name": self.model,

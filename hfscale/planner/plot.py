@@ -77,7 +77,8 @@ def _stacked_bars(axes: Any, labels: list[str], rows: list[dict[str, float]], ti
 def _draw_pipeline(axes: Any, choice: Choice) -> None:
     """Draws a part of a choice's micro-batches in its pipeline, as 1F1B; an empty panel without a pipeline."""
     job = choice.estimate.job
-    stages, micro_batches = job.layout.pp, min(job.micro_batches, 2 * job.layout.pp + 2)
+    stages = job.layout.pp
+    micro_batches = min(job.micro_batches, 2 * job.layout.pp + 2)
     if stages == 1:
         axes.set_axis_off()
         return

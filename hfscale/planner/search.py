@@ -166,9 +166,11 @@ def offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
 
 def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
     """Layouts without offload that the framework can run, the simplest first."""
-    shape, node = request.shape, request.gpus_per_node
+    shape = request.shape
+    node = request.gpus_per_node
     for tp in _powers_of_two(min(node, gpus)):
-        heads, kv_heads = shape.attention.heads, shape.attention.kv_heads
+        heads = shape.attention.heads
+        kv_heads = shape.attention.kv_heads
         if heads % tp or (kv_heads % tp and tp % kv_heads) or gpus % tp:
             continue
         for pp in _pipeline_sizes(shape.layers, gpus // tp):
@@ -318,7 +320,8 @@ def _best(job: Job) -> tuple[Estimate | None, float | None]:
 def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None]:
     """The jobs with each of `MICRO_BATCHES` whose memory fits, and the least memory that any needs, GiB; None if the
     schedule runs with no number of micro-batches."""
-    view, framework = view_of(variant.shape), find_framework(variant.framework)
+    view = view_of(variant.shape)
+    framework = find_framework(variant.framework)
     limit = variant.gpu.memory_gib * HEADROOM
     fitting: list[Job] = []
     least_gib: float | None = None
@@ -367,7 +370,8 @@ def _variants(job: Job) -> Iterator[Job]:
 
 def _schedules(job: Job) -> list[tuple[Schedule, int]]:
     """Schedules with their stages per rank: those of `ParallelTrainer`, or 1F1B as other frameworks interleave it."""
-    pp, layers = job.layout.pp, job.shape.layers
+    pp = job.layout.pp
+    layers = job.shape.layers
     if pp == 1 or job.framework != "hf":
         return [("1f1b", stages) for stages in _interleavings(job)]
     looped: list[tuple[Schedule, int]] = [("1f1b", 2), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
@@ -376,7 +380,8 @@ def _schedules(job: Job) -> list[tuple[Schedule, int]]:
 
 def _interleavings(job: Job) -> list[int]:
     """Numbers of stages per rank that divide the layers of the fullest rank."""
-    pp, layers = job.layout.pp, job.shape.layers
+    pp = job.layout.pp
+    layers = job.shape.layers
     if pp == 1:
         return [1]
     return [v for v in (1, 2, 4) if job.layer_split[0] % v == 0 and pp * v <= layers]

@@ -90,9 +90,11 @@ def row_shape(row: Mapping[str, str]) -> ModelShape:
     Raises:
         `HfScaleError`: The widths are neither given nor can be inferred.
     """
-    layers, hidden = integer(row, "layers"), integer(row, "hidden")
+    layers = integer(row, "layers")
+    hidden = integer(row, "hidden")
     vocab = integer(row, "vocab") or DEFAULT_VOCAB
-    billions, model = number(row, "params_b"), text_of(row, "model")
+    billions = number(row, "params_b")
+    model = text_of(row, "model")
     if layers is None and hidden is None and (known := catalogue_shape(model)) is not None:
         return known
     if (layers is None or hidden is None) and billions is None:
@@ -105,7 +107,8 @@ def row_shape(row: Mapping[str, str]) -> ModelShape:
         layers = max(1, round(((billions or 0.0) * 1e9 - vocab * hidden) / (12 * hidden**2)))
     assert layers is not None
     heads = integer(row, "heads") or _usual_heads(hidden, integer(row, "tp") or 1)
-    kv_heads, ffn = integer(row, "kv_heads") or heads, integer(row, "ffn") or 4 * hidden
+    kv_heads = integer(row, "kv_heads") or heads
+    ffn = integer(row, "ffn") or 4 * hidden
     if (mixture := _known_mixture(model, layers, hidden)) is not None:
         return mixture
     experts = (0, 0)
@@ -160,7 +163,8 @@ def _shape(
     if experts[0]:
         moe = {"model_type": "mixtral", "num_local_experts": experts[0], "num_experts_per_tok": experts[1]}
         return ModelShape.from_config({**config, **moe, "sliding_window": None})
-    gated, tied = ffn != 4 * hidden, False
+    gated = ffn != 4 * hidden
+    tied = False
     if billions is not None:
         attention = 2 * hidden * (hidden + kv_heads * config["head_dim"])
         totals = {
@@ -395,7 +399,8 @@ def _product(row: Mapping[str, str]) -> int | None:
 def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
     """The layout; blank data-parallel axes get the ranks that the other axes leave."""
     tp, pp, cp = (integer(row, axis) or 1 for axis in ("tp", "pp", "cp"))
-    shard, replicate = integer(row, "dp_shard"), integer(row, "dp_replicate")
+    shard = integer(row, "dp_shard")
+    replicate = integer(row, "dp_replicate")
     if shard is None and replicate is None:
         left, over = divmod(gpus, tp * pp * cp)
         if over or left < 1:
@@ -409,7 +414,8 @@ def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
 def _batch(row: Mapping[str, str], layout: ParallelLayout) -> tuple[int, int]:
     """Micro-batch and global batch in sequences; a blank global batch is one micro-batch per rank."""
     ranks = layout.data_parallel_size
-    micro, total = integer(row, "micro_batch"), integer(row, "global_batch_seqs")
+    micro = integer(row, "micro_batch")
+    total = integer(row, "global_batch_seqs")
     micro = micro or 1
     return micro, total or micro * ranks
 
@@ -449,7 +455,8 @@ def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
       shards no parameters on more than one GPU;
     - `hf`: sharded data parallelism in eager mode; `titan` where the column `compile` is blank.
     """
-    precision, ac = text_of(row, "precision").lower(), text_of(row, "ac").lower()
+    precision = text_of(row, "precision").lower()
+    ac = text_of(row, "ac").lower()
     compiled = text_of(row, "compile").lower()
     is_sharded_only = layout.tp == layout.pp == 1 and (layout.dp_shard > 1 or layout.world_size == 1)
     if "float8" in precision or "mxfp8" in precision or compiled in ("yes", "true", "1"):
@@ -468,7 +475,8 @@ def is_before_flash(row: Mapping[str, str], gpu: Accelerator, framework: str) ->
     with fp16, or with full recomputation of short sequences."""
     if framework != "megatron" or (gpu.bf16_tflops or 0) > 400:
         return False
-    precision, ac = text_of(row, "precision").lower(), text_of(row, "ac").lower()
+    precision = text_of(row, "precision").lower()
+    ac = text_of(row, "ac").lower()
     return "fp16" in precision or (ac.startswith("full") and (integer(row, "seq_len") or 0) <= 2048)
 
 
@@ -487,7 +495,8 @@ def _largest_micro_batch(job: Job) -> Job:
     """The job with the largest micro-batch, a power of two up to 16, that fits; with a pipeline it is unchanged."""
     if job.layout.pp > 1:
         return job
-    view, constants = view_of(job.shape), find_framework(job.framework)
+    view = view_of(job.shape)
+    constants = find_framework(job.framework)
     per_rank = job.global_batch // job.data_parallel
     best = job
     for micro in (2, 4, 8, 16):

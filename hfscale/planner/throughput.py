@@ -129,7 +129,8 @@ def _selective_s(view: ModelView, layer: LayerTime, framework: Framework) -> flo
 
 def _layer_traffic(view: ModelView, job: Job, framework: Framework, network: Network, layer: LayerTime) -> float:
     """Exposed tensor- and context-parallel communication of one layer and micro-batch, forward and backward."""
-    tp, cp = job.layout.tp, job.layout.cp
+    tp = job.layout.tp
+    cp = job.layout.cp
     passes = 3 if job.recompute == "full" else 2  # a recomputed forward pass communicates again
     seconds = 0.0
     if tp > 1:
@@ -185,7 +186,8 @@ def _sharded_traffic(
     shard = Group(size=layout.dp_shard * layout.cp, stride=layout.tp)
     replicas = Group(size=layout.dp_replicate, stride=layout.tp * layout.cp * layout.dp_shard)
     local = (view.layer_parameters - view.expert_parameters * (1 - 1 / job.expert_parallel)) / layout.tp
-    weight, gradient = _weight_bytes(job), _gradient_bytes(job, framework)
+    weight = _weight_bytes(job)
+    gradient = _gradient_bytes(job, framework)
     trained = trained_parameters(view, job) / view.total_parameters
     gather = network.gather_s(weight * local, shard)
     scatter = network.gather_s(gradient * local * trained, shard) if trained else 0.0
