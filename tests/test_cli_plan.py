@@ -88,6 +88,7 @@ class TestPlan:
             (["plan", "llama-3.1-8b", "--gpu", "H1000", "--gpus", "8"], ["'H1000'", "H100"]),
             (["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "0"], ["--gpus is 0"]),
             (["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "eight"], ["--gpus is 'eight'", "integer"]),
+            (["check", "--deadline", "soon"], ["--deadline is 'soon'", "number"]),
             ([*PLAN, "--budget=cheap"], ["--budget is 'cheap'", "number"]),
             ([*PLAN, "--tokens", "many"], ["--tokens is 'many'", "1T"]),
             ([*PLAN, "--tokens", "0"], ["'0'"]),
