@@ -220,7 +220,7 @@ class TestProtectedWorkers:
 
     def test_die_of_signals_without_the_protection(self):
         """This shows that the other tests can fail."""
-        loader = DataLoader(SlowRows(), batch_size=1, num_workers=2)
+        loader = DataLoader(SlowRows(), batch_size=1, num_workers=1)
         kill_all = (subprocess.run(["kill", "-TERM", str(int(row))], check=True) for row in loader)
         with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
             list(kill_all)
