@@ -54,7 +54,7 @@ def test_a_save_longer_than_the_preemption_notice_is_a_warning(capsys, tmp_path)
         (["--deadline", "1"], "--deadline is 1"),
         (["--backend", "mpi"], "--backend is mpi"),
         (["--notice", "0"], "--notice is 0"),
-        (["--deadline", "soon"], "'--deadline'"),
+        (["--deadline", "soon"], "--deadline is 'soon'"),
     ],
 )
 def test_wrong_usage_is_one_line(capsys, argv, part):
