@@ -1,6 +1,7 @@
 """Asynchronous saves: they write the same files as synchronous ones, one checkpoint at a time, and report errors."""
 
 import errno
+import functools
 import json
 import resource
 import shutil
@@ -273,6 +274,29 @@ class TestFailure:
         assert saved_steps(tmp_path) == [2]
         assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
         assert list((tmp_path / UNFINISHED).iterdir()) == []
+
+    def test_a_failed_write_of_distributed_checkpointing_is_a_failed_save(self, tmp_path):
+        """DCP raises a BaseException, which would end the writer's thread and nothing else."""
+        job = CheckpointJob(
+            run_dir=tmp_path,
+            step=4,
+            strategy="parallel",
+            global_batch_size=4,
+            commits=True,
+            write_collectively=functools.partial(
+                trainer_saving._write_shards, {"dcp": {"weight": torch.ones(100_000)}}
+            ),
+        )
+        writer = CheckpointWriter()
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        try:
+            writer.start(job)
+            with pytest.raises(StorageError, match="checkpoint-4"):
+                writer.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert saved_steps(tmp_path) == []
 
     def test_an_error_while_the_state_is_copied_is_raised(self, tmp_path, monkeypatch):
         def full(self, tree):

@@ -19,7 +19,9 @@ from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.conversion import CONVERSION_NAME, convert, derived_rng_state, infer_manifest
 from hfscale.checkpoint.export import export
 from hfscale.checkpoint.formats import read_view
+from hfscale.checkpoint.formats.dcp import save_refs
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames, read_parameter_names
+from hfscale.checkpoint.formats.view import TensorRef
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.pickles import check_pickles, read_dcp_metadata
 from hfscale.checkpoint.store import commit, list_checkpoints, verify
@@ -354,3 +356,12 @@ def test_streamed_safetensors_files_equal_those_of_the_library(tmp_path):
         (tmp_path / "broken.safetensors").write_bytes(broken)
         with pytest.raises(CheckpointError, match=r"broken\.safetensors"):
             read_weights(tmp_path, "broken")
+
+
+def test_a_tensor_that_cannot_be_read_stops_the_conversion_with_its_own_error(tmp_path):
+    def broken():
+        raise CheckpointError("the archive of model.a is broken")
+
+    refs = {"a": TensorRef(shape=(2,), dtype=torch.float32, read=broken)}
+    with pytest.raises(CheckpointError, match=r"model\.a"):
+        save_refs(tmp_path / "dcp", {"model": refs})

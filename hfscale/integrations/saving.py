@@ -18,6 +18,7 @@ from peft import PeftModel, PeftType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from hfscale.checkpoint.formats.dcp import dcp_errors
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import UNFINISHED
@@ -257,8 +258,9 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
 
 def _write_shards(copied: dict[str, dict[str, Any]], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write by torch's distributed checkpointing; every rank must call it."""
-    for name, tensors in copied.items():
-        dcp.save(tensors, checkpoint_id=folder / name, process_group=group)
+    with dcp_errors():
+        for name, tensors in copied.items():
+            dcp.save(tensors, checkpoint_id=folder / name, process_group=group)
 
 
 def _is_known(kind: type, method: str) -> bool:

@@ -28,6 +28,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from hfscale.checkpoint.formats.dcp import dcp_errors
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import write_atomically
@@ -223,7 +224,8 @@ class FsdpSnapshot:
             for key, name in (("model", FSDP_MODEL_NAME), ("optimizer", OPTIMIZER_NAME)):
                 part = folder / f"{name}_0"
                 part.mkdir(exist_ok=True)
-                dcp.save({key: copied[key]}, storage_writer=dcp.FileSystemWriter(part), process_group=group)
+                with dcp_errors():
+                    dcp.save({key: copied[key]}, storage_writer=dcp.FileSystemWriter(part), process_group=group)
 
         return write
 

@@ -33,6 +33,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from hfscale.checkpoint.formats.dcp import dcp_errors
 from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, PART, ParallelMetadata, read_parallel_metadata
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.pickles import load_archive
@@ -155,10 +156,11 @@ def _read_tensors(checkpoint: Path, parallelized: ParallelizedModel, tensors: di
     in_one_piece = {n: t for n, t in tensors.items() if n in shapes and _packing(parallelized, n, t) is not None}
     others = {name: tensor for name, tensor in tensors.items() if name not in in_one_piece}
     try:
-        dcp.load(dict(_unpacked(parallelized, others)), checkpoint_id=checkpoint / FOLDER)
+        with dcp_errors():
+            dcp.load(dict(_unpacked(parallelized, others)), checkpoint_id=checkpoint / FOLDER)
         for name, tensor in sorted(in_one_piece.items()):
             full = torch.empty(shapes[name], dtype=tensor.dtype)
-            with warnings.catch_warnings():
+            with dcp_errors(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` is intended
                 dcp.load({name: full}, checkpoint_id=checkpoint / FOLDER, no_dist=True)
             copy_local_shard(tensor, full)
@@ -434,8 +436,9 @@ class ParallelCheckpointTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if _internal_call:
-            for name, tensors in self.sharded_state().items():
-                dcp.save(tensors, checkpoint_id=folder / name)
+            with dcp_errors():
+                for name, tensors in self.sharded_state().items():
+                    dcp.save(tensors, checkpoint_id=folder / name)
         else:
             write_weights(folder, self.parallelized, self.mesh)
         if self.args.should_save:

@@ -11,11 +11,13 @@ FSDP2's format, as Accelerate writes it, is two distributed checkpoints in one f
 import io
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -71,14 +73,32 @@ def tensor_ref(folder: Path, name: str, entry: Entry) -> TensorRef:
     return TensorRef(shape=shape, dtype=dtype, read=read)
 
 
+@contextmanager
+def dcp_errors() -> Iterator[None]:
+    """Raise the error of the lowest failed rank, on every rank, in place of DCP's `CheckpointException`.
+
+    DCP collects the errors of all ranks in a `CheckpointException`, which is a `BaseException` (torch 2.13), so that
+    `except Exception` does not see that a disk was full.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        cause, _ = error.failures[min(error.failures)]
+        raise cause from None
+
+
 def save_refs(folder: Path, tree: Mapping[str, Any]) -> None:
     """Write `tree` as a distributed checkpoint, reading one tensor at a time.
 
     Args:
         folder (`Path`): the new checkpoint.
         tree (`Mapping`): nested dictionaries of `TensorRef` and plain values; names are joined by dots.
+
+    Raises:
+        CheckpointError: a tensor of the source cannot be read.
+        OSError: the disk is full or read-only.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), dcp_errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is intended here
         state_dict_saver.save(
             _without_data(tree),
