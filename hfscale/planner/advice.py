@@ -20,7 +20,7 @@ LARGE = 70e9
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One or two sentences of advice, and where the rule comes from."""
+    """Holds one or two sentences of advice, and where the rule comes from."""
 
     text: str
     """What to know or do."""
@@ -29,7 +29,7 @@ class Advice:
 
 
 def advice(best: Estimate, choices: list[Estimate]) -> list[Advice]:
-    """Advice on the first choice, most useful first.
+    """Gives advice on the first choice, most useful first.
 
     Args:
         best (`Estimate`): The first choice.
@@ -172,7 +172,12 @@ def _zero_limits(best: Estimate) -> Advice | None:
 
 
 def simplicity(estimate: Estimate) -> tuple[int, int]:
-    """How simple a layout is to use, simplest first: by mesh axes in use, then DDP before FSDP2 before DeepSpeed."""
+    """Computes a sort key of how simple a layout is to use; the simplest layout has the smallest key.
+
+    Returns:
+        `tuple[int, int]`: The number of mesh axes in use, and a rank of the software: 0 for DDP, 1 for FSDP2, 2 for
+            DeepSpeed, 3 for DeepSpeed with offload.
+    """
     job = estimate.job
     layout = job.layout
     sizes = (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp)
@@ -197,12 +202,12 @@ def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
 
 
 def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> list[str]:
-    """What the numbers of a plan are based on, a line each.
+    """Lists what the numbers of a plan are based on, one line each.
 
     Args:
         request (`PlanRequest`): What was planned for.
-        job (`Job`, *optional*): The first choice.
-        tokens (`float`, *optional*): Tokens to train on, if costs were computed.
+        job (`Job`, *optional*): The first choice; None if nothing fits.
+        tokens (`float`, *optional*): Tokens to train on; None if no costs were computed.
     """
     gpu = request.gpu
     known = (

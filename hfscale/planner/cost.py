@@ -37,7 +37,7 @@ HOURS_PER_MONTH = 730.0
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """Interruptions of a run, and the time that they and checkpoints take."""
+    """Describes the interruptions of a run, and the time that they and checkpoints take."""
 
     mtbf_hours: float
     """Hours between interruptions of the whole run."""
@@ -55,19 +55,21 @@ class Reliability:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Bytes of a checkpoint: trained parameters in fp32 with their two moments. Frozen parameters are not in it,
-    because they are the base model's."""
+    """Computes the bytes of a checkpoint: trained parameters in fp32 with their two moments.
+
+    Frozen parameters are not in it, because they are those of the base model.
+    """
     return 12.0 * trained_parameters(view_of(job.shape), job)
 
 
 def reliability(job: Job, *, spot: bool, interruptions_per_node_hour: float | None = None) -> Reliability:
-    """Interruptions of a job, the optimal interval between checkpoints, and the time lost.
+    """Computes the interruptions of a job, the optimal interval between checkpoints, and the time lost.
 
     Args:
         job (`Job`): The run.
         spot (`bool`): Whether the nodes are spot instances, which are preempted too.
         interruptions_per_node_hour (`float`, *optional*): Preemptions of a spot node per hour; by default
-            `SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
+            `SPOT_INTERRUPTIONS_PER_NODE_HOUR`. It is not used without `spot`.
     """
     gpus = job.layout.world_size
     nodes = math.ceil(gpus / job.gpus_per_node)
@@ -84,7 +86,7 @@ def reliability(job: Job, *, spot: bool, interruptions_per_node_hour: float | No
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of a run at one provider."""
+    """Holds the cost of a run at one provider."""
 
     provider: str
     """The provider's name."""
@@ -127,18 +129,19 @@ def cost(
     row: Price | None = None,
     egress: Egress | None = None,
 ) -> Cost:
-    """The cost of training on `tokens` tokens at one price.
+    """Computes the cost of training on `tokens` tokens at one price.
 
     Args:
         job (`Job`): The run.
         tokens (`float`): Tokens to train on.
-        tokens_per_s (`float`): Tokens per second of all GPUs together.
-        usd_per_gpu_hour (`float`): The price.
+        tokens_per_s (`float`): Tokens per second of all GPUs together, without interruptions.
+        usd_per_gpu_hour (`float`): The price, USD per GPU and hour.
         provider (`str`): The provider's name.
         spot (`bool`): Whether the nodes are spot instances.
-        interruptions_per_node_hour (`float`, *optional*): As in `reliability`.
+        interruptions_per_node_hour (`float`, *optional*): Preemptions of a spot node per hour; by default
+            `SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
         row (`Price`, *optional*): The row of the price list with the price, for region, source and date.
-        egress (`Egress`, *optional*): The provider's egress price.
+        egress (`Egress`, *optional*): The provider's egress price; without it the cost of egress is left out.
     """
     reliable = reliability(job, spot=spot, interruptions_per_node_hour=interruptions_per_node_hour)
     hours = tokens / tokens_per_s / 3600 / reliable.goodput
@@ -172,14 +175,15 @@ def compare(
     interruptions_per_node_hour: float | None = None,
     egress: Mapping[str, Egress] | None = None,
 ) -> list[Cost]:
-    """The cost of a run at every provider, on demand and spot, cheapest first.
+    """Computes the cost of a run at every provider, on demand and spot, cheapest first.
 
     Args:
         job (`Job`): The run.
         prices (`Iterable[Price]`): Prices of the job's GPU.
         tokens (`float`): Tokens to train on.
-        tokens_per_s (`float`): Tokens per second of all GPUs together.
-        interruptions_per_node_hour (`float`, *optional*): As in `reliability`.
+        tokens_per_s (`float`): Tokens per second of all GPUs together, without interruptions.
+        interruptions_per_node_hour (`float`, *optional*): Preemptions of a spot node per hour; by default
+            `SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
         egress (`Mapping`, *optional*): Egress prices by provider in lower case (`all_egress`).
     """
     costs = []

@@ -83,7 +83,14 @@ def _chosen(plan: Plan, number: int) -> Choice:
 
 
 def launch_command(job: Job, folder: Path) -> list[str]:
-    """The launch command; for several machines it contains shell variables that differ between machines."""
+    """Builds the launch command as a list of words.
+
+    For several machines it contains shell variables that differ between machines.
+
+    Args:
+        job (`Job`): A run that a recipe can run (`launchable.why_not`).
+        folder (`Path`): The folder with `accelerate.yaml` and `recipe.yaml`.
+    """
     nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
     command = ["accelerate", "launch", "--config_file", str(folder / "accelerate.yaml")]
     if nodes > 1:
@@ -97,7 +104,12 @@ def _shell(command: list[str]) -> str:
 
 
 def launch_sh(choice: Choice, folder: Path) -> str:
-    """The text of a script with the launch command."""
+    """Writes the text of `launch.sh`, a script with the launch command.
+
+    Args:
+        choice (`Choice`): A choice that a recipe can run.
+        folder (`Path`): The folder with `accelerate.yaml` and `recipe.yaml`.
+    """
     job = choice.estimate.job
     nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
     lines = ["#!/bin/sh"]
@@ -110,7 +122,13 @@ def launch_sh(choice: Choice, folder: Path) -> str:
 
 
 def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
-    """The text of the Accelerate config."""
+    """Writes the text of `accelerate.yaml`, the Accelerate config.
+
+    Args:
+        plan (`Plan`): The plan, which gives the model's name for a comment.
+        choice (`Choice`): A choice that a recipe can run.
+        folder (`Path`): The folder that the file is for; the launch command in its first line contains it.
+    """
     job = choice.estimate.job
     layout = choice.estimate.job.layout
     nodes = math.ceil(layout.world_size / job.gpus_per_node)
@@ -190,7 +208,7 @@ def _axis_lines(job: Job) -> list[str]:
 
 
 def deepspeed_config(job: Job) -> dict[str, Any]:
-    """The DeepSpeed config; its `auto` values are filled in from the training arguments."""
+    """Builds the DeepSpeed config; its `auto` values are filled in from the training arguments."""
     zero: dict[str, Any] = {"stage": max(1, job.zero), "overlap_comm": True, "reduce_bucket_size": "auto"}
     if job.zero >= 2:
         zero["contiguous_gradients"] = True
@@ -222,7 +240,13 @@ def deepspeed_config(job: Job) -> dict[str, Any]:
 
 
 def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
-    """The text of the YAML with the recipe's flags."""
+    """Writes the text of `recipe.yaml`, which contains the recipe's flags.
+
+    Args:
+        plan (`Plan`): The plan, which gives the model and, if it is known, the number of tokens for `max_steps`.
+        choice (`Choice`): A choice that a recipe can run.
+        folder (`Path`): The folder that the file is for; the launch command in its first line contains it.
+    """
     job = choice.estimate.job
     values: dict[str, Any] = {**_model_flags(plan.model), "block_size": job.seq_len}
     if job.layout.pp > 1:
@@ -265,7 +289,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
 
 
 def stage_flags(job: Job) -> dict[str, Any]:
-    """The recipe flags of `ParallelTrainer`'s mesh and schedule."""
+    """Builds the recipe flags of `ParallelTrainer`'s mesh and schedule."""
     layout = job.layout
     flags: dict[str, Any] = {
         "tp_size": layout.tp,
@@ -283,7 +307,7 @@ def stage_flags(job: Job) -> dict[str, Any]:
 
 
 def hub_id(model: str) -> str:
-    """The hub id of a built-in model; any other name is returned as it is."""
+    """Returns the hub id of a built-in model; any other name is returned as it is."""
     entry = catalogue().get(model.casefold())
     return str(entry["hub"][0]) if entry else model
 

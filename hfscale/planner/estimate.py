@@ -28,7 +28,7 @@ from hfscale.planner.throughput import StepTime, step_time
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a job is expected to need and to reach."""
+    """Holds the memory and the time that a job is expected to need."""
 
     job: Job
     """The job that was estimated."""
@@ -60,7 +60,7 @@ class Estimate:
         return self.tokens_per_s_per_gpu * flops / (peak * 1e12)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON that `hfscale estimate --json` prints."""
+        """Returns the content that `hfscale estimate --json` prints, as a dictionary."""
         return {
             "memory_gib": {**asdict(self.memory), "total": self.memory.total},
             "fits": self.fits,
@@ -132,7 +132,7 @@ def estimate(
         loss_parallel (`bool`, *optional*): Whether the loss is computed on logits that stay split over the
             tensor-parallel ranks; by default what the framework does with this layout.
         expert_parallel (`int`): Ranks that share the experts of a layer.
-        overlapped_experts (`bool`): Whether tokens travel to their experts while another micro-batch is computed.
+        overlapped_experts (`bool`): Whether tokens are sent to their experts while another micro-batch is computed.
         reshard (`bool`): Whether ZeRO-3 frees gathered parameters after the forward pass.
         flash_attention (`bool`): Whether attention scores are never written to memory.
         fused_loss (`bool`): Whether the loss never holds all logits at once (Liger).
@@ -143,8 +143,12 @@ def estimate(
             vendor's reference node.
 
     Raises:
-        `UsageError`: A name or an option is unknown.
+        `UsageError`: An option is unknown or out of range.
         `LayoutError`: Sizes do not fit together.
+        `UnknownHardwareError`: The GPU is in no table.
+        `UnsupportedModelError`: The model cannot be found, or its family or a key of its config is not supported.
+        `ConfigFileError`: The model config or the hardware file cannot be read, or is wrong.
+        `MissingDependencyError`: The model is on the hub, and huggingface_hub is not installed.
     """
     axes = layout if isinstance(layout, ParallelLayout) else ParallelLayout(**layout)
     job = Job(
@@ -184,7 +188,12 @@ def estimate(
 
 
 def estimate_job(job: Job) -> Estimate:
-    """Memory and time of a job whose sizes were checked."""
+    """Estimates memory and time of a job whose sizes were checked (`Job.check`).
+
+    Raises:
+        `UsageError`: The framework is unknown, no peak of the device is known for the precision, the bandwidth between
+            nodes is not above 0, or the LoRA rank is below 1.
+    """
     view = view_of(job.shape)
     framework = find_framework(job.framework)
     return Estimate(
@@ -195,7 +204,11 @@ def estimate_job(job: Job) -> Estimate:
 
 
 def with_recompute_that_fits(job: Job) -> Job:
-    """The job with the least recomputation whose memory fits; with full recomputation where nothing fits."""
+    """Returns the job with the least recomputation whose memory fits, or with full recomputation where nothing fits.
+
+    Raises:
+        `UsageError`: The framework is unknown.
+    """
     view = view_of(job.shape)
     framework = find_framework(job.framework)
     for recompute in ("none", "selective"):

@@ -15,7 +15,7 @@ from hfscale.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """How well a training framework uses the hardware, and what it keeps in memory."""
+    """Describes how well a training framework uses the hardware, and what it keeps in memory."""
 
     name: str
     """`hf`, `titan` or `megatron`."""
@@ -87,7 +87,7 @@ class Framework:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedConstants:
-    """Constants of hardware and networks with any framework."""
+    """Holds the constants of hardware and networks that are the same for all frameworks."""
 
     memory_rate: float
     """Fraction of the memory bandwidth that streaming kernels reach."""
@@ -123,13 +123,13 @@ def _table() -> dict[str, dict[str, float]]:
 
 @cache
 def shared_constants() -> SharedConstants:
-    """The constants that all frameworks share."""
+    """Returns the constants that all frameworks share."""
     return SharedConstants(**_table()["shared"])
 
 
 @cache
 def find_framework(name: str) -> Framework:
-    """The framework called `name`.
+    """Returns the framework called `name`.
 
     Raises:
         `UsageError`: There is none of this name; the message lists the names.
@@ -143,5 +143,5 @@ def find_framework(name: str) -> Framework:
 
 
 def framework_names() -> tuple[str, ...]:
-    """Names of all frameworks."""
+    """Lists the names of all frameworks."""
     return tuple(name for name in _table() if name != "shared")

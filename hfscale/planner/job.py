@@ -42,7 +42,7 @@ CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run to estimate. `check` tests whether its sizes fit together."""
+    """Describes one run to estimate. `check` tests whether its sizes fit together."""
 
     shape: ModelShape
     """The model."""
@@ -169,7 +169,7 @@ class Job:
 
         Raises:
             `LayoutError`: Sizes do not fit together; the message gives the numbers and what would fit.
-            `UsageError`: An option is unknown.
+            `UsageError`: An option is unknown, or the device does not support the precision.
         """
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
@@ -245,13 +245,16 @@ DBRX 16."""
 
 
 def is_fine_grained(shape: ModelShape) -> bool:
-    """Whether a model is a mixture of many small experts."""
+    """Returns whether a model is a mixture of many small experts, at least `FINE_GRAINED`."""
     return shape.moe is not None and shape.moe.experts >= FINE_GRAINED
 
 
 def can_overlap_experts(job: Job) -> bool:
-    """Whether tokens can be sent to their experts while another micro-batch is computed, which Megatron-Core can do
-    under these conditions (`--overlap-moe-expert-parallel-comm`)."""
+    """Returns whether tokens can be sent to their experts while another micro-batch is computed.
+
+    Megatron-Core can do this (`--overlap-moe-expert-parallel-comm`) with expert parallelism, at least two
+    micro-batches, no full recomputation, and in a pipeline several stages per rank.
+    """
     is_interleaved = job.layout.pp == 1 or job.virtual_stages > 1
     has_two_micro_batches = job.expert_parallel > 1 and job.micro_batches > 1
     return job.framework == "megatron" and has_two_micro_batches and job.recompute != "full" and is_interleaved
@@ -263,7 +266,7 @@ def _divisor(number: int, near: int) -> int:
 
 
 def strategy_of(job: Job) -> str:
-    """The name of a job's strategy, as in checkpoints and configs."""
+    """Returns the name of a job's strategy, as it is used in checkpoints and configs."""
     layout = job.layout
     if job.offload != "none":
         return f"zero{max(1, job.zero)}"
@@ -277,17 +280,25 @@ def strategy_of(job: Job) -> str:
 
 
 def splits_sequences(framework: str, layout: ParallelLayout) -> bool:
-    """Whether a framework's tensor parallelism also splits norms and residuals along the sequence by default.
+    """Returns whether a framework's tensor parallelism also splits norms and residuals along the sequence by default.
 
     transformers' tensor-parallel plans all-reduce the full activation instead. `ParallelTrainer` can split it
     (`--sequence_parallel`), and plans for it do.
+
+    Args:
+        framework (`str`): The training framework: `hf`, `titan` or `megatron`.
+        layout (`ParallelLayout`): Ranks along each axis. In `hf`, a layout with a pipeline runs in `ParallelTrainer`.
     """
     return framework != "hf" or (layout.pp > 1 and layout.tp > 1)
 
 
 def splits_logits(framework: str, layout: ParallelLayout) -> bool:
-    """Whether a framework computes the loss on logits that stay split over the tensor-parallel ranks.
+    """Returns whether a framework computes the loss on logits that stay split over the tensor-parallel ranks.
 
     transformers' tensor-parallel plans gather the logits; `ParallelTrainer` does not.
+
+    Args:
+        framework (`str`): The training framework: `hf`, `titan` or `megatron`.
+        layout (`ParallelLayout`): Ranks along each axis. In `hf`, a layout with a pipeline runs in `ParallelTrainer`.
     """
     return framework != "hf" or (layout.pp > 1 and layout.tp > 1)

@@ -45,7 +45,7 @@ MOE_PASSES = 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """Duration of an average layer's forward pass by part, seconds."""
+    """Holds the duration of an average layer's forward pass by part, in seconds."""
 
     matmul: float
     """Matrix products."""
@@ -63,8 +63,19 @@ class LayerTime:
 
 
 class Rates:
-    """Sustained rates of a device with a training framework: FLOP/s of matrix products and attention, and bytes/s of
-    memory traffic."""
+    """Computes the sustained rates of a device with a training framework.
+
+    The attributes are `matmul`, `bf16_matmul` (the rate of products that are not in fp8) and `attention` in FLOP/s,
+    and `memory` in bytes of memory traffic per second.
+
+    Args:
+        job (`Job`): The run, which gives the device and the format of the matrix products.
+        framework (`Framework`): Constants of the training framework.
+        shared (`SharedConstants`): Constants of hardware and networks.
+
+    Raises:
+        `UsageError`: No peak of the format is known for the device.
+    """
 
     def __init__(self, job: Job, framework: Framework, shared: SharedConstants) -> None:
         gpu = job.gpu
@@ -80,10 +91,10 @@ class Rates:
 
 
 def bf16_like_peak(job: Job) -> float:
-    """Dense peak, TFLOP/s, of the format of matrix products that are not in fp8.
+    """Computes the dense peak, TFLOP/s, of the format of matrix products that are not in fp8.
 
     Raises:
-        `UsageError`: No peak of that format is known for the device.
+        `UsageError`: No peak of that format is known for the device; the message names formats with a known peak.
     """
     gpu = job.gpu
     if job.precision == "fp32":
@@ -101,8 +112,16 @@ def bf16_like_peak(job: Job) -> float:
 
 
 def power_factor(gpu: Accelerator, shared: SharedConstants) -> float:
-    """Relative sustained rate of a device whose power limit is lower than usual in its series; 1 where that is not
-    known."""
+    """Computes the relative sustained rate of a device whose power limit is lower than usual in its series.
+
+    Args:
+        gpu (`Accelerator`): The device.
+        shared (`SharedConstants`): Constants of hardware and networks, of which `power_exponent` is used.
+
+    Returns:
+        `float`: A factor of at most 1. It is 1 for PCIe cards, from the usual power limit on, and where the power
+            limit or the usual one is not known.
+    """
     usual = USUAL_POWER_W.get(gpu.name.partition("-")[0])
     if usual is None or gpu.power_w is None or "PCIe" in gpu.name or gpu.power_w >= usual:
         return 1.0
@@ -110,7 +129,14 @@ def power_factor(gpu: Accelerator, shared: SharedConstants) -> float:
 
 
 def matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precision: Precision = "bf16") -> float:
-    """FLOP/s of the best large matrix product on a device whose dense peak in the format is `peak` TFLOP/s."""
+    """Computes the rate, FLOP/s, of the best large matrix product on a device.
+
+    Args:
+        gpu (`Accelerator`): The device. A rate measured on it is used if there is one.
+        peak (`float`): Dense peak in the format, TFLOP/s.
+        shared (`SharedConstants`): Constants of hardware and networks.
+        precision (`str`): Format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
+    """
     measured = {"fp16": gpu.achieved_fp16_tflops, "fp32": gpu.achieved_fp32_tflops}.get(precision)
     if measured:
         return measured * 1e12
@@ -120,7 +146,15 @@ def matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precisio
 
 
 def layer_forward(view: ModelView, job: Job, framework: Framework, shared: SharedConstants, rates: Rates) -> LayerTime:
-    """Duration of an average layer's forward pass."""
+    """Computes the duration of an average layer's forward pass by part, in seconds.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+        shared (`SharedConstants`): Constants of hardware and networks.
+        rates (`Rates`): Sustained rates of the device.
+    """
     tokens = job.tokens
     tp = job.layout.tp
     matmul = attention = 0.0
@@ -199,7 +233,14 @@ def _routing_s(view: ModelView, job: Job, framework: Framework, tokens: int, tp:
 
 
 def head_s(view: ModelView, job: Job, framework: Framework, rates: Rates) -> float:
-    """Duration of head and cross-entropy of one micro-batch, forward and backward."""
+    """Computes the seconds of head and cross-entropy of one micro-batch, forward and backward.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+        rates (`Rates`): Sustained rates of the device.
+    """
     vocab = view.shape.vocab / job.layout.tp
     backward = 3.0 if job.method == "full" else 2.0
     products = backward * 2 * job.tokens * view.hidden * vocab / rates.bf16_matmul

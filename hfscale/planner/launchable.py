@@ -17,12 +17,12 @@ does not support; the trainer checks the config itself."""
 
 
 def uses_deepspeed(job: Job) -> bool:
-    """Whether DeepSpeed runs the job's strategy."""
+    """Returns whether DeepSpeed runs the job's strategy."""
     return job.zero in (1, 2) or job.offload != "none"
 
 
 def recipe_of(job: Job) -> str | None:
-    """Path of the recipe that runs a job; None where there is none (`why_not`)."""
+    """Returns the path of the recipe that runs a job; None where there is none (`why_not`)."""
     if why_not(job) is not None:
         return None
     if job.layout.pp > 1:
@@ -32,7 +32,7 @@ def recipe_of(job: Job) -> str | None:
 
 
 def why_not(job: Job) -> str | None:
-    """Why no recipe runs a job; None where one does."""
+    """Explains why no recipe runs a job; returns None where one does."""
     if job.framework != "hf":
         return f"hfscale launches stack hf only, not {job.framework}"
     if job.layout.pp > 1 and (reason := why_no_stages(job)) is not None:
@@ -47,7 +47,7 @@ def why_not(job: Job) -> str | None:
 
 
 def why_no_stages(job: Job) -> str | None:
-    """Why `ParallelTrainer` cannot run a job in pipeline stages; None if it can."""
+    """Explains why `ParallelTrainer` cannot run a job in pipeline stages; returns None if it can."""
     if job.layout.cp > 1 and (reason := _why_no_context(job)) is not None:
         return reason
     if job.zero in (1, 2):

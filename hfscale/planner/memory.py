@@ -40,7 +40,7 @@ arXiv 2305.14314, section 3)."""
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes of the states on one rank."""
+    """Holds the bytes of the states on one rank."""
 
     parameters: float
     """Parameters, in the format in which the layers or the optimizer hold them."""
@@ -51,16 +51,28 @@ class StateBytes:
 
 
 def trained_parameters(view: ModelView, job: Job) -> float:
-    """Number of parameters that get a gradient, on all ranks together."""
+    """Counts the parameters that get a gradient, on all ranks together.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run, which gives the method and the LoRA rank.
+
+    Raises:
+        `UsageError`: The LoRA rank is below 1.
+    """
     if job.method == "full":
         return float(view.total_parameters)
     return view.lora_parameters(job.lora_rank)
 
 
 def local_parameters(view: ModelView, job: Job) -> float:
-    """Number of parameters of the fullest rank before data-parallel sharding.
+    """Counts the parameters of the fullest rank before data-parallel sharding.
 
-    It holds its layers, and the embedding or the head if it is the first or the last pipeline rank.
+    The rank holds its layers, and the embedding or the head if it is the first or the last pipeline rank.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
     """
     layout = job.layout
     first, last = job.layer_split
@@ -81,7 +93,13 @@ def local_parameters(view: ModelView, job: Job) -> float:
 
 
 def state_bytes(view: ModelView, job: Job, framework: Framework) -> StateBytes:
-    """Bytes of the fullest rank's states on the device; what is offloaded is not counted."""
+    """Computes the bytes of the fullest rank's states on the device; what is offloaded is not counted.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+    """
     layout = job.layout
     local = local_parameters(view, job)
     share = trained_parameters(view, job) / view.total_parameters
@@ -160,13 +178,18 @@ FUSED_LOSS_CHUNKS = 8
 
 
 def layer_bytes(view: ModelView, job: Job, framework: Framework) -> float:
-    """Bytes of the activations of one layer and micro-batch without recomputation, without attention scores.
+    """Computes the bytes of the activations of one layer and micro-batch without recomputation.
 
-    They are the layer's widths times the framework's bytes: hidden (norms and residuals), queries and the attention's
-    output, keys and values, the MLP, and the copies of a token that its experts get. The bytes are those of
-    Korthikanti et al., arXiv 2205.05198, section 4.1, for Megatron; for Hugging Face's layers 26 to 28 h + 8 f, and
-    4 h more for each expert, measured with torch's MemTracker. Sequence parallelism splits the hidden part too. With
-    frozen weights the input of the MLP's last matrix is not kept.
+    Attention scores are not counted. The activations are the layer's widths times the framework's bytes: hidden (norms
+    and residuals), queries and the attention's output, keys and values, the MLP, and the copies of a token that its
+    experts get. The bytes are those of Korthikanti et al., arXiv 2205.05198, section 4.1, for Megatron; for Hugging
+    Face's layers they are 26 to 28 h + 8 f, and 4 h more for each expert, measured with torch's MemTracker. Sequence
+    parallelism splits the hidden part too. With frozen weights the input of the MLP's last matrix is not kept.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
     """
     tp = job.layout.tp
     mlp = framework.kept_f if view.gated else framework.kept_f_plain
@@ -182,11 +205,15 @@ def layer_bytes(view: ModelView, job: Job, framework: Framework) -> float:
 
 
 def selective_bytes(view: ModelView, job: Job) -> float:
-    """Bytes that selective recomputation keeps of one layer and micro-batch.
+    """Computes the bytes that selective recomputation keeps of one layer and micro-batch.
 
     It keeps the layer's input, the attention's output, and every second matrix product (queries, values, the MLP's
     first, and the last of a gated MLP), 2 bytes each, as torchtitan's policy and hfscale/recipe/arguments.py do. A
     compiled backward pass does not read the output of the last product.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
     """
     tp = job.layout.tp
     boundary = view.hidden / (tp if job.sequence_parallel else 1)
@@ -195,11 +222,16 @@ def selective_bytes(view: ModelView, job: Job) -> float:
 
 
 def megatron_dropped(view: ModelView, job: Job, framework: Framework) -> float:
-    """Bytes that Megatron's selective recomputation drops of one layer and micro-batch, besides the attention scores.
+    """Computes the bytes that Megatron's selective recomputation drops of one layer and micro-batch.
 
-    Of a dense model it drops nothing else. Of a mixture of experts it drops the outputs of norms and activation
-    functions, and latent attention's queries, keys and values, which are expanded again (`--recompute-modules
-    layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3).
+    Attention scores, which it drops too, are not counted. Of a dense model it drops nothing else. Of a mixture of
+    experts it drops the outputs of norms and activation functions, and latent attention's queries, keys and values,
+    which are expanded again (`--recompute-modules layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3).
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
     """
     if view.experts == 1:
         return 0.0
@@ -213,11 +245,16 @@ def megatron_dropped(view: ModelView, job: Job, framework: Framework) -> float:
 
 
 def kept_and_working(view: ModelView, job: Job, framework: Framework) -> tuple[float, float]:
-    """Bytes of one layer and micro-batch under the job's recomputation.
+    """Computes the bytes of one layer and micro-batch under the job's recomputation.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
 
     Returns:
-        `tuple`: Bytes kept until the backward pass, and further bytes that exist only while the layer's backward pass
-        runs.
+        `tuple[float, float]`: Bytes kept until the backward pass, and further bytes that exist only while the layer's
+            backward pass runs.
     """
     all_activations = layer_bytes(view, job, framework) + _gathered_inputs(view, job, framework)
     tp = job.layout.tp
@@ -249,11 +286,14 @@ def _gathered_inputs(view: ModelView, job: Job, framework: Framework) -> float:
 
 
 def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
-    """Micro-batches whose activations a pipeline rank holds at once: the first rank, or with `last` the one with the
-    head.
+    """Counts the micro-batches whose activations the first or the last pipeline rank holds at once.
 
     The formulas are those of `hfscale.facts.schedules.in_flight`, except that the last rank of an interleaved schedule
     holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section 2.2).
+
+    Args:
+        job (`Job`): The run.
+        last (`bool`): Whether to count those of the rank with the head instead of the first rank.
     """
     pp = job.layout.pp
     m = job.micro_batches
@@ -267,7 +307,7 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
 
 
 def layers_in_flight(job: Job) -> float:
-    """Layers times micro-batches in flight on the pipeline rank where this product is largest."""
+    """Computes layers times micro-batches in flight on the pipeline rank where this product is largest."""
     if job.rank_layers is None:
         return micro_batches_in_flight(job) * job.layer_split[0]
     pp = job.layout.pp
@@ -280,7 +320,13 @@ def layers_in_flight(job: Job) -> float:
 
 
 def loss_bytes(view: ModelView, job: Job, framework: Framework) -> float:
-    """Bytes of the logits, their log-probabilities and their gradient at the peak of the cross-entropy."""
+    """Computes the bytes of the logits, their log-probabilities and their gradient at the peak of the cross-entropy.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+    """
     logits = job.tokens * view.shape.vocab / (job.layout.tp if job.loss_parallel else 1)
     if job.fused_loss:
         return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * view.hidden
@@ -302,7 +348,7 @@ DEEPSPEED_BUCKET_BYTES = 3e9
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peak memory of the fullest rank by part, GiB."""
+    """Holds the peak memory of the fullest rank by part, in GiB."""
 
     parameters: float
     """Parameters, after sharding."""
@@ -334,15 +380,31 @@ class Memory:
 
 
 def allocated_gib(memory: Memory, common: SharedConstants | None = None) -> float:
-    """The part of a peak that `torch.cuda.max_memory_allocated` reports, GiB.
+    """Computes the part of a peak that `torch.cuda.max_memory_allocated` reports, in GiB.
 
-    It includes neither what the allocator reserves beyond it nor what the allocator does not see.
+    It includes neither what the allocator reserves in addition nor memory outside the allocator.
+
+    Args:
+        memory (`Memory`): The peak.
+        common (`SharedConstants`, *optional*): Constants of hardware and networks; by default those of
+            `frameworks.toml`.
     """
     return (memory.total - memory.context) / (common or shared_constants()).fragmentation
 
 
 def memory_of(view: ModelView, job: Job, framework: Framework, common: SharedConstants | None = None) -> Memory:
-    """Peak memory of the fullest rank."""
+    """Estimates the peak memory of the fullest rank by part, in GiB.
+
+    Args:
+        view (`ModelView`): The model.
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+        common (`SharedConstants`, *optional*): Constants of hardware and networks; by default those of
+            `frameworks.toml`.
+
+    Raises:
+        `UsageError`: The LoRA rank is below 1.
+    """
     common = common or shared_constants()
     states = state_bytes(view, job, framework)
     activations, loss, gradients, buffers = _peak(view, job, framework, states.gradients)
@@ -359,7 +421,7 @@ def memory_of(view: ModelView, job: Job, framework: Framework, common: SharedCon
 
 
 def groups(job: Job) -> int:
-    """Number of process groups of a rank, each with communication buffers of its own.
+    """Counts the process groups of a rank, each of which has communication buffers of its own.
 
     There is one of all ranks; with several axes one per axis; with a pipeline one of its first and last rank, which
     share the embedding.
@@ -443,7 +505,7 @@ def _buffer_bytes(view: ModelView, job: Job, framework: Framework) -> tuple[floa
 
 
 def host_gib(job: Job) -> float:
-    """CPU memory that offload needs per GPU, GiB.
+    """Computes the CPU memory that offload needs per GPU, in GiB.
 
     The states take 12 bytes per trained parameter, or 16 with parameters and gradients (Ren et al., ZeRO-Offload,
     arXiv 2101.06840).

@@ -8,7 +8,7 @@ from hfscale.facts.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A weight matrix of a layer, or one such matrix per expert."""
+    """Describes a weight matrix of a layer, or one such matrix per expert."""
 
     inputs: int
     """Width of its input."""
@@ -24,7 +24,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """A kind of layers that cost the same."""
+    """Describes a kind of layers that cost the same."""
 
     share: float
     """Fraction of the model's layers that are of this kind."""
@@ -37,7 +37,11 @@ class LayerKind:
 
 
 class ModelView:
-    """The numbers of a `ModelShape` that every estimate needs, computed once."""
+    """Computes once the numbers of a model that every estimate needs. Use `view_of`, which caches it.
+
+    Args:
+        shape (`ModelShape`): The model.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
@@ -87,8 +91,17 @@ class ModelView:
         return tuple(kinds)
 
     def lora_parameters(self, rank: int) -> float:
-        """Parameters of adapters of this rank on every linear layer; in a mixture of experts on the attention's output
-        projection alone, because adapters of experts cannot be counted."""
+        """Counts the parameters of adapters on every linear layer.
+
+        In a mixture of experts they are counted on the attention's output projection alone, because adapters of
+        experts cannot be counted.
+
+        Args:
+            rank (`int`): Rank of the adapters.
+
+        Raises:
+            `UsageError`: The rank is below 1.
+        """
         if rank not in self._lora:
             modules = "all-linear" if self.shape.moe is None else [self.shape.attention.linears[-1].path]
             self._lora[rank] = float(self.shape.lora_parameters(rank, modules))
@@ -147,5 +160,5 @@ class ModelView:
 
 @lru_cache(maxsize=512)
 def view_of(shape: ModelShape) -> ModelView:
-    """The cached view of a shape."""
+    """Returns the cached view of a shape."""
     return ModelView(shape)

@@ -15,9 +15,9 @@ from hfscale.planner.frameworks import SharedConstants
 
 
 def exposed_s(traffic: float, compute: float, overlap: float) -> float:
-    """The part of a communication that a computation at the same time does not hide, in seconds.
+    """Computes the part of a communication, in seconds, that a computation at the same time does not hide.
 
-    It is what exceeds the computation, and for contention at least a fraction of the communication.
+    It is what exceeds the computation, and because of contention at least a fraction of the communication.
 
     Args:
         traffic (`float`): Seconds of the communication alone.
@@ -37,7 +37,7 @@ directions at once."""
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A group of `size` ranks that communicate, each `stride` ranks after the previous one."""
+    """Describes a group of `size` ranks that communicate, each `stride` ranks after the previous one."""
 
     size: int
     """Number of ranks."""
@@ -47,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The links between the devices of a job."""
+    """Describes the links between the devices of a job, and computes the duration of collectives over them."""
 
     link_bytes_s: float
     """Bandwidth of one device inside its node, one direction, bytes/s."""
@@ -60,7 +60,10 @@ class Network:
 
     @classmethod
     def of(cls, gpu: Accelerator, *, node_size: int, network_gb_s: float | None, shared: SharedConstants) -> "Network":
-        """The network that connects nodes of `gpu`.
+        """Creates the network that connects nodes of `gpu`.
+
+        Bandwidths and latencies that were measured on the device are used instead of datasheet numbers and shared
+        constants, except that `network_gb_s` takes precedence over a measured bandwidth.
 
         Args:
             gpu (`Accelerator`): The device.
@@ -70,7 +73,7 @@ class Network:
             shared (`SharedConstants`): Constants of links and networks.
 
         Raises:
-            `UsageError`: The given bandwidth is not above 0.
+            `UsageError`: The given bandwidth is not above 0 and finite.
         """
         if network_gb_s is not None and not 0 < network_gb_s < math.inf:
             raise UsageError(
@@ -78,7 +81,7 @@ class Network:
             )
         link = gpu.link_gb_s or (gpu.host_gb_s or 16.0) * PEER_TO_PEER_PCIE
         card = network_gb_s or gpu.network_gb_s or DEFAULT_NETWORK_GB_S
-        # A measured bandwidth (`hfscale plan --calibrate`) is reached; of a datasheet's a fraction is.
+        # A measured bandwidth (`hfscale plan --calibrate`) is reached in full, a datasheet's only in part.
         if gpu.achieved_link_gb_s:
             link, shared = gpu.achieved_link_gb_s, replace(shared, link_rate=1.0)
         if gpu.achieved_network_gb_s and network_gb_s is None:
@@ -90,11 +93,11 @@ class Network:
         return cls(link_bytes_s=link * 1e9, card_bytes_s=card * 1e9, node_size=node_size, shared=shared)
 
     def per_node(self, group: Group) -> int:
-        """Number of members of a group that share a node."""
+        """Counts the members of a group that share a node."""
         return max(1, min(group.size, self.node_size // group.stride))
 
     def bandwidth(self, group: Group) -> float:
-        """Bytes per second that a ring over the group moves past each rank."""
+        """Computes the bytes per second that a ring over the group moves past each rank."""
         inside = self.link_bytes_s * self.shared.link_rate
         local = self.per_node(group)
         if local >= group.size:
@@ -102,19 +105,33 @@ class Network:
         return min(inside, local * self.card_bytes_s * self.shared.network_rate)
 
     def gather_s(self, total_bytes: float, group: Group) -> float:
-        """Seconds of an all-gather or reduce-scatter whose gathered buffer has `total_bytes`."""
+        """Computes the seconds of an all-gather or a reduce-scatter.
+
+        Args:
+            total_bytes (`float`): Bytes of the gathered buffer.
+            group (`Group`): The ranks that communicate.
+        """
         if group.size <= 1 or total_bytes <= 0:
             return 0.0
         moved = total_bytes * (group.size - 1) / group.size
         return moved / self.bandwidth(group) + self.latency(group)
 
     def reduce_s(self, total_bytes: float, group: Group) -> float:
-        """Seconds of an all-reduce of `total_bytes`."""
+        """Computes the seconds of an all-reduce.
+
+        Args:
+            total_bytes (`float`): Bytes of the buffer that every rank holds.
+            group (`Group`): The ranks that communicate.
+        """
         return 2 * self.gather_s(total_bytes, group)
 
     def exchange_s(self, total_bytes: float, group: Group) -> float:
-        """Seconds of an all-to-all in which each rank holds `total_bytes`. Only what leaves the node is sent over the
-        network."""
+        """Computes the seconds of an all-to-all. Only what leaves the node is sent over the network.
+
+        Args:
+            total_bytes (`float`): Bytes that each rank holds.
+            group (`Group`): The ranks that communicate.
+        """
         if group.size <= 1 or total_bytes <= 0:
             return 0.0
         local = self.per_node(group)
@@ -123,7 +140,7 @@ class Network:
         return max(inside, outside) + self.latency(group)
 
     def routed_s(self, copy_bytes: float, group: Group, *, copies: int, nodes: float) -> float:
-        """Seconds to send every token of a rank to the ranks of its `copies` experts, or their outputs back.
+        """Computes the seconds to send every token of a rank to the ranks of its experts, or their outputs back.
 
         A token crosses the network once for each node that holds some of its experts, and is forwarded over that
         node's own links; both happen at the same time (DeepSeek-V3, arXiv 2412.19437, section 3.2.2; DeepEP).
@@ -146,13 +163,21 @@ class Network:
         return max(inside, outside) + self.latency(group)
 
     def send_s(self, total_bytes: float, stride: int) -> float:
-        """Seconds to send `total_bytes` to the rank at distance `stride`."""
+        """Computes the seconds to send data to one other rank.
+
+        Args:
+            total_bytes (`float`): Bytes to send.
+            stride (`int`): Distance to the other rank, in ranks. If it is less than a node's size, the data stays in
+                the node.
+        """
         if stride < self.node_size:
             return total_bytes / (self.link_bytes_s * self.shared.link_rate) + self.shared.hop_s
         return total_bytes / (self.card_bytes_s * self.shared.network_rate) + self.shared.network_hop_s
 
     def latency(self, group: Group) -> float:
-        """Seconds that the steps of a ring take without any bytes: one per rank inside nodes, one per node between
-        them."""
+        """Computes the seconds that the steps of a ring take without any bytes.
+
+        There is one step per rank inside nodes, and one per node between them.
+        """
         nodes = group.size / self.per_node(group)
         return (group.size - 1) * self.shared.hop_s + (nodes - 1) * self.shared.network_hop_s

@@ -28,7 +28,7 @@ MOST_GPUS = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A layout that fits, with its cost where the number of tokens is known."""
+    """Holds a layout that fits, with its cost where the number of tokens is known."""
 
     estimate: Estimate
     """Memory and time."""
@@ -49,7 +49,7 @@ class Choice:
         return self.costs[0].usd if self.costs else None
 
     def to_dict(self) -> dict[str, Any]:
-        """One element of `choices` in the JSON of `hfscale plan --json`."""
+        """Returns one element of `choices` in the JSON of `hfscale plan --json`, as a dictionary."""
         job = self.estimate.job
         return {
             "strategy": strategy_of(job),
@@ -76,7 +76,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of `plan`."""
+    """Holds the result of `plan`."""
 
     model: str
     """The model's name as it was given."""
@@ -115,7 +115,7 @@ class Plan:
         return [f"{', '.join(numbers)}: {reason}" for reason, numbers in found.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON that `hfscale plan --json` prints."""
+        """Returns the content that `hfscale plan --json` prints, as a dictionary."""
         shape = self.request.shape
         gpu = self.request.gpu
         return {
@@ -178,10 +178,15 @@ def plan(
         objective (`str`): What to rank by: `time`, `cost` or `gpus` (fewest).
         top (`int`): Number of choices to return.
         min_gpus (`bool`): Whether to search for the fewest GPUs too.
-        deadline_hours, budget_usd (`float`, *optional*): Leave out choices that take longer or cost more.
-        usd_per_gpu_hour (`float`, *optional*): Your price, used instead of the providers'.
-        spot_interruptions (`float`, *optional*): Preemptions per spot node and hour.
-        prices (`Path`, *optional*): A price list of your own.
+        deadline_hours (`float`, *optional*): Longest duration of the run, hours; choices that take longer are left
+            out.
+        budget_usd (`float`, *optional*): Highest cost of the run, USD; choices that cost more, or whose cost is not
+            known, are left out.
+        usd_per_gpu_hour (`float`, *optional*): Your price, USD per GPU and hour, used instead of the providers'.
+        spot_interruptions (`float`, *optional*): Preemptions per spot node and hour; by default
+            `hfscale.planner.cost.SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
+        prices (`Path`, *optional*): A price list of your own; by default `hfscale.facts.prices.user_price_file()`, if
+            it exists.
         hardware (`Path`, *optional*): A file written by `hfscale plan --calibrate`; by default the user's own.
         gpus_per_node (`int`): GPUs that NVLink or PCIe connects.
         seq_len (`int`): Tokens per sequence.
@@ -197,8 +202,12 @@ def plan(
             vendor's reference node.
 
     Raises:
-        `UsageError`: A name, an option or a size is wrong.
-        `LayoutError`: The number of GPUs cannot be planned for.
+        `UsageError`: An option is unknown or out of range, or the number of tokens is needed and missing.
+        `LayoutError`: The number of GPUs or another size cannot be planned for.
+        `UnknownHardwareError`: The GPU is in no table.
+        `UnsupportedModelError`: The model cannot be found, or its family or a key of its config is not supported.
+        `ConfigFileError`: The model config, the price list or the hardware file cannot be read, or is wrong.
+        `MissingDependencyError`: The model is on the hub, and huggingface_hub is not installed.
     """
     if objective not in get_args(Objective):
         raise UsageError(f"--objective is {objective!r}: use one of {', '.join(get_args(Objective))}")
@@ -300,7 +309,7 @@ class _Pricing:
     budget_usd: float | None
 
     def choices(self, estimates: Sequence[Estimate]) -> list[Choice]:
-        """The estimates with their costs, those over the limits left out."""
+        """Computes the costs of the estimates, and leaves out those over the limits."""
         return [choice for choice in map(self._choice, estimates) if self._keeps_limits(choice)]
 
     def _choice(self, item: Estimate) -> Choice:
@@ -334,7 +343,7 @@ class _Pricing:
         return self.budget_usd is None or (choice.usd is not None and choice.usd <= self.budget_usd)
 
     def over_the_limits(self, estimates: Sequence[Estimate]) -> Rejected:
-        """Why none of the layouts that fit is a choice."""
+        """Explains why none of the layouts that fit is a choice."""
         limits = [f"the deadline of {self.deadline_hours:g} hours"] if self.deadline_hours is not None else []
         limits += [f"the budget of {self.budget_usd:,.0f} USD"] if self.budget_usd is not None else []
         best = estimates[0].job

@@ -57,7 +57,7 @@ Candidate = tuple[ParallelLayout, int, Offload]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be planned for."""
+    """Describes what is to be planned for."""
 
     shape: ModelShape
     """The model."""
@@ -91,7 +91,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A layout, or a kind of layouts, that does not work."""
+    """Describes a layout, or a kind of layouts, that does not work, and why."""
 
     layout: ParallelLayout
     """The layout, or an example of the kind."""
@@ -104,11 +104,16 @@ class Rejected:
 
 
 def usual_batch(request: PlanRequest, gpus: int) -> int:
-    """Sequences per step where none are given: a multiple of the GPUs where there are enough sequences.
+    """Returns the sequences per step that are used where the request has no global batch.
 
-    For full training 4M tokens as for Llama 2; 16M from 4,096 GPUs on as for Llama 3 405B (arXiv 2407.21783, section
-    3.4.1); 64M from 1,024 GPUs on for mixtures of many small experts as for DeepSeek-V3 (15,360 x 4,096; arXiv
-    2412.19437, section 4.2). For adapters 128 sequences.
+    It is a multiple of the number of GPUs if there are at least as many sequences as GPUs, and otherwise a power of
+    two. For full training it is about 4M tokens as for Llama 2; 16M from 4,096 GPUs on as for Llama 3 405B (arXiv
+    2407.21783, section 3.4.1); 64M from 1,024 GPUs on for mixtures of many small experts as for DeepSeek-V3 (15,360 x
+    4,096; arXiv 2412.19437, section 4.2). For adapters it is about 128 sequences.
+
+    Args:
+        request (`PlanRequest`): What is planned for, of which the method, the model and the sequence length are used.
+        gpus (`int`): Number of GPUs.
     """
     if request.method != "full":
         wanted = 128
@@ -123,11 +128,17 @@ def usual_batch(request: PlanRequest, gpus: int) -> int:
 def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Rejected]]:
     """Estimates every layout of `gpus` devices. Layouts with offload are tried only if no other fits.
 
+    Args:
+        request (`PlanRequest`): What is planned for; its own number of GPUs is not used.
+        gpus (`int`): Number of GPUs that every layout uses.
+
     Returns:
-        `tuple`: The best estimate of every layout that fits, fastest first, and the layouts that do not work.
+        `tuple[list[Estimate], list[Rejected]]`: The best estimate of every layout that fits, fastest first, and the
+            layouts that do not work.
 
     Raises:
         `LayoutError`: The number of GPUs is not a multiple of the GPUs per node.
+        `UsageError`: The bandwidth between nodes is not above 0, or no peak of the device is known for the precision.
     """
     if gpus > request.gpus_per_node and gpus % request.gpus_per_node:
         down = gpus // request.gpus_per_node * request.gpus_per_node
@@ -158,14 +169,24 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
 
 
 def offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
-    """Layouts that keep states in the CPU's memory: ZeRO-2 and ZeRO-3 with offload."""
+    """Yields layouts that keep states in the CPU's memory: ZeRO-2 and ZeRO-3 with offload, in the framework `hf` only.
+
+    Args:
+        request (`PlanRequest`): What is planned for, of which the framework is used.
+        gpus (`int`): Number of GPUs that every layout uses.
+    """
     if request.framework == "hf":
         yield ParallelLayout(dp_replicate=gpus), 2 if gpus > 1 else 0, "optimizer"
         yield ParallelLayout(dp_shard=gpus), 3, "full"
 
 
 def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
-    """Layouts without offload that the framework can run, the simplest first."""
+    """Yields the layouts without offload that the framework can run, the simplest first.
+
+    Args:
+        request (`PlanRequest`): What is planned for; its own number of GPUs is not used.
+        gpus (`int`): Number of GPUs that every layout uses.
+    """
     shape = request.shape
     node = request.gpus_per_node
     for tp in _powers_of_two(min(node, gpus)):
@@ -204,7 +225,7 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _pipeline_sizes(layers: int, ranks: int) -> list[int]:
-    """Pipeline sizes whose fullest rank, which sets the pace of all, has little more than its share of the layers."""
+    """Pipeline sizes whose fullest rank, which determines the speed of all, has little more than its share of the layers."""
     possible = range(2, min(layers, ranks, MOST_STAGES) + 1)
     return [1, *(pp for pp in possible if ranks % pp == 0 and -(-layers // pp) * pp <= MOST_UNEVEN * layers)]
 

@@ -42,16 +42,28 @@ ASPECT = 107
 
 
 def text_of(row: Mapping[str, str], key: str) -> str:
-    """The text of a cell without surrounding blanks; empty where the table has no such column."""
+    """Returns the text of a cell without surrounding blanks; empty where the table has no such column.
+
+    Args:
+        row (`Mapping[str, str]`): The cells of a row by column.
+        key (`str`): The column.
+    """
     cell = row.get(key)
     return cell.strip() if cell else ""
 
 
 def number(row: Mapping[str, str], key: str) -> float | None:
-    """A cell as a number above 0; None where it is blank.
+    """Reads a cell as a number above 0.
+
+    Args:
+        row (`Mapping[str, str]`): The cells of a row by column.
+        key (`str`): The column.
+
+    Returns:
+        `float`, *optional*: The number; None where the cell is blank.
 
     Raises:
-        `UsageError`: It is not a number above 0.
+        `UsageError`: The cell is not a number above 0.
     """
     text = text_of(row, key)
     return _number_of(key, text) if text else None
@@ -68,10 +80,17 @@ def _number_of(key: str, text: str) -> float:
 
 
 def integer(row: Mapping[str, str], key: str) -> int | None:
-    """A cell as an integer above 0, or also 0 for a ZeRO stage; None where it is blank.
+    """Reads a cell as an integer above 0, or also 0 for a ZeRO stage.
+
+    Args:
+        row (`Mapping[str, str]`): The cells of a row by column.
+        key (`str`): The column.
+
+    Returns:
+        `int`, *optional*: The integer; None where the cell is blank.
 
     Raises:
-        `UsageError`: It is something else.
+        `UsageError`: The cell is not such an integer.
     """
     text = text_of(row, key)
     if key == "zero" and text in ("0", "0.0"):
@@ -85,10 +104,14 @@ def integer(row: Mapping[str, str], key: str) -> int | None:
 
 
 def row_shape(row: Mapping[str, str]) -> ModelShape:
-    """The shape of a row's model.
+    """Infers the shape of a row's model from its widths, its name or its number of parameters.
+
+    Args:
+        row (`Mapping[str, str]`): The cells of a row by column.
 
     Raises:
-        `HfScaleError`: The widths are neither given nor can be inferred.
+        `UsageError`: A cell is not a number, or the widths are neither given nor can be inferred.
+        `UnsupportedModelError`: The widths do not fit together.
     """
     layers = integer(row, "layers")
     hidden = integer(row, "hidden")
@@ -216,7 +239,11 @@ LARGEST_SHARE_GB_S = 200.0
 
 
 def precision_of(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
-    """Format of the matrix products, whether states are in this format too, and whether fp8 scales are per row.
+    """Reads the precision of a row; a blank cell is `bf16-mixed`.
+
+    Returns:
+        `tuple[Precision, bool, bool]`: Format of the matrix products, whether states are in this format too, and
+            whether fp8 scales are per row.
 
     Raises:
         `UsageError`: The precision is unknown.
@@ -235,7 +262,7 @@ def precision_of(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
 
 
 def recompute_of(row: Mapping[str, str]) -> Recompute | None:
-    """Activation recomputation; None where the column is blank.
+    """Reads the activation recomputation of a row; returns None where the column is blank.
 
     Raises:
         `UsageError`: The kind is unknown.
@@ -250,10 +277,14 @@ def recompute_of(row: Mapping[str, str]) -> Recompute | None:
 
 
 def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
-    """Which parameters train, and the column this was inferred from, None if it is the column `method`.
+    """Reads or infers which parameters train.
 
-    A table without that column may name adapters in the model's name, the precision, or a note outside of brackets
-    (`LoRA fine-tune`).
+    A table without the column `method` may name adapters in the model's name, the precision, the recomputation, or a
+    note outside of brackets (`LoRA fine-tune`).
+
+    Returns:
+        `tuple[Method, str | None]`: The method, and the column that it was inferred from; None if that is the column
+            `method`, or if nothing indicates adapters.
     """
     text = text_of(row, "method").lower()
     if text:
@@ -270,7 +301,11 @@ def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
 
 
 def gpu_of(row: Mapping[str, str]) -> tuple[str, str | None]:
-    """The GPU's name, and an assumption about it, if any: a power limit without a number is ignored."""
+    """Reads the name of the GPU; a power limit without a number is ignored.
+
+    Returns:
+        `tuple[str, str | None]`: The name, and an assumption about it, or None.
+    """
     text = text_of(row, "gpu_type")
     if "power" not in text.lower():
         return text, None
@@ -279,14 +314,16 @@ def gpu_of(row: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def is_allocated(row: Mapping[str, str]) -> bool:
-    """Whether the row's peak memory is that of tensors alone (`max_memory_allocated`, `active`), by its column
-    `measure`."""
+    """Returns whether the row's peak memory is that of tensors alone, by its column `measure`.
+
+    Such a peak is that of `max_memory_allocated`, or of torch's `active` memory.
+    """
     measure = text_of(row, "measure").lower()
     return "allocated" in measure or "active" in measure
 
 
 def assumed(row: Mapping[str, str]) -> list[str]:
-    """What was inferred from a row that no column of its own states, a line each."""
+    """Lists what was inferred from a row that no column of its own states, one line each."""
     method, column = method_of(row)
     assumptions = [f"method {method}, from the column {column}"] if column else []
     power = gpu_of(row)[1]
@@ -294,13 +331,14 @@ def assumed(row: Mapping[str, str]) -> list[str]:
 
 
 def interconnect_gb_s(text: str) -> float | None:
-    """GB/s per GPU and direction in a text such as `50 GB/s`, `400Gb/s per GPU`, `3.2Tbps` or `8x400Gb`.
+    """Reads GB/s per GPU and direction in a text such as `50 GB/s`, `400Gb/s per GPU`, `3.2Tbps` or `8x400Gb`.
 
-    A total per node, that is a number of cards, terabits or more than a single GPU can have, is divided by eight.
+    A total per node, that is a number of cards, terabits or more than a single GPU can have, is divided by eight. A
+    number without a unit is in GB/s.
 
     Returns:
         `float`, *optional*: The bandwidth; None for a kind of network without a number (`InfiniBand`), which stands
-        for that of the reference node.
+            for that of the reference node.
 
     Raises:
         `UsageError`: The text has a number that is not a bandwidth.
@@ -327,10 +365,16 @@ REQUIRED = ("model", "seq_len", "gpus", "gpu_type")
 
 
 def job_of(row: Mapping[str, str]) -> Job:
-    """The job of a row.
+    """Reads a row as a job, and infers what the row leaves blank.
+
+    Args:
+        row (`Mapping[str, str]`): The cells of a row by column.
 
     Raises:
-        `HfScaleError`: A value is missing, is not a number, or does not fit the others.
+        `UnknownHardwareError`: The GPU is in no table.
+        `LayoutError`: The number of GPUs or the sequence length is blank, or sizes do not fit together.
+        `UnsupportedModelError`: The model's widths do not fit together.
+        `UsageError`: A cell is not a number, or a name is unknown.
     """
     gpu = accelerator(gpu_of(row)[0])
     gpus = integer(row, "gpus") or _product(row)
@@ -447,13 +491,17 @@ def _all_blank(row: Mapping[str, str], *keys: str) -> bool:
 
 
 def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
-    """The framework that a row's columns indicate.
+    """Infers the framework that a row's columns indicate.
 
     - `titan`: torchao's spelling of fp8 (`float8`), a compiled model, or torchtitan's kinds of selective recomputation
       (`-op`, `-layer`);
     - `megatron`: otherwise, Transformer Engine's fp8 (`TE`), tensor or pipeline parallelism, or data parallelism that
       shards no parameters on more than one GPU;
     - `hf`: sharded data parallelism in eager mode; `titan` where the column `compile` is blank.
+
+    Args:
+        row (`Mapping[str, str]`): The cells of a row by column.
+        layout (`ParallelLayout`): Ranks along each axis.
     """
     precision = text_of(row, "precision").lower()
     ac = text_of(row, "ac").lower()
@@ -471,8 +519,18 @@ def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
 
 
 def is_before_flash(row: Mapping[str, str], gpu: Accelerator, framework: str) -> bool:
-    """Whether a run keeps attention scores in memory, as before flash attention (2022): Megatron on Ampere or Volta
-    with fp16, or with full recomputation of short sequences."""
+    """Returns whether a run keeps attention scores in memory, as before flash attention (2022).
+
+    These are runs of Megatron on Ampere or Volta with fp16, or with full recomputation of short sequences.
+
+    Args:
+        row (`Mapping[str, str]`): The cells of a row by column.
+        gpu (`Accelerator`): The device.
+        framework (`str`): The training framework: `hf`, `titan` or `megatron`.
+
+    Raises:
+        `UsageError`: The sequence length is not an integer.
+    """
     if framework != "megatron" or (gpu.bf16_tflops or 0) > 400:
         return False
     precision = text_of(row, "precision").lower()

@@ -40,7 +40,7 @@ sockets)."""
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Duration of a step by part, seconds."""
+    """Holds the duration of a step by part, in seconds."""
 
     compute: float
     """Forward and backward passes and recomputation of all micro-batches on the slowest stage."""
@@ -58,13 +58,16 @@ class StepTime:
 
 
 def step_time(view: ModelView, job: Job, framework: Framework, shared: SharedConstants) -> StepTime:
-    """Duration of one optimizer step.
+    """Estimates the duration of one optimizer step by part, in seconds.
 
     Args:
         view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
         shared (`SharedConstants`): Constants of hardware and networks.
+
+    Raises:
+        `UsageError`: No peak of the device is known for the precision, or the bandwidth between nodes is not above 0.
     """
     network = Network.of(job.gpu, node_size=job.gpus_per_node, network_gb_s=job.network_gb_s, shared=shared)
     rates = Rates(job, framework, shared)
@@ -119,7 +122,7 @@ def _layer_compute(view: ModelView, layer: LayerTime, job: Job, framework: Frame
 
 
 def _selective_s(view: ModelView, layer: LayerTime, framework: Framework) -> float:
-    """Time of what selective recomputation computes again of a layer; `memory.kept_and_working` says what it keeps."""
+    """Time of what selective recomputation computes again of a layer; `memory.kept_and_working` describes what it keeps."""
     if framework.name == "megatron" and view.experts > 1:
         return view.expanding_share * layer.matmul + layer.elementwise
     return (
@@ -289,12 +292,12 @@ FP8_SCALE_BYTES = 4 / 128
 
 
 def expert_exchange_s(view: ModelView, job: Job, network: Network, compute: float) -> float:
-    """Exposed time of sending tokens to the ranks of their experts and back, forward and backward.
+    """Computes the exposed seconds of sending tokens to the ranks of their experts and back, forward and backward.
 
-    It is that of an average layer and one micro-batch. Without overlap every token is sent to each of its experts, and
-    the layer waits. With overlap, as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.2; Megatron-Core's
-    `--overlap-moe-expert-parallel-comm` with its `flex` dispatcher), a token is sent once to each node that holds some
-    of its experts, in 8 bits where the matrix products are, while another micro-batch is computed.
+    The result is that of an average layer and one micro-batch. Without overlap every token is sent to each of its
+    experts, and the layer waits. With overlap, as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.2;
+    Megatron-Core's `--overlap-moe-expert-parallel-comm` with its `flex` dispatcher), a token is sent once to each node
+    that holds some of its experts, in 8 bits where the matrix products are, while another micro-batch is computed.
 
     Args:
         view (`ModelView`): The model.
@@ -320,7 +323,7 @@ def expert_exchange_s(view: ModelView, job: Job, network: Network, compute: floa
 
 
 def nodes_of_a_token(view: ModelView, nodes: float) -> float:
-    """Most nodes that hold experts of one token.
+    """Computes the largest number of nodes that hold experts of one token.
 
     If the router selects experts from some groups only, these are the nodes that hold so many groups; otherwise all.
 
