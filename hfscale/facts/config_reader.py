@@ -30,8 +30,8 @@ TEXT_MODELS: Mapping[str, str] = {"gemma3": "gemma3_text"}
 def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Loads the config of the language model in `source`.
 
-    Of an image-and-text model in `TEXT_MODELS` only the language model's config is returned, without the vision tower
-    and its projector, which process images and not tokens.
+    If it is an image-and-text model in `TEXT_MODELS`, only the language model's config is returned, without the vision
+    tower and its projector, which process images and not tokens.
 
     Args:
         source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or its folder.
@@ -71,34 +71,33 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 class ModelConfig:
-    """A model's config, read by key with a checked type.
+    """Reads a model's config by key, and checks the type of each value.
 
     A missing key has the default of its model's class, as in transformers; a key that is `null` is None. Every error
     gives the model type, the key and how to fix it.
+
+    Args:
+        values (`Mapping`): The result of `load_config`.
+        defaults (`Mapping`): Defaults of the model's class for missing keys.
     """
 
     def __init__(self, values: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> None:
-        """
-        Args:
-            values (`Mapping`): The result of `load_config`.
-            defaults (`Mapping`): Defaults of the model's class for missing keys.
-        """
         self.model_type: str = values["model_type"]
         self._values = values
         self._defaults = defaults
 
     def get(self, key: str) -> Any:
-        """The raw value of `key` under any of its `ALIASES`; if it is missing, its default or None."""
+        """Returns the raw value of `key` under any of its `ALIASES`; if it is missing, its default or None."""
         for name in ALIASES.get(key, (key,)):
             if name in self._values:
                 return self._values[name]
         return self._defaults.get(key)
 
     def optional_count(self, key: str) -> int | None:
-        """An integer of at least 0; None if the key is missing or `null`.
+        """Reads an integer of at least 0; returns None if the key is missing or `null`.
 
         Raises:
-            `UnsupportedModelError`: The value is something else.
+            `UnsupportedModelError`: The value is something else, or too large to be correct.
         """
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -109,10 +108,10 @@ class ModelConfig:
         return value
 
     def count(self, key: str) -> int:
-        """An integer of at least 1.
+        """Reads an integer of at least 1.
 
         Raises:
-            `UnsupportedModelError`: The key is missing, or its value is something else.
+            `UnsupportedModelError`: The key is missing, or its value is something else or too large to be correct.
         """
         value = self.optional_count(key)
         if not value:
@@ -121,7 +120,7 @@ class ModelConfig:
         return value
 
     def flag(self, key: str) -> bool:
-        """A boolean.
+        """Reads a boolean.
 
         Raises:
             `UnsupportedModelError`: The key is missing and has no default, or its value is something else.
@@ -132,7 +131,7 @@ class ModelConfig:
         return value
 
     def items(self, key: str) -> list[Any] | None:
-        """A list; None if the key is missing or `null`.
+        """Reads a list; returns None if the key is missing or `null`.
 
         Raises:
             `UnsupportedModelError`: The value is something else.

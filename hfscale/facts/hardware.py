@@ -20,7 +20,7 @@ Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One device as torch sees it. A field for which there is no reliable source is None."""
+    """Describes one device as torch reports it. A field for which there is no reliable source is None."""
 
     name: str
     """Its name in hfscale, such as `H100-80GB`."""
@@ -78,7 +78,7 @@ class Accelerator:
 
 @cache
 def accelerators() -> tuple[Accelerator, ...]:
-    """All accelerators of `hardware.toml`, in the order of the file."""
+    """Reads all accelerators of `hardware.toml`, in the order of the file."""
     text = resources.files("hfscale.facts").joinpath("hardware.toml").read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = tomllib.loads(text)["accelerator"]
     for row in rows:
@@ -94,7 +94,7 @@ def _by_plain_name() -> dict[str, Accelerator]:
 
 @cache
 def accelerator(name: str) -> Accelerator:
-    """The accelerator of `hardware.toml` with this name or alias.
+    """Returns the accelerator of `hardware.toml` with this name or alias.
 
     Case, spaces, dashes, underscores and a remark in brackets, as in `B200 (cluster X)`, are ignored.
 
@@ -121,7 +121,7 @@ def _misspelt(plain: str, names: Iterable[str]) -> list[str]:
 
 
 def match_device_name(name: str) -> Accelerator | None:
-    """The accelerator that `torch.cuda.get_device_name()` calls `name`; None if it is not a known one.
+    """Returns the accelerator that `torch.cuda.get_device_name()` calls `name`; None if it is not a known one.
 
     A MIG slice, a laptop version or another reduced version does not match the accelerator whose name it contains.
     """
@@ -132,10 +132,17 @@ def match_device_name(name: str) -> Accelerator | None:
 
 
 def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
-    """Dense peak of matrix products in `dtype`, TFLOP/s; None if the device does not support it or no peak is known.
+    """Returns the dense peak of matrix products in `dtype`, TFLOP/s.
+
+    Args:
+        accelerator (`Accelerator`): The device.
+        dtype (`str`): Format of the matrix products: `bf16`, `fp16`, `fp8`, `tf32` or `fp32`.
+
+    Returns:
+        `float`, *optional*: The peak; None if the device does not support the format or no peak is known.
 
     Raises:
-        `UsageError`: `dtype` is not one of `bf16`, `fp16`, `fp8`, `tf32`, `fp32`.
+        `UsageError`: `dtype` is not one of these formats.
     """
     peaks: dict[str, float | None] = {
         "bf16": accelerator.bf16_tflops,
@@ -150,7 +157,7 @@ def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
 
 
 def plain_name(name: str) -> str:
-    """A name without case, spaces, dashes, underscores and remarks in brackets."""
+    """Returns a name in lower case without spaces, dashes, underscores and remarks in brackets."""
     return re.sub(r"\(.*\)|[\s_-]", "", name).casefold()
 
 
@@ -162,7 +169,7 @@ _REQUIRED = ("name", "memory_gib", "memory_tb_s", "source", "date")
 
 
 def user_hardware_file() -> Path:
-    """Path of the user's own hardware file, `$XDG_CONFIG_HOME/hfscale/hardware.toml`, which may not exist.
+    """Returns the path of the user's own hardware file, `$XDG_CONFIG_HOME/hfscale/hardware.toml`, which may not exist.
 
     `hfscale plan --calibrate` writes it with measured accelerators.
     """
@@ -171,7 +178,7 @@ def user_hardware_file() -> Path:
 
 
 def find_accelerator(name: str, path: Path | None = None) -> Accelerator:
-    """The accelerator called `name` in the user's hardware file, or else in `hardware.toml`.
+    """Returns the accelerator called `name` in the user's hardware file, or else in `hardware.toml`.
 
     Args:
         name (`str`): A name or an alias.
@@ -195,7 +202,7 @@ def find_accelerator(name: str, path: Path | None = None) -> Accelerator:
 
 
 def read_hardware_file(path: Path) -> tuple[Accelerator, ...]:
-    """The accelerators of a hardware file.
+    """Reads the accelerators of a hardware file.
 
     Raises:
         `ConfigFileError`: The file cannot be read, or a row is wrong.
@@ -205,7 +212,10 @@ def read_hardware_file(path: Path) -> tuple[Accelerator, ...]:
 
 
 def read_hardware_document(path: Path) -> dict[str, Any]:
-    """The unchecked content of a hardware file: rows of `accelerator`, and the measurements they come from.
+    """Reads a hardware file without checking its rows.
+
+    Returns:
+        `dict`: The content of the file: rows of `accelerator`, and the measurements that they come from.
 
     Raises:
         `ConfigFileError`: The file cannot be read, or is not TOML with lists of tables.

@@ -9,7 +9,7 @@ from hfscale.facts.families.family import ExpertFamily, Family, count, decide
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A weight matrix that tokens are multiplied by, or one such matrix per expert."""
+    """Describes a weight matrix that tokens are multiplied by, or one such matrix per expert."""
 
     path: str
     """Its path inside the layer in transformers, such as `self_attn.q_proj`."""
@@ -46,7 +46,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The attention of a layer, which is the same in all layers of a model."""
+    """Describes the attention of a layer, which is the same in all layers of a model."""
 
     heads: int
     """Query heads."""
@@ -71,7 +71,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MlpShape:
-    """The MLP of a dense layer."""
+    """Describes the MLP of a dense layer."""
 
     ffn: int
     """Inner width."""
@@ -90,7 +90,7 @@ class MlpShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeShape:
-    """The MLP of a mixture-of-experts layer."""
+    """Describes the MLP of a mixture-of-experts layer."""
 
     experts: int
     """Number of routed experts."""
@@ -125,7 +125,7 @@ class MoeShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParameters:
-    """Parameters of one layer, by part."""
+    """Holds the numbers of parameters of one layer, by part."""
 
     attention: int
     """Projections with their biases, norms of queries and keys, attention sinks."""
@@ -143,10 +143,15 @@ class LayerParameters:
 
 
 def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
-    """The attention of a config.
+    """Reads the attention of a config.
+
+    Args:
+        config (`ModelConfig`): The model's config.
+        family (`Family`): The row of its family.
 
     Raises:
-        `UnsupportedModelError`: A key is missing or wrong, or the heads do not divide the hidden size.
+        `UnsupportedModelError`: A key is missing or wrong, or the hidden size is not a multiple of the number of
+            heads.
     """
     if family.latent:
         return _latent_attention(config)
@@ -227,7 +232,11 @@ def _latent_attention(config: ModelConfig) -> AttentionShape:
 
 
 def mlp_shape(config: ModelConfig, family: Family) -> MlpShape:
-    """The MLP of a dense layer of `config`.
+    """Reads the MLP of a dense layer from a config.
+
+    Args:
+        config (`ModelConfig`): The model's config.
+        family (`Family`): The row of its family.
 
     Raises:
         `UnsupportedModelError`: A key is missing or wrong.
@@ -243,7 +252,11 @@ def mlp_shape(config: ModelConfig, family: Family) -> MlpShape:
 
 
 def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
-    """The MLP of a mixture-of-experts layer of `config`.
+    """Reads the MLP of a mixture-of-experts layer from a config.
+
+    Args:
+        config (`ModelConfig`): The model's config.
+        family (`ExpertFamily`): The experts of its family, `Family.experts`.
 
     Raises:
         `UnsupportedModelError`: A key is missing or wrong, or a token passes more experts than there are.

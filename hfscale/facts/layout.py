@@ -7,7 +7,7 @@ from hfscale.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of the five mesh axes. Their product is the number of processes.
+    """Holds the sizes of the five mesh axes. Their product is the number of processes.
 
     Raises:
         `LayoutError`: A size is not an integer of at least 1.
@@ -73,7 +73,7 @@ class ParallelLayout:
 
 
 def split_batch(global_batch_size: int, ranks: int, per_device: int) -> tuple[int, int] | None:
-    """Divide a global batch into a per-device batch and gradient-accumulation steps.
+    """Divides a global batch into a per-device batch and gradient-accumulation steps.
 
     Args:
         global_batch_size (`int`): Sequences per optimizer step.
@@ -82,7 +82,7 @@ def split_batch(global_batch_size: int, ranks: int, per_device: int) -> tuple[in
 
     Returns:
         `tuple[int, int] | None`: The largest per-device batch that fits and the accumulation steps, or None if the
-        global batch is not a multiple of `ranks`.
+            global batch is not a multiple of `ranks`.
     """
     per_rank, left_over = divmod(global_batch_size, ranks)
     if left_over or per_rank == 0:

@@ -48,7 +48,7 @@ _PLAIN = ("sgd", "lomo")
 
 @dataclass(frozen=True, kw_only=True)
 class LRScaling:
-    """The result of a rule."""
+    """Holds the result of a rule."""
 
     rule: str
     """The rule that was applied: `linear`, `sqrt`, `rubric` or `none` (`auto` is resolved)."""
@@ -136,7 +136,14 @@ def scale_learning_rate(
 
 
 def resolve_rule(rule: str, optimizer: str) -> str:
-    """The rule that `auto` stands for: `linear` for SGD, `sqrt` for adaptive optimizers. Other rules are returned.
+    """Returns the rule that `auto` stands for; other rules are returned as they are.
+
+    Args:
+        rule (`str`): One of `RULES`.
+        optimizer (`str`): Name of the optimizer as in `TrainingArguments.optim`, of its class, or of a DeepSpeed type.
+
+    Returns:
+        `str`: For `auto`, `linear` for SGD and `sqrt` for adaptive optimizers; otherwise `rule`.
 
     Raises:
         `UsageError`: The rule is `auto`, and no rule is known for the optimizer.

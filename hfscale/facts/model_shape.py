@@ -36,7 +36,10 @@ AttentionCount = Literal["full", "causal"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Properties of a language model that determine its memory and time. Created by `ModelShape.from_config`."""
+    """Describes the properties of a language model that determine its memory and time.
+
+    Create it with `ModelShape.from_config`.
+    """
 
     model_type: str
     """The model family, as in `config.json`."""
@@ -80,12 +83,12 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | Path) -> "ModelShape":
-        """Reads a model's shape.
+        """Reads a model's shape from its config.
 
         Args:
-            source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or its folder.
-                Missing optional keys have transformers' defaults; sizes must be present. Of an image-and-text model
-                whose `text_config` is known (`gemma3`), only the language model is read.
+            source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or its folder. Missing optional
+                keys have transformers' defaults; sizes must be present. If it is an image-and-text model whose
+                `text_config` is known (`gemma3`), only the language model is read.
 
         Raises:
             `ConfigFileError`: There is no such file, or it is not a model config.
@@ -122,7 +125,10 @@ class ModelShape:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def layer_parameters(self, layer: int) -> LayerParameters:
-        """Parameters of a layer, counted from 0.
+        """Counts the parameters of one layer by part.
+
+        Args:
+            layer (`int`): Index of the layer, from 0.
 
         Raises:
             `IndexError`: There is no such layer.
@@ -177,19 +183,19 @@ class ModelShape:
     def matmul_parameters(self) -> int:
         """Number of weights that one token is multiplied by, N_matmul.
 
-        The head is counted even if it is tied, the embedding look-up is not. Of the experts, `top_k` and the shared
-        one are counted.
+        The head is counted even if it is tied, the embedding look-up is not. `top_k` experts and the shared one are
+        counted.
         """
         ends = (*self._embedding_linears, *self._head_linears)
         return self._layer_matmul_parameters + sum(linear.matmul_parameters for linear in ends)
 
     def forward_flops_per_token(self, seq_len: float, *, attention: AttentionCount = "full") -> float:
-        """FLOPs of a forward pass: 2 N_matmul + attention.
+        """Computes the FLOPs of a forward pass per token: 2 N_matmul + attention.
 
         Args:
             seq_len (`float`): Tokens per sequence; for packed sequences of lengths l, their mean over tokens,
                 sum(l^2) / sum(l).
-            attention (`str`): `full` or `causal`, see `AttentionCount`.
+            attention (`str`): How the FLOPs of attention are counted: `full` or `causal`, see `AttentionCount`.
 
         Raises:
             `UsageError`: `seq_len` or `attention` is out of range.
@@ -199,11 +205,11 @@ class ModelShape:
     def flops_per_token(
         self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
     ) -> float:
-        """Model FLOPs of a training step per token, from which MFU is computed.
+        """Computes the model FLOPs of a training step per token, from which MFU is computed.
 
-        Training all parameters: 6 N_matmul + 12 c L H d S (PaLM, arXiv 2204.02311, appendix B), with c = 1 for `full`
-        and 1/2 for `causal`. With LoRA the frozen weights need no gradient of their own: 4 N_matmul + 6 N_lora +
-        the same attention.
+        Training all parameters takes 6 N_matmul + 12 c L H d S (PaLM, arXiv 2204.02311, appendix B), with c = 1 for
+        `full` and 1/2 for `causal`. With LoRA the frozen weights need no gradient of their own: 4 N_matmul + 6 N_lora
+        and the same attention.
 
         The attention term is the sum over layers of 3 x 2 H (d + d_v) S_layer, where d and d_v are the widths of a key
         and a value head (2d = d + d_v outside latent attention), and S_layer is the number of keys per query. With
@@ -211,10 +217,11 @@ class ModelShape:
         sequence of min(i, w) keys, which is S/2 without a window.
 
         Args:
-            seq_len (`float`): As in `forward_flops_per_token`.
-            attention (`str`): `full` or `causal`, see `AttentionCount`.
-            lora_parameters (`int`, *optional*): Trained LoRA parameters (`ModelShape.lora_parameters`) where all else
-                is frozen; None where all parameters train.
+            seq_len (`float`): Tokens per sequence; for packed sequences of lengths l, their mean over tokens,
+                sum(l^2) / sum(l).
+            attention (`str`): How the FLOPs of attention are counted: `full` or `causal`, see `AttentionCount`.
+            lora_parameters (`int`, *optional*): Number of trained LoRA parameters (`ModelShape.lora_parameters`) where
+                all else is frozen; None where all parameters train.
 
         Raises:
             `UsageError`: `seq_len` or `attention` is out of range.
@@ -227,11 +234,21 @@ class ModelShape:
     def hardware_flops_per_token(
         self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
     ) -> float:
-        """FLOPs of a training step with full activation recomputation per token, from which HFU is computed.
+        """Computes the FLOPs per token of a training step with full activation recomputation, for HFU.
 
-        Adds to `flops_per_token` a second forward pass of the layers (8/6 of their FLOPs when all parameters train:
+        It adds to `flops_per_token` a second forward pass of the layers (8/6 of their FLOPs when all parameters train:
         Korthikanti et al., arXiv 2205.05198, appendix A), including attention and LoRA, but not the head. Without
-        recomputation, HFU is MFU. Arguments and errors are those of `flops_per_token`.
+        recomputation, HFU is MFU.
+
+        Args:
+            seq_len (`float`): Tokens per sequence; for packed sequences of lengths l, their mean over tokens,
+                sum(l^2) / sum(l).
+            attention (`str`): How the FLOPs of attention are counted: `full` or `causal`, see `AttentionCount`.
+            lora_parameters (`int`, *optional*): Number of trained LoRA parameters (`ModelShape.lora_parameters`) where
+                all else is frozen; None where all parameters train.
+
+        Raises:
+            `UsageError`: `seq_len` or `attention` is out of range.
         """
         again = 2 * (self._layer_matmul_parameters + (lora_parameters or 0))
         model_flops = self.flops_per_token(seq_len, attention=attention, lora_parameters=lora_parameters)
@@ -252,10 +269,11 @@ class ModelShape:
     # -- LoRA ---------------------------------------------------------------------------------------------------------
 
     def lora_parameters(self, r: int, target_modules: Iterable[str] | Literal["all-linear"] = "all-linear") -> int:
-        """Parameters of rank-`r` LoRA adapters: r x (inputs + outputs) for each adapted matrix (arXiv 2106.09685).
+        """Counts the parameters of rank-`r` LoRA adapters.
 
-        The number equals that of PEFT 0.21. How PEFT adapts experts differs between families and versions, so in a
-        mixture of experts only adapters of attention (and `lm_head`) can be counted.
+        Each adapted matrix has r x (inputs + outputs) of them (arXiv 2106.09685). The number equals that of PEFT 0.21.
+        How PEFT adapts experts differs between families and versions, so in a mixture of experts only adapters of
+        attention (and `lm_head`) can be counted.
 
         Args:
             r (`int`): Rank.

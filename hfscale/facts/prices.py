@@ -19,7 +19,7 @@ STALE_DAYS = 90
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """A provider's price of a GPU, USD per GPU and hour."""
+    """Holds a provider's price of a GPU, in USD per GPU and hour."""
 
     provider: str
     """The provider's name."""
@@ -41,13 +41,13 @@ class Price:
     """When the price was read."""
 
     def age_days(self, today: datetime.date) -> int:
-        """Days since the price was read."""
+        """Returns the days since the price was read."""
         return (today - self.date).days
 
 
 @dataclass(frozen=True, kw_only=True)
 class Egress:
-    """A provider's price of data that is copied out to the internet."""
+    """Holds a provider's price of data that is copied out to the internet."""
 
     provider: str
     """The provider's name."""
@@ -60,25 +60,28 @@ class Egress:
 
 
 def user_price_file() -> Path:
-    """Path of the user's own price list, which may not exist."""
+    """Returns the path of the user's own price list, `$XDG_CONFIG_HOME/hfscale/prices.toml`, which may not exist."""
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "hfscale" / "prices.toml"
 
 
 @cache
 def shipped_prices() -> tuple[Price, ...]:
-    """The prices in hfscale's `prices.toml`."""
+    """Reads the prices in hfscale's `prices.toml`."""
     return _parse(*_shipped())
 
 
 def all_prices(path: Path | None = None) -> tuple[Price, ...]:
-    """hfscale's prices and the user's. A user's row replaces the shipped row of the same provider, GPU and region.
+    """Reads hfscale's prices and the user's.
+
+    A user's row replaces the shipped row of the same provider, GPU and region.
 
     Args:
         path (`Path`, *optional*): The user's price list; by default `user_price_file()`, if it exists.
 
     Raises:
         `ConfigFileError`: The file cannot be read, or a row is wrong.
+        `UnknownHardwareError`: The GPU of a row is in no table.
     """
     merged = {(row.provider.casefold(), row.gpu, row.region): row for row in shipped_prices()}
     for row in _parse(*own) if (own := _own(path)) else ():
@@ -87,7 +90,17 @@ def all_prices(path: Path | None = None) -> tuple[Price, ...]:
 
 
 def all_egress(path: Path | None = None) -> dict[str, Egress]:
-    """Egress prices by provider, in lower case; argument and errors are those of `all_prices`."""
+    """Reads hfscale's egress prices and the user's. A user's row replaces the shipped row of the same provider.
+
+    Args:
+        path (`Path`, *optional*): The user's price list; by default `user_price_file()`, if it exists.
+
+    Returns:
+        `dict[str, Egress]`: The egress prices by provider, in lower case.
+
+    Raises:
+        `ConfigFileError`: The file cannot be read, or a row is wrong.
+    """
     rows = [row for text, where in filter(None, (_shipped(), _own(path))) for row in _parse_egress(text, where)]
     return {row.provider.casefold(): row for row in rows}
 
@@ -110,7 +123,12 @@ def _own(path: Path | None) -> tuple[str, str] | None:
 
 
 def prices_of(gpu: Accelerator, prices: tuple[Price, ...]) -> tuple[Price, ...]:
-    """The prices of a GPU, sorted by on-demand price; rows with only a spot price come last."""
+    """Selects the prices of a GPU, sorted by on-demand price; rows with only a spot price come last.
+
+    Args:
+        gpu (`Accelerator`): The GPU. For a measured device these are the prices of its `base` too.
+        prices (`tuple[Price, ...]`): The prices of all GPUs (`all_prices`).
+    """
     rows = [row for row in prices if row.gpu in (gpu.name, gpu.base)]
     return tuple(sorted(rows, key=lambda row: (row.on_demand_usd is None, row.on_demand_usd or row.spot_usd or 0.0)))
 

@@ -52,8 +52,12 @@ PLANNER_SCHEDULES: Mapping[str, str] = {
 
 
 def schedule_name(planner_name: str, stages_per_rank: int) -> str:
-    """The name in `SCHEDULES` of one of `PLANNER_SCHEDULES`: `1f1b` with several stages per rank is
-    `Interleaved1F1B`."""
+    """Returns the name in `SCHEDULES` of a schedule of the planner.
+
+    Args:
+        planner_name (`str`): A name in `PLANNER_SCHEDULES`.
+        stages_per_rank (`int`): Stages that each rank holds; `1f1b` with several of them is `Interleaved1F1B`.
+    """
     if planner_name == "1f1b" and stages_per_rank > 1:
         return "Interleaved1F1B"
     return PLANNER_SCHEDULES[planner_name]
@@ -63,7 +67,9 @@ def schedule_name(planner_name: str, stages_per_rank: int) -> str:
 
 
 def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> float:
-    """Micro-batches whose activations a pipeline rank holds at once, counted in its share of the layers.
+    """Counts the micro-batches whose activations a pipeline rank holds at once.
+
+    They are counted in the rank's share of the layers, so that the count need not be an integer.
 
     Args:
         schedule (`str`): A name in `SCHEDULES`.
@@ -89,7 +95,7 @@ def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: in
 def idle_relative_to_1f1b(
     schedule: str, *, stages_per_rank: int, forward: float, input_gradients: float, weight_gradients: float
 ) -> float:
-    """A rank's idle time divided by that of 1F1B with one stage per rank, which is (p-1)(F+B).
+    """Computes a rank's idle time divided by that of 1F1B with one stage per rank, which is (p-1)(F+B).
 
     Args:
         schedule (`str`): A name in `SCHEDULES`.
@@ -105,7 +111,9 @@ def idle_relative_to_1f1b(
 
 
 def bubble_fraction(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int) -> float:
-    """Share of the schedule's time that a rank idles, with F = I = W, equal stages and free communication.
+    """Computes the share of the schedule's time that a rank idles.
+
+    All passes are assumed to take the same time (F = I = W), stages to be equal, and communication to be free.
 
     Args:
         schedule (`str`): A name in `SCHEDULES`.
@@ -121,7 +129,7 @@ def bubble_fraction(schedule: str, *, pp: int, stages_per_rank: int, micro_batch
 
 
 def supports(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int) -> bool:
-    """Whether the schedule runs with so many micro-batches per step, as torch.distributed.pipelining requires.
+    """Returns whether the schedule runs with so many micro-batches per step, as torch.distributed.pipelining requires.
 
     Args:
         schedule (`str`): A name in `SCHEDULES`.
@@ -141,14 +149,20 @@ def supports(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int
 
 
 def rank_of_stage(schedule: str, stage: int, pp: int) -> int:
-    """The pipeline rank that holds a stage, both counted from 0."""
+    """Returns the pipeline rank that holds a stage, both counted from 0.
+
+    Args:
+        schedule (`str`): A name in `SCHEDULES`.
+        stage (`int`): The stage, from 0.
+        pp (`int`): Pipeline ranks.
+    """
     if SCHEDULES[schedule] == "v" and stage >= pp:
         return 2 * pp - 1 - stage
     return stage % pp
 
 
 def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
-    """Number of layers of each stage, such that the slowest stage is as fast as possible.
+    """Divides layers among stages such that the slowest stage is as fast as possible.
 
     It gives what `hfscale.parallel.partition.partition_by_cost` gives for layers of equal cost, and is fast enough for
     a search; tests/test_planner_pipeline.py compares them.
@@ -157,6 +171,9 @@ def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
         layers (`int`): Layers of the model.
         head (`float`): Cost of the head, which the last stage computes, in layers.
         stages (`int`): Number of stages.
+
+    Returns:
+        `tuple[int, ...]`: Number of layers of each stage.
     """
     counts = []
     for stages_left in range(stages, 0, -1):
@@ -191,7 +208,15 @@ def _best_cut(layers: int, head: float, stages: int) -> tuple[float, float, int]
 
 @lru_cache(maxsize=4096)
 def rank_layers(layers: int, head: float, pp: int, stages_per_rank: int, schedule: str) -> tuple[int, ...]:
-    """Number of layers of each pipeline rank; `layers` and `head` as in `stage_layers`."""
+    """Counts the layers of each pipeline rank if `stage_layers` divides them among the stages.
+
+    Args:
+        layers (`int`): Layers of the model.
+        head (`float`): Cost of the head, which the last stage computes, in layers.
+        pp (`int`): Pipeline ranks.
+        stages_per_rank (`int`): Stages that each rank holds.
+        schedule (`str`): A name in `SCHEDULES`.
+    """
     counts = [0] * pp
     for stage, held in enumerate(stage_layers(layers, head, pp * stages_per_rank)):
         counts[rank_of_stage(schedule, stage, pp)] += held
@@ -203,7 +228,7 @@ def rank_layers(layers: int, head: float, pp: int, stages_per_rank: int, schedul
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One pass of one micro-batch on one rank."""
+    """Describes one pass of one micro-batch on one rank."""
 
     rank: int
     """Pipeline rank, from 0."""
@@ -227,6 +252,9 @@ def one_f_one_b(pp: int, micro_batches: int, *, forward: float = 1.0, backward: 
         pp (`int`): Pipeline ranks, each with one stage.
         micro_batches (`int`): Micro-batches per optimizer step.
         forward, backward (`float`): Duration of a pass on one rank, in any unit.
+
+    Returns:
+        `list[Slot]`: The passes of all ranks; those of each rank are in the order of their time.
     """
     queues = [_order_on_rank(rank, pp, micro_batches) for rank in range(pp)]
     ended: dict[tuple[bool, int, int], float] = {}

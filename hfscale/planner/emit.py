@@ -14,7 +14,7 @@ from hfscale.planner.launchable import OPTIMIZERS, recipe_of, uses_deepspeed, wh
 from hfscale.planner.plan import Choice, Plan
 
 LEARNING_RATE = 1e-5
-"""A low learning rate to start full fine-tuning with; the recipe's YAML says to set your own."""
+"""A low learning rate to start full fine-tuning with; a comment in the recipe's YAML asks the user to replace it."""
 LORA_LEARNING_RATE = 2e-4
 """The usual learning rate of LoRA (Hu et al., arXiv 2106.09685, appendix D)."""
 PRECISION_FLAGS: dict[str, dict[str, Any]] = {"fp16": {"fp16": True}, "fp32": {"bf16": False}}

@@ -8,7 +8,7 @@ sharding (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1): Hugging Face
 and two moments in fp32; NeMo holds parameters and gradients in bf16 and a master copy and moments in fp32;
 Megatron-DeepSpeed needs 4 bytes more, for gradients that are accumulated in fp32.
 
-All byte counts are per rank unless a docstring says otherwise. `view` is the model, `job` the run.
+All byte counts are per rank unless a docstring states otherwise. `view` is the model, `job` the run.
 """
 
 from dataclasses import dataclass, replace
@@ -224,7 +224,7 @@ def selective_bytes(view: ModelView, job: Job) -> float:
 def megatron_dropped(view: ModelView, job: Job, framework: Framework) -> float:
     """Computes the bytes that Megatron's selective recomputation drops of one layer and micro-batch.
 
-    Attention scores, which it drops too, are not counted. Of a dense model it drops nothing else. Of a mixture of
+    Attention scores, which it drops too, are not counted. It drops nothing else of a dense model. Of a mixture of
     experts it drops the outputs of norms and activation functions, and latent attention's queries, keys and values,
     which are expanded again (`--recompute-modules layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3).
 

@@ -225,7 +225,7 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _pipeline_sizes(layers: int, ranks: int) -> list[int]:
-    """Pipeline sizes whose fullest rank, which determines the speed of all, has little more than its share of the layers."""
+    """Pipeline sizes whose fullest rank, which limits the speed, has little more than its share of the layers."""
     possible = range(2, min(layers, ranks, MOST_STAGES) + 1)
     return [1, *(pp for pp in possible if ranks % pp == 0 and -(-layers // pp) * pp <= MOST_UNEVEN * layers)]
 

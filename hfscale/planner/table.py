@@ -279,8 +279,8 @@ def recompute_of(row: Mapping[str, str]) -> Recompute | None:
 def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
     """Reads or infers which parameters train.
 
-    A table without the column `method` may name adapters in the model's name, the precision, the recomputation, or a
-    note outside of brackets (`LoRA fine-tune`).
+    A table without the column `method` may name adapters in the model's name, the precision, the recomputation or a
+    note (`LoRA fine-tune`). What is in brackets there is ignored.
 
     Returns:
         `tuple[Method, str | None]`: The method, and the column that it was inferred from; None if that is the column

@@ -122,7 +122,10 @@ def _layer_compute(view: ModelView, layer: LayerTime, job: Job, framework: Frame
 
 
 def _selective_s(view: ModelView, layer: LayerTime, framework: Framework) -> float:
-    """Time of what selective recomputation computes again of a layer; `memory.kept_and_working` describes what it keeps."""
+    """Time of what selective recomputation computes again of a layer, in seconds.
+
+    `memory.kept_and_working` describes what it keeps.
+    """
     if framework.name == "megatron" and view.experts > 1:
         return view.expanding_share * layer.matmul + layer.elementwise
     return (
@@ -149,8 +152,8 @@ def _layer_traffic(view: ModelView, job: Job, framework: Framework, network: Net
             # `ParallelTrainer` gathers keys and values before attention (Llama Team, arXiv 2407.21783, section 3.3.2),
             # gathers them again where a layer is recomputed, and reduces their gradients.
             return seconds + (2 if job.recompute == "none" else 3) * ring
-        # Keys and values travel around the ring during attention (Liu et al., arXiv 2310.01889); gradients travel
-        # back.
+        # Keys and values are sent around the ring during attention (Liu et al., arXiv 2310.01889), and their gradients
+        # are sent back.
         seconds += max(0.0, ring - layer.attention) + max(0.0, 2 * ring - BACKWARD_ATTENTION * layer.attention)
     return seconds
 
@@ -252,9 +255,8 @@ def _once_per_step(
     trained *= 1 - experts * (1 - 1 / job.expert_parallel)
     gradient = _gradient_bytes(job, framework)
     if framework.name == "megatron" and not job.flash_attention:
-        # In the time before flash attention gradients were all-reduced after the last micro-batch without
-        # any overlap, even where optimizer states were sharded (DeepSpeed's pipelines): `--overlap-grad-reduce` is of
-        # 2023.
+        # Before flash attention, gradients were all-reduced after the last micro-batch without any overlap, even where
+        # optimizer states were sharded (DeepSpeed's pipelines): `--overlap-grad-reduce` was added in 2023.
         gathered = network.gather_s(2.0 * trained, group) if job.zero else 0.0
         return network.reduce_s(gradient * trained, group) + gathered
     if job.zero == 0:

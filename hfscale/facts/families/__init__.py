@@ -27,7 +27,7 @@ FAMILIES: Mapping[str, Family] = {**LLAMA_FAMILIES, **GPT_FAMILIES, **MOE_FAMILI
 
 
 def family_of(model_type: str) -> Family:
-    """The row of a model type.
+    """Returns the row of a model type.
 
     Raises:
         `UnsupportedModelError`: There is none; the message gives the nearest model types.

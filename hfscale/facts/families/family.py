@@ -28,20 +28,36 @@ Count = int | Callable[[ModelConfig], int]
 
 
 def decide(flag: Flag, config: ModelConfig) -> bool:
-    """The value of a `Flag` for one config."""
+    """Returns the value of a `Flag` for one config.
+
+    Args:
+        flag (`Flag`): A literal, the config key with the value, or a rule.
+        config (`ModelConfig`): The model's config.
+
+    Raises:
+        `UnsupportedModelError`: A key that the flag reads is missing or wrong.
+    """
     if callable(flag):
         return flag(config)
     return config.flag(flag) if isinstance(flag, str) else flag
 
 
 def count(number: Count, config: ModelConfig) -> int:
-    """The value of a `Count` for one config."""
+    """Returns the value of a `Count` for one config.
+
+    Args:
+        number (`Count`): A literal or a rule.
+        config (`ModelConfig`): The model's config.
+
+    Raises:
+        `UnsupportedModelError`: A key that the rule reads is missing or wrong.
+    """
     return number(config) if callable(number) else number
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFamily:
-    """The MLPs of a family's mixture-of-experts layers.
+    """Describes the MLPs of a family's mixture-of-experts layers.
 
     Each expert is gated. transformers 5 stores the experts of a layer in two parameters: gate and up in one, down in
     the other.
@@ -71,7 +87,7 @@ class ExpertFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One row of the table. The defaults are those of Llama, and most rows change only a few."""
+    """Describes one family, a row of the table. The defaults are those of Llama, and most rows change only a few."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the config class for keys that a `config.json` may omit, in addition to `COMMON_DEFAULTS`."""

@@ -6,7 +6,7 @@ from hfscale.facts.families import rules
 from hfscale.facts.families.family import Family
 
 LLAMA_FAMILIES: Mapping[str, Family] = {
-    # -- Llama and its kin: RMSNorm, rotary positions, gated MLP ------------------------------------------------------
+    # -- Llama and similar families: RMSNorm, rotary positions, gated MLP ---------------------------------------------
     "llama": Family(mlp_bias="mlp_bias"),
     "arcee": Family(mlp=("mlp.up_proj", "mlp.down_proj"), gated=False, mlp_bias="mlp_bias"),
     "apertus": Family(

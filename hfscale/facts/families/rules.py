@@ -1,6 +1,7 @@
 """Rules of the family table: values that are neither a literal nor the value of one config key.
 
-Each rule follows the config and model classes of transformers 5.23 (`models/<family>/configuration_<family>.py`).
+Each rule follows the config and model classes of transformers 5.23 (`models/<family>/configuration_<family>.py`). It
+takes the model's config, and raises `UnsupportedModelError` if a key that it reads is missing or wrong.
 """
 
 from collections.abc import Callable
@@ -14,22 +15,25 @@ Windows = tuple[int | None, ...]
 
 
 def multi_head(config: ModelConfig) -> int:
-    """Each query head has its own key-value head."""
+    """Counts one key-value head for each query head."""
     return config.count("num_attention_heads")
 
 
 def grouped_query(config: ModelConfig) -> int:
-    """The config's number; `null` means one per query head."""
+    """Reads the number of key-value heads; `null` means one per query head."""
     return config.optional_count("num_key_value_heads") or multi_head(config)
 
 
 def multi_query_if_set(config: ModelConfig) -> int:
-    """One for all query heads with `multi_query`, else one per query head."""
+    """Counts one key-value head for all query heads with `multi_query`, else one per query head."""
     return 1 if config.flag("multi_query") else multi_head(config)
 
 
 def falcon_kv_heads(config: ModelConfig) -> int:
-    """Falcon's newer decoder groups query heads; the older one has a single key-value head or one per query head."""
+    """Counts Falcon's key-value heads.
+
+    The newer decoder groups query heads; the older one has a single key-value head or one per query head.
+    """
     return grouped_query(config) if config.flag("new_decoder_architecture") else multi_query_if_set(config)
 
 
@@ -37,24 +41,29 @@ def falcon_kv_heads(config: ModelConfig) -> int:
 
 
 def full_attention(config: ModelConfig) -> Windows:
-    """No layer has a window."""
+    """Gives no layer a window."""
     return (None,) * config.count("num_hidden_layers")
 
 
 def same_window(config: ModelConfig) -> Windows:
-    """Every layer has the config's `sliding_window`; `null` means no window."""
+    """Gives every layer the config's `sliding_window`; `null` means no window."""
     return (config.optional_count("sliding_window"),) * config.count("num_hidden_layers")
 
 
 def sliding_layers(
     slides: Callable[[ModelConfig, int], bool], *, enabled_by: str | None = None
 ) -> Callable[[ModelConfig], Windows]:
-    """A rule for the layers with the config's `sliding_window`: those in `layer_types`, or without it those of
-    `slides`.
+    """Creates a rule that gives some layers the config's `sliding_window`.
+
+    They are those in `layer_types`, or without it those of `slides`.
 
     Args:
         slides (`Callable`): Whether a layer of the config, counted from 0, has the window.
         enabled_by (`str`, *optional*): Config key; if it is false, no layer has the window.
+
+    Returns:
+        `Callable`: The rule. It raises `UnsupportedModelError` if `layer_types` has an unknown type or not one entry
+            per layer.
     """
 
     def windows(config: ModelConfig) -> Windows:
@@ -78,27 +87,52 @@ def sliding_layers(
 
 
 def each_layer(config: ModelConfig, layer: int) -> bool:
-    """Every layer has the window."""
+    """Gives every layer the window.
+
+    Args:
+        config (`ModelConfig`): The model's config, which is not read.
+        layer (`int`): Index of the layer, which is not read.
+    """
     return True
 
 
 def all_but_last_of_pattern(config: ModelConfig, layer: int) -> bool:
-    """Every layer but the last of each `sliding_window_pattern` layers has the window."""
+    """Gives every layer but the last of each `sliding_window_pattern` layers the window.
+
+    Args:
+        config (`ModelConfig`): The model's config.
+        layer (`int`): Index of the layer, from 0.
+    """
     return (layer + 1) % config.count("sliding_window_pattern") != 0
 
 
 def upper_layers(config: ModelConfig, layer: int) -> bool:
-    """The layers from `max_window_layers` on have the window."""
+    """Gives the layers from `max_window_layers` on the window.
+
+    Args:
+        config (`ModelConfig`): The model's config.
+        layer (`int`): Index of the layer, from 0.
+    """
     return layer >= (config.optional_count("max_window_layers") or 0)
 
 
 def even_lower_layers(config: ModelConfig, layer: int) -> bool:
-    """Every second layer below `max_window_layers`, from the first on, has the window."""
+    """Gives every second layer below `max_window_layers`, from the first on, the window.
+
+    Args:
+        config (`ModelConfig`): The model's config.
+        layer (`int`): Index of the layer, from 0.
+    """
     return layer % 2 == 0 and layer < (config.optional_count("max_window_layers") or 0)
 
 
 def layers_without_rope(config: ModelConfig, layer: int) -> bool:
-    """SmolLM3: the layers without rotary positions have the window."""
+    """Gives SmolLM3's layers without rotary positions the window.
+
+    Args:
+        config (`ModelConfig`): The model's config.
+        layer (`int`): Index of the layer, from 0.
+    """
     has_rope = config.items("no_rope_layers")
     if has_rope is None:
         return (layer + 1) % config.count("no_rope_layer_interval") == 0
@@ -106,7 +140,13 @@ def layers_without_rope(config: ModelConfig, layer: int) -> bool:
 
 
 def gpt_neo_windows(config: ModelConfig) -> Windows:
-    """GPT-Neo repeats groups of `global` and `local` layers: `attention_types = [[["global", "local"], 12]]`."""
+    """Gives GPT-Neo's `local` layers a window of `window_size` tokens.
+
+    The config repeats groups of `global` and `local` layers: `attention_types = [[["global", "local"], 12]]`.
+
+    Raises:
+        `UnsupportedModelError`: `attention_types` is for another number of layers.
+    """
     groups = config.items("attention_types") or []
     kinds = [kind for names, repeats in groups for _ in range(repeats) for kind in names]
     layers = config.count("num_hidden_layers")
@@ -122,7 +162,7 @@ def gpt_neo_windows(config: ModelConfig) -> Windows:
 
 
 def ffn_from(key: str) -> Callable[[ModelConfig], int]:
-    """A rule: the width is the value of `key`."""
+    """Creates a rule that reads the inner width of the MLP from `key`."""
     return lambda config: config.count(key)
 
 
@@ -130,12 +170,15 @@ stated_ffn = ffn_from("intermediate_size")
 
 
 def ffn_from_or_four_hidden(key: str) -> Callable[[ModelConfig], int]:
-    """A rule: the width is the value of `key`; if it is missing or `null`, four times the hidden size."""
+    """Creates a rule that reads the inner width of the MLP from `key`.
+
+    If the key is missing or `null`, the width is four times the hidden size.
+    """
     return lambda config: config.optional_count(key) or four_hidden(config)
 
 
 def four_hidden(config: ModelConfig) -> int:
-    """Four times the hidden size, independent of the config."""
+    """Computes four times the hidden size; a width of the MLP in the config is not read."""
     return 4 * config.count("hidden_size")
 
 
@@ -143,12 +186,12 @@ def four_hidden(config: ModelConfig) -> int:
 
 
 def every_layer(config: ModelConfig) -> tuple[bool, ...]:
-    """Every layer is a mixture of experts."""
+    """Makes every layer a mixture of experts."""
     return (True,) * config.count("num_hidden_layers")
 
 
 def every_sparse_step(config: ModelConfig) -> tuple[bool, ...]:
-    """Qwen: each `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
+    """Makes each `decoder_sparse_step`-th layer a mixture of experts, except those in `mlp_only_layers` (Qwen)."""
     dense = config.items("mlp_only_layers") or []
     step = config.count("decoder_sparse_step")
     layers = config.count("num_hidden_layers")
@@ -156,18 +199,18 @@ def every_sparse_step(config: ModelConfig) -> tuple[bool, ...]:
 
 
 def after_first_dense(config: ModelConfig) -> tuple[bool, ...]:
-    """DeepSeek: all but the first `first_k_dense_replace` layers."""
+    """Makes all but the first `first_k_dense_replace` layers a mixture of experts (DeepSeek)."""
     dense = config.optional_count("first_k_dense_replace") or 0
     return tuple(layer >= dense for layer in range(config.count("num_hidden_layers")))
 
 
 def shared_experts(config: ModelConfig) -> int:
-    """DeepSeek: `n_shared_experts` times the routed experts' width, in one MLP."""
+    """Computes the width of DeepSeek's shared experts, one MLP: `n_shared_experts` times a routed expert's width."""
     return (config.optional_count("n_shared_experts") or 0) * config.count("moe_intermediate_size")
 
 
 def stated_shared_width(key: str) -> Callable[[ModelConfig], int]:
-    """A rule: the shared expert's width is the value of `key`; 0 or `null` means no shared expert."""
+    """Creates a rule that reads the shared expert's width from `key`; 0 or `null` means no shared expert."""
     return lambda config: config.optional_count(key) or 0
 
 
@@ -175,7 +218,7 @@ def stated_shared_width(key: str) -> Callable[[ModelConfig], int]:
 
 
 def falcon_norms(config: ModelConfig) -> int:
-    """Falcon: two, unless attention and MLP are parallel and share one."""
+    """Counts Falcon's norms per layer: two, unless attention and MLP are parallel and share one."""
     if not config.flag("parallel_attn"):
         return 2
     stated = config.optional_count("num_ln_in_parallel_attn")
@@ -185,20 +228,26 @@ def falcon_norms(config: ModelConfig) -> int:
 
 
 def falcon_parallel_residual(config: ModelConfig) -> bool:
-    """Falcon: the newer decoder always has parallel attention and MLP, the older one if `parallel_attn` is set."""
+    """Returns whether Falcon's attention and MLP are parallel.
+
+    They always are in the newer decoder, and in the older one if `parallel_attn` is set.
+    """
     return config.flag("new_decoder_architecture") or config.flag("parallel_attn")
 
 
 def one_if_parallel(config: ModelConfig) -> int:
-    """StableLM: attention and MLP share a norm where they are parallel."""
+    """Counts StableLM's norms per layer: one if attention and MLP are parallel and share it, otherwise two."""
     return 1 if config.flag("use_parallel_residual") else 2
 
 
 def opt_norm_vectors(config: ModelConfig) -> int:
-    """OPT: weight and bias, or neither."""
+    """Counts the parameter vectors of OPT's norms: weight and bias, or neither."""
     return 2 if config.flag("layer_norm_elementwise_affine") else 0
 
 
 def opt_final_norm(config: ModelConfig) -> bool:
-    """OPT: only where norms come before attention and MLP, and the config does not remove it."""
+    """Returns whether OPT has a norm after the last layer.
+
+    It has one only if norms come before attention and MLP, and the config does not remove it.
+    """
     return config.flag("do_layer_norm_before") and not config.flag("_remove_final_layer_norm")

@@ -13,19 +13,19 @@ from hfscale.facts.model_shape import ModelShape
 
 @cache
 def catalogue() -> dict[str, dict[str, Any]]:
-    """The built-in models: name -> config keys, and hub ids under the key `hub`."""
+    """Reads the built-in models: name -> config keys, and hub ids under the key `hub`."""
     text = resources.files("hfscale.facts.models").joinpath("catalogue.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def catalogue_names() -> tuple[str, ...]:
-    """Names of the built-in models."""
+    """Lists the names of the built-in models."""
     return tuple(catalogue())
 
 
 @cache
 def catalogue_shape(name: str) -> ModelShape | None:
-    """The built-in model with this name or hub id, ignoring case; None if there is none."""
+    """Returns the shape of the built-in model with this name or hub id, ignoring case; None if there is none."""
     plain = name.casefold()
     for known, entry in catalogue().items():
         if plain == known or plain in (hub.casefold() for hub in entry["hub"]):
@@ -42,17 +42,17 @@ null."""
 
 
 def find_model(name: str) -> ModelShape:
-    """The shape of a model.
+    """Finds the shape of a model by name.
 
     Args:
         name (`str`): A `config.json` or its folder, a built-in name, or a hub id, whose `config.json` is downloaded if
             the model is not built in.
 
     Raises:
-        `UnsupportedModelError`: The model is neither a file, nor built in, nor on the hub; the message gives the
-        nearest
-            built-in names.
+        `UnsupportedModelError`: The model is neither a file, nor built in, nor on the hub, or hfscale does not support
+            it; the message gives the nearest names or the key.
         `ConfigFileError`: The file is not a model config.
+        `MissingDependencyError`: The model is on the hub, and huggingface_hub is not installed.
     """
     path = Path(name)
     if path.exists():
