@@ -104,7 +104,7 @@ def _shell(command: list[str]) -> str:
 
 
 def launch_sh(choice: Choice, folder: Path) -> str:
-    """Writes the text of `launch.sh`, a script with the launch command.
+    """Returns the text of `launch.sh`, a script with the launch command.
 
     Args:
         choice (`Choice`): A choice that a recipe can run.
@@ -122,7 +122,7 @@ def launch_sh(choice: Choice, folder: Path) -> str:
 
 
 def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
-    """Writes the text of `accelerate.yaml`, the Accelerate config.
+    """Returns the text of `accelerate.yaml`, the Accelerate config.
 
     Args:
         plan (`Plan`): The plan, which gives the model's name for a comment.
@@ -240,7 +240,7 @@ def deepspeed_config(job: Job) -> dict[str, Any]:
 
 
 def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
-    """Writes the text of `recipe.yaml`, which contains the recipe's flags.
+    """Returns the text of `recipe.yaml`, which contains the recipe's flags.
 
     Args:
         plan (`Plan`): The plan, which gives the model and, if it is known, the number of tokens for `max_steps`.

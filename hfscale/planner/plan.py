@@ -204,7 +204,7 @@ def plan(
     Raises:
         `UsageError`: An option is unknown or out of range, or the number of tokens is needed and missing.
         `LayoutError`: The number of GPUs or another size cannot be planned for.
-        `UnknownHardwareError`: The GPU is in no table.
+        `UnknownHardwareError`: The GPU, or a GPU of the price list, is in no table.
         `UnsupportedModelError`: The model cannot be found, or its family or a key of its config is not supported.
         `ConfigFileError`: The model config, the price list or the hardware file cannot be read, or is wrong.
         `MissingDependencyError`: The model is on the hub, and huggingface_hub is not installed.
