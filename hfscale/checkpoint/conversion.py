@@ -80,7 +80,7 @@ def convert(
 
     Raises:
         CheckpointError: the conversion is not possible, or a file would have to be unpickled.
-        OSError: the disk is full or read-only.
+        OSError: the disk is full or read-only, or `target` exists and is not an empty folder.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
@@ -221,7 +221,8 @@ def write_rng_states(source: Path, folder: Path, *, world_size: int, same_on_all
             that compute one matrix together need this, because they must drop out the same elements of it.
 
     Raises:
-        CheckpointError: a state cannot be read without unpickling it.
+        CheckpointError: the file of rank 0, from which the states of new ranks are derived, cannot be read without
+            unpickling it, or has no RNG states.
     """
     ranks = 1 if same_on_all_ranks else world_size
     known = [path for rank in range(ranks) if (path := source / _RANK_RNG_FILE.format(rank)).is_file()]
@@ -243,6 +244,10 @@ def derived_rng_state(first: Path, rank: int) -> dict[str, Any]:
     Args:
         first (`Path`): the file of rank 0.
         rank (`int`): the new rank.
+
+    Returns:
+        `dict[str, Any]`: the states of Python, NumPy and torch on the CPU by the keys that Trainer uses; `cuda` only
+            if the file of rank 0 has it.
 
     Raises:
         CheckpointError: the file cannot be read without unpickling it, or has no RNG states.
@@ -278,7 +283,7 @@ def infer_manifest(checkpoint: Path, *, global_batch_size: int | None) -> Manife
 
     Raises:
         UsageError: `global_batch_size` is required.
-        CheckpointError: it is not a checkpoint of a Trainer.
+        CheckpointError: it is not a checkpoint of a Trainer, or a file of DeepSpeed is missing or broken.
     """
     try:
         step = int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])

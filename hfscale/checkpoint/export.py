@@ -49,6 +49,7 @@ def export(
 
     Raises:
         CheckpointError: there is no config, or a file is broken.
+        FileExistsError: `target` exists.
     """
     weights, aliases = _weights(checkpoint, strategy)
     weights = {name: ref for name, ref in weights.items() if name not in aliases}

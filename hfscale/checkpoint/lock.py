@@ -25,8 +25,8 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     """Keep other runs out of `output_dir` until this process ends or calls `unlock_output_dir`.
 
     Call it on one process of the run; calling it again in that process has no effect. The lock is a POSIX record lock:
-    the system releases it however the process ends, forked children do not inherit it, and NFS passes it from machine
-    to machine.
+    the system releases it however the process ends, forked children do not inherit it, and on NFS it also holds for
+    other machines. On a file system without locks it only logs a warning.
 
     Raises:
         UsageError: another process holds the lock; the message names its host, process id and start time.

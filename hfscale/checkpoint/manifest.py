@@ -67,7 +67,7 @@ class Manifest:
 
 
 def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
-    """Read and check the manifest of a checkpoint.
+    """Read the manifest of a checkpoint, check it and return it.
 
     Raises:
         CheckpointError: the manifest is missing, is not JSON, has another format, or names a file outside the
@@ -117,5 +117,5 @@ def checkpoint_files(checkpoint: Path) -> list[str]:
 
 
 def record_files(checkpoint: Path) -> dict[str, FileRecord]:
-    """Read every file of the checkpoint and return the records by relative path."""
+    """Read every file of the checkpoint except the manifest, and return the records by relative POSIX path."""
     return {name: FileRecord.of(checkpoint / name) for name in checkpoint_files(checkpoint)}

@@ -125,8 +125,11 @@ def load_archive(path: Path, allowed: Iterable[tuple[type, str]] = ()) -> Any:
 
     Args:
         path (`Path`): the file.
-        allowed: pairs of a placeholder class and the full name that it replaces, as `torch.serialization.safe_globals`
-            takes them.
+        allowed (`Iterable[tuple[type, str]]`, *optional*): pairs of a placeholder class and the full name that it
+            replaces, as `torch.serialization.safe_globals` takes them.
+
+    Returns:
+        `Any`: the saved object, with its tensors on the CPU.
 
     Raises:
         CheckpointError: the file is missing, broken, or names a class that is neither torch's own nor in `allowed`.
@@ -227,7 +230,7 @@ def _metadata_placeholder(module: str, name: str) -> Any:
 
 
 def read_dcp_metadata(folder: Path) -> dict[str, Entry]:
-    """Read which tensors and values the distributed checkpoint `folder` holds, and where.
+    """Read from the metadata which tensors and values the distributed checkpoint `folder` holds, and where.
 
     Call it before torch's own loader reads a checkpoint of unknown origin: a file that passes names nothing but
     torch's metadata classes.
@@ -236,7 +239,8 @@ def read_dcp_metadata(folder: Path) -> dict[str, Entry]:
         `dict[str, Entry]`: the entries by flattened name, such as `model.lm_head.weight`.
 
     Raises:
-        CheckpointError: `.metadata` is missing, is not the metadata of a checkpoint, or names anything else.
+        CheckpointError: `.metadata` is missing, larger than 1 GiB, or not the metadata of a checkpoint, or it names
+            anything but torch's metadata classes.
     """
     path = folder / METADATA_NAME
     try:

@@ -66,7 +66,7 @@ class RemoteStore:
         self._fs, self._root = _open(self.url)
 
     def committed_steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints in the store, rising.
+        """Return the steps of the complete checkpoints in the store, in ascending order.
 
         Raises:
             StorageError: the store cannot be read.
@@ -74,10 +74,14 @@ class RemoteStore:
         return self._retry("read", self._committed_steps)
 
     def upload(self, checkpoint: Path) -> None:
-        """Copy a committed checkpoint to the store, its manifest last; one of the same step is replaced.
+        """Copy a committed checkpoint to the store, its manifest last; a copy of the same step is replaced.
+
+        Args:
+            checkpoint (`Path`): the local folder `checkpoint-N`. Its name is also the name of the copy.
 
         Raises:
-            StorageError: the store refuses after all attempts; its copy then has no manifest and is ignored.
+            StorageError: all attempts to write to the store failed. An incomplete copy has no manifest and is ignored.
+            CheckpointError: the local manifest is missing or invalid.
             FileNotFoundError: a local file of the checkpoint no longer exists.
         """
         manifest = read_manifest(checkpoint)
@@ -90,17 +94,20 @@ class RemoteStore:
     def download(self, step: int, output_dir: Path, folder: Path) -> Path:
         """Fetch the checkpoint of `step`, compare it with its manifest and move it to `output_dir/checkpoint-N`.
 
+        Local checkpoints of this step and of later steps are archived first.
+
         Args:
-            step (`int`): its step.
+            step (`int`): optimizer step of the checkpoint in the store.
             output_dir (`Path`): output directory of the run.
             folder (`Path`): folder on the same file system, into which the files are downloaded first.
 
         Returns:
-            `Path`: the checkpoint.
+            `Path`: the local path of the checkpoint.
 
         Raises:
             StorageError: the store cannot be read.
-            CheckpointError: the downloaded files do not match the manifest.
+            CheckpointError: the manifest is invalid, or the downloaded files do not match it.
+            FileNotFoundError: the store has no checkpoint of this step, or lacks one of its files.
         """
         name = f"checkpoint-{step}"
         temporary = folder / name
@@ -125,7 +132,7 @@ class RemoteStore:
             `list[int]`: the steps of the deleted checkpoints.
 
         Raises:
-            StorageError: the store refuses.
+            StorageError: the store cannot be read, or a deletion failed in all attempts.
         """
         steps = self.committed_steps()
         to_delete = [step for step in steps[: max(len(steps) - max(limit, 1), 0)] if f"checkpoint-{step}" != keep]
@@ -136,13 +143,18 @@ class RemoteStore:
         return to_delete
 
     def archive(self, *, after_step: int) -> list[int]:
-        """Rename the manifests of later steps than `after_step`, which this run will write again; the files stay.
+        """Rename the manifests of later steps than `after_step`, which this run will write again.
+
+        The other files of these checkpoints stay in the store.
+
+        Args:
+            after_step (`int`): optimizer step at which the run starts.
 
         Returns:
             `list[int]`: the steps of the archived checkpoints.
 
         Raises:
-            StorageError: the store refuses.
+            StorageError: the store cannot be read, or a manifest could not be renamed in any attempt.
         """
         later = [step for step in self.committed_steps() if step > after_step]
         for step in later:
@@ -224,7 +236,7 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def redacted_message(error: Exception) -> str:
-    """Return the error in one line, without credentials that an error of a store may quote."""
+    """Return the error in one line of at most 400 characters, without credentials that a store's error may quote."""
     text = " ".join(str(error).split())
     shown = text if isinstance(error, StorageError | CheckpointError) else f"{type(error).__name__}: {text}"
     return redact(shown)[:400]
@@ -233,7 +245,8 @@ def redacted_message(error: Exception) -> str:
 class Uploader:
     """Copies checkpoints to a remote store in a background thread, the newest first.
 
-    If the store refuses, one warning is logged, training continues, and the next checkpoint is tried again.
+    If a copy fails, training continues, and the next checkpoint is copied again. Only the first failure is logged as a
+    warning.
 
     Args:
         store (`RemoteStore`): the store.
@@ -256,7 +269,7 @@ class Uploader:
         """Seconds that the last copy took; 0 before the first."""
 
     def offer(self, checkpoint: Path, best: str | None = None) -> None:
-        """Queue `checkpoint` for copying. It replaces one that is still waiting, since the newest is worth most.
+        """Queue `checkpoint` for copying. It replaces one that is still waiting, because only the newest is needed.
 
         Args:
             checkpoint (`Path`): a committed checkpoint.
@@ -284,7 +297,14 @@ class Uploader:
         return self.last_upload_s * (2 if self._busy else 1)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being copied, or for `timeout_s` seconds; return whether nothing is being copied."""
+        """Wait until nothing is being copied, and return whether that was reached in time.
+
+        Args:
+            timeout_s (`float`, *optional*): longest time to wait, in seconds; None waits without a limit.
+
+        Returns:
+            `bool`: True if nothing is being copied, False if a copy is still in progress after `timeout_s` seconds.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: not self._busy, timeout_s)
 
@@ -340,16 +360,17 @@ def fetch_newest(store: RemoteStore, output_dir: Path) -> None:
     """Fetch the newest complete checkpoint of the store if it is newer than those of `output_dir`.
 
     Every rank must call it. Rank 0 downloads first, then the first rank of each other node whose `output_dir` does not
-    show the checkpoint, so on shared storage it is downloaded once. It does its work once per process. If the store
-    cannot be read and a local checkpoint exists, it logs a warning.
+    contain the complete checkpoint, so on shared storage it is downloaded once. Further calls in this process with the
+    same store and `output_dir` do nothing. If the store cannot be read and a local checkpoint exists, a warning is
+    logged.
 
     Args:
         store (`RemoteStore`): the store.
         output_dir (`Path`): output directory of the run.
 
     Raises:
-        StorageError: on every rank: the store cannot be read and there is no local checkpoint, so the run would
-            restart from scratch although it has checkpoints; or a download failed.
+        StorageError: the store cannot be read and there is no local checkpoint, so the run would restart from scratch
+            although it may have checkpoints; or a download failed. Raised on every rank.
     """
     if (store.url, str(output_dir)) in _fetched:
         return

@@ -28,7 +28,14 @@ class HostSnapshot:
 
     @torch.no_grad()
     def take(self, tree: Any) -> Any:
-        """Return a copy of `tree`; changes to the originals after the call do not affect it."""
+        """Return a copy of `tree`; changes to the originals after the call do not affect it.
+
+        Args:
+            tree (`Any`): nested dictionaries, lists and tuples of tensors on any device and of other values.
+
+        Returns:
+            `Any`: the same structure with all tensors in host memory, valid until the next `take`.
+        """
         used: dict[tuple[torch.device, int, int], torch.Tensor] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -50,7 +57,10 @@ class HostSnapshot:
 def tensor_bytes(tree: Any) -> int:
     """Return the bytes of the tensors of `tree` on this rank, counting each storage once.
 
-    A snapshot of `tree` needs that much host memory.
+    A snapshot of `tree` needs at least that much host memory.
+
+    Args:
+        tree (`Any`): nested dictionaries, lists and tuples of tensors; of a `DTensor`, the local part is counted.
     """
     storages = {}
     for tensor in _tensors(tree):

@@ -61,6 +61,9 @@ def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, globa
         world_size (`int`): processes that wrote the files.
         global_batch_size (`int`): sequences per optimizer step.
 
+    Returns:
+        `Manifest`: the manifest that was written.
+
     Raises:
         OSError: the disk is full or read-only; the checkpoint then stays uncommitted.
     """
@@ -86,8 +89,8 @@ def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
         `Manifest`: the manifest, if all files match it.
 
     Raises:
-        CheckpointError: a file is missing or has another length or content (the message names the first one), or the
-            folder's name has another step than the manifest.
+        CheckpointError: the manifest is missing or invalid, a file is missing or has another length or content (the
+            message names the first one), or the folder's name has another step than the manifest.
     """
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
@@ -125,7 +128,15 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_TIMEOUT_S) -> bool:
-    """Wait for a file that another machine has just created; return whether it appeared within `timeout_s` seconds."""
+    """Wait for a file that another machine has just created on a shared file system.
+
+    Args:
+        path (`Path`): the file.
+        timeout_s (`float`): longest time to wait, in seconds.
+
+    Returns:
+        `bool`: whether the file appeared in time.
+    """
     deadline = time.monotonic() + timeout_s
     while not path.is_file():
         if time.monotonic() > deadline:
@@ -137,7 +148,7 @@ def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_TIMEOUT_S) -> b
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """List every folder `checkpoint-N` of `output_dir` in any state, by rising N; [] if it does not exist."""
+    """List every folder `checkpoint-N` of `output_dir` in any state, in ascending order of N; [] if there is none."""
     folder = Path(output_dir)
     if not folder.is_dir():
         return []
@@ -149,7 +160,7 @@ def checkpoint_step(checkpoint: Path) -> int:
     """Return the N of `checkpoint-N`.
 
     Raises:
-        CheckpointError: the folder is not named like that.
+        CheckpointError: the folder has another name.
     """
     match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match is None:
@@ -165,6 +176,10 @@ def archive(output_dir: str | os.PathLike[str], *, after_step: int) -> list[Path
 
     A run that starts at `after_step` will write those steps again. If the old checkpoints stayed, the next relaunch
     would take them for this run's own, or a crash could leave one half overwritten.
+
+    Args:
+        output_dir (`str`): output directory of the run.
+        after_step (`int`): optimizer step at which the run starts; its checkpoint and earlier ones are not renamed.
 
     Returns:
         `list[Path]`: the new paths.
@@ -222,15 +237,21 @@ class CheckpointInfo:
     """Description of one checkpoint; an unknown value is None."""
 
     name: str
+    """Name of its folder."""
     path: str
+    """Path of its folder."""
     state: str
     """`good` (every file matches the manifest), `incomplete` (no manifest) or `corrupt`."""
     reason: str | None
-    """Why it is not good."""
+    """Why it is not good; None if it is good."""
     step: int | None
+    """Optimizer steps taken, from the manifest or else from the folder's name."""
     strategy: str | None
+    """Strategy under which it was written."""
     world_size: int | None
+    """Number of processes that wrote it."""
     global_batch_size: int | None
+    """Sequences per optimizer step of the run."""
     bytes: int
     """Total length of its files."""
     age_s: float
@@ -244,11 +265,14 @@ class CheckpointInfo:
 
 
 def inspect(path: Path, *, read_files: bool = True) -> list[CheckpointInfo]:
-    """Describe the checkpoint at `path`, or all checkpoints of the run at `path`, by rising step.
+    """Describe the checkpoint at `path`, or all checkpoints of the run at `path`, in ascending order of step.
 
     Args:
         path (`Path`): a checkpoint or the output directory of a run.
         read_files (`bool`): compare the content of every file with its hash; if False, compare only its length.
+
+    Returns:
+        `list[CheckpointInfo]`: one description per checkpoint; empty if the run has none.
 
     Raises:
         UsageError: `path` is not a folder.
@@ -351,9 +375,16 @@ def read_status(output_dir: Path) -> dict[str, Any] | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, and a crash at any point, finds the old content or the new one.
+    """Write `text` to `path` so that readers find either the old or the new content, even after a crash.
 
     The text is written to a temporary file, flushed to the disk and renamed to `path`; then the folder is flushed.
+
+    Args:
+        path (`Path`): the file, which is replaced if it exists; its folder must exist.
+        text (`str`): the complete content, written as UTF-8.
+
+    Raises:
+        OSError: the disk is full or read-only; the old content then stays.
     """
     # The name has the thread's id too: a background save can write the status at the same time as the training loop.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")

@@ -155,10 +155,12 @@ class CheckpointWriter:
         return self._failure is not None
 
     def start(self, job: CheckpointJob) -> None:
-        """Write `job` in the background, after waiting for a checkpoint that is still being written.
+        """Write `job` in a background thread, after waiting for a checkpoint that is still being written.
+
+        An error of `job` itself is raised by the next `wait`, `start` or `run`.
 
         Raises:
-            StorageError: that earlier checkpoint could not be written.
+            StorageError: the earlier checkpoint could not be written. Raised on every rank.
         """
         self.wait()
         self._started_at = job.started_at
@@ -171,7 +173,7 @@ class CheckpointWriter:
         """Write `job` in the calling thread.
 
         Raises:
-            StorageError: it, or an earlier checkpoint, could not be written. Raised on every rank.
+            StorageError: this or an earlier checkpoint could not be written. Raised on every rank.
         """
         self.wait()
         self._run(job)
@@ -179,6 +181,10 @@ class CheckpointWriter:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written, or for `timeout_s` seconds.
+
+        Args:
+            timeout_s (`float`, *optional*): longest time to wait, in seconds; None waits without a limit. If a
+                checkpoint is still being written after that, the method returns and raises nothing.
 
         Raises:
             StorageError: the last checkpoint could not be written. Raised once, on every rank.
@@ -212,7 +218,12 @@ class CheckpointWriter:
 
 
 def unfinished_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder in which the checkpoint of `step` is written until it is committed."""
+    """Return the folder in which the checkpoint of `step` is written until it is committed.
+
+    Args:
+        run_dir (`Path`): output directory of the run.
+        step (`int`): optimizer steps taken.
+    """
     return run_dir / UNFINISHED / f"checkpoint-{step}"
 
 
@@ -221,7 +232,7 @@ def finish_renames(run_dir: Path) -> list[Path]:
 
     Any rank may call it at any time. It does nothing while another process holds the lock of the folder, since that
     process will finish its own renames. If this process is still writing a checkpoint there, for a training that an
-    exception ended, it waits for it.
+    exception ended, it waits until that checkpoint is written.
 
     Returns:
         `list[Path]`: the checkpoints that were renamed.
@@ -334,6 +345,8 @@ def _record_own_files(job: CheckpointJob) -> dict[str, FileRecord]:
 
 def rank_of_file(name: str, ranks: int) -> int:
     """Return the rank that writes the file `name` of a checkpoint, from the number in the name.
+
+    Rank 0 writes the files whose name has no such number.
 
     Args:
         name (`str`): relative path of the file.

@@ -10,7 +10,8 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-no
 https://cloud.google.com/compute/docs/instances/create-use-preemptible#detecting_if_an_instance_was_preempted
 https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 
-A service is asked only on a machine of its cloud, which the firmware (DMI) identifies, or when its cloud is named.
+A service is polled only on a machine of its cloud, which the firmware (DMI) identifies, or if its cloud is selected
+explicitly.
 """
 
 import http.client
@@ -54,9 +55,11 @@ class Answer:
     """A response of the metadata service."""
 
     status: int
+    """HTTP status code."""
     text: str
+    """Body, decoded as UTF-8."""
     headers: Mapping[str, str]
-    """By lower-case names."""
+    """Header values by lower-case name."""
 
 
 class MetadataClient:
@@ -75,19 +78,21 @@ class MetadataClient:
         self.timeout_s = timeout_s
 
     def request(self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float | None = None) -> Answer:
-        """Send a request.
+        """Send a request and return the answer.
 
         Args:
             method (`str`): the HTTP method.
             path (`str`): path and query.
             headers (`Mapping[str, str]`): the request's headers.
-            timeout_s (`float`, *optional*): another limit, for a request that waits for a change.
+            timeout_s (`float`, *optional*): seconds for this request, if it waits for a change; by default the limit
+                of the client.
 
         Returns:
-            The answer, whatever its status.
+            `Answer`: the answer, with any status other than a redirect.
 
         Raises:
-            MetadataError: no connection, no answer in time, too large an answer, a redirect, or not HTTP.
+            MetadataError: there was no connection or no complete answer in time, or the answer is a redirect, longer
+                than `MAX_BYTES`, not UTF-8 or not HTTP.
         """
         limit_s = timeout_s or self.timeout_s
         deadline = time.monotonic() + limit_s
@@ -107,7 +112,7 @@ class MetadataClient:
 
 
 def _read_body(response: http.client.HTTPResponse, connection: http.client.HTTPConnection, deadline: float) -> bytes:
-    """The body. The socket's timeout alone would let a server send single bytes without end."""
+    """Read the body until `deadline`: with the socket's timeout alone a server could send single bytes without end."""
     body = b""
     while chunk := response.read1(MAX_BYTES):
         body += chunk
@@ -125,13 +130,20 @@ class CloudWatch(Protocol):
     """Reads the notices of one cloud."""
 
     source: str
+    """Source of its notices, one of `hfscale.preemption.SOURCES`."""
     every_s: float
+    """Seconds between two polls."""
 
     def poll(self) -> Notice | None:
-        """The current notice, if any. Raises MetadataError, ValueError, KeyError or TypeError for a bad answer."""
+        """Return the current notice, or None if there is none.
+
+        Raises:
+            MetadataError: the service did not give a usable answer. A ValueError, KeyError or TypeError is also
+                possible, if the answer has another form than expected.
+        """
 
     def hinted(self) -> bool:
-        """Whether the cloud announces that a notice is likely. Raises the same errors as `poll`."""
+        """Return whether the cloud announces that a notice is likely. Raises the same errors as `poll`."""
 
 
 class AwsWatch:
@@ -153,13 +165,14 @@ class AwsWatch:
         return Notice(source=self.source, seconds=_seconds_until(ends))
 
     def hinted(self) -> bool:
+        """Return True at the first poll that finds a rebalance recommendation, and False at all later ones."""
         if self._was_hinted:
             return False
         self._was_hinted = self._get("/latest/meta-data/events/recommendations/rebalance") is not None
         return self._was_hinted
 
     def _get(self, path: str) -> str | None:
-        """The text of the answer, None for 404. A refused token is replaced once."""
+        """Return the text of the answer, or None for status 404. A refused token is replaced once."""
         for _ in range(2):
             if self._token is None:
                 self._token = self._new_token()
@@ -195,6 +208,7 @@ class GcpWatch:
         self._etag = "0"  # matches no value, so that the first answer comes at once
 
     def poll(self) -> Notice | None:
+        """Wait up to `wait_s` seconds for a change, and return the current notice, or None if there is none."""
         path = (
             "/computeMetadata/v1/instance/preempted"
             f"?wait_for_change=true&timeout_sec={self.wait_s:.0f}&last_etag={self._etag}"
@@ -225,6 +239,7 @@ class AzureWatch:
         self._name: str | None = None
 
     def poll(self) -> Notice | None:
+        """Return a notice with the time of the earliest event that ends this machine, or None if there is none."""
         if self._name is None:
             path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             self._name = self._get(path).strip().lower()
@@ -258,7 +273,14 @@ CLOUDS: dict[str, type[AwsWatch] | type[GcpWatch] | type[AzureWatch]] = {
 
 
 def detect_cloud(root: Path = DMI) -> str | None:
-    """The cloud of this machine according to its firmware, one of `CLOUDS`, or None. Only reads files."""
+    """Return the cloud of this machine according to its firmware. It only reads files.
+
+    Args:
+        root (`Path`): folder with the firmware's files (DMI).
+
+    Returns:
+        `str`: one of `CLOUDS`, or None if the machine is in none of these clouds.
+    """
     vendors = " ".join(_read(root / name) for name in ("sys_vendor", "board_vendor", "bios_vendor", "bios_version"))
     if "amazon" in vendors.lower():
         return "aws"
@@ -268,7 +290,11 @@ def detect_cloud(root: Path = DMI) -> str | None:
 
 
 def check_cloud(cloud: str | None) -> None:
-    """Raise a UsageError for a cloud that is none of `CLOUDS`, "auto" or None."""
+    """Check that `cloud` is one of `CLOUDS`, "auto" or None.
+
+    Raises:
+        UsageError: it is none of these.
+    """
     if cloud not in (None, "auto", *CLOUDS):
         raise UsageError(f"cloud is '{cloud}': give auto, {', '.join(CLOUDS)}, or None")
 
@@ -281,21 +307,21 @@ def watch_cloud(
     root: Path = DMI,
     environ: Mapping[str, str] = os.environ,
 ) -> "CloudPoller | None":
-    """Start to poll a cloud's metadata service.
+    """Start a thread that polls a cloud's metadata service.
 
     Args:
-        cloud: one of `CLOUDS`; "auto": the cloud of this machine, if any, or what `HFSCALE_CLOUD` (aws, gcp, azure or
-            none) in the environment says; None: no polling.
-        notices: where notices are added.
-        client: the client of the metadata service.
-        root: the folder with the firmware's files.
-        environ: the environment variables.
+        cloud (`str`, *optional*): one of `CLOUDS`. "auto" means the value of the environment variable `HFSCALE_CLOUD`
+            (aws, gcp, azure or none), or, if it is not set, the cloud of this machine. With None nothing is polled.
+        notices (`PreemptionNotices`): collection to which notices and hints are added.
+        client (`MetadataClient`, *optional*): client of the metadata service; by default a client of `METADATA_URL`.
+        root (`Path`): folder with the firmware's files, for `detect_cloud`.
+        environ (`Mapping[str, str]`): the environment variables.
 
     Returns:
-        The polling thread, None where nothing is polled.
+        `CloudPoller`: the polling thread, or None if nothing is polled.
 
     Raises:
-        UsageError: the name of the cloud is unknown.
+        UsageError: `cloud` or `HFSCALE_CLOUD` has an unknown value.
     """
     check_cloud(cloud)
     if cloud == "auto" and OVERRIDE in environ:
@@ -312,13 +338,13 @@ def watch_cloud(
 
 
 class CloudPoller(threading.Thread):
-    """Polls one cloud: adds its notices, and withdraws those that it cancels.
+    """Polls one cloud, adds its notices, and withdraws those that the cloud cancels.
 
     A service that fails is polled less often, and one warning is logged.
 
     Args:
         watch (`CloudWatch`): reads the cloud's notices.
-        notices (`PreemptionNotices`): where they are added.
+        notices (`PreemptionNotices`): collection to which they are added.
     """
 
     def __init__(self, watch: CloudWatch, notices: PreemptionNotices) -> None:
@@ -329,10 +355,11 @@ class CloudPoller(threading.Thread):
         self._failures = 0
 
     def stop(self) -> None:
-        """End the thread; a request under way still runs until its time limit."""
+        """Make the thread end; a request in progress still runs until its time limit."""
         self._stopped.set()
 
     def run(self) -> None:
+        """Poll until `stop` is called."""
         pause_s = 0.0
         while not self._stopped.wait(pause_s):
             pause_s = self._watch.every_s
@@ -368,13 +395,13 @@ def _text(answer: Answer, path: str) -> str:
 
 
 def _seconds_until(moment: datetime) -> float:
-    """Seconds from now, never negative; a time without a zone is UTC, as the clouds write it."""
+    """Return the seconds from now until `moment`, at least 0. A time without a zone is UTC, as the clouds write it."""
     aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return max((aware - datetime.now(UTC)).total_seconds(), 0.0)
 
 
 def _read(path: Path) -> str:
-    """The text of a firmware file, empty where it does not exist or may not be read."""
+    """Return the text of a firmware file; empty if it does not exist or may not be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Preemption notices: their sources, how much time they leave, and the collection that a training reads."""
+"""Preemption notices: their sources, the time until the end, and the collection that a training reads."""
 
 import time
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class Preempted(SystemExit):
     """Ends the process with exit code 75.
 
     Args:
-        words (`str`): why the run was preempted, and how to resume it.
+        words (`str`): message that says why the run was preempted, and how to resume it.
     """
 
     def __init__(self, words: str) -> None:
@@ -30,8 +30,8 @@ class Notice:
 
     Args:
         source (`str`): one of `SOURCES`.
-        seconds (`float`, *optional*): seconds from `received` to the end; None: the source does not give a time.
-        received (`float`): when it arrived, on the monotonic clock.
+        seconds (`float`, *optional*): seconds from `received` to the end; None if the source does not give a time.
+        received (`float`): time at which it arrived, in seconds on the clock of `time.monotonic`.
     """
 
     source: str
@@ -39,10 +39,11 @@ class Notice:
     received: float = field(default_factory=time.monotonic)
 
     def seconds_left(self, assumed_s: float | None = None) -> float | None:
-        """Seconds until the end, negative when it is past; None where they are not known.
+        """Return the seconds until the end (negative after it), or None if the time is unknown.
 
         Args:
-            assumed_s: what is assumed for a source that does not give a time.
+            assumed_s (`float`, *optional*): seconds from `received` to the end that are assumed if the source does not
+                give a time.
         """
         seconds = self.seconds if self.seconds is not None else assumed_s
         return None if seconds is None else self.received + seconds - time.monotonic()
@@ -60,7 +61,7 @@ class PreemptionNotices:
         self._hints: dict[str, None] = {}
 
     def add(self, notice: Notice) -> None:
-        """Add a notice. Of several from one source the first is kept, since its deadline is the true one."""
+        """Add a notice. Of several from one source only the first is kept, since its deadline is the correct one."""
         self._notices.setdefault(notice.source, notice)
 
     def withdraw(self, source: str) -> None:
@@ -68,23 +69,23 @@ class PreemptionNotices:
         self._notices.pop(source, None)
 
     def has(self, source: str) -> bool:
-        """Whether there is a notice of `source`."""
+        """Return whether there is a notice of `source`."""
         return source in self._notices
 
     def any_older_than(self, seconds: float) -> bool:
-        """Whether a notice arrived more than that many seconds ago."""
+        """Return whether a notice that has not been withdrawn arrived more than `seconds` seconds ago."""
         return any(time.monotonic() - notice.received > seconds for notice in self.pending())
 
     def pending(self) -> list[Notice]:
-        """All notices that have not been withdrawn."""
+        """Return all notices that have not been withdrawn."""
         return list(self._notices.values())
 
     def add_hint(self, source: str) -> None:
-        """Note that a notice of `source` is likely to follow, so that it is worth saving now."""
+        """Record that a notice of `source` is likely to follow, so that the run can save a checkpoint now."""
         self._hints[source] = None
 
     def take_hint(self) -> bool:
-        """Whether a hint has been added since the last call."""
+        """Return whether a hint has been added since the last call, and remove all hints."""
         hinted = bool(self._hints)
         self._hints.clear()
         return hinted

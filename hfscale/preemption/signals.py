@@ -23,14 +23,14 @@ _INTERRUPTED = "\nhfscale: Ctrl-C: the run saves and stops after this step; pres
 
 
 def assumed_notice_s(source: str, environ: Mapping[str, str] = os.environ) -> float | None:
-    """Seconds between a signal and the end of the process, where nothing else is known.
+    """Return the seconds that are assumed between a notice of `source` and the end of the process.
 
     For SIGTERM and SIGINT it is the time that the launcher waits before SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30 by
     default). It is None for SIGUSR1, which schedulers send a configured time before the end, and for other sources.
 
     Args:
-        source: one of `hfscale.preemption.SOURCES`.
-        environ: the environment variables.
+        source (`str`): one of `hfscale.preemption.SOURCES`.
+        environ (`Mapping[str, str]`): the environment variables.
     """
     if source not in ("SIGTERM", "SIGINT"):
         return None
@@ -46,11 +46,12 @@ class SignalWatch:
     While no training reads notices, a signal has its previous effect.
 
     Args:
-        notices (`PreemptionNotices`): where the notices are added.
-        whole_process (`bool`): whether the process is a recipe's. Then SIGTERM and SIGUSR1 before the training add
-            notices too, which its first step serves: if they ended this rank at once, others might have started
-            already. After the training they no longer disturb the last evaluation and the export. Where no training
-            follows, a repeated signal ends the process with exit code 75.
+        notices (`PreemptionNotices`): collection to which the notices are added.
+        whole_process (`bool`): whether the watch covers the process from start to end, as in a recipe. Then SIGTERM
+            and SIGUSR1 before the training also add notices, and the run stops after its first step: if they ended
+            this rank at once, other ranks might have started already. After the training they no longer interrupt the
+            last evaluation and the export. If no training follows, a repeated signal ends the process with exit code
+            75.
     """
 
     def __init__(self, notices: PreemptionNotices = NOTICES, *, whole_process: bool = False) -> None:
@@ -66,7 +67,7 @@ class SignalWatch:
         return bool(self._previous)
 
     def install(self) -> bool:
-        """Install the handlers; False outside the main thread, where Python does not allow it."""
+        """Install the handlers and return True; outside the main thread Python does not allow it: return False."""
         if threading.current_thread() is not threading.main_thread():
             return False
         if not self.is_installed:
@@ -76,7 +77,7 @@ class SignalWatch:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers, where ours have not been replaced since."""
+        """Restore the previous handlers of those signals whose handler has not been replaced since `install`."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, previous in self._previous.items():
@@ -85,7 +86,10 @@ class SignalWatch:
         self._previous = {}
 
     def ignore(self) -> None:
-        """Ignore the signals until the process has ended: at its end Python removes handlers, but not SIG_IGN."""
+        """Ignore the signals until the process has ended: Python removes handlers at exit, but not SIG_IGN.
+
+        It has no effect if the handlers are not installed.
+        """
         if self.is_installed:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
@@ -108,14 +112,15 @@ class SignalWatch:
         """Add notices from now on, since a training reads them.
 
         Args:
-            is_serving: gets the interrupted frame and returns whether the training is still running in it. A training
-                that ends by an exception does not call `done`, and must not leave a process that ignores signals.
+            is_serving (`Callable[[FrameType | None], bool]`): receives the interrupted frame and returns whether the
+                training is still running in it. A training that ends with an exception does not call `done`, and the
+                process must then react to signals again.
         """
         self._is_serving = is_serving
         self._has_served = True
 
     def done(self) -> None:
-        """End serving; without `whole_process` the previous handlers are restored."""
+        """Stop adding notices for a training; without `whole_process` the previous handlers are restored."""
         self._is_serving = None
         if not self.whole_process:
             self.restore()
@@ -148,10 +153,10 @@ _watch = SignalWatch()
 
 
 def watch_signals(*, whole_process: bool = False) -> SignalWatch:
-    """Install this process's watch, or return it if it is installed.
+    """Install the `SignalWatch` of this process if it is not installed, and return it.
 
     Args:
-        whole_process (`bool`): see `SignalWatch`.
+        whole_process (`bool`): see `SignalWatch`; it has no effect if the watch is already installed.
     """
     global _watch
     if whole_process and not _watch.is_installed:

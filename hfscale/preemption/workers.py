@@ -44,7 +44,7 @@ def end_workers() -> None:
     A loader that is read again starts new ones. torch itself ends workers when their loader is garbage-collected.
     Trainer's loaders are part of a reference cycle, whose collection destroys the workers' queues first: the workers
     never receive the request to end, and torch waits five seconds for each (2.13,
-    `_MultiProcessingDataLoaderIter._shutdown_workers`), which a notice may not leave.
+    `_MultiProcessingDataLoaderIter._shutdown_workers`), which can be longer than the time left after a notice.
     """
     for loader in list(_loaders):
         loader._iterator = None  # torch has no public way to end them
@@ -54,7 +54,7 @@ class Shielding:
     """Wraps a function that returns a loader, and protects the workers of that loader.
 
     Args:
-        get_loader (`Callable`): for example a Trainer's `get_eval_dataloader`.
+        get_loader (`Callable`): function that returns a loader, for example a Trainer's `get_eval_dataloader`.
     """
 
     def __init__(self, get_loader: Callable[..., Any]) -> None:

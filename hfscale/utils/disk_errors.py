@@ -24,7 +24,9 @@ def is_failed_torch_write(message: str) -> bool:
 
 
 def storage_error(error: BaseException) -> StorageError | None:
-    """Return a `StorageError` if `error` or one of its causes is a full, read-only or forbidden disk, else None.
+    """Return a `StorageError` if a full, read-only or forbidden disk caused `error`, else None.
+
+    The causes of `error` are searched too.
 
     safetensors and torch raise their own exceptions, which have the error number in their text or not at all.
     """

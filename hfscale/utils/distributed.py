@@ -17,22 +17,28 @@ _side_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def is_distributed() -> bool:
-    """Whether a default process group of more than one process exists."""
+    """Return whether a default process group of more than one process exists."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
-    """Global rank; 0 without a process group."""
+    """Return the global rank; 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """Number of processes; 1 without a process group."""
+    """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def side_group(timeout: timedelta = timedelta(minutes=30)) -> dist.ProcessGroup:
-    """The gloo group over all ranks; it is created at the first call, which every rank must make at the same point."""
+    """Return the gloo group over all ranks that all exchanges of hfscale share.
+
+    It is created at the first call, which every rank must make at the same point.
+
+    Args:
+        timeout (`timedelta`): longest time that one collective of the group may take; used only at the first call.
+    """
     world = dist.group.WORLD
     if world not in _side_groups:
         _side_groups.clear()  # a new default group means that the old one and its side group were destroyed
@@ -41,19 +47,29 @@ def side_group(timeout: timedelta = timedelta(minutes=30)) -> dist.ProcessGroup:
 
 
 def own_group(timeout: timedelta = timedelta(hours=2)) -> dist.ProcessGroup | None:
-    """A new gloo group over all ranks, for a thread whose exchanges must not mix with others; None for one process.
+    """Create a gloo group over all ranks, for a thread whose exchanges must not mix with others.
 
     Every rank must call it at the same point.
+
+    Args:
+        timeout (`timedelta`): longest time that one collective of the group may take.
+
+    Returns:
+        `ProcessGroup`: the new group, or None if there is only one process.
     """
     return dist.new_group(backend="gloo", timeout=timeout) if is_distributed() else None
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The `value` of every rank, in rank order.
+    """Gather the `value` of every rank. Every rank of the group must call it at the same point.
 
     Args:
-        value: anything that JSON can represent.
-        group: the group that `own_group` returned.
+        value (`Any`): anything that JSON can represent; its size may differ between ranks. Tuples are returned as
+            lists.
+        group (`ProcessGroup`, *optional*): the group that `own_group` returned; None for one process.
+
+    Returns:
+        `list[Any]`: the value of every rank, in rank order.
     """
     if group is None:
         return [value]
@@ -73,7 +89,7 @@ def barrier() -> None:
 
 
 def all_max(values: Sequence[float]) -> list[float]:
-    """Element-wise maximum of `values` over all ranks; every rank must pass as many values."""
+    """Return the element-wise maximum of `values` over all ranks; every rank must pass the same number of values."""
     if not is_distributed():
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -82,7 +98,7 @@ def all_max(values: Sequence[float]) -> list[float]:
 
 
 def gather_rows(values: Sequence[float]) -> list[list[float]]:
-    """The `values` of every rank, one row each, in rank order; every rank must pass as many values."""
+    """Return one row with the `values` of each rank, in rank order; all ranks must pass the same number of values."""
     if not is_distributed():
         return [list(values)]
     row = torch.tensor(values, dtype=torch.float64)
@@ -95,27 +111,27 @@ def gather_columns(values: Mapping[str, float]) -> dict[str, list[float]]:
     """Gather named numbers from every rank in one exchange.
 
     Args:
-        values (`Mapping[str, float]`): The numbers of this rank, under the same names in the same order on every
+        values (`Mapping[str, float]`): the numbers of this rank, under the same names in the same order on every
             rank.
 
     Returns:
-        `dict[str, list[float]]`: For each name the number of every rank, in rank order.
+        `dict[str, list[float]]`: for each name the number of every rank, in rank order.
     """
     rows = gather_rows(list(values.values()))
     return {name: [row[index] for row in rows] for index, name in enumerate(values)}
 
 
 class StepAgreement:
-    """All ranks learn the maximum of their values at the same step boundaries, about every `every_s` seconds.
+    """Gives all ranks the maximum of their values at the same step boundaries, about every `every_s` seconds.
 
-    An exchange at each step would cost a good part of a millisecond of every step. The number of steps between two
+    An exchange at each step would add a considerable part of a millisecond to it. The number of steps between two
     exchanges is agreed on in the exchange itself (from the slowest rank's step time), so no rank waits for another
     that does not take part. The number at most doubles from one exchange to the next: a slow first step (compilation,
     warm-up of the allocator) and a later change of pace are both followed quickly.
 
     Overlapped exchanges start at the end of one step and are read at the end of the next, when they have long
-    completed, so that reading them does not wait. Where steps take longer than half of `every_s` each step has an
-    exchange, which costs little compared with the step and is read at once.
+    completed, so that reading them does not wait. If steps take longer than half of `every_s`, each step has an
+    exchange, which takes little time compared with the step and is read at once.
 
     Args:
         every_s (`float`): seconds between two exchanges.
@@ -134,10 +150,11 @@ class StepAgreement:
         """Take part in this step; every rank must call it once per step.
 
         Args:
-            value: returns this rank's value (at least 0); called only where an exchange starts.
+            value (`Callable[[], float]`): returns this rank's value (at least 0). It is called only if an exchange
+                starts at this step.
 
         Returns:
-            The maximum over all ranks where this step reads an exchange, else None.
+            `float`: the maximum over all ranks if this step reads an exchange, else None.
         """
         self._steps_since += 1
         agreed = self._read() if self._pending is not None else None
@@ -155,12 +172,19 @@ class StepAgreement:
         return agreed
 
     def now(self, value: float) -> float:
-        """The maximum of `value` and of an exchange under way over all ranks, which must all call it at one point."""
+        """Exchange `value` at once; every rank must call it at the same point.
+
+        Args:
+            value (`float`): this rank's value, at least 0.
+
+        Returns:
+            `float`: the maximum over all ranks, including the values of an exchange that is still in progress.
+        """
         pending = self._read() if self._pending is not None else 0.0
         return max(pending, all_max([value])[0])
 
     def finish(self) -> None:
-        """Wait for an exchange under way, before the process group is destroyed."""
+        """Wait for an exchange that is still in progress. Call it before the process group is destroyed."""
         if self._pending is not None:
             self._read()
 

@@ -44,7 +44,7 @@ class Finding:
         return f"{self.where}: {self.message}" if self.where else self.message
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding of a health check for JSON, with `message` as people read it."""
+        """Return the finding of a health check as a dictionary for JSON; `message` has problem and fix in one line."""
         return {
             "level": self.level,
             "check": self.check,
@@ -57,12 +57,12 @@ class Finding:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Finding":
-        """The finding that `to_dict` described."""
+        """Return the finding from the dictionary that `to_dict` returned."""
         kept = {name: fields[name] for name in ("level", "check", "problem", "fix", "host")}
         return cls(**kept, ranks=tuple(fields["ranks"]))
 
     def to_cause(self) -> dict[str, Any]:
-        """The cause of lost time for JSON. `mend` is the older name of `fix`."""
+        """Return the cause of lost time as a dictionary for JSON; its key `mend` is the older name of `fix`."""
         return {
             "cause": self.check,
             "share": self.share,
@@ -73,22 +73,27 @@ class Finding:
 
 
 def name_ranks(ranks: Iterable[int], host: str | None = None) -> str:
-    """`rank 3 (node-b)` or `ranks 2, 3`; ranks after the first eight are only counted."""
+    """Return `rank 3 (node-b)` or `ranks 2, 3`: the ranks in ascending order, for a message.
+
+    Args:
+        ranks (`Iterable[int]`): the ranks; those after the first eight are only counted.
+        host (`str`, *optional*): the host of these ranks.
+    """
     listed = sorted(ranks)
     names = ", ".join(map(str, listed[:8])) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
     return f"rank{'s' if len(listed) > 1 else ''} {names}" + (f" ({host})" if host else "")
 
 
 def has_errors(findings: Iterable[Finding]) -> bool:
-    """Whether one of them is an error."""
+    """Return whether one of the findings has the level `error`."""
     return any(finding.level == "error" for finding in findings)
 
 
 def join_errors(findings: Iterable[Finding]) -> str:
-    """The first four errors among the findings in one line, for an exception."""
+    """Return the first four errors among the findings in one line, for an exception; the others are counted."""
     return join_findings([finding for finding in findings if finding.level == "error"])
 
 
 def join_findings(findings: list[Finding]) -> str:
-    """The first four findings in one line; the others are counted."""
+    """Return the first four findings in one line; the others are counted."""
     return "; ".join(map(str, findings[:4])) + (f"; and {len(findings) - 4} more" if len(findings) > 4 else "")

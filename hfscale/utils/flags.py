@@ -14,28 +14,25 @@ from hfscale.errors import ConfigFileError, UsageError
 
 
 def flag(help: str, default: object = None, **metadata: object) -> object:
-    """A dataclass field that `HfArgumentParser` shows as a flag.
+    """Return a dataclass field that `HfArgumentParser` shows as a flag.
 
     Args:
         help (`str`): the text that `--help` prints.
         default (`object`, *optional*): the value of a flag that is not given.
         metadata (`object`): further keys of the field's metadata, such as `choices`.
-
-    Returns:
-        The field.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
 
 def require_positive(arguments: object, *names: str) -> None:
-    """Check that fields are greater than 0 where they are set.
+    """Check that fields are greater than 0; fields that are None are not checked.
 
     Args:
-        arguments: an object with these fields.
-        names: the names of the fields, which are those of their flags.
+        arguments (`object`): an object with these fields.
+        names (`str`): names of the fields, which are also the names of their flags.
 
     Raises:
-        UsageError: one is not.
+        UsageError: a field is not greater than 0.
     """
     for name in names:
         value = getattr(arguments, name)
@@ -44,15 +41,15 @@ def require_positive(arguments: object, *names: str) -> None:
 
 
 def require_from_0(arguments: object, *names: str, **limits: float) -> None:
-    """Check that fields are at least 0, and less than their limit, where they are set.
+    """Check that fields are at least 0 and less than their limit; fields that are None are not checked.
 
     Args:
-        arguments: an object with these fields.
-        names: the names of fields without an upper limit.
-        limits: the upper limits of further fields.
+        arguments (`object`): an object with these fields.
+        names (`str`): names of fields without an upper limit, which are also the names of their flags.
+        limits (`float`): further fields with their upper limits, which they must stay below.
 
     Raises:
-        UsageError: one is not.
+        UsageError: a field is less than 0 or not less than its limit.
     """
     for name, limit in (dict.fromkeys(names) | limits).items():
         value = getattr(arguments, name)
@@ -62,14 +59,14 @@ def require_from_0(arguments: object, *names: str, **limits: float) -> None:
 
 
 def read_yaml_mapping(path: str, known: Collection[str] | None) -> dict[str, Any]:
-    """Read a flat mapping from a YAML file.
+    """Read the mapping of flags to values in a YAML file.
 
     Args:
         path (`str`): the file, as given to `--config`.
-        known (`Collection[str]`, *optional*): the allowed keys; None: all keys.
+        known (`Collection[str]`, *optional*): the allowed keys; None allows all keys.
 
     Returns:
-        The mapping; empty for an empty file.
+        `dict[str, Any]`: the mapping; empty for an empty file.
 
     Raises:
         ConfigFileError: the file is missing, unreadable, not YAML, not a mapping, or has an unknown or repeated key.
@@ -103,8 +100,11 @@ def to_argv(path: str, values: Mapping[str, Any]) -> list[str]:
         path (`str`): the file of the mapping, for errors.
         values (`Mapping[str, Any]`): what `read_yaml_mapping` returned.
 
+    Returns:
+        `list[str]`: `--key=value` for each single value, or `--key` followed by the values of a list.
+
     Raises:
-        ConfigFileError: a list is empty or contains other than plain values.
+        ConfigFileError: a list is empty or contains anything but plain values.
     """
     argv: list[str] = []
     for key, value in values.items():
@@ -122,8 +122,11 @@ def to_argv(path: str, values: Mapping[str, Any]) -> list[str]:
 def split_off_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
     """Split a command line into its arguments without `--config FILE`, and that file.
 
+    Args:
+        argv (`Sequence[str]`): the arguments, without the name of the program.
+
     Returns:
-        The other arguments, and the file; None where `--config` is not given.
+        `tuple[list[str], str | None]`: the other arguments, and the file; None if `--config` is not given.
 
     Raises:
         UsageError: there is no file after `--config`, or `--config` is given twice.
@@ -146,12 +149,12 @@ def split_off_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def nearest(name: str, known: Collection[str], prefix: str = "") -> str:
-    """`"; did you mean …?"` with the most similar known name; an empty string where none is similar.
+    """Return `"; did you mean …?"` with the most similar known name, or an empty string if none is similar.
 
     Args:
         name (`str`): the unknown name.
         known (`Collection[str]`): the known names.
-        prefix (`str`): what is put before the name, such as `--`.
+        prefix (`str`): text before the suggested name, such as `--`.
     """
     close = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.7)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
@@ -183,7 +186,7 @@ for _tag, _pattern, _first in (
 
 
 def _reason(error: Exception) -> str:
-    """The problem and its line, without the excerpt of several lines that PyYAML adds."""
+    """Return the problem and its line, without the excerpt of several lines that PyYAML adds."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return " ".join(str(error).split())

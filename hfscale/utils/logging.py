@@ -8,7 +8,7 @@ _ROOT = "hfscale"
 
 
 def is_main_process() -> bool:
-    """Whether this process has global rank 0, according to the launcher's `RANK`; also without a launcher."""
+    """Return whether this process has global rank 0, according to the launcher's `RANK`; True without a launcher."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -18,7 +18,7 @@ class _MainProcessOnly(logging.Filter):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger `name`.
+    """Return the logger `name`.
 
     The parent logger "hfscale" prints lines of level INFO and above; a program can configure it. If the program has
     configured Python's root logger, the lines go to its handlers instead.

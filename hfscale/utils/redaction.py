@@ -25,18 +25,19 @@ _SHORTEST = 6
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, flag or key of this name is secret: `HF_TOKEN`, `--hub_token`, `aws_secret_access_key`.
+    """Return whether the value of a variable, flag or key with this name is secret.
 
-    Numbers of tokens are not: `tokens_seen`, `num_tokens`.
+    It is for `HF_TOKEN`, `--hub_token` and `aws_secret_access_key`, but not for token counts such as `tokens_seen` and
+    `num_tokens`.
     """
     return bool(_SECRET_NAME.search(re.sub(r"tokens|tokeni[sz]\w*", "", name, flags=re.IGNORECASE)))
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Replace secrets in a text by `MASK`.
+    """Replace secrets in a text by `MASK` and return the result.
 
-    A secret is what has the form of a known kind of key, what is assigned to a secret name, and the value of each
-    environment variable with a secret name.
+    Secrets are strings that have the form of a known kind of key, values that are assigned to a secret name, and the
+    values, of at least six characters, of environment variables with a secret name.
 
     Args:
         text (`str`): the text.
@@ -50,7 +51,15 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_argv(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Replace secrets in the arguments of a command line, also the value that follows a flag like `--hub_token`."""
+    """Replace secrets in the arguments of a command line, including the value after a flag such as `--hub_token`.
+
+    Args:
+        argv (`Sequence[str]`): the arguments.
+        environ (`Mapping[str, str]`): the environment variables, whose secret values are replaced too.
+
+    Returns:
+        `list[str]`: as many arguments, with `MASK` for secrets.
+    """
     redacted = []
     previous = ""
     for argument in argv:

@@ -43,13 +43,13 @@ class ShippedConfig:
 
 
 def shipped_root() -> Path:
-    """The folder that holds `accelerate_configs/`, `ds_configs/` and `recipes/`."""
+    """Return the folder that holds `accelerate_configs/`, `ds_configs/` and `recipes/`."""
     in_wheel = _PACKAGE / "shipped"
     return in_wheel if in_wheel.is_dir() else _PACKAGE.parent
 
 
 def list_configs() -> list[ShippedConfig]:
-    """All shipped configs, sorted by kind and name."""
+    """Return all shipped configs, sorted by kind and name."""
     root = shipped_root()
     found = []
     for kind, (folder, pattern) in _KINDS.items():
@@ -59,7 +59,7 @@ def list_configs() -> list[ShippedConfig]:
 
 
 def find_config(name: str) -> ShippedConfig:
-    """Find a shipped config by name. An Accelerate config takes precedence over one of DeepSpeed or of a recipe.
+    """Find a shipped config by name; kinds take precedence in the order `accelerate`, `deepspeed`, `recipe`.
 
     Args:
         name (`str`): one of its names (`ShippedConfig.names`).

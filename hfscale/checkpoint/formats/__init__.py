@@ -43,6 +43,10 @@ def layout_of(strategy: str) -> str:
 def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
     """Return the view of a checkpoint that was written under `strategy`.
 
+    Args:
+        checkpoint (`Path`): the checkpoint.
+        strategy (`str`): one of `STRATEGIES`.
+
     Raises:
         CheckpointError: the strategy has no reader, or a file is missing, broken or would have to be unpickled.
     """
@@ -59,6 +63,9 @@ def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
 
 def writer(strategy: str) -> Writer:
     """Return the function that writes a view for `strategy`: `write(view, folder, step=…, world_size=…)`.
+
+    Args:
+        strategy (`str`): one of `STRATEGIES`.
 
     Raises:
         CheckpointError: the strategy has no writer.
@@ -77,8 +84,12 @@ def writer(strategy: str) -> Writer:
 def check_target(view: CheckpointView, strategy: str) -> None:
     """Check that `strategy` can load everything that `view` holds.
 
+    Args:
+        view (`CheckpointView`): the view to be written.
+        strategy (`str`): strategy that will load it. Only `zero3` has restrictions (see `check_for_stage_3`).
+
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: `strategy` cannot load the optimizer's states or groups.
     """
     if strategy == "zero3":
         check_for_stage_3(view)

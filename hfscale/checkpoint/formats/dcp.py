@@ -37,8 +37,15 @@ _GROUPS = "optimizer.param_groups."
 def read_value(folder: Path, chunk: Chunk) -> Any:
     """Read one stored piece: a part of a tensor, or a value that is not a tensor.
 
+    Args:
+        folder (`Path`): folder of the distributed checkpoint.
+        chunk (`Chunk`): file, offset and length of the piece.
+
+    Returns:
+        `Any`: a tensor on the CPU, or the value.
+
     Raises:
-        CheckpointError: it is broken or would have to be unpickled.
+        CheckpointError: the piece is broken or would have to be unpickled.
     """
     with (folder / chunk.file).open("rb") as file:
         file.seek(chunk.start)
@@ -50,7 +57,17 @@ def read_value(folder: Path, chunk: Chunk) -> Any:
 
 
 def tensor_ref(folder: Path, name: str, entry: Entry) -> TensorRef:
-    """Return a reference to the tensor `name`, which is assembled from its pieces when it is read."""
+    """Return a reference to the tensor `name`, which is assembled from its pieces when it is read.
+
+    Args:
+        folder (`Path`): folder of the distributed checkpoint.
+        name (`str`): name of the tensor, for error messages.
+        entry (`Entry`): its entry in the metadata; it must be that of a tensor.
+
+    Returns:
+        `TensorRef`: the reference. Its `read` raises a `CheckpointError` if a piece is broken, has another shape than
+            the metadata says, or is missing.
+    """
     shape = entry.shape
     dtype = entry.dtype
     assert shape is not None
@@ -188,7 +205,14 @@ def _groups(folder: Path, entries: Mapping[str, Entry]) -> list[ParameterGroup]:
 
 
 def write_fsdp2(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
-    """Write the two distributed checkpoints that Accelerate loads under FSDP2, on any number of ranks."""
+    """Write the two distributed checkpoints that Accelerate loads under FSDP2, on any number of ranks.
+
+    Args:
+        view (`CheckpointView`): what is written.
+        folder (`Path`): folder of the new checkpoint.
+        step (`int`): not used; all writers have the same parameters.
+        world_size (`int`): not used.
+    """
     weights = dict(view.weights)
     for alias, name in view.aliases.items():  # FSDP2 asks for both names of a tied weight
         if saved_name(name) in view.weights:  # adapter checkpoints do not contain the base model's weights

@@ -76,7 +76,16 @@ def load_merged(model: nn.Module, stored: Mapping[str, TensorRef]) -> list[str]:
 
 
 def split(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, TensorRef]:
-    """Return `weights`, which have the model's names, as `save_pretrained` saves them: the inverse of `merge`."""
+    """Return `weights` with the names and shapes that `save_pretrained` saves; this is the inverse of `merge`.
+
+    Args:
+        weights (`Mapping[str, TensorRef]`): the weights by their names in `model`.
+        model (`nn.Module`): a transformers model without adapters, on any device; its weights are not read.
+
+    Returns:
+        `dict[str, TensorRef]`: the weights by their names in the safetensors files. A merged parameter is read for its
+            first part and kept in memory until its last part has been read.
+    """
     if not get_model_conversion_mapping(model, add_legacy=False):  # type: ignore[arg-type]
         return dict(weights)
     separate: dict[str, TensorRef] = {}

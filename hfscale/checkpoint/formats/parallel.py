@@ -159,7 +159,17 @@ def _concatenated(parts: Sequence[TensorRef], dim: int) -> TensorRef:
 
 
 def write_parallel(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
-    """Write what `ParallelTrainer` reads with any layout: every tensor unsharded, under its canonical name."""
+    """Write what `ParallelTrainer` reads with any layout: every tensor unsharded, under its canonical name.
+
+    Args:
+        view (`CheckpointView`): what is written.
+        folder (`Path`): folder of the new checkpoint.
+        step (`int`): not used; all writers have the same parameters.
+        world_size (`int`): not used.
+
+    Raises:
+        CheckpointError: the name of a parameter is not plain (see `check_names`).
+    """
     tensors: dict[str, TensorRef] = {}
     trained = {saved_name(name): name for group in view.groups for name in group.names}
     for name, ref in view.weights.items():

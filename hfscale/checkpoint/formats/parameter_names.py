@@ -41,7 +41,8 @@ class ParameterNames:
 
         Args:
             model (`nn.Module`): the model.
-            param_groups: the groups; `params` of each contains the parameters themselves.
+            param_groups (`Iterable[Mapping[str, Any]]`): the optimizer's groups; `params` of each contains the
+                parameters themselves.
         """
         names: dict[int, str] = {}
         for name, parameter in model.named_parameters():
@@ -98,7 +99,7 @@ def _of_the_config(checkpoint: Path) -> ParameterNames:
 
 
 def trained_names(model: nn.Module) -> ParameterNames:
-    """Return the names of the trainable parameters of an unsharded `model`, grouped as Trainer's optimizer does."""
+    """Return the names of the trainable parameters of an unsharded `model`, grouped as in Trainer's optimizer."""
     import transformers
 
     # Trainer's own rule; it uses only the model.

@@ -39,6 +39,10 @@ _MAX_HEADER_BYTES = 100 * 2**20  # a limit of the format
 def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
     """Return the tensors of `stem.safetensors`, or of the shards that `stem.safetensors.index.json` names.
 
+    Args:
+        folder (`Path`): folder of the files.
+        stem (`str`): `model` or `adapter_model`.
+
     Returns:
         `dict[str, TensorRef]`: the tensors by name, or None if neither file exists.
 

@@ -82,7 +82,17 @@ def _ref(value: Any) -> TensorRef:
 
 
 def write_unsharded(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
-    """Write the files that Trainer reads under `single` and `ddp`."""
+    """Write the files that Trainer reads under `single` and `ddp`.
+
+    Args:
+        view (`CheckpointView`): what is written.
+        folder (`Path`): existing folder of the new checkpoint.
+        step (`int`): not used; all writers have the same parameters.
+        world_size (`int`): not used.
+
+    Raises:
+        CheckpointError: a tensor of `view` cannot be read.
+    """
     is_adapter = any(name.startswith("base_model.model.") for name in view.weights)
     weights = {name: ref for name, ref in view.weights.items() if name not in view.aliases}
     write_weights(folder, "adapter_model" if is_adapter else "model", weights)

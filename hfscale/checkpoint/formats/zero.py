@@ -48,6 +48,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def tag_folder(checkpoint: Path, *, latest: str = "latest") -> Path:
     """Return the folder with DeepSpeed's files, whose name is in the file `latest`.
 
+    Args:
+        checkpoint (`Path`): the checkpoint.
+        latest (`str`): name of that file: `latest`, or `latest_universal` for a universal checkpoint.
+
     Raises:
         CheckpointError: the file is missing or does not name a folder of the checkpoint.
     """
@@ -267,8 +271,15 @@ def _read_tensor(path: Path) -> TensorRef:
 def write_universal(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
     """Write a universal checkpoint, which ZeRO-1, 2 and 3 read.
 
+    Args:
+        view (`CheckpointView`): what is written.
+        folder (`Path`): folder of the new checkpoint.
+        step (`int`): optimizer steps taken; DeepSpeed's counters and the name of its folder contain it.
+        world_size (`int`): number of processes that will resume; DeepSpeed's counters contain it.
+
     Raises:
-        CheckpointError: the view has names or states that cannot be written.
+        CheckpointError: the name of a parameter is not plain (see `check_names`), a parameter has no weight, or a
+            tensor of `view` cannot be read.
     """
     tagged = folder / f"global_step{step}"
     zero = tagged / "zero"
