@@ -50,8 +50,8 @@ class SignalWatch:
         whole_process (`bool`): whether the watch covers the process from start to end, as in a recipe. Then SIGTERM
             and SIGUSR1 before the training also add notices, and the run stops after its first step: if they ended
             this rank at once, other ranks might have started already. After the training they no longer interrupt the
-            last evaluation and the export. If no training follows, a repeated signal ends the process with exit code
-            75.
+            last evaluation and the export. Before the training, such a signal that arrives more than five seconds
+            after a pending notice ends the process with exit code 75.
     """
 
     def __init__(self, notices: PreemptionNotices = NOTICES, *, whole_process: bool = False) -> None:

@@ -32,12 +32,12 @@ def world_size() -> int:
 
 
 def side_group(timeout: timedelta = timedelta(minutes=30)) -> dist.ProcessGroup:
-    """Return the gloo group over all ranks that all exchanges of hfscale share.
+    """Return the gloo group over all ranks that the exchanges of this module use, except those with their own group.
 
-    It is created at the first call, which every rank must make at the same point.
+    It is created at the first call after the default group, and every rank must make that call at the same point.
 
     Args:
-        timeout (`timedelta`): longest time that one collective of the group may take; used only at the first call.
+        timeout (`timedelta`): longest time that one collective of the group may take; used only when the group is created.
     """
     world = dist.group.WORLD
     if world not in _side_groups:

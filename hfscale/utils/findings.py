@@ -26,9 +26,9 @@ class Finding:
     ranks: tuple[int, ...] = ()
     """The ranks that it is about; empty: all ranks, or a node without ranks."""
     host: str | None = None
-    """The host of these ranks, where they share one and it is known."""
+    """The host of these ranks, if they share one and it is known."""
     share: float | None = None
-    """The part of the step time that it accounts for, where that is known."""
+    """The fraction of the step time that it accounts for, if it is known."""
 
     @property
     def message(self) -> str:
