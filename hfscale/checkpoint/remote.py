@@ -245,8 +245,8 @@ def redacted_message(error: Exception) -> str:
 class Uploader:
     """Copies checkpoints to a remote store in a background thread, the newest first.
 
-    If a copy fails, training continues, and the next checkpoint is copied again. Only the first failure is logged as a
-    warning.
+    If a copy fails, training continues, and the next checkpoint is copied as usual. Only the first failure is logged
+    as a warning.
 
     Args:
         store (`RemoteStore`): the store.

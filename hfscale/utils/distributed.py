@@ -37,7 +37,7 @@ def side_group(timeout: timedelta = timedelta(minutes=30)) -> dist.ProcessGroup:
     It is created at the first call after the default group, and every rank must make that call at the same point.
 
     Args:
-        timeout (`timedelta`): longest time that one collective of the group may take; used only when the group is created.
+        timeout (`timedelta`): longest time that one collective of the group may take, if this call creates the group.
     """
     world = dist.group.WORLD
     if world not in _side_groups:
