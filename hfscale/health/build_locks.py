@@ -1,4 +1,4 @@
-"""Removes abandoned locks of torch's C++ extensions, which would block every later launch.
+"""Removes abandoned locks of torch's C++ extensions, which would block every later launch that needs them.
 
 torch puts a lock file into the folder of an extension while it builds or loads it. A process that is killed meanwhile
 leaves the file behind, and `torch.utils.cpp_extension` (2.13) silently waits for it to disappear in every later
@@ -37,13 +37,16 @@ _SHARED_FILE_SYSTEMS = (
 
 
 def abandoned_locks(environ: Mapping[str, str]) -> list[Path]:
-    """Locks that no process holds any more.
+    """Return the locks that no process holds any more.
 
     The holder keeps the file open, which is visible for files of this user on a disk of this machine; for other files
     `UNSEEN_HOLDER_AGE_S` decides. Holders in other containers that share the folder are not visible either.
 
     Args:
-        environ: the environment variables, which say where extensions are built.
+        environ (`Mapping[str, str]`): the environment variables, which say where extensions are built.
+
+    Returns:
+        `list[Path]`: the lock files, in the order of their paths.
     """
     return [path for path in _locks(environ) if _is_abandoned(path)]
 
@@ -52,7 +55,7 @@ def remove_abandoned_locks(environ: Mapping[str, str]) -> None:
     """Delete abandoned locks. Call it on one process of each machine, before an extension is loaded.
 
     Args:
-        environ: the environment variables, which say where extensions are built.
+        environ (`Mapping[str, str]`): the environment variables, which say where extensions are built.
     """
     for path in _locks(environ):
         identity = _identity(path)
@@ -63,7 +66,12 @@ def remove_abandoned_locks(environ: Mapping[str, str]) -> None:
 
 
 def lock_finding(path: str, host: str) -> Finding:
-    """The finding about an abandoned lock."""
+    """Return the finding about an abandoned lock, a warning.
+
+    Args:
+        path (`str`): the lock file.
+        host (`str`): the name of its machine.
+    """
     problem = f"{path} is left from a build that was killed: DeepSpeed waits for it forever if it needs that extension"
     return Finding(level="warning", check="build lock", problem=problem, fix="delete it", host=host)
 

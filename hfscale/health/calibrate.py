@@ -3,7 +3,8 @@
     hfscale plan --calibrate                          # one device: matrix products, memory, transfers from the host
     accelerate launch -m hfscale plan --calibrate     # all devices: collectives too
 
-Operations and formulas are those of `hfscale.health.measure`; a copy of b bytes moves 2 b.
+Operations and formulas are those of `hfscale.health.measure`. A copy of b bytes counts as 2 b: b are read and b are
+written.
 """
 
 import json
@@ -37,7 +38,7 @@ _FROM_SEVERAL_PROCESSES = ("achieved_link_gb_s", "achieved_network_gb_s", "hop_u
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes that are measured."""
+    """The sizes of the matrices and buffers that a calibration measures."""
 
     matrices: tuple[int, ...]
     """Widths of square matrices."""
@@ -53,7 +54,7 @@ ON_CPU = Sizes(matrices=(512, 1024, 2048), copy_bytes=2**28, messages=tuple(4**n
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured, with the slowest rank's numbers throughout."""
+    """The results of a calibration; each number is that of the slowest rank."""
 
     gpu: Accelerator
     """The row that plans use, under its name."""
@@ -68,6 +69,9 @@ def calibrate(sizes: Sizes | None = None) -> Calibration:
 
     Args:
         sizes (`Sizes`, *optional*): what is measured. By default `ON_GPU` or `ON_CPU`.
+
+    Returns:
+        `Calibration`: the measurements, and the hardware row that is made from them.
 
     Raises:
         UsageError: the device is neither a CUDA GPU nor a CPU.
@@ -98,7 +102,7 @@ def write(calibration: Calibration, path: Path) -> Accelerator:
         path (`Path`): the hardware file; it is created if it does not exist.
 
     Returns:
-        The row that was written.
+        `Accelerator`: the row that was written.
 
     Raises:
         ConfigFileError: the file exists and is not a hardware file.

@@ -1,4 +1,4 @@
-"""`hfscale check`: this node alone, or under a launcher every rank together with all others.
+"""Runs `hfscale check`: it checks this node alone, or under a launcher every rank together with all others.
 
     hfscale check                            # variables, limits, disk of this node
     accelerate launch -m hfscale check       # and on every rank: matrix products, collectives, clocks, versions
@@ -39,7 +39,7 @@ class CheckRequest:
     """The options of a check."""
 
     deadline_s: float
-    """Seconds until every rank knows the verdict."""
+    """Seconds within which every rank must have the verdict."""
     output_dir: Path | None = None
     """Where checkpoints will be written; None: the disk is not checked."""
     checkpoint_bytes: int | None = None
@@ -65,9 +65,9 @@ class CheckReport:
     ranks: Mapping[int, Mapping[str, Any]]
     """What each rank wrote about itself."""
     links: list[dict[str, Any]]
-    """The collectives by size."""
+    """A row for each collective, group and size, with the time of the slowest rank (`preflight.slowest_links`)."""
     seconds: float
-    """From start to verdict."""
+    """Seconds from the start to the verdict."""
     is_reporter: bool
     """Whether this process prints the report: the lowest rank that is alive."""
     rank_store: RankStore | None = None
@@ -81,7 +81,7 @@ class CheckReport:
         return not has_errors(self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for `--json`."""
+        """Return the report as the object that `--json` prints."""
         return {
             "ok": self.ok,
             "world_size": self.world_size,
@@ -92,7 +92,7 @@ class CheckReport:
         }
 
     def text(self) -> str:
-        """The report for people."""
+        """Return the report as text for the terminal; its last line is the verdict."""
         lines = [f"{finding.level}: {finding}" for finding in self.findings]
         for row in self.links:
             size = f"{row['bytes'] / 2**20:.3g} MiB"
@@ -114,10 +114,15 @@ class CheckReport:
 def check_all(request: CheckRequest, *, begun: float, environ: Mapping[str, str] = os.environ) -> CheckReport:
     """Check this node, and where a launcher started several processes all ranks together.
 
+    Under a launcher the process itself ends with exit code 1 if the launcher's store hangs past the deadline.
+
     Args:
         request (`CheckRequest`): the options.
-        begun (`float`): `time.monotonic()` from which the deadline counts.
+        begun (`float`): `time.monotonic()` from which the deadline counts, seconds.
         environ (`Mapping[str, str]`): the environment variables.
+
+    Returns:
+        `CheckReport`: the findings about nodes and ranks, with what was measured.
 
     Raises:
         UsageError: NCCL is asked for without a GPU, or a launcher's variable is not a number.
@@ -227,9 +232,14 @@ def _print_errors(report: CheckReport, rank_store: RankStore) -> CheckReport:
 def leave(report: CheckReport) -> int:
     """Leave the process group.
 
+    A process that hangs in a collective, or found errors, ends here with its exit code, since nothing else would end
+    it.
+
+    Args:
+        report (`CheckReport`): the outcome of the check.
+
     Returns:
-        The exit code. A process that hangs in a collective, or found errors, ends here instead, since nothing else
-        would end it.
+        `int`: the exit code, 0 without errors and 1 otherwise, if the process did not end here.
     """
     code = 0 if report.ok else 1
     if report.rank_store is None:

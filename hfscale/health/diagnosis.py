@@ -1,4 +1,4 @@
-"""Which rank keeps a hanging run waiting, from what each rank was doing when progress stopped.
+"""Finds the rank that keeps a hanging run waiting, from what each rank was doing when progress stopped.
 
 Each rank takes a `Snapshot` of itself: its step, the place of its main thread in the code, and its position in its
 collectives (`positions`). `diagnose` compares them:
@@ -34,7 +34,7 @@ COMPILING = ("torch/_dynamo/", "torch/_inductor/", "torch/utils/cpp_extension", 
 _TRAINER = "transformers/trainer"
 SAVING = ("_save_checkpoint", "save_model", "on_save", "_save_optimizer_and_scheduler")
 EVALUATING = ("evaluate", "predict", "evaluation_loop", "on_evaluate")
-"""Functions of Trainer and events of its callbacks, compared by name only: nothing is called."""
+"""Names of Trainer's functions and of callback events; they are only compared with the names on the stack."""
 _WAITING_FILES = ("threading.py", "selectors.py", "contextlib.py", "queue.py")
 _CAUSED_BY_A_PEER = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out")
 _MUST_MATCH = "one of them skipped a collective or called them in another order: all ranks must run the same code"
@@ -69,22 +69,34 @@ class Position:
         return f"in {self.operation} {self.sizes} ({self.waiting} of group {self.group})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The position for JSON."""
+        """Return the position as an object for JSON."""
         return {**asdict(self), "ranks": list(self.ranks)}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Position":
-        """The position that `to_dict` described."""
+        """Return the position that `to_dict` described.
+
+        Args:
+            fields (`dict[str, Any]`): the result of `to_dict`.
+        """
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
 def positions() -> list[Position]:
-    """The position of this rank in each process group; empty where the recorder is off or has recorded nothing."""
+    """Return the position of this rank in each process group; empty if the recorder is off or has recorded nothing."""
     return positions_of([json.loads(dump) for dump in _dumps()])
 
 
 def positions_of(dumps: list[dict[str, Any]]) -> list[Position]:
-    """The positions in the dumps of one rank's recorders (parsed JSON, version 2.x of torch's format)."""
+    """Return the positions that the dumps of one rank's recorders contain.
+
+    Args:
+        dumps (`list[dict[str, Any]]`): one parsed JSON dump per recorder, in version 2.x of torch's format.
+
+    Returns:
+        `list[Position]`: a position for each process group that has recorded a collective; sends and receives of a
+        group count as a group of their own, named with the suffix `POINT_TO_POINT`.
+    """
     found = []
     for dump in dumps:
         members = {
@@ -130,7 +142,14 @@ def _dumps() -> list[str]:
 
 
 def frames_of(thread_id: int) -> list[FrameType]:
-    """The frames of a thread, innermost first; empty where the thread has ended."""
+    """Return the frames of a thread, innermost first.
+
+    Args:
+        thread_id (`int`): the thread's `threading.get_ident()`.
+
+    Returns:
+        `list[FrameType]`: the frames; empty if the thread has ended.
+    """
     frame = sys._current_frames().get(thread_id)
     frames = []
     while frame is not None:
@@ -140,7 +159,14 @@ def frames_of(thread_id: int) -> list[FrameType]:
 
 
 def slow_activity(frames: list[FrameType]) -> str | None:
-    """`compiling`, `saving` or `evaluating` where a thread does something that may take long; else None."""
+    """Return what a thread does if that may take long.
+
+    Args:
+        frames (`list[FrameType]`): the frames of the thread, innermost first.
+
+    Returns:
+        `str | None`: `compiling`, `saving` or `evaluating`; None otherwise.
+    """
     for frame in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if any(part in file for part in COMPILING):
@@ -154,7 +180,14 @@ def slow_activity(frames: list[FrameType]) -> str | None:
 
 
 def code_position(frames: list[FrameType]) -> str:
-    """`file.py:12 function` of the innermost frame outside torch and the standard library's waiting functions."""
+    """Return `file.py:12 function` of the innermost frame outside torch and the standard library's waiting functions.
+
+    Args:
+        frames (`list[FrameType]`): the frames of a thread, innermost first.
+
+    Returns:
+        `str`: the position in the code; `unknown` if there is no such frame.
+    """
     for frame in frames:
         file = frame.f_code.co_filename
         if "/torch/" not in file and not file.endswith(_WAITING_FILES):
@@ -163,7 +196,7 @@ def code_position(frames: list[FrameType]) -> str:
 
 
 def all_stacks() -> str:
-    """The stacks of all threads of this process, as text."""
+    """Return the stacks of all threads of this process as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for thread_id, frame in sys._current_frames().items():
@@ -176,10 +209,10 @@ def all_stacks() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank at the moment of an alarm."""
+    """The state of one rank at the moment of an alarm."""
 
     host: str
-    """Its node."""
+    """Host name of its node."""
     step: int
     """Optimizer steps begun."""
     phase: str
@@ -198,12 +231,16 @@ class Snapshot:
     """The stacks of all its threads."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The snapshot for JSON."""
+        """Return the snapshot as an object for JSON."""
         return {**asdict(self), "positions": [position.to_dict() for position in self.positions]}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Snapshot":
-        """The snapshot that `to_dict` described."""
+        """Return the snapshot that `to_dict` described.
+
+        Args:
+            fields (`dict[str, Any]`): the result of `to_dict`.
+        """
         return cls(**{**fields, "positions": tuple(map(Position.from_dict, fields["positions"]))})
 
     @property
@@ -225,13 +262,13 @@ def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, 
     """Find the ranks that are to blame for a hang.
 
     Args:
-        world_size: the number of ranks.
-        hosts: the host of each rank.
-        snapshots: the snapshots of the ranks that answered.
+        world_size (`int`): the number of ranks.
+        hosts (`Mapping[int, str]`): the host of each rank.
+        snapshots (`Mapping[int, Snapshot]`): the snapshots of the ranks that answered.
 
     Returns:
-        A finding for each rank to blame, or one about all where no single rank is; empty where a rank does something
-        that may take long.
+        `list[Finding]`: a finding for each rank to blame, or one about all if no single rank is; empty if a rank does
+        something that may take long.
     """
 
     def blame(rank: int, problem: str, fix: str) -> Finding:
@@ -283,8 +320,8 @@ def _not_arrived(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapsh
 def _blame_when_all_wait(
     waiting: Mapping[int, Position], blame: Blame, snapshots: Mapping[int, Snapshot]
 ) -> list[Finding]:
-    """Every rank that could be waited for waits too: blame those in another collective than most, else a GPU that has
-    not started the collective, else the links."""
+    """Blame the ranks that are in another collective than most, else a GPU that has not started the collective, else
+    the links. It is called if every rank that could be waited for waits too."""
     collectives = {rank: (p.group, p.waiting, p.operation, p.sizes) for rank, p in waiting.items()}
     (most_common, count), *rest = Counter(collectives.values()).most_common()
     if rest and rest[0][1] == count:
@@ -312,7 +349,7 @@ def _blame_when_all_wait(
 
 
 def _blame_when_nobody_waits(snapshots: Mapping[int, Snapshot], blame: Blame) -> list[Finding]:
-    """No rank is in a collective: blame those that are steps behind, else report where the ranks stall."""
+    """Blame the ranks that are steps behind, else report where the ranks stall. No rank is in a collective."""
     newest = max(snap.step for snap in snapshots.values())
     behind = sorted(rank for rank, snap in snapshots.items() if snap.step < newest)
     if behind:

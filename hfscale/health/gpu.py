@@ -70,7 +70,7 @@ class Sensor(Protocol):
     """A source of readings."""
 
     def read(self) -> Reading:
-        """The values now."""
+        """Return the current values of the GPU."""
 
 
 class NvmlSensor:
@@ -118,7 +118,14 @@ class NvmlSensor:
 
 
 def sensor_of(device: torch.device) -> Sensor | None:
-    """The sensor of a CUDA device; None for other devices, and where NVML is not available."""
+    """Return the sensor of a device.
+
+    Args:
+        device (`torch.device`): a device of this process.
+
+    Returns:
+        `Sensor | None`: the sensor; None for other devices than CUDA devices, and if NVML is not available.
+    """
     if device.type != "cuda":
         return None
     try:
@@ -152,7 +159,7 @@ class GpuWatch:
         """Take a reading.
 
         Returns:
-            Findings about problems that have not been reported before.
+            `list[Finding]`: warnings about problems that have not been reported before.
         """
         self.last = self._sensor.read()
         problems = self._problems(self.last)
@@ -189,7 +196,14 @@ class GpuWatch:
 
 
 def xids(lines: Iterable[str]) -> list[tuple[str, int]]:
-    """The PCI address and the number of each XID in the kernel's messages."""
+    """Return the XIDs that the kernel's messages contain.
+
+    Args:
+        lines (`Iterable[str]`): messages of the kernel; at most one XID is read from each.
+
+    Returns:
+        `list[tuple[str, int]]`: the PCI address and the number of each XID, in the order of the messages.
+    """
     found = (_XID.search(line) for line in lines)
     return [(match["bus"], int(match["number"])) for match in found if match]
 

@@ -45,7 +45,7 @@ _EXIT_CODE = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When silence counts as a hang."""
+    """The times that decide when silence counts as a hang."""
 
     floor_s: float = 60.0
     """Least seconds of silence."""
@@ -106,13 +106,17 @@ class HangWatchdog(threading.Thread):
         rank_store.write("hang/hello", {"host": socket.gethostname()})
 
     def step_began(self, step: int) -> None:
-        """Report that `step` begins; called by the watched thread."""
+        """Report that a step begins. The watched thread calls it.
+
+        Args:
+            step (`int`): the optimizer step, counted from 1.
+        """
         self._step = step
         self._phase = "compute"
         self._last_progress_at = time.monotonic()
 
     def step_ended(self) -> None:
-        """Report that the step has ended."""
+        """Report that the step has ended. The watched thread calls it."""
         now = time.monotonic()
         self._step_times.append(now - self._step_began_at)
         self._phase = "between steps"
@@ -120,23 +124,29 @@ class HangWatchdog(threading.Thread):
         self._last_progress_at = now
 
     def progressed(self) -> None:
-        """Report other progress: a micro-step, a batch of an evaluation, a log."""
+        """Report other progress of the watched thread: a micro-step, a batch of an evaluation, a log."""
         self._last_progress_at = time.monotonic()
 
     def stop(self) -> None:
-        """End the watchdog. Waits for its thread, which must not be in a call of the store when Python ends."""
+        """End the watchdog and wait for its thread, which must not be in a call of the store when Python ends."""
         self._stop_now.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(self.limits.grace_s + 2 * self.limits.poll_s)
 
     def examine_failure(self, error: BaseException) -> None:
-        """Raise an alarm because this process ends by `error`, and wait until the rank that caused it is found."""
+        """Raise an alarm because this process ends by an exception, and wait until the rank that caused it is found.
+
+        The wait is at most twice `grace_s` plus twice `poll_s` seconds (`Limits`).
+
+        Args:
+            error (`BaseException`): the exception.
+        """
         self._error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if self.is_alive():
             self._is_examined.wait(2 * self.limits.grace_s + 2 * self.limits.poll_s)
 
     def limit_s(self, activity: str | None) -> float:
-        """Seconds of silence that count as a hang now.
+        """Return the seconds of silence that count as a hang now.
 
         Args:
             activity (`str`, *optional*): what the watched thread does that may take long (`slow_activity`).
@@ -146,6 +156,7 @@ class HangWatchdog(threading.Thread):
         return max(self.limits.floor_s, self.limits.factor * statistics.median(self._step_times))
 
     def run(self) -> None:
+        """Poll the watched thread and the alarms of other ranks until `stop` is called or nothing is left to watch."""
         try:
             while not self._stop_now.wait(self.limits.poll_s):
                 if not self._poll():
@@ -227,6 +238,11 @@ class HangWatchdog(threading.Thread):
 
 def write_folder(folder: Path, found: list[Finding], answers: dict[int, Snapshot]) -> None:
     """Write `verdict.json` with the findings and each rank's position, and `rank-N.txt` with its stacks.
+
+    Args:
+        folder (`Path`): the folder; it is created if it does not exist.
+        found (`list[Finding]`): the findings about the hang.
+        answers (`dict[int, Snapshot]`): the snapshots of the ranks that answered, by rank.
 
     Raises:
         OSError: the folder cannot be written.

@@ -52,7 +52,7 @@ class StepSpans:
             self._opened = None
 
     def next_step(self) -> None:
-        """End the step."""
+        """End the current step; later spans belong to the next one."""
         self._steps.append(self._spans)
         self._opened = None
         self._spans = []

@@ -1,4 +1,4 @@
-"""Checks of the training itself: a loss that is not finite or jumps, and replicas that should be equal and are not."""
+"""Checks the training itself: losses that are not finite or jump, and replicas that should be equal and are not."""
 
 import math
 import statistics
@@ -33,15 +33,16 @@ class LossGuard:
     def check(self, step: int, loss: float, grad_norm: float | None) -> Finding | None:
         """Check the logged values of a step.
 
-        Each loss joins the window with which later ones are compared; a single spike does not move its median.
+        A finite loss joins the window with which later ones are compared; a single spike does not move the median of
+        the window.
 
         Args:
-            step: the step of the log.
-            loss: the logged loss.
-            grad_norm: the logged gradient norm; None where none is logged.
+            step (`int`): the step of the log.
+            loss (`float`): the logged loss.
+            grad_norm (`float`, *optional*): the logged gradient norm; None if none is logged.
 
         Returns:
-            What is wrong, None where nothing is.
+            `Finding | None`: what is wrong; None if nothing is.
         """
         if not math.isfinite(loss):
             return _loss_finding(
@@ -72,14 +73,17 @@ def _loss_finding(level: Level, problem: str, fix: str) -> Finding:
 
 
 def checksum(parameters: Iterable[torch.nn.Parameter], step: int) -> float:
-    """A checksum of a sample of the weights, equal on replicas whose weights are bit-identical.
+    """Return a checksum of a sample of the weights, equal on replicas whose weights are bit-identical.
 
     Up to 32 parameters contribute up to 1,024 neighbouring elements each (32,768 in all); which ones changes with the
     step. Their bits are summed with weights that depend on the position, modulo 2^52, which a double holds exactly.
 
     Args:
-        parameters: the parameters of the replica; frozen ones are left out.
-        step: the current step, which selects the sample.
+        parameters (`Iterable[torch.nn.Parameter]`): the parameters of the replica; frozen ones are left out.
+        step (`int`): the current step, which selects the sample.
+
+    Returns:
+        `float`: the checksum, an integer; 0 if no parameter is trained.
     """
     trained = [p for p in parameters if p.requires_grad and p.is_contiguous() and p.numel() > 0]
     if not trained:
@@ -101,11 +105,16 @@ def compare_replicas(
 ) -> list[Finding]:
     """Find ranks whose weights or gradient norm differ from those of the others.
 
+    Gradient norms are compared only if no weights differ. Each comparison needs a finite value of every rank.
+
     Args:
-        checksums: the checksum of each rank at the same step; NaN where none was computed.
-        norms: the gradient norm of each rank; NaN where there is none.
-        hosts: the host of each rank.
-        step: the step of the checksums.
+        checksums (`Sequence[float]`): the checksum of each rank at the same step, (ranks,); NaN if none was computed.
+        norms (`Sequence[float]`): the gradient norm of each rank, (ranks,); NaN if there is none.
+        hosts (`Sequence[str]`): the host of each rank, (ranks,).
+        step (`int`): the step of the checksums.
+
+    Returns:
+        `list[Finding]`: an error for each rank that differs.
     """
     found = []
     if all(math.isfinite(value) for value in checksums):

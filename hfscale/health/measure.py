@@ -1,4 +1,4 @@
-"""Matrix products and collectives: are their values right, and how long do they take?
+"""Checks the values of matrix products and collectives, and times them.
 
 The pre-flight (`hfscale.health.preflight`) checks values and times, the calibration (`hfscale.health.calibrate`) times
 the same operations.
@@ -30,7 +30,8 @@ from hfscale.utils.findings import Finding
 SLOW_RATIO = 1.4
 """Time of the same product over the median of all ranks, from which a GPU is called slow."""
 CPU_SLOW_RATIO = 2.0
-"""The same for CPUs: work on the other hardware thread of its core slows a rank by 1.4 to 2.0, as measured."""
+"""The same ratio for CPUs. We measured that work on the other hardware thread of its core slows a rank by 1.4 to
+2.0."""
 KINDS = ("neighbours", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Collectives in the order in which they run: point to point first, since there one broken link does not make every
 rank hang."""
@@ -57,7 +58,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def time_call(
     run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds of one call of `run`, including the kernels that it starts on `device`."""
+    """Return the seconds of one call of `run`, including the kernels that it starts on `device`.
+
+    Args:
+        run (`Callable[[], object]`): what is timed.
+        device (`torch.device`): the device that is synchronized after the call, if it is a GPU.
+        clock (`Callable[[], float]`): a clock in seconds.
+    """
     begun = clock()
     run()
     if device.type == "cuda":
@@ -69,7 +76,16 @@ def time_call(
 
 
 def known_product(n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two matrices (n, n) and their product (n, n), fp32, computed without multiplying them."""
+    """Return two matrices and their product, which is computed without multiplying them.
+
+    Args:
+        n (`int`): the number of rows and columns, below 2^24.
+        device (`torch.device`): where the matrices are.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: the left matrix, the right matrix and their product, each
+        (n, n) fp32.
+    """
     i = torch.arange(n, device=device)
     left = ((i[:, None] + i[None, :]) % _MATRIX_PERIOD - 1).float()
     right = ((2 * i[:, None] + i[None, :]) % _MATRIX_PERIOD - 1).float()
@@ -87,17 +103,26 @@ def known_product(n: int, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The matrix product (n, n) that is checked."""
+    """Return the matrix product (n, n) that is checked.
+
+    Args:
+        left (`torch.Tensor`): the left matrix, (n, n).
+        right (`torch.Tensor`): the right matrix, (n, n).
+    """
     return left @ right
 
 
 def check_matmul(device: torch.device, *, seconds: float) -> dict[str, float]:
-    """Multiply for about `seconds` seconds and check each product.
+    """Multiply matrices for about the given time and check each product.
+
+    Args:
+        device (`torch.device`): the device that multiplies.
+        seconds (`float`): seconds of multiplying; at least eight products are computed.
 
     Returns:
-        `wrong`: the number of wrong entries. `seconds`: time of one product; on a GPU the lower quartile, on a CPU,
-        whose cores the ranks of a node share, the least time on a core. `slow_ratio`: time over the median of all
-        ranks from which this device is slow. `shares_cores`: 1 on a CPU, else 0.
+        `dict[str, float]`: `wrong`: the number of wrong entries. `seconds`: time of one product; on a GPU the lower
+        quartile, on a CPU, whose cores the ranks of a node share, the least time on a core. `slow_ratio`: time over
+        the median of all ranks from which this device is slow. `shares_cores`: 1 on a CPU, else 0.
     """
     is_cpu = device.type == "cpu"
     clock = time.thread_time if is_cpu else time.perf_counter
@@ -124,7 +149,15 @@ def check_matmul(device: torch.device, *, seconds: float) -> dict[str, float]:
 
 
 def best_matmul(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """Combine two results of `check_matmul`: a device that was slow only once had other work at that moment."""
+    """Combine two results of `check_matmul`: a device that was slow only once had other work at that moment.
+
+    Args:
+        first (`Mapping[str, float]`): the first result.
+        second (`Mapping[str, float]`): the second result of the same device.
+
+    Returns:
+        `dict[str, float]`: a result with the sum of the wrong entries and the lower time.
+    """
     seconds = min(first["seconds"], second["seconds"])
     return {**first, "wrong": first["wrong"] + second["wrong"], "seconds": seconds}
 
@@ -133,8 +166,11 @@ def compare_matmul(results: Mapping[int, Mapping[str, float]], hosts: Mapping[in
     """Find ranks whose products are wrong or much slower than the median.
 
     Args:
-        results: the result of `check_matmul` of each rank.
-        hosts: the host of each rank.
+        results (`Mapping[int, Mapping[str, float]]`): the result of `check_matmul` of each rank.
+        hosts (`Mapping[int, str]`): the host of each rank.
+
+    Returns:
+        `list[Finding]`: an error for each wrong or slow rank.
     """
     found = []
     ordered = sorted(result["seconds"] for result in results.values())
@@ -180,25 +216,41 @@ class Collective:
     """Size of the full buffer, as in the formulas of this module."""
 
     def ring_bytes(self, ranks: int) -> float:
-        """Bytes that move past each rank in one call."""
+        """Return the bytes that move past each rank in one call.
+
+        Args:
+            ranks (`int`): the number of ranks in the group.
+        """
         if self.kind == "neighbours":
             return float(self.full_bytes)
         return RING_PASSES[self.kind] * self.full_bytes * (ranks - 1) / ranks
 
 
 def buffer_pattern(length: int, device: torch.device) -> torch.Tensor:
-    """The pattern p of this module's collectives, (length,) fp32."""
+    """Return the pattern p of this module's collectives.
+
+    Args:
+        length (`int`): the number of elements.
+        device (`torch.device`): where the pattern is.
+
+    Returns:
+        `torch.Tensor`: the pattern, (length,) fp32.
+    """
     return (torch.arange(length, device=device) % _BUFFER_PERIOD).float()
 
 
 def make_collective(kind: str, size_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> Collective:
-    """Make the buffers of a collective.
+    """Make the buffers of a collective. Every rank of the group calls it with the same kind and size.
 
     Args:
         kind (`str`): one of `KINDS`.
-        size_bytes (`int`): size of the full buffer; rounded down so that every rank has an equal part.
+        size_bytes (`int`): size of the full buffer; rounded down so that every rank has an equal part, of at least one
+            element.
         device (`torch.device`): where the buffers are.
         group (`ProcessGroup`, *optional*): the ranks that take part; None: all.
+
+    Returns:
+        `Collective`: the collective with its buffers and the expected values; it has not run yet.
     """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     part = max(1, size_bytes // 4 // ranks)
@@ -243,7 +295,13 @@ def make_collective(kind: str, size_bytes: int, device: torch.device, group: dis
 
 
 def time_collective(collective: Collective, device: torch.device, rounds: int = ROUNDS) -> float:
-    """Median seconds of `rounds` calls on this rank, after one that warms up; every rank must make as many."""
+    """Return the median seconds of the calls of a collective on this rank, after one call that warms up.
+
+    Args:
+        collective (`Collective`): the collective.
+        device (`torch.device`): the device of its buffers.
+        rounds (`int`): the number of timed calls, the same on every rank.
+    """
     times = []
     for _ in range(rounds + 1):
         time_call(collective.prepare, device)
@@ -254,11 +312,19 @@ def time_collective(collective: Collective, device: torch.device, rounds: int = 
 def check_collective(
     kind: str, sizes: tuple[int, ...], device: torch.device, group: dist.ProcessGroup | None, rounds: int = ROUNDS
 ) -> list[dict[str, Any]]:
-    """Run a collective at each size, time it and check what this rank receives.
+    """Run a collective at each size, time it and check what this rank receives. Every rank of the group must call it.
+
+    Args:
+        kind (`str`): one of `KINDS`.
+        sizes (`tuple[int, ...]`): sizes of the full buffers, bytes.
+        device (`torch.device`): where the buffers are.
+        group (`ProcessGroup`, *optional*): the ranks that take part; None: all.
+        rounds (`int`): the number of timed calls at each size, the same on every rank.
 
     Returns:
-        A row per size: `kind`, `bytes`, `seconds`, `gb_s`; `wrong`, the number of wrong elements; and `blame`, the
-        rank of the group whose contribution would explain all of them, None where there is none.
+        `list[dict[str, Any]]`: a row per size: `kind`, `bytes`, `seconds`, `gb_s`; `wrong`, the number of wrong
+        elements; and `blame`, the rank of the group whose contribution would explain all of them, None if there is
+        none.
     """
     rows = []
     ranks = dist.get_world_size(group)
@@ -299,8 +365,12 @@ def compare_values(results: Mapping[int, list[dict[str, Any]]], hosts: Mapping[i
     Where most ranks received wrong values and these point to one sender, the sender is named; otherwise each receiver.
 
     Args:
-        results: the rows of `check_collective` over all ranks (not of a subgroup), by rank.
-        hosts: the host of each rank.
+        results (`Mapping[int, list[dict[str, Any]]]`): the rows of `check_collective` over all ranks (not of a
+            subgroup), by rank.
+        hosts (`Mapping[int, str]`): the host of each rank.
+
+    Returns:
+        `list[Finding]`: an error for each rank that is named; and in an exchange with neighbours also its sender.
     """
     found = []
     fix = "take this device or its link out of the run"
@@ -343,8 +413,11 @@ def compare_neighbours(results: Mapping[int, list[dict[str, Any]]], hosts: Mappi
     A slow link shows at both of its ends. Small buffers say nothing about bandwidth and are left out.
 
     Args:
-        results: the rows of `check_collective` over all ranks, by rank.
-        hosts: the host of each rank.
+        results (`Mapping[int, list[dict[str, Any]]]`): the rows of `check_collective` over all ranks, by rank.
+        hosts (`Mapping[int, str]`): the host of each rank.
+
+    Returns:
+        `list[Finding]`: one warning that names all slow ranks; empty if no rank is slow.
     """
     times = {
         rank: max(
@@ -376,9 +449,14 @@ def compare_links(rows: list[dict[str, Any]], gpu: Accelerator | None, per_node:
     """Find links over which a large all-reduce is far below the datasheet's bandwidth.
 
     Args:
-        rows: the rows of `check_collective` of all groups, each with `where` (`node` or `network`).
-        gpu: the accelerator; None where it is not in `hardware.toml` (a CPU): then nothing is compared.
-        per_node: ranks on each node, which share its network cards.
+        rows (`list[dict[str, Any]]`): the rows of `check_collective` of all groups, each with `where` (`node` or
+            `network`).
+        gpu (`Accelerator`, *optional*): the accelerator; None if it is not in `hardware.toml` (a CPU): then nothing is
+            compared.
+        per_node (`int`): the number of ranks on each node, which share its network cards.
+
+    Returns:
+        `list[Finding]`: a warning for the links inside a node and one for those between nodes, if they are slow.
     """
     found = []
     for where in ("node", "network"):

@@ -21,7 +21,7 @@ _HOST_BYTES = 64
 
 
 def gather_hosts() -> list[str]:
-    """The host name of each rank, in rank order; every rank must call it."""
+    """Return the host name of each rank, in rank order; every rank must call it."""
     name = socket.gethostname().encode()[:_HOST_BYTES]
     rows = distributed.gather_rows([float(byte) for byte in name.ljust(_HOST_BYTES, b"\0")])
     return [bytes(int(value) for value in row).rstrip(b"\0").decode(errors="replace") for row in rows]
@@ -43,16 +43,17 @@ class GpuThread(threading.Thread):
         self._found: list[Finding] = []
 
     def run(self) -> None:
+        """Take a reading every `every_s` seconds until `stop` is called."""
         while not self._stop_now.wait(self._every_s):
             self._found += self.watch.look()
 
     def take(self) -> list[Finding]:
-        """The findings since the last call."""
+        """Return the findings since the last call."""
         found, self._found = self._found, []
         return found
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread and wait up to five seconds for it."""
         self._stop_now.set()
         if self.is_alive():
             self.join(5.0)
@@ -112,11 +113,11 @@ class Monitor:
         """Compare all ranks; every rank must call it at the same step.
 
         Args:
-            step: the step of this log.
-            grad_norm: the gradient norm on this rank; None where there is none.
+            step (`int`): the step of this log.
+            grad_norm (`float`, *optional*): the gradient norm on this rank; None if there is none.
 
         Returns:
-            The metric keys of this log, and new findings.
+            `tuple[dict[str, float], list[Finding]]`: the metric keys of this log, and new findings.
         """
         self._clock.end("aside")
         seconds = self._clock.take()

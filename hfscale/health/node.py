@@ -1,4 +1,4 @@
-"""Checks of one node before a run: environment variables, limits, and the disk for checkpoints.
+"""Checks one node before a run: environment variables, limits, and the disk for checkpoints.
 
 Everything here only reads, apart from the probe that measures the disk's speed. Thresholds without a source are
 hfscale's own and say so.
@@ -74,10 +74,10 @@ class Node:
 
     @classmethod
     def here(cls, gpus: Iterable[str] = ()) -> "Node":
-        """The properties of this machine.
+        """Return the properties of this machine.
 
         Args:
-            gpus: names of its GPUs.
+            gpus (`Iterable[str]`): the names of its GPUs (`gpu_names`).
         """
         shm = os.statvfs(_SHM) if Path(_SHM).is_dir() else None
         return cls(
@@ -98,7 +98,7 @@ class Node:
 
 
 def gpu_names() -> list[str]:
-    """The names of the GPUs that torch sees on this machine."""
+    """Return the names of the GPUs that torch sees on this machine."""
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
@@ -136,8 +136,11 @@ def check_node(environ: Mapping[str, str], node: Node) -> list[Finding]:
     """Find what is wrong with a node's environment variables and limits, or worth knowing about them.
 
     Args:
-        environ: the environment variables.
-        node: the machine.
+        environ (`Mapping[str, str]`): the environment variables.
+        node (`Node`): the machine.
+
+    Returns:
+        `list[Finding]`: errors, warnings and notes about the node.
 
     Raises:
         UsageError: a launcher's variable is not a number.
@@ -160,7 +163,12 @@ def check_node(environ: Mapping[str, str], node: Node) -> list[Finding]:
 
 
 def read_count(environ: Mapping[str, str], name: str, default: int) -> int:
-    """A launcher's variable as a number of at least 0.
+    """Return a launcher's variable as a number of at least 0.
+
+    Args:
+        environ (`Mapping[str, str]`): the environment variables.
+        name (`str`): the name of the variable.
+        default (`int`): the result if the variable is unset or empty.
 
     Raises:
         UsageError: it is not a number.
@@ -371,10 +379,14 @@ def _memory_bytes() -> int:
 
 
 def write_speed(folder: Path, probe_bytes: int = PROBE_BYTES) -> float:
-    """Measure how fast a file is written and flushed in `folder`, which is created if it does not exist.
+    """Measure how fast a file is written and flushed to the disk.
+
+    Args:
+        folder (`Path`): where the file is written and deleted again; it is created if it does not exist.
+        probe_bytes (`int`): size of the file in bytes, a multiple of 1 MiB.
 
     Returns:
-        Bytes per second.
+        `float`: bytes per second.
 
     Raises:
         StorageError: nothing can be written there.
@@ -394,7 +406,11 @@ def write_speed(folder: Path, probe_bytes: int = PROBE_BYTES) -> float:
 
 
 def largest_checkpoint_bytes(output_dir: Path) -> int | None:
-    """The size of the largest `checkpoint-N` in a run's folder, None where there is none."""
+    """Return the size of the largest checkpoint of a run in bytes, or None if there is none.
+
+    Args:
+        output_dir (`Path`): the folder that holds the run's `checkpoint-N` folders.
+    """
     sizes = [
         sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
         for folder in output_dir.glob("checkpoint-*")
@@ -404,7 +420,11 @@ def largest_checkpoint_bytes(output_dir: Path) -> int | None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space where `folder` is, or would be created."""
+    """Return the free space of a disk in bytes.
+
+    Args:
+        folder (`Path`): a folder on the disk; it need not exist yet.
+    """
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
 
@@ -415,11 +435,15 @@ def check_disk(
     """Check that two checkpoints fit on the disk and that a save takes less time than a preemption notice gives.
 
     Args:
-        folder: where checkpoints are written.
-        checkpoint_bytes: size of one checkpoint; None: not known.
-        bytes_per_s: write speed of the disk; None: not known.
-        notice_s: seconds between a preemption notice and the end of the machine.
-        host: the name of this node.
+        folder (`Path`): where checkpoints are written.
+        checkpoint_bytes (`int`, *optional*): size of one checkpoint; None: not known.
+        bytes_per_s (`float`, *optional*): write speed of the disk; None: not known.
+        notice_s (`float`): seconds between a preemption notice and the end of the machine.
+        host (`str`, *optional*): the name of this node.
+
+    Returns:
+        `list[Finding]`: an error if two checkpoints do not fit, a warning if a save takes too long; a note if the size
+        of a checkpoint is not known.
     """
     free = free_bytes(folder)
     if checkpoint_bytes is None:

@@ -1,4 +1,4 @@
-"""All ranks check each other before the first step, and every rank gets the verdict within a deadline.
+"""Checks all ranks before the first step; every rank gets the verdict within a deadline.
 
 The protocol uses the launcher's key-value store (`RankStore`), which works when a collective hangs:
 
@@ -74,16 +74,16 @@ class PreflightPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightResult:
-    """The outcome, the same on every rank that is alive."""
+    """The outcome of a pre-flight; its findings are the same on every rank that is alive."""
 
     findings: tuple[Finding, ...]
     """What is wrong; empty if nothing is."""
     ranks: dict[int, dict[str, Any]]
     """What each rank wrote about itself (`describe_rank`)."""
     links: list[dict[str, Any]]
-    """The collectives, with the times of the slowest rank."""
+    """A row for each collective, group and size, with the time of the slowest rank (`slowest_links`)."""
     seconds: float
-    """From start to verdict."""
+    """Seconds from the start to the verdict."""
     stuck: bool
     """Whether a thread of this process still hangs in a collective: then only `os._exit` ends the process."""
 
@@ -96,11 +96,11 @@ def run(
     Args:
         rank_store (`RankStore`): a store that has not been used yet.
         plan (`PreflightPlan`): the same on all ranks, apart from the device's index.
-        begun (`float`, *optional*): `time.monotonic()` from which the deadline counts. By default now.
+        begun (`float`, *optional*): `time.monotonic()` from which the deadline counts, seconds. By default now.
         is_ending (`Callable[[], bool]`, *optional*): whether the launcher is ending this process.
 
     Returns:
-        `PreflightResult`: the findings of the rank itself and of its peers.
+        `PreflightResult`: the findings about all ranks, and what they measured.
     """
     begun = time.monotonic() if begun is None else begun
     grace_s = min(3.0, plan.deadline_s / 4)
@@ -225,9 +225,14 @@ def blame_ranks(
     """Explain why a pre-flight did not end.
 
     Args:
-        world_size: the number of ranks that there should be.
-        hello: what each rank wrote when it arrived; ranks that never arrived are missing.
-        present: what each rank that is alive wrote at the end: its `phase`, and the `error` that ended it, if any.
+        world_size (`int`): the number of ranks that there should be.
+        hello (`Mapping[int, Mapping[str, Any]]`): what each rank wrote when it arrived; ranks that never arrived are
+            missing.
+        present (`Mapping[int, Mapping[str, Any]]`): what each rank that is alive wrote at the end: its `phase`, and
+            the `error` that ended it, if any.
+
+    Returns:
+        `list[Finding]`: an error for each rank to blame, or one about all if no single rank is.
     """
     hosts = known_hosts(world_size, hello)
 
@@ -276,7 +281,17 @@ def _blame_phase(rank: int, phase: str, reference: str, blame: Callable[..., Fin
 
 
 def known_hosts(world_size: int, hello: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """The host of each rank; for a rank that never arrived, that of the other ranks on its node, where they did."""
+    """Return the host of each rank, as far as it is known.
+
+    The host of a rank that never arrived is that of the other ranks on its node, if one of them arrived.
+
+    Args:
+        world_size (`int`): the number of ranks that there should be.
+        hello (`Mapping[int, Mapping[str, Any]]`): what each rank wrote when it arrived (`describe_rank`).
+
+    Returns:
+        `dict[int, str]`: the host by rank; ranks whose host is not known are missing.
+    """
     hosts = {rank: str(note["host"]) for rank, note in hello.items()}
     for rank in set(range(world_size)) - set(hosts):
         for other, note in hello.items():
@@ -304,9 +319,17 @@ def _reference_phase(phases: Mapping[int, str]) -> str | None:
 
 
 def describe_rank(environ: Mapping[str, str] = os.environ, device: torch.device | None = None) -> dict[str, Any]:
-    """This rank's host, device, library versions and communication variables, for the other ranks to compare.
+    """Describe this rank: its host, device, library versions and communication variables, for the others to compare.
 
-    No other environment variable leaves the process.
+    No other environment variable leaves the process, apart from the local rank and the number of ranks on the node.
+
+    Args:
+        environ (`Mapping[str, str]`): the environment variables.
+        device (`torch.device`, *optional*): the device of this rank; None: its CPU.
+
+    Returns:
+        `dict[str, Any]`: `host`, `pid`, `local_rank`, `local_world_size`, `device` (its name), `memory_gib` (None on a
+        CPU), `versions` and `variables`.
     """
     versions = {name: version for name in LIBRARIES if (version := _version(name)) is not None}
     versions["python"] = platform.python_version()
@@ -329,7 +352,10 @@ def compare_ranks(notes: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
     """Find ranks whose library versions, device or NCCL and gloo variables differ from those of most ranks.
 
     Args:
-        notes: what `describe_rank` returned on each rank.
+        notes (`Mapping[int, Mapping[str, Any]]`): what `describe_rank` returned on each rank.
+
+    Returns:
+        `list[Finding]`: errors and warnings, one per difference, host and value.
     """
     found: list[Finding] = []
     for name in sorted({name for note in notes.values() for name in note["versions"]}):
@@ -372,7 +398,15 @@ def _differing(
 
 
 def compare_results(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[Finding]:
-    """Compare the results of the ranks that finished their checks."""
+    """Compare the results of the ranks that finished their checks.
+
+    Args:
+        results (`Mapping[int, Mapping[str, Any]]`): the results by rank: `matmul`, `links` and `clock`.
+        hosts (`Mapping[int, str]`): the host of each rank.
+
+    Returns:
+        `list[Finding]`: the ranks that are slow, compute or communicate wrong values, or have a wrong clock.
+    """
     if not results:
         return []
     found = measure.compare_matmul({rank: result["matmul"] for rank, result in results.items()}, hosts)
@@ -386,8 +420,11 @@ def compare_clocks(clocks_s: Mapping[int, float], hosts: Mapping[int, str]) -> l
     """Find hosts whose clock is far from the median.
 
     Args:
-        clocks_s: the time that each rank read just after the same barrier, seconds.
-        hosts: the host of each rank.
+        clocks_s (`Mapping[int, float]`): the Unix time that each rank read just after the same barrier, seconds.
+        hosts (`Mapping[int, str]`): the host of each rank.
+
+    Returns:
+        `list[Finding]`: a warning for each host whose clock differs by more than `CLOCK_SKEW_S`.
     """
     ordered = sorted(clocks_s.values())
     median = ordered[len(ordered) // 2]
@@ -401,7 +438,15 @@ def compare_clocks(clocks_s: Mapping[int, float], hosts: Mapping[int, str]) -> l
 
 
 def slowest_links(results: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each collective, group and size: that of the slowest rank."""
+    """Return the row of the slowest rank for each collective, group and size.
+
+    Args:
+        results (`Mapping[int, Mapping[str, Any]]`): the results by rank; `links` has the rows of `check_collective`,
+            each with `where` (`node` or `network`).
+
+    Returns:
+        `list[dict[str, Any]]`: rows with `kind`, `where`, `bytes`, `seconds` and `gb_s`.
+    """
     slowest: dict[tuple[str, str, int], dict[str, Any]] = {}
     for result in results.values():
         for row in result["links"]:

@@ -1,4 +1,4 @@
-"""Notes that ranks exchange when collectives may hang, in the launcher's key-value store.
+"""Exchanges notes between ranks when collectives may hang, in the launcher's key-value store.
 
 `torchrun` and `accelerate launch` keep a TCPStore in the launcher's own process. A rank that is stopped, dead or stuck
 in a collective does not block it for the others, which can read there who has not written.
@@ -19,7 +19,7 @@ CONNECT_S = 10.0
 
 
 class RankStore:
-    """Notes of each rank under a topic, and flags that all ranks see.
+    """Exchanges notes of each rank under a topic, and flags that all ranks see.
 
     Every `RankStore` has its own connection: a client of the store serves one call at a time, and the connection of
     the process group may be blocked by the very call that hangs.
@@ -72,20 +72,25 @@ class RankStore:
         return self._store
 
     def write(self, topic: str, note: Mapping[str, Any]) -> None:
-        """Write this rank's note under a topic; once per topic."""
+        """Write this rank's note under a topic. Call it once per topic, since each call counts as one rank.
+
+        Args:
+            topic (`str`): the name that the ranks' notes share.
+            note (`Mapping[str, Any]`): the note; JSON must be able to hold it.
+        """
         self._store.set(f"{topic}/{self.rank}", json.dumps(note))
         self._store.add(f"{topic}/count", 1)
 
     def count(self, topic: str) -> int:
-        """The number of ranks that have written under a topic."""
+        """Return the number of ranks that have written under a topic."""
         return int(self._store.add(f"{topic}/count", 0))
 
     def is_complete(self, topic: str) -> bool:
-        """Whether all ranks have written under a topic."""
+        """Return whether all ranks have written under a topic."""
         return self.count(topic) >= self.world_size
 
     def read(self, topic: str) -> dict[int, dict[str, Any]]:
-        """The notes that have been written under a topic, by rank."""
+        """Return the notes that have been written under a topic, by rank, without waiting for more."""
         ranks = list(range(self.world_size))
         if not self.is_complete(topic):
             ranks = [rank for rank in ranks if self._store.check([f"{topic}/{rank}"])]
@@ -95,17 +100,26 @@ class RankStore:
         return {rank: json.loads(note) for rank, note in zip(ranks, notes, strict=True)}
 
     def raise_flag(self, name: str, text: str) -> None:
-        """Raise a flag for all ranks; the text of the first rank that raises it stays."""
+        """Raise a flag for all ranks.
+
+        Args:
+            name (`str`): the name of the flag.
+            text (`str`): the text of the flag; that of the first rank that raises it stays.
+        """
         self._store.compare_set(f"flag/{name}", "", text)
 
     def flag(self, name: str) -> str | None:
-        """The text of a flag that has been raised, else None."""
+        """Return the text of a flag, or None if no rank has raised it."""
         key = f"flag/{name}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 def launcher_has_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher keeps the store, as torchrun and `accelerate launch` do; otherwise rank 0 keeps it."""
+    """Return whether the launcher keeps the store, as torchrun and `accelerate launch` do; otherwise rank 0 keeps it.
+
+    Args:
+        environ (`Mapping[str, str]`): the launcher's variables.
+    """
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

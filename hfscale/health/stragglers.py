@@ -1,4 +1,4 @@
-"""Finds ranks that are slower than the others by their own work (`local_time`), and ranks that alone wait for data."""
+"""Finds ranks whose own work (`local_time`) is slower than that of others, and ranks that alone wait for data."""
 
 import statistics
 from collections import Counter, deque
@@ -58,7 +58,11 @@ class StragglerJudge:
         """Add new steps and judge the window.
 
         Args:
-            rows: seconds of each step by rank, (ranks, steps); NaN where a rank was not timed.
+            rows (`Sequence[Sequence[float]]`): seconds of each step by rank, (ranks, steps); NaN if a rank was not
+                timed. Only steps that were timed on every rank count.
+
+        Returns:
+            `Judgement`: the skew and the own work of the new steps, and the stragglers of the window.
         """
         new = [list(step) for step in zip(*rows, strict=True) if all(value > 0 for value in step)]
         self._steps.extend(new)
@@ -116,10 +120,16 @@ class StragglerJudge:
 
 
 def z_scores(values: Sequence[float]) -> list[float]:
-    """Robust z-scores, (ranks,): the distance to the median over 1.4826 x MAD.
+    """Return robust z-scores: the distance to the median over 1.4826 x MAD.
 
-    The divisor is at least 3% of the median, so that among ranks which agree to a percent one that differs by two is
-    not a straggler.
+    The divisor is at least 3% of the median: among ranks that agree within one percent, a rank that differs by two
+    percent is not a straggler.
+
+    Args:
+        values (`Sequence[float]`): a number per rank, (ranks,).
+
+    Returns:
+        `list[float]`: the z-scores, (ranks,); 0 if the divisor is 0.
     """
     median = statistics.median_low(values)
     spread = 1.4826 * statistics.median_low([abs(value - median) for value in values])
@@ -143,8 +153,11 @@ class DataWaitJudge:
         """Add a window and judge the last three.
 
         Args:
-            waits_s: seconds that each rank waited for data.
-            windows_s: seconds of the window on each rank.
+            waits_s (`Sequence[float]`): seconds that each rank waited for data, (ranks,).
+            windows_s (`Sequence[float]`): seconds of the window on each rank, (ranks,).
+
+        Returns:
+            `list[Finding]`: a warning for each rank that waits; a rank is reported once until it has recovered.
         """
         self._windows.append([w / t if t > 0 else 0.0 for w, t in zip(waits_s, windows_s, strict=True)])
         if len(self._windows) < 3 or len(self._hosts) < 2:
