@@ -38,7 +38,7 @@ _FROM_SEVERAL_PROCESSES = ("achieved_link_gb_s", "achieved_network_gb_s", "hop_u
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of the matrices and buffers that a calibration measures."""
+    """Holds the sizes of the matrices and buffers that a calibration measures."""
 
     matrices: tuple[int, ...]
     """Widths of square matrices."""
@@ -54,7 +54,7 @@ ON_CPU = Sizes(matrices=(512, 1024, 2048), copy_bytes=2**28, messages=tuple(4**n
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The results of a calibration; each number is that of the slowest rank."""
+    """Holds the results of a calibration; times are those of the slowest rank."""
 
     gpu: Accelerator
     """The row that plans use, under its name."""

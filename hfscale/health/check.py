@@ -36,7 +36,7 @@ _REPORT_WAIT_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """The options of a check."""
+    """Holds the options of a check."""
 
     deadline_s: float
     """Seconds within which every rank must have the verdict."""
@@ -54,7 +54,7 @@ class CheckRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """The outcome of a check."""
+    """Holds the outcome of a check."""
 
     findings: tuple[Finding, ...]
     """Findings about the nodes and the ranks."""

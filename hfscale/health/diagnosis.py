@@ -46,7 +46,7 @@ _SEE_STACK = "see its stack in hfscale_hang/; take it out of the run if it hangs
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The position of a rank in the collectives of one process group."""
+    """Describes the position of a rank in the collectives of one process group."""
 
     group: str
     """The group's name, the same on all its ranks."""
@@ -209,7 +209,7 @@ def all_stacks() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The state of one rank at the moment of an alarm."""
+    """Describes the state of one rank at the moment of an alarm."""
 
     host: str
     """Host name of its node."""
@@ -255,7 +255,7 @@ class Snapshot:
 
 
 Blame = Callable[[int, str, str], Finding]
-"""Makes a finding about a rank, from problem and fix."""
+"""Makes a finding from a rank, the problem and the fix."""
 
 
 def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, Snapshot]) -> list[Finding]:

@@ -38,7 +38,7 @@ _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The values of one GPU at one moment; None where the GPU does not report a value."""
+    """Holds the values of one GPU at one moment; None if the GPU does not report a value."""
 
     temperature_c: float | None = None
     """Core temperature, °C."""
@@ -67,7 +67,7 @@ class Reading:
 
 
 class Sensor(Protocol):
-    """A source of readings."""
+    """Reads the values of one GPU."""
 
     def read(self) -> Reading:
         """Return the current values of the GPU."""

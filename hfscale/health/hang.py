@@ -45,7 +45,7 @@ _EXIT_CODE = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The times that decide when silence counts as a hang."""
+    """Holds the times that decide when silence counts as a hang."""
 
     floor_s: float = 60.0
     """Least seconds of silence."""

@@ -198,7 +198,7 @@ def compare_matmul(results: Mapping[int, Mapping[str, float]], hosts: Mapping[in
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective over the ranks of a group, with its buffers."""
+    """Holds one collective over the ranks of a group, with its buffers."""
 
     kind: str
     """One of `KINDS`."""

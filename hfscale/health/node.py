@@ -51,10 +51,10 @@ _TUNING_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MAX_NCHAN
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The properties of a machine that matter for a run, apart from the environment variables."""
+    """Holds the properties of a machine that matter for a run, apart from the environment variables."""
 
     host: str
-    """Its name."""
+    """The name of the machine."""
     interfaces: Mapping[str, bool]
     """Network interfaces, and whether each is up."""
     ib_devices: tuple[str, ...]

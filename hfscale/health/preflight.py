@@ -54,7 +54,7 @@ _MAY_DIFFER = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_
 
 @dataclass(kw_only=True)
 class PreflightPlan:
-    """What a pre-flight checks."""
+    """Describes what a pre-flight checks."""
 
     device: torch.device
     """The device of this rank."""
@@ -74,7 +74,7 @@ class PreflightPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightResult:
-    """The outcome of a pre-flight; its findings are the same on every rank that is alive."""
+    """Holds the outcome of a pre-flight; its findings are the same on every rank that is alive."""
 
     findings: tuple[Finding, ...]
     """What is wrong; empty if nothing is."""

@@ -31,7 +31,7 @@ WAIT_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """The result for a window of steps."""
+    """Holds the result for a window of steps."""
 
     skew: float | None
     """Slowest over median rank, in the median step; None where nothing was timed."""

@@ -1,4 +1,4 @@
-"""Baselines: the speed of the same work on fewer GPUs, recorded by `hfscale sweep`.
+"""Reads and writes baselines: the speed of the same work on fewer GPUs, as `hfscale sweep` measured it.
 
 Scaling efficiency is tokens/s/GPU of this run over tokens/s/GPU of the baseline. It is only meaningful if model,
 sequence length, precision, recomputation and device are the same. With equal tokens per GPU and step it is weak
@@ -32,7 +32,7 @@ _MUST_BE_EQUAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What must be equal for two speeds to be compared."""
+    """Describes the work of a run, which must be equal for two speeds to be compared."""
 
     model_type: str
     """The `model_type` of the model's config, such as `llama`."""
@@ -54,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A measured speed."""
+    """Holds a measured speed and the work that it was measured on."""
 
     workload: Workload
     """The work that was measured."""
@@ -68,7 +68,7 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """The baseline that a run is compared with."""
+    """Holds the baseline that a run is compared with."""
 
     baseline: Baseline
     """Of the baselines that can be compared, the one with the fewest GPUs."""
@@ -76,7 +76,11 @@ class Match:
     """`weak`: equal tokens per GPU and step; `strong`: equal tokens per step in total."""
 
     def efficiency(self, tokens_per_s_per_gpu: float) -> float:
-        """Return the scaling efficiency; it is 1 if every GPU is as fast as those of the baseline."""
+        """Return the scaling efficiency; it is 1 if every GPU is as fast as those of the baseline.
+
+        Args:
+            tokens_per_s_per_gpu (`float`): The speed of the run in tokens per second and GPU.
+        """
         return tokens_per_s_per_gpu / self.baseline.tokens_per_s_per_gpu
 
     def describe(self) -> str:
@@ -141,6 +145,12 @@ def _differences(one: Workload, other: Workload) -> list[str]:
 def read_baselines(path: Path) -> list[Baseline]:
     """Read the baselines of a file.
 
+    Args:
+        path (`Path`): A file that `hfscale sweep` has written.
+
+    Returns:
+        `list[Baseline]`: The baselines, in the order of the file.
+
     Raises:
         ConfigFileError: The file is missing, or is not a file that `hfscale sweep` writes.
     """
@@ -179,6 +189,10 @@ def _parse(row: dict[str, Any]) -> Baseline:
 
 def record_baseline(path: Path, baseline: Baseline) -> None:
     """Add a baseline to a file, and replace an earlier one of the same work on the same number of GPUs.
+
+    Args:
+        path (`Path`): The file; it is created if it does not exist.
+        baseline (`Baseline`): The measured speed.
 
     Raises:
         ConfigFileError: The file exists, and is not a file that `hfscale sweep` writes.

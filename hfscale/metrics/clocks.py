@@ -1,4 +1,4 @@
-"""Clocks: where the time of a training loop goes, how long work takes on a device, and how much slower steps become.
+"""Clocks that measure the phases of a training loop, the time of work on a device, and the slowdown of steps.
 
 None of them synchronizes with a GPU while a step runs.
 """
@@ -32,7 +32,14 @@ class PhaseClock:
         """Seconds charged to each phase since the last call of `take` or `restart`."""
 
     def end(self, phase: str) -> float:
-        """Charge the time since the previous event to `phase`, and return that time in seconds."""
+        """Charge the time since the previous event to a phase.
+
+        Args:
+            phase (`str`): The name of the phase that ends now.
+
+        Returns:
+            `float`: The time that was charged, in seconds.
+        """
         now = self._now()
         elapsed = now - self._last
         self._last = now
@@ -66,12 +73,20 @@ class StepPace:
         self._disturbed_s: list[float] = []
 
     def begin(self, disturbed: bool) -> None:
-        """Start timing a step; `disturbed` says whether the disturbance is active now."""
+        """Start timing a step.
+
+        Args:
+            disturbed (`bool`): Whether the disturbance is active now.
+        """
         self._begun = self._now()
         self._was_disturbed = disturbed
 
     def end(self, disturbed: bool) -> None:
-        """Stop timing the step. A step in which the disturbance began or ended is not counted."""
+        """Stop timing the step. A step in which the disturbance began or ended is not counted.
+
+        Args:
+            disturbed (`bool`): Whether the disturbance is active now.
+        """
         if self._begun is None:
             return
         seconds = self._now() - self._begun
@@ -91,25 +106,30 @@ class StepPace:
 
 
 class HostClock:
-    """Points in time on the host, for work that runs on a CPU."""
+    """Takes points in time on the host, for work that runs on a CPU."""
 
     now = staticmethod(time.perf_counter)
     """Return the current point in time."""
 
     def has_passed(self, point: Any) -> bool:
-        """Whether the device has reached `point`."""
+        """Return whether the device has reached `point`, a result of `now`, without waiting for it."""
         return True
 
     def wait_for(self, point: Any) -> None:
-        """Block until the device has reached `point`."""
+        """Block until the device has reached `point`, a result of `now`."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two points that the device has reached."""
+        """Return the seconds between two points that the device has reached.
+
+        Args:
+            start (`Any`): The earlier result of `now`.
+            end (`Any`): The later result of `now`.
+        """
         return float(end - start)
 
 
 class CudaClock(HostClock):
-    """Points in time on the current CUDA stream: events that are recorded now and read once they have completed."""
+    """Takes points in time on the current CUDA stream: events that are recorded now and read once completed."""
 
     @staticmethod
     def now() -> Any:
@@ -129,5 +149,9 @@ class CudaClock(HostClock):
 
 
 def clock_of(device: torch.device) -> HostClock:
-    """Return the clock that times work on `device`."""
+    """Return the clock that times work on a device.
+
+    Args:
+        device (`torch.device`): The device; every device but a CUDA device gets a `HostClock`.
+    """
     return CudaClock() if device.type == "cuda" else HostClock()

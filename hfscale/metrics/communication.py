@@ -1,4 +1,4 @@
-"""Exposed communication: the part of a step in which ranks communicate and compute nothing.
+"""Measures exposed communication: the part of a step in which ranks communicate and compute nothing.
 
 Under DDP, DDP's own counters measure it; only the steps that they sample cost anything. For FSDP, ZeRO and tensor
 parallelism, one step in about a thousand is profiled on a few ranks:
@@ -34,7 +34,7 @@ DDP_SAMPLE_EVERY_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Exposed:
-    """The communication of one step on one rank."""
+    """Holds the measured communication of one step on one rank."""
 
     seconds: float
     """Seconds of communication that no computation hides."""
@@ -60,7 +60,11 @@ class DdpCounters:
 
     @classmethod
     def find(cls, module: object) -> "DdpCounters | None":
-        """Return the counters of `module` if it is a DDP wrapper (not compiled), else None."""
+        """Return the counters of a module if it is a DDP wrapper (not compiled), else None.
+
+        Args:
+            module (`object`): The module that the Trainer calls.
+        """
         return cls(module) if isinstance(module, DistributedDataParallel) else None
 
     def read(self) -> Exposed | None:
@@ -163,7 +167,11 @@ def _intervals(events: Iterable[FunctionEvent]) -> list[Interval]:
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the same time as disjoint intervals in order."""
+    """Return the same time as disjoint intervals in order.
+
+    Args:
+        intervals (`Sequence[Interval]`): Intervals in any order, which may overlap.
+    """
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -174,7 +182,12 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def subtracted_length(of: Sequence[Interval], without: Sequence[Interval]) -> float:
-    """Return the length of what is in `of` and not in `without`; both are disjoint and in order."""
+    """Return the length of the time that is in `of` and not in `without`, in their unit.
+
+    Args:
+        of (`Sequence[Interval]`): Disjoint intervals in order, as `union` returns them.
+        without (`Sequence[Interval]`): Disjoint intervals in order.
+    """
     length = 0.0
     first = 0
     for start, end in of:

@@ -1,4 +1,4 @@
-"""Goodput and cost: how the time since the first launch was spent, over every restart, and what it cost.
+"""Measures goodput and cost: how the time since the first launch was spent, over every restart, and what it cost.
 
     goodput = seconds inside optimizer steps that the training kept / seconds since the first launch
 
@@ -87,7 +87,11 @@ class GoodputTracker:
         saved["gpu_seconds"] = self._gpu_seconds(now)
 
     def update(self, window: Mapping[str, float]) -> None:
-        """Set the saved times to those at the last `fold`, plus the seconds of each phase in `window`."""
+        """Set the saved times to those at the last `fold` (at first those at `begin`), plus those of a window.
+
+        Args:
+            window (`Mapping[str, float]`): Seconds of each phase since the last `fold`.
+        """
         now = self._now()
         seconds = self._saved["seconds"]
         for phase, s in window.items():
@@ -96,7 +100,11 @@ class GoodputTracker:
         self._saved["gpu_seconds"] = self._gpu_seconds(now)
 
     def fold(self, window: Mapping[str, float]) -> None:
-        """Update the saved times, and start a new window from them."""
+        """Update the saved times, and start a new window from them.
+
+        Args:
+            window (`Mapping[str, float]`): Seconds of each phase since the last `fold`.
+        """
         self.update(window)
         self._base = dict(self._saved["seconds"])
 
@@ -106,7 +114,7 @@ class GoodputTracker:
         return self._saved["seconds"].get(USEFUL_PHASE, 0.0) / wall_s if wall_s > 0 else None
 
     def gpu_hours(self) -> float:
-        """Return the hours of all processes, lost work included and the time between launches excluded."""
+        """Return the GPU-hours of all processes; lost work counts, the time between launches does not."""
         return float(self._saved["gpu_seconds"]) / 3600
 
     def _gpu_seconds(self, now: float) -> float:
@@ -115,7 +123,7 @@ class GoodputTracker:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """The price of a GPU, and where it comes from."""
+    """Holds the price of a GPU and its source."""
 
     usd_per_gpu_hour: float
     """USD per GPU and hour."""
@@ -135,6 +143,9 @@ def rate(device_name: str, usd_per_gpu_hour: float | None, *, prices: Path | Non
 
     Returns:
         `Rate | None`: The price, or None if the user gave none and the price list does not have the device.
+
+    Raises:
+        ConfigFileError: The price list cannot be read, or a row of it is wrong.
     """
     if usd_per_gpu_hour is not None:
         return Rate(usd_per_gpu_hour=usd_per_gpu_hour, source="as given")

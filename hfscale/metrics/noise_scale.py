@@ -1,4 +1,4 @@
-"""Gradient noise scale: the batch size up to which a larger batch pays off.
+"""Estimates the gradient noise scale: the batch size up to which a larger batch pays off.
 
 With G_s and G_b the gradients of a small batch of B_s sequences and of a large one of B_b (McCandlish et al. 2018,
 arXiv 1812.06162, appendix A.1):
@@ -32,7 +32,7 @@ MIN_SAMPLES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Squared gradient norms of one step."""
+    """Holds the squared gradient norms of one step."""
 
     small_square: float
     """|G_s|^2, averaged over micro-batches and ranks."""
@@ -66,7 +66,11 @@ class NoiseScale:
         self._decay = decay
 
     def add(self, sample: Sample) -> None:
-        """Add the sample of one step to the averages."""
+        """Add the sample of one step to the averages.
+
+        Args:
+            sample (`Sample`): The squared gradient norms; the large batch must be larger than the small one.
+        """
         noise, signal = sample.noise_and_signal()
         for name, value in (("noise", noise), ("signal", signal)):
             self._saved[name] = self._decay * self._saved.get(name, 0.0) + (1 - self._decay) * value
@@ -162,6 +166,7 @@ class LeafProbe(GradientProbe):
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def read(self, backward_passes: int) -> tuple[float, int] | None:
+        """Return the sum of the squared gradients, with one part for each backward pass of the step."""
         norms = self._norms
         self._norms = []
         return (float(torch.stack(norms).square().sum()), backward_passes) if norms else None
@@ -199,6 +204,7 @@ class ReduceScatterProbe(GradientProbe):
             self._norms.setdefault(number, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def read(self, backward_passes: int) -> tuple[float, int] | None:
+        """Return the sum of the squared gradients, with one part for each reduction of the gradients."""
         groups = self._norms
         self._norms = {}
         if not groups:

@@ -1,4 +1,4 @@
-"""The files of measurements in a run's output directory; each line is one JSON object.
+"""Writes and reads the files of measurements in a run's output directory; each line is one JSON object.
 
 | file | one line per | holds |
 |---|---|---|
@@ -41,12 +41,20 @@ _process_start_is_taken = False
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return every complete record of a file, or [] if the file does not exist."""
+    """Return every complete record of a file, or [] if the file does not exist.
+
+    Args:
+        path (`Path`): One of the files of this module. Lines that are not JSON objects with a `step` are skipped.
+    """
     return list(_records(path))
 
 
 def read_events(output_dir: Path) -> list[dict[str, Any]]:
-    """Return the events of a run's timeline, or [] if it has none."""
+    """Return the events of a run's timeline, or [] if it has none.
+
+    Args:
+        output_dir (`Path`): The output directory of the run.
+    """
     return [record for record in _records(output_dir / TIMELINE_NAME) if isinstance(record.get("event"), str)]
 
 
@@ -107,7 +115,11 @@ class RankLines:
 
 
 def last_sign_of_life(output_dir: Path) -> float | None:
-    """Return the Unix time of the last record that a run has written, or None if it has written none."""
+    """Return the Unix time of the last record that a run has written, in seconds, or None if it has written none.
+
+    Args:
+        output_dir (`Path`): The output directory of the run.
+    """
     times = [
         record["time"]
         for name in (JSONL_NAME, TIMELINE_NAME)
@@ -118,12 +130,16 @@ def last_sign_of_life(output_dir: Path) -> float | None:
 
 
 def begin_records(output_dir: Path, step: int) -> None:
-    """Prepare the files for a training that resumes from `step`.
+    """Prepare the files for a training that starts or resumes.
 
     Measurements of later steps are removed, because those steps will be repeated; the timeline keeps all its events.
     At step 0 the files of another run are renamed, with their time in the name. A timeline without an end in a folder
     without a checkpoint is kept: it belongs to a launch that died before it saved anything, and this launch continues
     that run.
+
+    Args:
+        output_dir (`Path`): The output directory of the run.
+        step (`int`): The optimizer step that the training resumes from; 0 if it starts from scratch.
     """
     for name in (JSONL_NAME, RANKS_NAME):
         path = output_dir / name
@@ -156,15 +172,19 @@ def _set_aside(path: Path) -> None:
 
 
 def last_logged_step(output_dir: Path) -> int:
-    """Return the last step in `scaling.jsonl`, or 0 if nothing was logged."""
+    """Return the last step in `scaling.jsonl`, or 0 if nothing was logged.
+
+    Args:
+        output_dir (`Path`): The output directory of the run.
+    """
     return int(max((record["step"] for record in _records(output_dir / JSONL_NAME)), default=0))
 
 
 def launched_at() -> float:
-    """Return the Unix time at which this training was launched.
+    """Return the Unix time at which this training was launched, in seconds.
 
-    For the first training of a script this is the start of the process. A second training in one process, and one in a
-    notebook, starts now.
+    For the first training of a script this is the start of the process. For a second training in one process, and for
+    one in a notebook, it is the time of the call.
     """
     global _process_start_is_taken
     if _process_start_is_taken or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
@@ -243,18 +263,36 @@ class RunRecorder:
         return self._folder is not None and not self._workload_is_written
 
     def workload(self, state: "TrainerState", facts: Mapping[str, Any], rate: Rate | None) -> None:
-        """Record once what the run does, and the price of a GPU."""
+        """Record once what the run does, and the price of a GPU.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            facts (`Mapping[str, Any]`): What the run does, such as its model, strategy and batch.
+            rate (`Rate`, *optional*): The price of a GPU; None if it is unknown.
+        """
         self._workload_is_written = True
         price = {"usd_per_gpu_hour": rate.usd_per_gpu_hour, "price_source": rate.source} if rate is not None else {}
         self._write("workload", state, **facts, **price)
 
     def ranks(self, state: "TrainerState", numbers: Mapping[str, Sequence[float]]) -> None:
-        """Write a line of `hfscale_ranks.jsonl`; see `RankLines.add`."""
+        """Write a line of `hfscale_ranks.jsonl`.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            numbers (`Mapping[str, Sequence[float]]`): One number per rank of each measure, as in `RankLines.add`.
+        """
         if self._ranks is not None:
             self._ranks.add(state.global_step, numbers)
 
     def logged(self, state: "TrainerState", logs: Mapping[str, float], *, durable: bool) -> None:
-        """Write a line of `scaling.jsonl`. `durable` waits for the disk, which a log before a checkpoint needs."""
+        """Write a line of `scaling.jsonl`.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            logs (`Mapping[str, float]`): The values of the log. hfscale's metric keys and Trainer's loss, gradient
+                norm, learning rate and epoch are kept.
+            durable (`bool`): Whether to wait until the line is on disk, which a log before a checkpoint needs.
+        """
         if self._folder is None:
             return
         kept = {key: value for key, value in logs.items() if key in _TRAINER_KEYS or key.startswith(METRIC_PREFIXES)}
@@ -262,15 +300,31 @@ class RunRecorder:
         append_record(self._folder / JSONL_NAME, line, durable=durable)
 
     def saved(self, state: "TrainerState", *, seconds: float) -> None:
-        """Record that a checkpoint was saved, and the seconds for which the training waited."""
+        """Record that a checkpoint was saved.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            seconds (`float`): The seconds for which the training waited.
+        """
         self._write("save", state, seconds=round(seconds, 4))
 
     def found(self, state: "TrainerState", finding: Finding) -> None:
-        """Record a bottleneck that the triage has named."""
+        """Record a bottleneck that the triage has named.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            finding (`Finding`): The bottleneck.
+        """
         self._write("finding", state, **finding.to_cause())
 
     def ended(self, state: "TrainerState", *, split: Mapping[str, float], advice: str | None) -> None:
-        """Record the end of the training, the seconds of each phase, and the advice on the batch size."""
+        """Record the end of the training.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            split (`Mapping[str, float]`): Seconds of each phase since the first launch.
+            advice (`str`, *optional*): The advice on the batch size; None if there is none.
+        """
         extra = {"advice": advice} if advice is not None else {}
         self._write("end", state, seconds={phase: round(s, 3) for phase, s in split.items()}, **extra)
 

@@ -1,4 +1,4 @@
-"""Tokens per second and FLOPs utilization (MFU, HFU), counted on the host so that no GPU has to wait."""
+"""Counts tokens and FLOPs for speed and utilization (MFU, HFU), on the host so that no GPU has to wait."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,11 @@ class TokenCounter:
         self._handle: torch.utils.hooks.RemovableHandle | None = None
 
     def attach(self, module: nn.Module) -> None:
-        """Count what enters `module` from now on, instead of the module of an earlier call."""
+        """Count the tokens that enter a module from now on, instead of those of an earlier module.
+
+        Args:
+            module (`torch.nn.Module`): The outermost wrapper of the model.
+        """
         self.detach()
         self._handle = module.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -54,7 +58,7 @@ class TokenCounter:
 
 @dataclass(frozen=True, kw_only=True)
 class FlopsModel:
-    """FLOPs per token of one training run. The formulas are in `hfscale.facts.model_shape`."""
+    """Computes the FLOPs per token of one training run. The formulas are in `hfscale.facts.model_shape`."""
 
     shape: ModelShape
     """Shape of the model."""
@@ -100,29 +104,56 @@ class FlopsModel:
         )
 
     def model_flops_per_token(self, sequence_length: int) -> float:
-        """Return the FLOPs that the mathematics needs: no recomputation, full attention (c = 1)."""
+        """Return the FLOPs per token that the mathematics needs: no recomputation, full attention (c = 1).
+
+        Args:
+            sequence_length (`int`): Tokens per sequence.
+
+        Raises:
+            UsageError: The sequence length is not above 0.
+        """
         return self.shape.flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
 
     def hardware_flops_per_token(self, sequence_length: int) -> float:
-        """Return the FLOPs that the hardware executes, with the second forward of recomputed layers."""
+        """Return the FLOPs per token that the hardware executes, with the second forward of recomputed layers.
+
+        Args:
+            sequence_length (`int`): Tokens per sequence.
+
+        Raises:
+            UsageError: The sequence length is not above 0.
+        """
         if not self.recomputes:
             return self.model_flops_per_token(sequence_length)
         return self.shape.hardware_flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return the total and the trainable parameters of a model.
+    """Count the parameters of a model.
 
     Under ZeRO-3 the local part of a parameter is empty, and DeepSpeed keeps its full size in `ds_numel`.
+
+    Args:
+        model (`torch.nn.Module`): The model, wrapped or not.
+
+    Returns:
+        `tuple[int, int]`: The total and the trainable parameters.
     """
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 def training_dtype(model: nn.Module, args: "TrainingArguments") -> str:
-    """Return the dtype that matrix products run in: `bf16`, `fp16`, `tf32` or `fp32`.
+    """Return the dtype that matrix products run in.
 
-    Where autocast is on, it decides. Otherwise the weights decide: transformers loads a checkpoint in its own dtype.
+    If autocast is on, it decides. Otherwise the weights decide: transformers loads a checkpoint in its own dtype.
+
+    Args:
+        model (`torch.nn.Module`): The model, for the dtype of its weights.
+        args (`TrainingArguments`): Say whether autocast (`bf16`, `fp16`) and TF32 are on.
+
+    Returns:
+        `str`: `bf16`, `fp16`, `tf32` or `fp32`.
     """
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
@@ -133,7 +164,18 @@ def training_dtype(model: nn.Module, args: "TrainingArguments") -> str:
 
 
 def device_peak_tflops(device: torch.device, dtype: str) -> float | None:
-    """Return the dense peak of the local accelerator in TFLOP/s, or None if it is not in `hardware.toml`."""
+    """Return the dense peak of the local accelerator in TFLOP/s.
+
+    Args:
+        device (`torch.device`): The device of this process.
+        dtype (`str`): The dtype of matrix products: `bf16`, `fp16`, `fp8`, `tf32` or `fp32`.
+
+    Returns:
+        `float | None`: The peak; None on a CPU, and if `hardware.toml` has no peak of this device.
+
+    Raises:
+        UsageError: `dtype` is another one.
+    """
     if device.type != "cuda":
         return None
     accelerator = match_device_name(torch.cuda.get_device_name(device))
@@ -141,7 +183,12 @@ def device_peak_tflops(device: torch.device, dtype: str) -> float | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the kind of a device; for a CPU also its number of threads, because its speed depends on them."""
+    """Return the name of a GPU or the kind of another device.
+
+    Args:
+        device (`torch.device`): The device. The name of a CPU includes its number of threads, because its speed
+            depends on them.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

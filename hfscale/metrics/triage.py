@@ -1,4 +1,4 @@
-"""Triage: from the measured numbers of a run to one bottleneck, its numbers and what to change first.
+"""Derives one bottleneck from the measured numbers of a run, and says what to change first.
 
 A bottleneck is reported if the scaling efficiency is below 70%, or if a share of the step is above its own limit. Of
 all causes that the numbers show, the largest is named. Looking at the network first is the wrong order: a slow data
@@ -43,7 +43,7 @@ TRIAGE_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TriageInput:
-    """What was measured of a part of a run; None where it is unknown."""
+    """Holds the numbers that were measured in a part of a run; None if a number is unknown."""
 
     efficiency: float | None = None
     """Scaling efficiency against a baseline."""
@@ -70,7 +70,13 @@ class TriageInput:
     def from_keys(
         cls, keys: Mapping[str, float], *, comm_over_backward: float | None = None, tokens_per_gpu: int | None = None
     ) -> "TriageInput":
-        """Read the numbers from metric keys; the other arguments are those that no key holds."""
+        """Read the numbers from metric keys; a missing key leaves its number unknown.
+
+        Args:
+            keys (`Mapping[str, float]`): Metric keys such as `scaling/efficiency`; of these, `TRIAGE_KEYS` are read.
+            comm_over_backward (`float`, *optional*): Communication time over backward time, which no key holds.
+            tokens_per_gpu (`int`, *optional*): Tokens per GPU and optimizer step, which no key holds.
+        """
         numbers = {key.partition("/")[2]: keys.get(key) for key in TRIAGE_KEYS}
         return cls(**numbers, comm_over_backward=comm_over_backward, tokens_per_gpu=tokens_per_gpu)
 

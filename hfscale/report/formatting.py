@@ -1,4 +1,4 @@
-"""Numbers as readable text."""
+"""Formats numbers as readable text."""
 
 _COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -12,12 +12,12 @@ def count(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Format a ratio: 12%, 0.3%."""
+    """Format a ratio as a percentage (1 is 100%): 12%, 0.3%."""
     return f"{value:.1%}" if abs(value) < 0.0995 else f"{value:.0%}"
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: 3.2 s, 4 min 5 s, 2 h 3 min, 5 d 6 h."""
+    """Format a duration in seconds: 3.2 s, 4 min 5 s, 2 h 3 min, 5 d 6 h."""
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
@@ -29,14 +29,14 @@ def duration(seconds: float) -> str:
 
 
 def usd(value: float) -> str:
-    """Format a price: $1,234, $12.34, $0.0012."""
+    """Format a price in USD: $1,234, $12.34, $0.0012."""
     if value >= 1000:
         return f"${value:,.0f}"
     return f"${value:.2f}" if value >= 0.1 else f"${value:.2g}"
 
 
 def size(value: float) -> str:
-    """Format a number of bytes: 1.5 GiB."""
+    """Format a number of bytes in binary units: 512 B, 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
             return f"{value:.3g} {unit}"

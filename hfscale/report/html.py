@@ -1,4 +1,4 @@
-"""Building blocks of an HTML page: the document with its style sheet, and charts.
+"""Builds HTML pages: the document with its style sheet, and charts.
 
 A page loads nothing and runs no script. Lines and cells of a chart are SVG that stretches with the page; all text is
 HTML on top of it, so that it keeps its size on a phone. Colours are variables of the style sheet.
@@ -44,6 +44,10 @@ def document(title: str, parts: Sequence[str]) -> str:
 def save_page(text: str, path: Path) -> None:
     """Write a page to a file.
 
+    Args:
+        text (`str`): The HTML document.
+        path (`Path`): The file; missing folders are created.
+
     Raises:
         StorageError: The file cannot be written.
     """
@@ -56,7 +60,7 @@ def save_page(text: str, path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line of a line chart."""
+    """Describes one line of a line chart."""
 
     name: str
     """Name in the legend."""
@@ -68,7 +72,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of a stacked bar."""
+    """Describes one part of a stacked bar."""
 
     name: str
     """Name in the legend."""
@@ -82,12 +86,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A stretch of time in a timeline."""
+    """Describes a stretch of time in a timeline."""
 
     start: float
-    """Unix seconds."""
+    """Its start in Unix seconds."""
     end: float
-    """Unix seconds."""
+    """Its end in Unix seconds."""
     colour: str
     """A variable of the style sheet."""
     title: str
@@ -95,7 +99,16 @@ class Span:
 
 
 def ticks(low: float, high: float, *, most: int = 4) -> list[float]:
-    """Return about `most` round numbers from `low` to `high`, including both if they are round."""
+    """Return round numbers for the labels of an axis, including both ends if they are round.
+
+    Args:
+        low (`float`): The lower end of the axis.
+        high (`float`): The upper end of the axis.
+        most (`int`): About how many numbers to return.
+
+    Returns:
+        `list[float]`: The numbers in rising order; only `low` if `high` is not above it.
+    """
     if not high > low:
         return [low]
     raw = (high - low) / most
@@ -106,7 +119,12 @@ def ticks(low: float, high: float, *, most: int = 4) -> list[float]:
 
 
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Reduce a series to at most `most` points, each the mean of consecutive ones."""
+    """Reduce the number of points of a line; each new point is the mean of consecutive ones.
+
+    Args:
+        points (`Sequence[Point]`): The points (x, y), in order.
+        most (`int`): The largest number of points to return.
+    """
     if len(points) <= most:
         return list(points)
     return [(_mean([x for x, _ in piece]), _mean([y for _, y in piece])) for piece in _pieces(points, most)]
@@ -193,7 +211,15 @@ def _short(value: float) -> str:
 
 
 def stacked_bar(parts: Sequence[Part], *, label: str) -> str:
-    """Draw one bar of several parts, with a legend that names each; parts too thin to see are in the legend too."""
+    """Draw one bar of several parts, with a legend that names each; parts too thin to see are in the legend too.
+
+    Args:
+        parts (`Sequence[Part]`): The parts from left to right; those without length are left out.
+        label (`str`): The description of the bar for screen readers.
+
+    Returns:
+        `str`: The bar as HTML; empty if no part has a length.
+    """
     total = sum(part.value for part in parts)
     if total <= 0:
         return ""
@@ -248,8 +274,9 @@ def heat_map(samples: Sequence[tuple[float, Sequence[float]]], *, label: str, fo
     """Draw ranks from top to bottom and steps from left to right; darker cells are larger.
 
     Args:
-        samples (`Sequence[tuple[float, Sequence[float]]]`): For each log its step and one number per rank, (ranks,).
-            With more ranks than rows, a row shows its largest number.
+        samples (`Sequence[tuple[float, Sequence[float]]]`): For each log its step and one number per rank, (ranks,);
+            at least one. Logs with another number of ranks than the last one are left out. If there are more ranks than
+            rows, a row shows its largest number.
         label (`str`): The caption.
         form (`str`): Format of a number.
 

@@ -1,4 +1,4 @@
-"""The HTML pages: the report of a run, and the report of a sweep. Each is one file that needs no network."""
+"""Makes the HTML reports of a run and of a sweep. Each is one file that needs no network."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -48,6 +48,10 @@ _MIN_SPREAD = 0.05
 
 def write_page(run: Run, path: Path) -> None:
     """Write the report of a run to an HTML file.
+
+    Args:
+        run (`Run`): The data of the run (`load_run`).
+        path (`Path`): The file; missing folders are created.
 
     Raises:
         StorageError: The file cannot be written.
@@ -243,7 +247,7 @@ def write_sweep_page(answer: Mapping[str, Any], path: Path) -> None:
 
     Args:
         answer (`Mapping[str, Any]`): The object that `hfscale sweep --json` prints.
-        path (`Path`): The file.
+        path (`Path`): The file; missing folders are created.
 
     Raises:
         StorageError: The file cannot be written.
@@ -252,7 +256,11 @@ def write_sweep_page(answer: Mapping[str, Any], path: Path) -> None:
 
 
 def sweep_page(answer: Mapping[str, Any]) -> str:
-    """Return the report of a sweep as an HTML document: speed and efficiency by number of GPUs, and the causes."""
+    """Return the report of a sweep as an HTML document: speed and efficiency by number of GPUs, and the causes.
+
+    Args:
+        answer (`Mapping[str, Any]`): The object that `hfscale sweep --json` prints.
+    """
     rows = answer["rows"]
     meaning = "equal work per process" if answer["mode"] == "weak" else "equal work in total"
     largest = rows[-1]

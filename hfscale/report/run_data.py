@@ -1,4 +1,4 @@
-"""The data of a run for its report, read from the files in its output directory.
+"""Reads the data of a run for its report from the files in its output directory.
 
 The files are not trusted: numbers are used only if they are finite, text is shortened and secrets in it are redacted,
 and no file is opened except those with known names.
@@ -25,10 +25,10 @@ MAX_TEXT_LENGTH = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One launch of the run."""
+    """Describes one launch of the run."""
 
     begun: float
-    """Unix seconds."""
+    """Unix seconds of its start."""
     ended: float
     """Unix seconds of its last record."""
     first_step: int
@@ -43,12 +43,12 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One checkpoint folder."""
+    """Describes one checkpoint folder."""
 
     name: str
     """`checkpoint-N`."""
     step: int
-    """N."""
+    """The optimizer step N."""
     is_committed: bool
     """Whether it has a readable manifest."""
     bytes: int | None
@@ -59,7 +59,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as its files describe it."""
+    """Holds the data of a run, as its files describe it."""
 
     name: str
     """Name of the output directory."""
@@ -85,15 +85,27 @@ class Run:
     """Advice that the run computed."""
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """Return (step, value) of a metric at each log that has it."""
+        """Return (step, value) of a metric at each log that has it.
+
+        Args:
+            key (`str`): The metric key, such as `scaling/mfu`.
+        """
         return [(record["step"], record[key]) for record in self.records if key in record]
 
     def last(self, key: str) -> float | None:
-        """Return the newest value of a metric, or None if there is none."""
+        """Return the newest value of a metric, or None if there is none.
+
+        Args:
+            key (`str`): The metric key, such as `scaling/mfu`.
+        """
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
     def median(self, key: str) -> float | None:
-        """Return the median of a metric without its first value, which includes start-up; None if there is none."""
+        """Return the median of a metric without its first value, which includes start-up; None if there is none.
+
+        Args:
+            key (`str`): The metric key, such as `scaling/mfu`.
+        """
         values = [value for _, value in self.series(key)]
         return statistics.median(values[1:] or values) if values else None
 
@@ -107,7 +119,7 @@ def load_run(output_dir: Path) -> Run:
     """Read the output directory of a run, finished or not.
 
     Args:
-        output_dir (`Path`): The directory.
+        output_dir (`Path`): The `--output_dir` of the run.
 
     Returns:
         `Run`: The data of the run.

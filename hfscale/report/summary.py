@@ -1,4 +1,4 @@
-"""What a report says about a run: its headline numbers, its description, and what to change first."""
+"""Computes what a report says about a run: its headline numbers, its description, and what to change first."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _MIN_OVERHEAD = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One headline number."""
+    """Holds one headline number."""
 
     name: str
     """The name of the number."""

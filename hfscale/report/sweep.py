@@ -38,7 +38,7 @@ _SHARE_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The runs of a sweep.
+    """Describes the runs of a sweep.
 
     Raises:
         UsageError: A value is wrong, or with strong scaling the global batch does not divide.
@@ -75,10 +75,13 @@ class Sweep:
                 self.batch_flags(number)  # reports a batch that does not divide before anything runs
 
     def batch_flags(self, number: int) -> list[str]:
-        """Return the flags that keep the total work on `number` processes; none for weak scaling.
+        """Return the flags that keep the global batch on a number of processes; none for weak scaling.
+
+        Args:
+            number (`int`): The number of processes.
 
         Raises:
-            UsageError: The recipe's flags have no batch size, or the global batch does not divide.
+            UsageError: The recipe's flags have no valid batch size, or the global batch does not divide.
         """
         if self.mode == "weak":
             return []
@@ -98,7 +101,15 @@ class Sweep:
         return [f"--per_device_train_batch_size={per_device}", f"--gradient_accumulation_steps={accumulation}"]
 
     def command(self, number: int, output_dir: Path) -> list[str]:
-        """Return the command line of one run on `number` processes."""
+        """Return the command line of one run.
+
+        Args:
+            number (`int`): The number of processes.
+            output_dir (`Path`): The output directory of the run.
+
+        Raises:
+            UsageError: With strong scaling, the flags of the batch are missing or the global batch does not divide.
+        """
         launcher = [sys.executable, "-m", "accelerate.commands.launch"]
         launcher += ["--config_file", str(self.config_file), "--num_processes", str(number)]
         flags = {
@@ -117,7 +128,7 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class Measurement:
-    """The measurements of the runs on one number of processes."""
+    """Holds the measurements of the runs on one number of processes."""
 
     gpus: int
     """Number of processes."""
@@ -134,12 +145,20 @@ class Measurement:
         return statistics.median(self.rates)
 
     def median(self, key: str) -> float | None:
-        """Return the median of a metric key over the repeats that have it, or None if none has it."""
+        """Return the median of a metric over the repeats that have it, or None if none has it.
+
+        Args:
+            key (`str`): The metric key, such as `scaling/mfu`.
+        """
         values = [keys[key] for keys in self.keys if key in keys]
         return statistics.median(values) if values else None
 
     def efficiency(self, base: "Measurement") -> float:
-        """Return the median over the repeats of this speed over that of `base` in the same repeat."""
+        """Return the scaling efficiency: this speed over that of `base` in the same repeat, as the median over the repeats.
+
+        Args:
+            base (`Measurement`): The measurement on the fewest processes, with as many repeats.
+        """
         return statistics.median(own / other for own, other in zip(self.rates, base.rates, strict=True))
 
     def spread(self) -> float:
@@ -147,7 +166,14 @@ class Measurement:
         return (max(self.rates) - min(self.rates)) / self.tokens_per_s_per_gpu
 
     def losses(self, base: "Measurement") -> dict[str, float]:
-        """Return the share of the time that each cause takes from the efficiency; `not measured` is the rest."""
+        """Return the share of the time that each cause takes from the efficiency; `not measured` is the rest.
+
+        Args:
+            base (`Measurement`): The measurement on the fewest processes, with as many repeats.
+
+        Returns:
+            `dict[str, float]`: The share of each cause that takes more than 0.1%.
+        """
         lost = max(1 - self.efficiency(base), 0.0)
         added = {cause: (self.median(key) or 0.0) - (base.median(key) or 0.0) for cause, key in _SHARE_KEYS.items()}
         skew = self.median("scaling/straggler_skew")
@@ -160,7 +186,11 @@ class Measurement:
         return {cause: share for cause, share in losses.items() if share > 1e-3}
 
     def bottleneck(self, base: "Measurement") -> Finding | None:
-        """Return the bottleneck to look at first, if the triage finds one."""
+        """Return the bottleneck to look at first, or None if the triage finds none.
+
+        Args:
+            base (`Measurement`): The measurement on the fewest processes, with as many repeats.
+        """
         names = {key for keys in self.keys for key in keys}
         medians = {key: value for key in names if (value := self.median(key)) is not None}
         medians["scaling/efficiency"] = self.efficiency(base)
@@ -266,6 +296,10 @@ def environment(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) ->
     """Return the environment of the runs.
 
     Without GPUs every process gets as many threads as in the largest run; one process alone must not use all cores.
+
+    Args:
+        gpus (`Sequence[int]`): The numbers of processes of the sweep.
+        environ (`Mapping[str, str]`): The environment of this process; its `OMP_NUM_THREADS` takes precedence.
     """
     threads = max(1, (os.cpu_count() or 1) // max(gpus))
     return {"OMP_NUM_THREADS": str(threads), **environ}
