@@ -370,7 +370,7 @@ def compare_values(results: Mapping[int, list[dict[str, Any]]], hosts: Mapping[i
         hosts (`Mapping[int, str]`): the host of each rank.
 
     Returns:
-        `list[Finding]`: an error for each rank that is named; and in an exchange with neighbours also its sender.
+        `list[Finding]`: an error for each sender or receiver; an error about neighbours names both.
     """
     found = []
     fix = "take this device or its link out of the run"

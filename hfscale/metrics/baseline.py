@@ -71,7 +71,7 @@ class Match:
     """Holds the baseline that a run is compared with."""
 
     baseline: Baseline
-    """Of the baselines that can be compared, the one with the fewest GPUs."""
+    """The baseline with the fewest GPUs of those that can be compared."""
     mode: Mode
     """`weak`: equal tokens per GPU and step; `strong`: equal tokens per step in total."""
 

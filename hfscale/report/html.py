@@ -275,8 +275,8 @@ def heat_map(samples: Sequence[tuple[float, Sequence[float]]], *, label: str, fo
 
     Args:
         samples (`Sequence[tuple[float, Sequence[float]]]`): For each log its step and one number per rank, (ranks,);
-            at least one. Logs with another number of ranks than the last one are left out. If there are more ranks than
-            rows, a row shows its largest number.
+            at least one log. Logs with another number of ranks than the last one are left out. If there are more
+            ranks than rows, a row shows its largest number.
         label (`str`): The caption.
         form (`str`): Format of a number.
 

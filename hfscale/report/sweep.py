@@ -154,7 +154,7 @@ class Measurement:
         return statistics.median(values) if values else None
 
     def efficiency(self, base: "Measurement") -> float:
-        """Return the scaling efficiency: this speed over that of `base` in the same repeat, as the median over the repeats.
+        """Return the scaling efficiency: the median over the repeats of this speed over that of `base`.
 
         Args:
             base (`Measurement`): The measurement on the fewest processes, with as many repeats.
