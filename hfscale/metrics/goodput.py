@@ -2,7 +2,7 @@
 
     goodput = seconds inside optimizer steps that the training kept / seconds since the first launch
 
-The times are kept in a dictionary in `trainer_state.json`, so they travel with each checkpoint. Resuming from a
+The times are kept in a dictionary in `trainer_state.json`, so that each checkpoint contains them. Resuming from a
 checkpoint restores its times, and what was done after that checkpoint is then not in them: lost steps count as lost
 without further bookkeeping. The ratio is that of Google's ML Goodput (arXiv 2502.06982), with evaluations counted as
 overhead.
