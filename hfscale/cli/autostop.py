@@ -34,13 +34,13 @@ ActivityCheck = Callable[[], bool]
 
 
 def parse_duration(text: str) -> float:
-    """The seconds of a duration such as `90s`, `15m` or `2h`.
+    """Return the seconds of a duration such as `90s`, `15m` or `2h`.
 
     Args:
         text (`str`): the value of `--idle`.
 
     Raises:
-        UsageError: it is not a duration greater than 0.
+        UsageError: the text is not a duration greater than 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
     if not found or float(found[1]) <= 0:
@@ -49,7 +49,7 @@ def parse_duration(text: str) -> float:
 
 
 def gpu_activity() -> ActivityCheck | None:
-    """A check of whether a GPU of this machine computes; None without GPUs or without nvidia-ml-py."""
+    """Make a check of whether a GPU of this machine computes; None without GPUs or without nvidia-ml-py."""
     try:
         import pynvml
 
@@ -63,7 +63,11 @@ def gpu_activity() -> ActivityCheck | None:
 
 
 def file_activity(output_dir: Path) -> ActivityCheck:
-    """A check of whether the files of a run have changed."""
+    """Make a check of whether the metrics, the timeline or the status file of a run has changed.
+
+    Args:
+        output_dir (`Path`): the run's output directory.
+    """
     names = (JSONL_NAME, TIMELINE_NAME, STATUS_NAME)
 
     def state() -> tuple[tuple[int, int], ...]:
@@ -81,11 +85,11 @@ def file_activity(output_dir: Path) -> ActivityCheck:
 
 
 def process_activity(pid: int, now: Callable[[], float] = time.monotonic) -> ActivityCheck:
-    """A check of whether a process and its children have used a core for 5% of the time; False once it has ended.
+    """Make a check of whether a process and its children have used a core for 5% of the time; False once it has ended.
 
     Args:
-        pid: the process.
-        now: the clock.
+        pid (`int`): the id of the process.
+        now (`Callable`): the clock, in seconds.
     """
     last_cpu_s = _cpu_seconds(pid)
     last_time = now()
@@ -119,13 +123,17 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def run_pid(output_dir: Path) -> int | None:
-    """The main process of the run's last launch, if it is running on this machine."""
+    """Return the id of the main process of a run's last launch; None if it is not running on this machine.
+
+    Args:
+        output_dir (`Path`): the run's output directory.
+    """
     launches = [event for event in read_events(output_dir) if event["event"] == "launch"]
     if not launches or launches[-1].get("host") != socket.gethostname():
         return None
     pid = launches[-1].get("pid")
     try:
-        # A process that began after the launch was recorded only has the same number.
+        # A process that started after the launch was recorded is another one with the same id.
         alive = isinstance(pid, int) and psutil.Process(pid).create_time() <= launches[-1].get("begun", 0.0)
     except psutil.Error:
         return None
@@ -148,11 +156,11 @@ def wait_until_idle(
         idle_s (`float`): seconds without activity.
         output_dir (`Path`, *optional*): a run whose status file is watched.
         poll_s (`float`, *optional*): seconds between polls; by default a tenth of the idle time, 10 at most.
-        now (`Callable`): the clock.
+        now (`Callable`): the clock, in seconds.
         sleep (`Callable`): waits for a number of seconds.
 
     Returns:
-        The reason why the wait has ended.
+        The reason why the wait has ended, as text for a log line.
     """
     poll_s = poll_s or min(10.0, idle_s / 10)
     idle_since = now()

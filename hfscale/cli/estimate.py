@@ -19,7 +19,7 @@ from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the app."""
+    """Add the command to the app."""
     app.command("estimate", help=COMMANDS["estimate"])(run)
 
 
@@ -99,16 +99,19 @@ def run(
 def fill_layout(
     gpus: int, *, dp_replicate: int | None, dp_shard: int | None, cp: int, tp: int, pp: int, zero: int | None
 ) -> ParallelLayout:
-    """The layout of the given axes. Remaining ranks shard the parameters; with a ZeRO stage below 3 they are replicas.
+    """Complete the given axes. Remaining ranks shard the parameters; with a ZeRO stage below 3 they are replicas.
 
     Args:
-        gpus (`int`): Number of GPUs.
-        dp_replicate, dp_shard (`int`, *optional*): Data-parallel axes; None if not given.
-        cp, tp, pp (`int`): The other axes.
+        gpus (`int`): number of GPUs.
+        dp_replicate, dp_shard (`int`, *optional*): data-parallel axes; None if not given.
+        cp, tp, pp (`int`): sizes of the other axes.
         zero (`int`, *optional*): ZeRO stage; None if not given.
 
+    Returns:
+        The layout.
+
     Raises:
-        `LayoutError`: The axes do not multiply to the number of GPUs.
+        LayoutError: the product of the axes is not the number of GPUs.
     """
     named = ParallelLayout(
         dp_replicate=1 if dp_replicate is None else dp_replicate,
@@ -128,7 +131,7 @@ def fill_layout(
 
 
 def print_estimate(result: Estimate) -> None:
-    """Prints an estimate as two small tables."""
+    """Print an estimate as two small tables: memory in GiB and time of a step in seconds."""
     job = result.job
     memory = result.memory
     time = result.time
@@ -146,10 +149,13 @@ def print_estimate(result: Estimate) -> None:
 
 
 def run_table(path: Path) -> None:
-    """Prints a JSON line for every row of a table. The line of a wrong row contains an error.
+    """Print a JSON line for every row of a table. The line of a wrong row contains an error.
+
+    Args:
+        path (`Path`): a CSV file in UTF-8, with the columns of `hfscale.planner.table`.
 
     Raises:
-        `UsageError`: The table cannot be read, or columns are missing.
+        UsageError: the table cannot be read, or columns are missing.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -165,7 +171,16 @@ def run_table(path: Path) -> None:
 
 
 def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
-    """The line of one row; rows are counted from 0."""
+    """Estimate one row of a table.
+
+    Args:
+        number (`int`): the row's number, from 0.
+        row (`dict`): column -> cell, as `csv.DictReader` returns it.
+
+    Returns:
+        The printed fields: row, tokens per second and GPU, peak memory in GiB, MFU (0 to 1), error, and where cells
+        were blank, the assumptions. In the line of a row with an error the other numbers are None.
+    """
     line: dict[str, Any] = {
         "row": number,
         "tokens_per_s_per_gpu": None,

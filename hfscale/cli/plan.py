@@ -19,7 +19,7 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command to the app."""
+    """Add the command to the app."""
     app.command("plan", help=COMMANDS["plan"])(run)
 
 
@@ -127,18 +127,19 @@ def _emit(result: Plan, folder: Path, choice: int) -> list[Path]:
 
 
 def run_calibration(file: Path | None, *, as_json: bool) -> int:
-    """Measures this machine. The main process writes the file and prints how to plan with it.
+    """Measure this machine. The main process writes the file and prints how to plan with it.
 
     Args:
-        file (`Path`, *optional*): The file to write; by default the user's hardware file.
-        as_json (`bool`): Whether to print JSON.
+        file (`Path`, *optional*): the file to write; by default the user's hardware file.
+        as_json (`bool`): whether to print JSON.
 
     Returns:
-        `int`: The exit code.
+        `int`: the exit code.
 
     Raises:
-        `ConfigFileError`: The file exists and is not a hardware file.
-        `UsageError`: The file's name does not end in .toml.
+        ConfigFileError: the file exists and is not a hardware file.
+        UsageError: the file's name does not end in .toml.
+        StorageError: the file cannot be written.
     """
     path = file or user_hardware_file()
     if path.suffix != ".toml":
@@ -166,10 +167,13 @@ def run_calibration(file: Path | None, *, as_json: bool) -> int:
 
 
 def parse_tokens(text: str) -> float:
-    """The number of tokens in a text such as `500M`, `1.5T` or `1e12`.
+    """Parse a number of tokens such as `500M`, `1.5T` or `1e12`.
+
+    Args:
+        text (`str`): the value of `--tokens`; K, M, B or G, and T stand for powers of 1000.
 
     Raises:
-        `UsageError`: The text is not such a number.
+        UsageError: the text is not such a number, or is not above 0 and below 1e18.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBGT]?)", text.strip().replace(",", ""), flags=re.IGNORECASE)
     if not found or not 0 < float(found[1]) * _UNITS[found[2].upper()] < 1e18:

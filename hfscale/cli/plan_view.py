@@ -1,4 +1,4 @@
-"""Prints a plan as tables for a terminal."""
+"""Printing of a plan as tables for a terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +18,11 @@ WIDTH_WITHOUT_TERMINAL = 120
 
 
 def show(plan: Plan, written: Sequence[Path]) -> None:
-    """Prints a plan.
+    """Print a plan: its choices with memory, time and cost, then rejected layouts, advice and warnings.
 
     Args:
-        plan (`Plan`): The plan.
-        written (`Sequence[Path]`): Files that were written, to be listed.
+        plan (`Plan`): the plan.
+        written (`Sequence[Path]`): files that were written, to be listed.
     """
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:

@@ -74,10 +74,13 @@ def run(
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """Parse numbers of processes such as `1,2,4`, and return them in rising order.
+    """Parse numbers of processes such as `1,2,4`, and return them in ascending order.
+
+    Args:
+        text (`str`): the value of `--gpus`.
 
     Raises:
-        UsageError: The text is not a list of different positive integers.
+        UsageError: the text is not a list of different positive integers.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(words)) < len(words):
@@ -94,7 +97,16 @@ def _check_gpus(gpus: Sequence[int]) -> None:
 
 
 def to_dict(found: Sequence[Measurement], mode: str) -> dict[str, Any]:
-    """Return the measurements as `--json` prints them; the first one is the base of the efficiency."""
+    """Convert measurements to what `--json` prints.
+
+    Args:
+        found (`Sequence[Measurement]`): one for each number of processes; the first is the base of the efficiency.
+        mode (`str`): `weak` or `strong`.
+
+    Returns:
+        `mode`, `strategy` and `rows`. In a row `efficiency`, `spread` and the values of `losses` are ratios, and `rates`
+        are the tokens per second and GPU of each repeat.
+    """
     base = found[0]
     rows = []
     for one in found:

@@ -57,7 +57,7 @@ def decide_layout(
     dp_shard: int | None = None,
     dp_replicate: int | None = None,
 ) -> ParallelLayout:
-    """Make the layout of these sizes.
+    """Make the layout that the given sizes of the axes describe.
 
     Args:
         world_size (`int`): the number of processes.
@@ -115,7 +115,7 @@ def plan_stages(
 
     Raises:
         LayoutError: the sizes do not fit the world, or the schedule cannot run that many micro-batches.
-        UsageError: an unknown schedule, or a number of stages per rank that it does not take.
+        UsageError: the schedule is unknown, or does not support this number of stages per rank.
     """
     layout = decide_layout(
         world_size or args.world_size,
@@ -145,10 +145,11 @@ def check_arguments(
     Args:
         args (`TrainingArguments`): the run's arguments.
         cp (`int`): ranks that share one sequence.
-        compute_metrics, compute_loss_func, model_init, optimizers: as given to the Trainer.
+        compute_metrics, compute_loss_func, model_init (`callable`, *optional*): as given to the Trainer.
+        optimizers (`tuple`): the optimizer and the scheduler given to the Trainer; None where it is to make them.
 
     Raises:
-        UsageError: something is not supported; the message names it and the fix.
+        UsageError: one of the arguments is not supported; the message names it and how to fix it.
     """
     family = requested_family(args)
     scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)

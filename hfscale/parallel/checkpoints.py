@@ -55,7 +55,7 @@ _GROUPS = 2  # of Trainer's optimizer, with and without weight decay; a mesh of 
 
 
 def reshard_all(parallelized: ParallelizedModel) -> None:
-    """Make FSDP2 free the gathered parameters of all stages; see `hfscale.parallel.mesh.reshard`."""
+    """Make FSDP2 free the gathered parameters of all stages of this rank; see `hfscale.parallel.mesh.reshard`."""
     for stage in parallelized.stages:
         reshard(stage)
 
@@ -64,6 +64,12 @@ def model_tensors(parallelized: ParallelizedModel) -> dict[str, torch.Tensor]:
     """Collect this rank's parameters and persistent buffers by canonical name; they share the model's memory.
 
     Of a model with adapters only the trained parameters are collected.
+
+    Args:
+        parallelized (`ParallelizedModel`): the model; its gathered parameters are freed first.
+
+    Returns:
+        Name in the unsplit model -> this rank's tensor: a `DTensor` where the parameter is sharded.
     """
     reshard_all(parallelized)
     parameters = parallelized.model.named_parameters()
@@ -103,7 +109,7 @@ def load_model(checkpoint: Path, parallelized: ParallelizedModel) -> None:
         parallelized (`ParallelizedModel`): the model.
 
     Raises:
-        CheckpointError: a parameter is missing or has another shape.
+        CheckpointError: the tensors cannot be read, or a parameter is missing or has another shape.
     """
     tensors = {f"model.{name}": tensor for name, tensor in model_tensors(parallelized).items()}
     _read_tensors(checkpoint, parallelized, tensors)
@@ -120,7 +126,8 @@ def load_optimizer(checkpoint: Path, parallelized: ParallelizedModel, optimizer:
         optimizer (`torch.optim.Optimizer`): its state is replaced.
 
     Raises:
-        CheckpointError: as for `load_model`, or a state that is neither one number nor of its parameter's shape.
+        CheckpointError: the tensors cannot be read, or a state is neither a single number nor of its parameter's
+            shape.
     """
     shapes = _stored_shapes(checkpoint)
     is_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -323,8 +330,8 @@ def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
     The other lists in its state have an entry per parameter group, and the number of groups depends on the layout.
 
     Args:
-        scheduler: the new scheduler.
-        saved (`dict`): the state of another one, which may have another number of parameter groups.
+        scheduler (`LRScheduler`): the new scheduler; it is stepped to the saved position.
+        saved (`dict`): the `state_dict()` of another scheduler, which may have another number of parameter groups.
     """
     if len(set(saved["base_lrs"])) == 1:
         scheduler.base_lrs = saved["base_lrs"][:1] * len(scheduler.base_lrs)
@@ -358,8 +365,13 @@ class ParallelCheckpointTrainer(Trainer):
             resume_from_checkpoint (`str` or `bool`, *optional*): as for `Trainer.train`.
             args, kwargs: as for `Trainer.train`.
 
+        Returns:
+            The `TrainOutput` of `Trainer.train`.
+
         Raises:
             LayoutError: the checkpoint cannot be converted.
+            CheckpointError: the checkpoint is broken, has no manifest from which it could be converted, or does not
+                hold this model.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
@@ -370,15 +382,22 @@ class ParallelCheckpointTrainer(Trainer):
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def sharded_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Collect the tensors that this rank writes: folder of the checkpoint -> name -> tensor.
+        """Collect the tensors that this rank writes: the model, and the optimizer's state unless `save_only_model`.
 
         They share the training's memory: copy them before the next step.
+
+        Returns:
+            Subfolder of the checkpoint -> name -> tensor.
         """
         optimizer = None if self.args.save_only_model else self.optimizer.optimizer
         return {FOLDER: stored_tensors(self.parallelized, optimizer)}
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        """Make the small files that the main process writes besides the tensors: name -> content, as of now."""
+        """Make the small files that the main process writes in addition to the tensors, from the current state.
+
+        Returns:
+            Path relative to the checkpoint's folder -> content.
+        """
         files = dict(self._model_files())
         scheduler = None if self.args.save_only_model else self._scheduler_file()
         if scheduler is not None:

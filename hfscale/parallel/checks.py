@@ -36,7 +36,8 @@ def check_config(
 
     Raises:
         LayoutError: heads, vocabulary or layers do not divide over the axes; the message names the nearest sizes.
-        UsageError: the weights are quantised, or the model's family does not support one of the axes.
+        UsageError: the weights are quantised, or the model's family or its attention implementation does not support
+            one of the axes.
     """
     if plan.stages > 1:
         check_pipeline_family(config.model_type)
@@ -91,7 +92,7 @@ def check_pipeline_family(model_type: str) -> None:
     """Make sure that a model family can be split into pipeline stages; warn where nobody has compared it.
 
     Args:
-        model_type (`str`): as in the model's config.
+        model_type (`str`): the family, `model_type` of the model's config.
 
     Raises:
         UsageError: the family is known not to compute the same in stages.
@@ -112,7 +113,7 @@ def check_tensor_family(model_type: str, tp: int) -> None:
     """Make sure that the matrices of a model family can be sharded over `tp` ranks.
 
     Args:
-        model_type (`str`): as in the model's config.
+        model_type (`str`): the family, `model_type` of the model's config.
         tp (`int`): ranks that share each matrix.
 
     Raises:
@@ -129,7 +130,7 @@ def check_sequence_family(model_type: str, tp: int) -> None:
     """Make sure that sequence parallelism works for a model family.
 
     Args:
-        model_type (`str`): as in the model's config.
+        model_type (`str`): the family, `model_type` of the model's config.
         tp (`int`): ranks that share each matrix.
 
     Raises:
@@ -155,7 +156,8 @@ def check_context_family(config: PreTrainedConfig, cp: int) -> None:
         cp (`int`): ranks that share one sequence.
 
     Raises:
-        UsageError: its family is not verified, or its rotary angles depend on the longest position that a rank sees.
+        UsageError: the model's family has not been tested, or its rotary angles depend on the longest position that a
+            rank sees.
     """
     if config.model_type in CONTEXT_PARALLEL_UNSUPPORTED:
         reason = CONTEXT_PARALLEL_UNSUPPORTED[config.model_type]

@@ -38,23 +38,32 @@ _kernel_numbers = count()
 
 
 def local_positions(length: int, rank: int, ranks: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Positions of the tokens that a rank holds: those of chunks `rank` and 2 x ranks - 1 - `rank`.
+    """Compute the positions of the tokens that a rank holds: those of chunks `rank` and 2 x ranks - 1 - `rank`.
 
     Args:
         length (`int`): tokens of a sequence, S; a multiple of 2 x ranks.
-        rank (`int`): index of the rank among those that share the sequence.
-        ranks (`int`): how many ranks share it.
-        device (`torch.device`): where to make the result.
+        rank (`int`): index of the rank among those that share the sequence, from 0.
+        ranks (`int`): number of ranks that share it.
+        device (`torch.device` or `str`): the device of the result.
 
     Returns:
-        (S / ranks,), in the order in which the rank holds them.
+        A tensor (S / ranks,) of positions, in the order in which the rank holds the tokens.
     """
     chunks = torch.arange(length, device=device).chunk(2 * ranks)
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
 def restore_order(gathered: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
-    """Put the tokens of all ranks, concatenated along `dim`, into the order of the sequence."""
+    """Put the tokens of all ranks, concatenated in rank order, into the order of the sequence.
+
+    Args:
+        gathered (`torch.Tensor`): S long along `dim`, each rank's tokens as `local_positions` orders them.
+        ranks (`int`): number of ranks that share the sequence.
+        dim (`int`): the dim of the tokens.
+
+    Returns:
+        A tensor of the same shape.
+    """
     chunks = gathered.chunk(2 * ranks, dim=dim)
     early = [chunks[2 * rank] for rank in range(ranks)]
     late = [chunks[2 * rank + 1] for rank in reversed(range(ranks))]
@@ -62,7 +71,7 @@ def restore_order(gathered: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
 
 
 def attention_implementation(config: PreTrainedConfig) -> str | None:
-    """The name of the attention implementation that a config asks for; None where it names none."""
+    """Return the name of the attention implementation that a config asks for; None where it names none."""
     # No public way to read what `set_attn_implementation` sets. tests/test_parallel_context.py fails when it moves.
     return config._attn_implementation
 
@@ -71,14 +80,14 @@ def check_attention_implementation(name: str | None, cp: int) -> str:
     """Make sure that an attention implementation accepts masks that are made for it.
 
     Args:
-        name (`str`, *optional*): name of the implementation.
-        cp (`int`): ranks that share one sequence.
+        name (`str`, *optional*): name of the implementation; None, where a config names none, is not accepted.
+        cp (`int`): ranks that share one sequence, for the message.
 
     Returns:
         The name.
 
     Raises:
-        UsageError: it does not accept them.
+        UsageError: the implementation makes masks of its own.
     """
     if name not in _IMPLEMENTATIONS:
         raise UsageError(
@@ -94,7 +103,7 @@ class ContextParallel:
     Args:
         model (`PreTrainedModel`): the unsplit model; its attention implementation is set to `kernel`.
         mesh (`DeviceMesh`): the ranks that share a sequence, one axis.
-        sequence_parts (`int`): into how many parts sequence parallelism splits a rank's tokens.
+        sequence_parts (`int`): number of parts into which sequence parallelism splits a rank's tokens; 1 without it.
 
     Raises:
         UsageError: the model uses an attention implementation that makes masks of its own.
@@ -106,7 +115,7 @@ class ContextParallel:
         self.rank = mesh.get_local_rank()
         self.ranks = mesh.size()
         self.multiple = self.ranks * math.lcm(2, sequence_parts)
-        """What the length of a sequence has to be a multiple of."""
+        """The length of every sequence, in tokens, has to be a multiple of this number."""
         self.kernel = f"context_parallel_{next(_kernel_numbers)}"
         """The name under which this attention is registered, one for each model."""
         self._original = check_attention_implementation(attention_implementation(model.config), self.ranks)
@@ -138,7 +147,7 @@ class ContextParallel:
             masks.
 
         Raises:
-            UsageError: an input of which it is not known how to split it.
+            UsageError: one of the inputs is not known, or is not a tensor of (B, S).
         """
         self._check_inputs(inputs)
         tokens = inputs["input_ids"]
@@ -186,10 +195,10 @@ class ContextParallel:
         keys, and does not look for packed sequences in positions of which this rank has a part.
 
         Args:
-            inputs (`dict`): the micro-batch's part of what `shard_inputs` returned.
+            inputs (`dict`): the micro-batch's rows of the result of `shard_inputs`.
 
         Returns:
-            The keywords.
+            The keywords, among them `attention_mask` of (B, S).
         """
         inputs = dict(inputs)
         self._packed_positions = inputs.pop(_PACKED_POSITIONS, None)
@@ -205,6 +214,13 @@ class ContextParallel:
         """Gather the tokens of all ranks, in order, from this rank's tokens along `dim`.
 
         In the backward pass each rank gets the sum, over all ranks, of the gradient of its tokens.
+
+        Args:
+            local (`torch.Tensor`): this rank's tokens, S / cp long along `dim`.
+            dim (`int`): the dim of the tokens.
+
+        Returns:
+            The tensor of the complete sequence, S long along `dim`, equal on every rank.
         """
         shards = DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
         gathered = shards.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -74,17 +74,18 @@ def dry_run(
 
     Args:
         make_model (`callable`): makes the model on the meta device.
-        layout (`ParallelLayout`): of any size.
-        plan (`StagePlan`): its stages.
+        layout (`ParallelLayout`): sizes of the axes; it may have any number of ranks.
+        plan (`StagePlan`): the pipeline stages.
         args (`TrainingArguments`): batch, accumulation, precision and recomputation are taken from it.
         block_size (`int`): tokens per sequence.
         sequence_parallel (`bool`): whether tensor parallel ranks split each sequence between blocks.
 
     Returns:
-        What each pipeline rank holds.
+        The memory of each pipeline rank, in the order of the ranks.
 
     Raises:
-        UsageError: this process is part of a real world.
+        UsageError: this process is part of a real process group, or the model does not support one of the axes.
+        UnsupportedModelError: the model cannot be parallelized in this way.
         LayoutError: the model does not fit the layout.
     """
     if dist.is_initialized():
@@ -192,10 +193,10 @@ def _local_size(parameter: nn.Parameter) -> int:
 
 
 def print_dry_run(ranks: list[RankMemory], layout: ParallelLayout, plan: StagePlan, args: TrainingArguments) -> None:
-    """Print a table of the memory per pipeline rank, and how long the schedule waits.
+    """Print a table of the memory per pipeline rank in GiB, and the share of time in which a rank waits.
 
     Args:
-        ranks (`list[RankMemory]`): of `dry_run`.
+        ranks (`list[RankMemory]`): the result of `dry_run`.
         layout (`ParallelLayout`): sizes of the axes.
         plan (`StagePlan`): the pipeline stages.
         args (`TrainingArguments`): its `gradient_accumulation_steps` are the micro-batches.

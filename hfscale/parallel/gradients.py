@@ -13,8 +13,13 @@ from hfscale.parallel.mesh import ParallelMesh, local_tensor
 
 @torch.no_grad()
 def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give each gradient the placements of its parameter: the backward pass returns some of them replicated, such as
-    the embedding's."""
+    """Give each gradient the placements of its parameter.
+
+    The backward pass returns some gradients replicated, such as the embedding's.
+
+    Args:
+        parameters (`Iterable[nn.Parameter]`): this rank's parameters; their `grad` is replaced.
+    """
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
@@ -23,12 +28,13 @@ def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def sum_partial_gradients(parameters: Iterable[nn.Parameter], mesh: ParallelMesh) -> None:
-    """Sum, over the tensor parallel ranks, gradients of which each rank has a part; all in one message.
+    """Sum, over the tensor parallel ranks, gradients of which each rank has a part, with a single all-reduce.
 
     To be called once per optimizer step, after the data parallel reduction.
 
     Args:
-        parameters: `ParallelizedModel.partial_gradients`.
+        parameters (`Iterable[nn.Parameter]`): `ParallelizedModel.partial_gradients`; their gradients are
+            changed in place.
         mesh (`ParallelMesh`): all ranks.
     """
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
@@ -72,7 +78,7 @@ class TiedWeight:
 
     @torch.no_grad()
     def equalize(self) -> None:
-        """Give the embedding the values of the head: of newly drawn weights an unsplit model would keep the head's."""
+        """Copy the head's values to the embedding: an unsplit model with newly drawn weights keeps the head's."""
         if self._group is not None and self.copies:
             dist.broadcast(local_tensor(self.copies[0]), src=self._head_rank, group=self._group)
         elif len(self.copies) == 2:
@@ -111,7 +117,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> tor
     over the world gives the total: sqrt(sum_ranks sum_p ||g_p||^2 / copies_p).
 
     Args:
-        parameters: this rank's parameters, without second copies of tied weights.
+        parameters (`Sequence[nn.Parameter]`): this rank's parameters, without second copies of tied weights.
         mesh (`ParallelMesh`): all ranks.
 
     Returns:
@@ -145,9 +151,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_n
     does.
 
     Args:
-        parameters: this rank's parameters.
-        norm (`torch.Tensor`): of `gradient_norm`.
-        max_norm (`float`): the largest norm to keep.
+        parameters (`Iterable[nn.Parameter]`): this rank's parameters, with second copies of tied weights; their
+            gradients are changed in place.
+        norm (`torch.Tensor`): the result of `gradient_norm`, a scalar.
+        max_norm (`float`): the largest norm that is not clipped.
     """
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     if gradients:

@@ -121,7 +121,14 @@ class VocabParallelLoss:
         return self._mean(logits, shift_labels, num_items_in_batch, ignore_index)
 
     def smoother(self, epsilon: float) -> "VocabParallelLabelSmoother":
-        """The label smoother that a Trainer calls, for the same logits."""
+        """Make the label smoother that a Trainer calls, for the same logits.
+
+        Args:
+            epsilon (`float`): label smoothing, from 0 to 1.
+
+        Returns:
+            The smoother. It uses a copy of this loss with another `epsilon`.
+        """
         return VocabParallelLabelSmoother(loss=replace(self, epsilon=epsilon))
 
     def _mean(
@@ -148,7 +155,20 @@ class VocabParallelLabelSmoother:
         shift_labels: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Compute the smoothed loss, a scalar, of a causal language model's output."""
+        """Compute the smoothed loss of a causal language model's output.
+
+        Args:
+            model_output (`Mapping`): its `logits` are (batch, sequence, vocabulary / tp).
+            labels (`torch.Tensor`): (batch, sequence).
+            shift_labels (`bool`): whether the labels are still to be shifted.
+            num_items_in_batch (`int` or `torch.Tensor`, *optional*): tokens to divide the sum by; absent: those here.
+
+        Returns:
+            The loss, a scalar.
+
+        Raises:
+            UnsupportedModelError: the logits are not this rank's part of the vocabulary.
+        """
         logits = model_output["logits"]
         vocabulary = logits.shape[-1] * self.loss.group.size()
         return self.loss(logits, labels, vocabulary, num_items_in_batch, shift_labels=None if shift_labels else labels)
@@ -165,7 +185,17 @@ class PreshiftedLabelSmoother:
         self._smoother = smoother
 
     def __call__(self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, **options: Any) -> Any:
-        """Compute the smoothed loss without shifting the labels again."""
+        """Compute the smoothed loss without shifting the labels again.
+
+        Args:
+            model_output: as for the smoother.
+            labels (`torch.Tensor`): (batch, sequence), already shifted.
+            shift_labels (`bool`): ignored.
+            options: further keywords of the smoother.
+
+        Returns:
+            The loss, a scalar.
+        """
         return self._smoother(model_output, labels, shift_labels=False, **options)
 
 
@@ -226,11 +256,11 @@ class RouterBalanceLoss:
 
     @staticmethod
     def is_enabled(model: PreTrainedModel) -> bool:
-        """Whether the model's config asks for the load-balancing loss."""
+        """Return whether the model's config asks for the load-balancing loss."""
         return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
     def watch(self, stage: nn.Module) -> None:
-        """Record the router logits of the layers in `stage` from now on."""
+        """Register hooks that record the router logits of the layers in `stage` between start and end of a forward."""
         for module in stage.modules():
             if isinstance(module, self._recorder.target_class):
                 module.register_forward_hook(self._record)
@@ -273,12 +303,23 @@ class AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `hidden`: schedules detach a stage's output in place, which a view does not allow."""
+        """Return a copy of `hidden`: schedules detach a stage's output in place, which a view does not allow.
+
+        Args:
+            ctx: torch's context of the function.
+            hidden (`torch.Tensor`): (rows, sequence, hidden).
+            loss (`torch.Tensor`): a scalar.
+        """
         ctx.dtype = loss.dtype
         ctx.device = loss.device
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradient of `hidden` as it came, and 1 for the loss."""
+        """Return the gradient of `hidden` unchanged, and 1 as the gradient of the loss.
+
+        Args:
+            ctx: torch's context of the function.
+            gradients (`torch.Tensor`): one, the gradient of the copy, (rows, sequence, hidden).
+        """
         return gradients[0], torch.ones((), dtype=ctx.dtype, device=ctx.device)

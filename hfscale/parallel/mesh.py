@@ -111,7 +111,7 @@ def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """The dim that a placement shards, strided shards of packed matrices included; None where it does not shard."""
+    """Return the dim that a placement shards, strided shards of packed matrices included; None if it shards none."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
@@ -153,18 +153,26 @@ def _chunk(tensor: torch.Tensor, dim: int, chunks: int, index: int) -> torch.Ten
 
 @torch.no_grad()
 def copy_local_shard(parameter: torch.Tensor, full: torch.Tensor) -> None:
-    """Set a parameter to the values of a full tensor: each rank copies its own shard."""
+    """Set a parameter to the values of a full tensor: each rank copies its own shard.
+
+    Args:
+        parameter (`torch.Tensor`): a `DTensor` over axes of `AXES`, or a plain tensor; changed in place.
+        full (`torch.Tensor`): values of the parameter's full shape.
+    """
     local_tensor(parameter).copy_(local_shard(full, parameter))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a `DTensor`, which shares its memory; a plain tensor is returned as it is."""
+    """Return this rank's shard of a `DTensor`, which shares its memory; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reshard(model: nn.Module) -> None:
-    """Make FSDP2 free every gathered parameter of `model`: after a forward without backward parameters may still be
-    gathered, and `parameters()` then returns other tensors than those that the optimizer steps."""
+    """Make FSDP2 free every gathered parameter of `model`.
+
+    After a forward without a backward pass, parameters may still be gathered, and `parameters()` then returns other
+    tensors than those that the optimizer updates.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -73,7 +73,7 @@ class ParallelizedModel:
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence has to be a multiple of."""
+        """The length of every sequence, in tokens, has to be a multiple of this number."""
         return self.context.multiple if self.context is not None else self.sequence_parts
 
 
@@ -97,9 +97,10 @@ def parallelize_model(
         model (`PreTrainedModel`): an unsplit causal language model, with its adapters if it has any.
         mesh (`ParallelMesh`): all ranks.
         plan (`StagePlan`): the number of stages and the ranks that hold them.
-        loss (`callable`): the loss of one micro-batch on the last stage.
+        loss (`callable`): `loss(view, inputs)`, the loss of one micro-batch on the last stage, a scalar.
         compute_dtype (`torch.dtype`, *optional*): the type of matrix products; absent: that of the weights.
-        fill (`callable`, *optional*): gives values to a model on the meta device; absent: it stays without memory.
+        fill (`callable`, *optional*): `fill(model, aliases)` gives values to a model on the meta device; absent: it
+            stays without memory.
         sequence_parallel (`bool`): whether tensor parallel ranks keep a part of the sequence each between blocks.
         shard_logits (`bool`): whether each of them keeps its part of the logits, where the model's loss allows it.
 
@@ -108,6 +109,7 @@ def parallelize_model(
 
     Raises:
         UnsupportedModelError: the model cannot be parallelized in this way.
+        UsageError: the attention implementation does not support context parallelism, or `fill` cannot read weights.
         LayoutError: there are fewer layers than stages.
     """
     tp_mesh = mesh.device_mesh["tp"]
@@ -318,13 +320,15 @@ class ParallelModel(nn.Module):
 
         Args:
             micro_batches (`int`): number of micro-batches.
-            inputs: the model's keywords, each (micro-batches x rows, sequence).
+            inputs (`torch.Tensor`): the model's keywords, each (micro-batches x rows, sequence).
 
         Returns:
-            As `Pipeline.train` and `Pipeline.evaluate`.
+            The result of `Pipeline.train` or `Pipeline.evaluate`, a scalar.
 
         Raises:
-            UsageError: sequences would have to be padded, and the model's loss counts padding.
+            UsageError: sequences would have to be padded, and the model's loss counts padding; or context parallelism
+                does not support one of the inputs.
+            LayoutError: the schedule does not support this number of micro-batches.
         """
         length = inputs["input_ids"].shape[1]
         padded = -(-length // self._multiple) * self._multiple

@@ -57,7 +57,7 @@ class ModelStructure:
             The names of its parts.
 
         Raises:
-            UnsupportedModelError: it has no single stack of decoder layers between embeddings and a head.
+            UnsupportedModelError: the model has no single stack of decoder layers between embeddings and a head.
         """
         names = {id(module): name for name, module in model.named_modules()}
         embedding = model.get_input_embeddings()
@@ -104,7 +104,11 @@ class ModelStructure:
         )
 
     def layer_of(self, name: str) -> int | None:
-        """The number of the layer that a parameter or module belongs to; None outside the layers."""
+        """Return the number of the layer that a parameter or module belongs to, from 0; None outside the layers.
+
+        Args:
+            name (`str`): its name in the model, such as `model.layers.3.mlp`.
+        """
         match = re.match(rf"{re.escape(self.layers)}\.(\d+)(\.|$)", name)
         return int(match[1]) if match else None
 
@@ -149,7 +153,7 @@ def layer_costs(model: PreTrainedModel, structure: ModelStructure) -> tuple[list
         structure (`ModelStructure`): names of its parts.
 
     Returns:
-        The operations of each layer, and those of the head.
+        The operations per token of each layer, in order, and those of the head.
     """
     config = model.config.get_text_config()
     experts_per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
@@ -170,8 +174,8 @@ def partition_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> 
     over (stage, first layer).
 
     Args:
-        costs (`Sequence[float]`): cost of each layer.
-        head_cost (`float`): cost of the head.
+        costs (`Sequence[float]`): cost of each layer, in any unit.
+        head_cost (`float`): cost of the head, in the same unit.
         stages (`int`): number of stages.
 
     Returns:
@@ -254,7 +258,7 @@ def remove_other_stages(model: PreTrainedModel, structure: ModelStructure, stage
     Args:
         model (`PreTrainedModel`): the unsplit model.
         structure (`ModelStructure`): names of its parts.
-        stages (`Iterable[StageSpec]`): this rank's stages.
+        stages (`Iterable[StageSpec]`): this rank's stages, in ascending order.
     """
     stages = list(stages)
     layers = model.get_submodule(structure.layers)
@@ -277,7 +281,7 @@ def stage_view(model: PreTrainedModel, structure: ModelStructure, stage: StageSp
     Args:
         model (`PreTrainedModel`): a model that holds at least this stage.
         structure (`ModelStructure`): names of its parts.
-        stage (`StageSpec`): the stage.
+        stage (`StageSpec`): the stage whose modules compute.
 
     Returns:
         The view. Its decoder takes hidden states as `inputs_embeds` where it is not the first stage.

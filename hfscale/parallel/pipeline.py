@@ -56,8 +56,8 @@ def stack_batches(batches: list[dict[str, Any]], micro_batches: int) -> dict[str
 
     Args:
         batches (`list[dict]`): inputs of the model, each tensor (rows, sequence) of any size.
-        micro_batches (`int`): how many the pipeline needs. Where there are fewer batches, copies of the last one
-            without labels follow.
+        micro_batches (`int`): number that the pipeline needs. Where there are fewer batches, copies of the last one
+            follow, whose labels are all ignored.
 
     Returns:
         Tensors of (micro-batches x rows, sequence); the labels of padding are ignored.
@@ -86,7 +86,7 @@ def pad_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str,
 
     Args:
         inputs (`dict`): tensors of (rows, sequence).
-        multiple (`int`): what the length has to be a multiple of.
+        multiple (`int`): the number, in tokens, of which the new length is the next multiple.
 
     Returns:
         The padded inputs.
@@ -157,7 +157,7 @@ class Stage(nn.Module):
         Args:
             hidden (`torch.Tensor`): tokens (rows, sequence) for the first stage, else hidden states (rows, sequence,
                 hidden).
-            inputs: the model's other keywords; only the last stage uses `labels`.
+            inputs: the model's other keywords; only the last stage computes a loss from `labels`.
 
         Returns:
             Hidden states, (rows, sequence, hidden), or the last stage's loss, a scalar.
@@ -187,7 +187,11 @@ class Stage(nn.Module):
         return getattr(self.view, self._base_model)(**inputs, use_cache=False).last_hidden_state
 
     def take_balance_losses(self) -> list[torch.Tensor]:
-        """Return the load-balancing losses of a stage that is not the last, since the previous call."""
+        """Return the load-balancing losses that a stage other than the last has computed since the previous call.
+
+        Returns:
+            One scalar per micro-batch, without a gradient; empty on the last stage and without experts.
+        """
         losses = self._balance_losses
         self._balance_losses = []
         return losses
@@ -240,6 +244,9 @@ class Pipeline:
         Returns:
             On the rank of the last stage the sum of the micro-batches' losses, a scalar; on the others 0, or the sum
             of their load-balancing losses.
+
+        Raises:
+            LayoutError: the schedule does not support this number of micro-batches.
         """
         if self.plan.pp == 1:
             return self._train_single_stage(micro_batches, inputs)
@@ -262,10 +269,18 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Run forward only, in the same way for every schedule; arguments and result as for `train`.
+        """Run the forward passes of all micro-batches, in the same way for every schedule.
 
         Each stage of a rank takes all micro-batches before the rank's next stage does. torch's own `eval` does not
         support the V-shaped schedules (2.13).
+
+        Args:
+            micro_batches (`int`): number of micro-batches; any number is supported.
+            inputs (`dict`): the model's keywords, each (micro-batches x rows, …), with `input_ids` and `labels`.
+
+        Returns:
+            On the rank of the last stage the sum of the micro-batches' losses, a scalar; on the others 0, or the sum
+            of their load-balancing losses.
         """
         local: dict[tuple[int, int], torch.Tensor] = {}  # (stage, micro-batch) -> output for a stage of this rank
         sends = []
@@ -368,15 +383,21 @@ class BusyClock:
         self._spans: dict[str, list[tuple[Any, Any]]] = {"busy": [], "all": []}
 
     def add(self, kind: str, start: Any) -> None:
-        """Add the time since `start`, a value of `now()`, to `busy` (a stage computed) or `all` (a schedule ran)."""
+        """Add the time since `start` to one of the two sums.
+
+        Args:
+            kind (`str`): `busy` where a stage has computed, `all` where a schedule has run.
+            start: a value of `now()`.
+        """
         self._spans[kind].append((start, self.now()))
         if kind == "all" and len(self._spans["all"]) > _TIMED_SCHEDULES:
-            self._spans = {"busy": [], "all": []}  # nobody has read them for long: only the recent past counts
+            self._spans = {"busy": [], "all": []}  # not read for long: only recent spans count
 
     def read(self) -> tuple[float, float, int]:
-        """Return, since the previous call, the seconds computed, the seconds in schedules and the schedules' number.
+        """Return the times since the previous call and start again from zero. On a GPU it waits for the last event.
 
-        On a GPU it waits for the last event.
+        Returns:
+            Seconds in which stages computed, seconds in which schedules ran, and the number of these schedules.
         """
         spans = self._spans
         self._spans = {"busy": [], "all": []}
@@ -393,17 +414,20 @@ class TimedStage(PipelineStage):
     clock: BusyClock
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of one micro-batch and add its time to `busy`."""
         start = self.clock.now()
         output = super().forward_one_chunk(*args, **kwargs)
         self.clock.add("busy", start)
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward pass of one micro-batch, or its part for the inputs, and add its time to `busy`."""
         start = self.clock.now()
         super().backward_one_chunk(*args, **kwargs)
         self.clock.add("busy", start)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the part for the weights of one micro-batch's backward pass and add its time to `busy`."""
         start = self.clock.now()
         super().backward_weight_one_chunk(*args, **kwargs)
         self.clock.add("busy", start)
@@ -421,7 +445,7 @@ class StageTimes:
     | `stage_s` in `hfscale_ranks.jsonl` | s | computing time of a rank's stages per schedule, one number per rank |
 
     Args:
-        clock (`BusyClock`): the clock of this rank's stages; what it has counted until now is discarded.
+        clock (`BusyClock`): the clock of this rank's stages; the times that it has added up until now are discarded.
         output_dir (`Path`): the run's folder.
     """
 
@@ -432,7 +456,14 @@ class StageTimes:
         clock.read()
 
     def keys(self, state: TrainerState) -> dict[str, float]:
-        """Return the metrics of the time since the previous call. Call it on every rank."""
+        """Return the metrics of the time since the previous call. Call it on every rank.
+
+        Args:
+            state (`TrainerState`): the step, and whether this is the main process, which writes the ranks' times.
+
+        Returns:
+            Metric key -> value; empty where no schedule has run.
+        """
         busy_s, schedules_s, schedules = self._clock.read()
         columns = distributed.gather_columns({"busy_s": busy_s, "schedules_s": schedules_s, "schedules": schedules})
         if not sum(columns["schedules_s"]):

@@ -50,8 +50,13 @@ class SequencePlan:
     """Parameters that see only this rank's tokens."""
 
     def remaining_tensor_plan(self, tensor_plan: Mapping[str, str]) -> dict[str, str]:
-        """The tensor-parallel plan without the module hooks that sequence parallelism replaces; parameters are sharded
-        as before."""
+        """Return the tensor-parallel plan without the module hooks that sequence parallelism replaces.
+
+        Parameters are sharded as before.
+
+        Args:
+            tensor_plan (`Mapping`): name -> style of tensor parallelism.
+        """
         replaced = {*self.colwise, *self.rowwise}
         return {name: style for name, style in tensor_plan.items() if name not in replaced}
 
@@ -138,7 +143,7 @@ def apply_sequence_parallel(
     Args:
         model (`PreTrainedModel`): a model that may lack the modules of other stages.
         structure (`ModelStructure`): names of its parts.
-        plan (`SequencePlan`): which modules get what.
+        plan (`SequencePlan`): which modules get a part of the sequence, and which the complete sequence.
         mesh (`DeviceMesh`): the tensor parallel ranks, one axis.
 
     Returns:
@@ -184,7 +189,15 @@ def _slice_output(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -
 
 
 def slice_sequence(hidden: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Take this rank's part of a sequence: (B, S, hidden), equal on every rank -> (B, S / tp, hidden)."""
+    """Return this rank's part of a sequence.
+
+    Args:
+        hidden (`torch.Tensor`): (B, S, hidden), equal on every rank.
+        mesh (`DeviceMesh`): the tensor parallel ranks, one axis.
+
+    Returns:
+        (B, S / tp, hidden).
+    """
     replicated = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     return replicated.redistribute(placements=[_SEQUENCE_SHARD]).to_local()
 
@@ -244,7 +257,7 @@ class StageInput(IdentityStage):
         return received.new_zeros(()).expand(batch, length * self._mesh.size(), hidden)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer with this rank's part of the hidden states."""
+        """Call the layer with its arguments, in which the hidden states are replaced by this rank's part of them."""
         received = self._received
         self._received = None
 
@@ -259,7 +272,17 @@ class StageInput(IdentityStage):
 def insert_stage_input(
     view: PreTrainedModel, structure: ModelStructure, stage: StageSpec, mesh: DeviceMesh
 ) -> StageInput:
-    """Wrap the first layer of a stage's view in a `StageInput`, and return it."""
+    """Wrap the first layer of a stage's view, in place, in a `StageInput`.
+
+    Args:
+        view (`PreTrainedModel`): the stage's view of the model, from `stage_view`.
+        structure (`ModelStructure`): names of the model's parts.
+        stage (`StageSpec`): the stage.
+        mesh (`DeviceMesh`): the tensor parallel ranks, one axis.
+
+    Returns:
+        The wrapper.
+    """
     layers = view.get_submodule(structure.layers)
     first = StageInput(layers[stage.layers.start], mesh)
     layers[stage.layers.start] = first

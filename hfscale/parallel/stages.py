@@ -12,7 +12,7 @@ class StagePlan:
     """The number of pipeline stages, and which rank holds which.
 
     Raises:
-        `UsageError`: The schedule is unknown, or does not take so many stages per rank.
+        UsageError: the schedule is unknown, or does not support this number of stages per rank.
     """
 
     schedule: str = "1F1B"
@@ -20,7 +20,7 @@ class StagePlan:
     pp: int = 1
     """Pipeline ranks."""
     virtual_stages: int | None = None
-    """Stages per rank; by default as few as the schedule takes."""
+    """Stages per rank; absent: 1, or 2 where the schedule has several per rank."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -45,26 +45,29 @@ class StagePlan:
         return self.pp * self.per_rank
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage, both counted from 0."""
         return rank_of_stage(self.schedule, stage, self.pp)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a pipeline rank holds, in ascending order."""
+        """Return the numbers of the stages that a pipeline rank holds, from 0, in ascending order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def supports(self, micro_batches: int) -> bool:
-        """Whether the schedule runs with so many micro-batches per step."""
+        """Return whether the schedule supports this number of micro-batches per step."""
         return supports(self.schedule, pp=self.pp, stages_per_rank=self.per_rank, micro_batches=micro_batches)
 
     def micro_batches_for(self, wanted: int) -> int:
-        """The least number of micro-batches, at least `wanted`, that the schedule supports."""
+        """Return the smallest number of micro-batches, at least `wanted`, that the schedule supports."""
         return next(number for number in range(wanted, wanted + 4 * self.stages + 1) if self.supports(number))
 
     def check_micro_batches(self, micro_batches: int) -> None:
-        """Checks that the schedule supports so many micro-batches (`gradient_accumulation_steps`) per step.
+        """Check that the schedule supports a number of micro-batches per step.
+
+        Args:
+            micro_batches (`int`): micro-batches per step, which are the `gradient_accumulation_steps`.
 
         Raises:
-            `LayoutError`: It does not; the message gives the nearest number that it supports.
+            LayoutError: the schedule does not support it; the message gives the nearest number that it supports.
         """
         if self.supports(micro_batches):
             return
@@ -77,12 +80,26 @@ class StagePlan:
         )
 
     def in_flight(self, rank: int, micro_batches: int) -> float:
-        """Micro-batches whose activations a pipeline rank holds at once, counted in its share of the layers."""
+        """Return the number of micro-batches whose activations a pipeline rank holds at once.
+
+        Args:
+            rank (`int`): the pipeline rank, from 0.
+            micro_batches (`int`): micro-batches per step.
+
+        Returns:
+            The number, counted in the rank's share of the layers: a micro-batch in one of its v stages counts 1/v.
+        """
         return in_flight(
             self.schedule, pp=self.pp, stages_per_rank=self.per_rank, micro_batches=micro_batches, rank=rank
         )
 
     def bubble_fraction(self, micro_batches: int) -> float:
-        """Share of the schedule's time that a rank idles, with a backward pass of twice the forward, equal stages and
-        free communication."""
+        """Return the share of the schedule's time in which a rank idles, from 0 to 1.
+
+        Stages are taken as equally fast, a backward pass as twice as long as a forward pass, and communication as
+        free.
+
+        Args:
+            micro_batches (`int`): micro-batches per step.
+        """
         return bubble_fraction(self.schedule, pp=self.pp, stages_per_rank=self.per_rank, micro_batches=micro_batches)

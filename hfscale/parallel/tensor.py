@@ -43,7 +43,7 @@ def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]
         tp_size (`int`): ranks that share each matrix.
 
     Returns:
-        Name -> style.
+        Name of a module or parameter -> style.
 
     Raises:
         UnsupportedModelError: transformers has no plan for the model.
@@ -70,8 +70,14 @@ def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]
 
 
 def packed_parameters(model: PreTrainedModel) -> dict[str, PackedParameter]:
-    """Find the parameters of an unsplit model that hold several matrices in one, such as gate and up of stacked
-    experts; returns name -> composition."""
+    """Find the parameters of an unsplit model that hold several matrices in one, such as gate and up of experts.
+
+    Args:
+        model (`PreTrainedModel`): the unsplit model.
+
+    Returns:
+        Name -> composition; empty where transformers has no tensor-parallel plan for the model.
+    """
     if not model.tp_plan:
         return {}
     plan = tensor_parallel_plan(model, 2)

@@ -1,6 +1,6 @@
 """`ParallelTrainer`: Hugging Face's Trainer over tensor x pipeline x data parallel ranks.
 
-What a Trainer user knows stays the same: `TrainingArguments`, callbacks, datasets and collators, evaluation, logs,
+The interface of Trainer stays the same: `TrainingArguments`, callbacks, datasets and collators, evaluation, logs,
 checkpoints, resuming. The differences are internal:
 
 - the `gradient_accumulation_steps` batches of a step are the pipeline's micro-batches, run by one schedule;
@@ -50,15 +50,17 @@ class ParallelTrainer(ParallelCheckpointTrainer):
     Args:
         model (`PreTrainedModel` or `PeftModel`): unsplit and the same on every rank, or on the meta device. It is
             changed in place: each rank keeps its part.
-        args (`TrainingArguments`): of any kind.
+        args (`TrainingArguments`): the run's arguments, also of a subclass.
+        positional: further positional arguments of `Trainer`.
         parallel (`ParallelArguments`, *optional*): sizes of the axes; absent: all ranks are data parallel.
         weights_from (`str`, *optional*): a folder of safetensors files or a hub id, for a model on the meta device;
             each rank reads its part. Absent: the weights are drawn from `args.seed`, equal under every layout.
-        kwargs: as for `Trainer`.
+        kwargs: keywords of `Trainer`.
 
     Raises:
         LayoutError: the sizes do not fit together, the world, or the model.
-        UsageError: the model or an argument is not supported.
+        UsageError: an argument is not supported, or the weights cannot be read.
+        UnsupportedModelError: the model cannot be parallelized in this way.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
     # --- batches: ranks that share a sample count once --------------------------------------------------------------
 
     def get_tp_size(self) -> int:
-        """The number of ranks that read the same samples, by which Trainer divides the world."""
+        """Return the number of ranks that read the same samples, by which Trainer divides the number of processes."""
         return self.layout.ranks_per_replica
 
     def _prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
@@ -172,11 +174,11 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             num_items_in_batch (`int` or `torch.Tensor`, *optional*): tokens of the whole step to divide the loss by.
 
         Returns:
-            The loss of the whole step with its last micro-batch, 0 before.
+            With the last micro-batch the loss of the whole step, a scalar that is equal on every rank; else 0.
 
         Raises:
             UsageError: the last step of an epoch has too few micro-batches for the schedule, and the model's loss does
-                not allow to fill them up.
+                not allow adding empty ones; or one of the inputs cannot be split.
         """
         self._buffered_batches.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
@@ -217,7 +219,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             prediction_loss_only, ignore_keys: unused.
 
         Returns:
-            The loss, None, None.
+            The loss, a scalar that is equal on every rank, and None in place of logits and of labels.
         """
         inputs = self._prepare_inputs(inputs)
         items = self._get_num_items_in_batch([inputs], self.args.device)
@@ -231,7 +233,11 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         return loss, None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate as Trainer does; the loss of a batch, which all ranks know, counts once per sample."""
+        """Evaluate as Trainer does, but count the loss of a batch, which every rank has, once per sample.
+
+        Args:
+            args, kwargs: as for `Trainer.evaluation_loop`.
+        """
         self.gather_function = self._once_per_sample
         return super().evaluation_loop(*args, **kwargs)
 
@@ -293,8 +299,17 @@ class ParallelTrainer(ParallelCheckpointTrainer):
     # --- logging ---------------------------------------------------------------------------------------------------
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
-        """6 N D of the unsplit model, divided among the ranks that work on a sample, because Trainer sums over all
-        ranks."""
+        """Compute this rank's share of the operations of a micro-batch, forward and backward: 6 N D / ranks.
+
+        N are the parameters of the unsplit model and D the tokens. The number is divided by the ranks that work on the
+        same sample, because Trainer sums over all ranks.
+
+        Args:
+            inputs (`dict`): the model's keywords, with `input_ids` of (batch, sequence).
+
+        Returns:
+            Floating-point operations.
+        """
         return 6 * inputs["input_ids"].numel() * self.parameter_counts[0] // self.layout.ranks_per_replica
 
 

@@ -40,10 +40,10 @@ def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kw
     shards. Under all other strategies every rank has the model, as the strategy requires.
 
     Args:
-        config (`PreTrainedConfig`): of any architecture with a causal language model.
+        config (`PreTrainedConfig`): the config of any architecture that has a causal language model.
         seed (`int`): equal seeds give equal weights under every strategy and on every number of processes.
-        dtype (`torch.dtype`): of the parameters.
-        kwargs: for `AutoModelForCausalLM.from_config`, such as `attn_implementation`.
+        dtype (`torch.dtype`): type of the parameters.
+        kwargs: keywords of `AutoModelForCausalLM.from_config`, such as `attn_implementation`.
 
     Returns:
         The model, on the CPU.
@@ -64,10 +64,10 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
     """Draw every weight of a model by the model's own rules, from the seed and the names of its modules only.
 
     Args:
-        model (`PreTrainedModel`): on a real device; its weights are overwritten.
+        model (`PreTrainedModel`): a model on a real device; its weights are overwritten.
         seed (`int`): the run's seed.
-        parameters (`bool`): False computes only the buffers (rotary frequencies) and draws only adapters, for a rank
-            whose parameters are sent or read afterwards.
+        parameters (`bool`): whether the parameters are drawn. Without, only the buffers (rotary frequencies) are
+            computed and only adapters are drawn, for a rank whose parameters are sent or read afterwards.
     """
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
@@ -102,13 +102,14 @@ def read_weights(
     it reads only the rank's slice of a `DTensor` parameter. Adapters are not changed.
 
     Args:
-        model (`PreTrainedModel`): on a real device; its parameters are full, sharded or (of other stages) missing.
+        model (`PreTrainedModel`): a model on a real device; its parameters are full, sharded or (of other stages)
+            missing.
         name_or_path (`str`): a folder with safetensors files, or a hub id.
         aliases (`Mapping`): names of parameters that checkpoints leave out (tied ones) -> names of the weights that
             they take.
 
     Raises:
-        UsageError: there are no safetensors files, or a parameter is in none of them.
+        UsageError: there are no safetensors files, or a parameter is in none of them or has another shape there.
     """
     adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     renamed = {rf"^{re.escape(name)}\.(weight|bias)$": rf"{name}.base_layer.\1" for name in adapted}

@@ -46,7 +46,11 @@ JSON_FLAGS = (
 
 @dataclass(kw_only=True)
 class ModelArguments:
-    """Which model is trained, and which part of it."""
+    """Which model is trained, and which part of it.
+
+    Raises:
+        UsageError: two flags exclude each other, or a value is out of range.
+    """
 
     model_name_or_path: str | None = flag("Checkpoint to start from: a hub id or a folder.")
     config_name: str | None = flag("Train from scratch: a config.json, its folder or a hub id.")
@@ -79,7 +83,11 @@ class ModelArguments:
 
 @dataclass(kw_only=True)
 class DataArguments:
-    """Which text the model is trained on."""
+    """Which text the model is trained on.
+
+    Raises:
+        UsageError: two flags exclude each other, or a value is out of range.
+    """
 
     dataset_name: str | None = flag("Dataset of the hub, or a folder that `datasets` can load.")
     dataset_config_name: str | None = flag("Configuration of that dataset.")
@@ -111,7 +119,11 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class ScalingArguments:
-    """Options of hfscale's callbacks."""
+    """Options of hfscale's callbacks.
+
+    Raises:
+        UsageError: a value is out of range, or the baseline is not a file.
+    """
 
     lr_scaling_rule: str = flag(
         "How the learning rate follows the global batch: " + ", ".join(RULES) + ".", default="auto", choices=RULES
@@ -153,7 +165,12 @@ class ScalingArguments:
 
 @dataclass(kw_only=True)
 class RecipeTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the defaults of the recipes; every flag keeps the meaning it has in transformers."""
+    """`TrainingArguments` with the defaults of the recipes; every flag keeps the meaning it has in transformers.
+
+    Raises:
+        UsageError: a value is unknown or out of range, or two flags exclude each other.
+        MissingDependencyError: `--deepspeed` is given and DeepSpeed is not installed.
+    """
 
     output_dir: str | None = flag("Folder for checkpoints, metrics and the model.", default="runs/default")
     logging_steps: float = flag("Steps between two logs.", default=10)
@@ -340,6 +357,9 @@ def checkpointing_kwargs(policy: str) -> dict[str, Any]:
 
     `full` recomputes a complete layer. `selective` keeps the outputs of attention and of every second matrix product,
     as torchtitan does by default: it saves most of the memory for about a quarter of the recomputation.
+
+    Args:
+        policy (`str`): one of `RECOMPUTE_POLICIES`.
     """
     return {"context_fn": _selective_contexts, "use_reentrant": False} if policy == "selective" else {}
 
@@ -435,6 +455,9 @@ def errors_name_flag(flag: str, value: object) -> Iterator[None]:
     Args:
         flag (`str`): the flag, such as `--config_name`.
         value (`object`): its value.
+
+    Raises:
+        UsageError: the code inside the context raised an error that is neither one of hfscale nor a lack of memory.
     """
     try:
         yield

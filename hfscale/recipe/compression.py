@@ -95,7 +95,11 @@ class TopKKwargs(DistributedDataParallelKwargs):
         return {name: value for name, value in super().to_kwargs().items() if name not in ("fraction", "start_step")}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Register the hook; Accelerate calls this on the wrapped model."""
+        """Register `topk_hook` with a new state; Accelerate calls this.
+
+        Args:
+            model (`DistributedDataParallel`): the wrapped model.
+        """
         model.register_comm_hook(TopKState(fraction=self.fraction, start_step=self.start_step), topk_hook)
 
 
@@ -114,12 +118,12 @@ class TopKState:
 
 
 def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook that averages the largest elements and keeps the rest of this rank for the next step.
+    """Average the largest elements of a gradient and keep the rest of this rank for the next step, as a hook of DDP.
 
     Each rank selects its own k largest elements; all ranks gather all selections (values and indices) and add them.
 
     Args:
-        state (`TopKState`): the residuals and options.
+        state (`TopKState`): the residuals and options; changed in place.
         bucket (`dist.GradBucket`): the gradients of some parameters, as one flat tensor.
 
     Returns:

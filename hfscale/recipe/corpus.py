@@ -44,6 +44,9 @@ def read_sources(split: str) -> Iterator[dict[str, str]]:
 
     Args:
         split (`str`): `validation`, which is every 20th module, or `train`, the others.
+
+    Raises:
+        DataError: this Python has no source files.
     """
     for number, path in enumerate(source_files()):
         if (number % _EVALUATE_ONE_IN == 0) == (split == "validation"):
@@ -52,7 +55,11 @@ def read_sources(split: str) -> Iterator[dict[str, str]]:
 
 
 def fingerprint() -> str:
-    """Return a key that changes with the text: the Python version and a hash of the paths and lengths of all files."""
+    """Return a key that changes with the text: the Python version and a hash of the paths and lengths of all files.
+
+    Raises:
+        DataError: this Python has no source files.
+    """
     names = "".join(f"{path}:{path.stat().st_size};" for path in source_files())
     digest = hashlib.sha256(names.encode()).hexdigest()[:12]
     return f"python{platform.python_version()}-{digest}"
@@ -64,6 +71,7 @@ def default_tokenizer() -> PreTrainedTokenizerFast:
     Call this on the main process first; the others then find the tokenizer in the cache.
 
     Raises:
+        DataError: this Python has no source files.
         StorageError: the cache cannot be written.
     """
     path = _cache_folder() / f"{fingerprint()}-bpe{VOCAB_SIZE}.json"

@@ -84,7 +84,20 @@ def load_packed_datasets(
 
 
 def load_splits(args: DataArguments, *, seed: int) -> Splits:
-    """Return the raw records: `train`, and `validation` if the source has one or is large enough to be split."""
+    """Load the raw records of the text.
+
+    Args:
+        args (`DataArguments`): the source of the text; without one, the embedded text is loaded.
+        seed (`int`): chooses the evaluation records of a source that has none of its own.
+
+    Returns:
+        `dict`: the records of `train`, and those of `validation` if the source has them or is large enough to be
+        split.
+
+    Raises:
+        DataError: a file or a dataset is missing, unreadable or not in the format of its extension.
+        StorageError: the cache of `datasets` cannot be written.
+    """
     if args.train_file:
         splits: Splits = {"train": _load_file(args, "train")}
     elif args.dataset_name:
@@ -99,7 +112,22 @@ def load_splits(args: DataArguments, *, seed: int) -> Splits:
 
 
 def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str) -> AnyDataset:
-    """Tokenise the records of a split and pack them into sequences of `block_size` tokens, with their labels."""
+    """Tokenise the records of a split and pack them into sequences of `block_size` tokens, with their labels.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): the raw records.
+        tokenizer (`PreTrainedTokenizerBase`): the tokenizer of the model.
+        args (`DataArguments`): the length of a sequence, the number of processes, and the names for error messages.
+        split (`str`): `train` or `validation`.
+
+    Returns:
+        The sequences. Each record has `input_ids` and `labels`, both lists of `block_size` tokens. A streamed dataset
+        is packed when it is read.
+
+    Raises:
+        DataError: the text cannot be read or has no text column.
+        StorageError: the cache of `datasets` cannot be written.
+    """
     with _errors_name_source(args, split):
         sample = _sample(dataset)
         column = _text_column(dataset, sample, source=_source_name(args, split))

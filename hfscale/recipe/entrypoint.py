@@ -53,6 +53,9 @@ def run(main: Callable[[], None]) -> None:
 
     Args:
         main (`Callable[[], None]`): the recipe.
+
+    Raises:
+        SystemExit: the recipe ended with an error of hfscale, or the run was preempted.
     """
     watch = watch_signals(whole_process=True)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -125,7 +128,11 @@ def check_output_dir(output_dir: str) -> None:
 
 
 def missing_dependency(error: BaseException) -> MissingDependencyError | None:
-    """Return a MissingDependencyError if transformers says what to install, None for any other failed import."""
+    """Return a MissingDependencyError if an error's message tells what to install, None for any other error.
+
+    Args:
+        error (`BaseException`): an error that a library raised.
+    """
     message = str(error)
     says_so = (isinstance(error, ImportError) and error.name is None) or _SAYS_WHAT_TO_INSTALL.search(message)
     return MissingDependencyError(message) if says_so else None
@@ -167,7 +174,7 @@ def print_summary(trainer: "Trainer", callback: "ScalingCallback", metrics: dict
     Args:
         trainer (`Trainer`): the trainer of the run.
         callback (`ScalingCallback`): its callback.
-        metrics (`dict[str, float]`): the results of `trainer.train()` and `trainer.evaluate()`.
+        metrics (`dict[str, float]`): the metrics that `trainer.train()` and `trainer.evaluate()` returned, merged.
     """
     if not trainer.is_world_process_zero():
         return

@@ -50,7 +50,7 @@ def set_up_parallelism(
 
     Raises:
         LayoutError: the product of the sizes is not the number of processes.
-        UsageError: a size that the strategy does not support.
+        UsageError: the strategy does not support one of the sizes, or only recipes/tp_pp does.
     """
     if (parallel.pp_size or 1) > 1 or parallel.dry_run or parallel.sequence_parallel:
         flag = f"--dry_run {parallel.dry_run}" if parallel.dry_run else f"--pp_size {parallel.pp_size}"
@@ -152,7 +152,16 @@ def finish_on_cpu(trainer: "Trainer") -> None:
 
 
 def distributed_config(layout: ParallelLayout, args: "TrainingArguments") -> DistributedConfig | None:
-    """Return the value of `from_pretrained(distributed_config=…)`: None if transformers does not shard the model."""
+    """Make the value of `from_pretrained(distributed_config=…)`.
+
+    Args:
+        layout (`ParallelLayout`): the size of every axis.
+        args (`TrainingArguments`): its `bf16` chooses the mixed precision.
+
+    Returns:
+        `DistributedConfig`, *optional*: the config; None without tensor parallelism, since transformers then does not
+        shard the model.
+    """
     if layout.tp == 1:
         return None
     return DistributedConfig(
@@ -175,8 +184,8 @@ def check_model(
         block_size (`int`): tokens per sequence.
 
     Raises:
-        LayoutError: they are not; the message names the sizes that fit.
-        UsageError: the model has no tensor-parallel plan.
+        LayoutError: the heads or the sequence are not divisible; the message names the sizes that fit.
+        UsageError: transformers has no tensor-parallel plan for the model.
     """
     text = config.get_text_config()
     if layout.tp > 1 and not text.base_model_tp_plan:

@@ -39,7 +39,8 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
         args (`ModelArguments`): the names of the tokenizer and the model.
 
     Raises:
-        UsageError: it cannot be loaded.
+        UsageError: the tokenizer cannot be loaded.
+        StorageError: the cache of the embedded text's tokenizer cannot be written.
     """
     name = args.tokenizer_name or args.model_name_or_path or args.config_name
     if name is None:
@@ -56,11 +57,11 @@ def load_config(
 
     Args:
         args (`ModelArguments`): the name of the model or of the config.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer to check.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer to check; needed where no model is named.
         block_size (`int`): tokens per sequence.
 
     Raises:
-        UsageError: it cannot be loaded, or is too small for the tokenizer or the sequences.
+        UsageError: the config cannot be loaded, or the model is too small for the tokenizer or the sequences.
     """
     name = args.model_name_or_path or args.config_name
     with errors_name_flag("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
@@ -148,7 +149,7 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         training_args (`TrainingArguments`): the seed, and whether activations are checkpointed.
 
     Raises:
-        UsageError: the model does not have a target module.
+        UsageError: the model has none of the target modules.
     """
     config = LoraConfig(
         r=args.lora_r,

@@ -58,7 +58,8 @@ def parse_arguments(argv: Sequence[str] | None = None, *, also: Sequence[type] =
 
     Raises:
         ConfigFileError: the YAML file is missing, broken or has an unknown key.
-        UsageError: an unknown flag, a value of the wrong type or range, flags that contradict each other.
+        UsageError: a flag is unknown, a value has the wrong type or range, or two flags contradict each other.
+        MissingDependencyError: a flag needs a package that is not installed.
     """
     groups = (*GROUPS, *also)
     rest, config = split_off_config(list(sys.argv[1:] if argv is None else argv))

@@ -102,6 +102,7 @@ def keep_global_batch(
         data_parallel_size (`int`, *optional*): number of ranks that read different samples. Default: all.
 
     Raises:
+        CheckpointError: the checkpoint's manifest is broken.
         LayoutError: no accumulation and per-device batch give the global batch on this number of processes.
     """
     if checkpoint is None or not (Path(checkpoint) / MANIFEST_NAME).is_file():
@@ -138,7 +139,7 @@ def keep_global_batch(
 
 
 def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
-    """Whether the run is complete: `checkpoint` has all the requested steps, and the results are there too.
+    """Return whether the run is complete: `checkpoint` has all the requested steps, and the results are there too.
 
     Without results (the last thing that a recipe writes is all_results.json) the run was lost while it evaluated or
     exported its model. Then it is not finished, and the next `trainer.train` only loads the checkpoint and returns;
