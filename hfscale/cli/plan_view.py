@@ -155,7 +155,7 @@ def _costs(choice: Choice) -> Table:
 
 
 def _reasons(plan: Plan) -> list[str]:
-    """Each reason once, sorted by the memory that is missing, the least first."""
+    """Return each reason once, in ascending order of the memory that the layout needs."""
     rows = sorted(plan.rejected, key=lambda row: row.needed_gib or 0.0)
     lines = list(dict.fromkeys(f"{row.layout}: {row.reason}" for row in rows))
     rest = len(lines) - REJECTED_SHOWN

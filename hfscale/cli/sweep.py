@@ -104,8 +104,8 @@ def to_dict(found: Sequence[Measurement], mode: str) -> dict[str, Any]:
         mode (`str`): `weak` or `strong`.
 
     Returns:
-        `mode`, `strategy` and `rows`. In a row `efficiency`, `spread` and the values of `losses` are ratios, and `rates`
-        are the tokens per second and GPU of each repeat.
+        `mode`, `strategy` and `rows`. In a row `efficiency`, `spread` and the values of `losses` are ratios, and
+        `rates` are the tokens per second and GPU of each repeat.
     """
     base = found[0]
     rows = []

@@ -194,7 +194,7 @@ def _optimized_parameters(
 
 
 def _canonical_name(parallelized: ParallelizedModel, name: str) -> str:
-    """The name of a parameter in the unsplit model: a tied head has the embedding's."""
+    """Return the name of a parameter in the unsplit model: a tied head has the embedding's."""
     if parallelized.structure.tied and name == f"{parallelized.structure.head}.weight":
         return f"{parallelized.structure.token_embedding}.weight"
     return name
@@ -313,7 +313,7 @@ def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, in rank order."""
+    """Return the values of all ranks, in rank order."""
     if not distributed.is_distributed():
         return [value]
     values: list[Any] = [None] * distributed.world_size()
@@ -427,8 +427,8 @@ class ParallelCheckpointTrainer(Trainer):
         return buffer.getvalue()
 
     def _model_files(self) -> dict[str, bytes]:
-        """Config (or the adapter's config) and tokenizer. They are cached, because they do not change and a large
-        vocabulary takes long to write."""
+        """Return the files of the config (or the adapter's config) and the tokenizer. They are cached, because they do
+        not change and a large vocabulary takes long to write."""
         if self._cached_model_files is None:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
@@ -489,7 +489,7 @@ class ParallelCheckpointTrainer(Trainer):
         restore_scheduler(self.lr_scheduler, load_archive(Path(checkpoint) / SCHEDULER_NAME))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore each rank's own random state. In another layout all ranks get that of the first rank: they have all
+        """Restore each rank's own random state. In another layout all ranks get that of the first rank: they all
         started with one seed, and ranks that share a matrix must drop out the same elements."""
         if checkpoint is None or read_parallel_metadata(Path(checkpoint)).layout == asdict(self.layout):
             super()._load_rng_state(checkpoint)

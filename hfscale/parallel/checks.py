@@ -89,7 +89,7 @@ def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
 
 
 def check_pipeline_family(model_type: str) -> None:
-    """Make sure that a model family can be split into pipeline stages; warn where nobody has compared it.
+    """Make sure that a model family can be split into pipeline stages; warn where no test has compared it.
 
     Args:
         model_type (`str`): the family, `model_type` of the model's config.

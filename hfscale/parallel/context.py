@@ -235,7 +235,7 @@ class ContextParallel:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """query, key, value (B, H, S / cp, D) -> (B, S / cp, H, D)."""
+        """Compute the attention of this rank's tokens: query, key, value (B, H, S / cp, D) -> (B, S / cp, H, D)."""
         widths = [key.shape[-1], value.shape[-1]]
         gathered = self.gather_sequence(torch.cat([key, value], dim=-1), dim=2)
         key, value = gathered.split(widths, dim=-1)

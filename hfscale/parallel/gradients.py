@@ -136,7 +136,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> tor
 
 
 def _copies(gradient: torch.Tensor, mesh: ParallelMesh) -> int:
-    """The number of ranks of one stage that hold the same elements as this one."""
+    """Return the number of ranks of one stage that hold the same elements as this one."""
     layout = mesh.layout
     copies = layout.tp * layout.cp * layout.dp_shard * layout.dp_replicate
     if isinstance(gradient, DTensor):

@@ -260,7 +260,7 @@ class RouterBalanceLoss:
         return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
     def watch(self, stage: nn.Module) -> None:
-        """Register hooks that record the router logits of the layers in `stage` between start and end of a forward."""
+        """Register hooks that record the router logits of the layers in `stage` during a forward."""
         for module in stage.modules():
             if isinstance(module, self._recorder.target_class):
                 module.register_forward_hook(self._record)

@@ -146,7 +146,7 @@ def local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk(tensor: torch.Tensor, dim: int, chunks: int, index: int) -> torch.Tensor:
-    """One of so many chunks as `torch.chunk` makes them; empty where it makes fewer."""
+    """Return the chunk `index` of those that `torch.chunk` makes; it is empty where torch makes fewer."""
     made = tensor.chunk(chunks, dim=dim)
     return made[index] if index < len(made) else tensor.narrow(dim, 0, 0)
 

@@ -224,8 +224,8 @@ def _shard_over_tensor_ranks(
     sequence_plan: SequencePlan | None,
     mesh: ParallelMesh,
 ) -> set[str]:
-    """Tensor parallelism, and sequence parallelism where it is planned; returns the names of the parameters of whose
-    gradient each rank has a part."""
+    """Apply tensor parallelism, and sequence parallelism where it is planned; return the names of the parameters of
+    whose gradient each rank has only a part."""
     tp_mesh = mesh.device_mesh["tp"]
     if sequence_plan is None:
         return apply_tensor_parallel(model, tensor_plan, tp_mesh)
@@ -243,7 +243,7 @@ def _make_stage(
     vocab_loss: VocabParallelLoss | None,
     sequence_mesh: DeviceMesh | None,
 ) -> Stage:
-    """A stage; `sequence_mesh` are the ranks of sequence parallelism, None without."""
+    """Make a stage; `sequence_mesh` has the ranks of sequence parallelism and is None without it."""
     view = stage_view(model, structure, spec)
     if vocab_loss is not None:
         view.loss_function = vocab_loss
@@ -261,7 +261,7 @@ def _shard_over_data_ranks(
     compute_dtype: torch.dtype | None,
     packed: Mapping[str, PackedParameter],
 ) -> None:
-    """FSDP2 or HSDP over the data parallel ranks: per layer, embedding, norm with head, and the rest of each stage.
+    """Apply FSDP2 or HSDP to each layer, the embedding, the norm with the head, and the rest of each stage.
 
     With several stages the parameters stay gathered between forward and backward, because gathering them for each
     micro-batch would cost more than the pipeline gains; a single stage gathers them twice, as full sharding does.
@@ -287,7 +287,7 @@ def _shard_over_data_ranks(
 
 
 def _fsdp_units(model: PreTrainedModel, structure: ModelStructure, *, is_shared: bool) -> Iterator[Any]:
-    """The modules, or lists of modules, whose parameters are gathered together."""
+    """Yield the modules, or lists of modules, whose parameters are gathered together."""
     for layer in model.get_submodule(structure.layers):
         if not isinstance(layer, IdentityStage):
             yield layer

@@ -309,7 +309,7 @@ class Pipeline:
         return self._sum(losses)
 
     def _train_single_stage(self, micro_batches: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Plain gradient accumulation without a pipeline; the data parallel reduction follows the last backward."""
+        """Accumulate gradients without a pipeline; the data parallel reduction follows the last backward pass."""
         (stage,) = self.stages
         losses = []
         for number, part in enumerate(_split(inputs, micro_batches), 1):
@@ -327,7 +327,7 @@ class Pipeline:
         return torch.stack([loss.detach().float() for loss in losses]).sum()
 
     def _schedule(self, micro_batches: int, rows: int, length: int) -> Any:
-        """torch's schedule for micro-batches of this shape. The most recent ones are cached with their receive
+        """Return torch's schedule for micro-batches of this shape. The most recent ones are cached with their receive
         buffers."""
         key = (micro_batches, rows, length)
         if key not in self._schedules:
@@ -345,11 +345,11 @@ class Pipeline:
         return self._schedules[key]
 
     def _hidden_shape(self, rows: int, length: int) -> tuple[int, int, int]:
-        """The shape of what one stage sends to the next, (rows, sequence / sequence_parts, hidden)."""
+        """Return the shape of what one stage sends to the next, (rows, sequence / sequence_parts, hidden)."""
         return rows, length // self.sequence_parts, self.hidden_size
 
     def _torch_stage(self, stage: Stage, rows: int, length: int) -> PipelineStage:
-        """A stage for torch's schedules; its shapes are given, so that torch does not run the model to infer them."""
+        """Make a stage for torch's schedules. Its shapes are given, so that torch need not run the model."""
         hidden = torch.empty(self._hidden_shape(rows, length), dtype=self.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)

@@ -123,7 +123,7 @@ def _classify(
 
 
 def _linear_layers(name: str, module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """The style of each module of a block that has parameters; None for one that a sharded block cannot contain."""
+    """Yield name and style of each module with parameters; the style is None if a sharded block cannot contain it."""
     for own, part in module.named_modules(prefix=name):
         if any(True for _ in part.parameters(recurse=False)):
             style = plan.get(own)

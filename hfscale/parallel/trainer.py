@@ -122,7 +122,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         return self.layout.ranks_per_replica
 
     def _prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
-        """What `Accelerator.prepare_data_loader` does, with data parallel ranks instead of all processes."""
+        """Prepare a data loader as `Accelerator` does, but with data parallel ranks instead of all processes."""
         accelerator = self.accelerator
         prepared = prepare_data_loader(
             data_loader,
@@ -155,7 +155,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         return self.parallel_model, data_loader
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Do nothing: Trainer would send rank 0's plain parameters to all ranks, but other ranks hold other ones."""
+        """Do nothing: Trainer would send rank 0's plain parameters to all ranks, which hold other parameters."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: `parallelize_model` has moved it."""
@@ -284,7 +284,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def _distinct_parameters(self) -> list[nn.Parameter]:
-        """This rank's parameters without second copies of tied weights."""
+        """Return this rank's parameters without second copies of tied weights."""
         duplicate = self.parallelized.tied.duplicate if self.parallelized.tied is not None else None
         return [p for p in self.parallelized.model.parameters() if p is not duplicate]
 

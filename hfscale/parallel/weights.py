@@ -98,8 +98,8 @@ def read_weights(
 ) -> None:
     """Read a checkpoint's weights into a model, each rank its own part directly from the files.
 
-    transformers' own reader does it: it knows how each architecture's checkpoints name and combine their tensors, and
-    it reads only the rank's slice of a `DTensor` parameter. Adapters are not changed.
+    transformers' own reader is used: it maps the names and tensors of each architecture's checkpoints to the model,
+    and reads only the rank's slice of a `DTensor` parameter. Adapters are not changed.
 
     Args:
         model (`PreTrainedModel`): a model on a real device; its parameters are full, sharded or (of other stages)

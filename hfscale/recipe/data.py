@@ -152,7 +152,7 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
 
 
 def _document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The tokens before and after each document: the model should see in training what it will see in use."""
+    """Return the tokens before and after each document, the same as those that the model gets in use."""
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     return (
         [tokenizer.bos_token_id] if adds_bos else [],
@@ -161,7 +161,7 @@ def _document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list
 
 
 def _load_corpus(args: DataArguments) -> Splits:
-    """The standard library's source files, through the cache of `datasets`, whose key is their content."""
+    """Load the standard library's source files through the cache of `datasets`, whose key depends on the files."""
     splits: Splits = {}
     for split in ("train", "validation"):
         with _errors_name_source(args, split):
@@ -226,14 +226,14 @@ def _join_lines(lines: list[str]) -> list[str]:
 
 
 def _sample(dataset: AnyDataset) -> list[dict[str, Any]]:
-    """A few records, spread over a prepared dataset or from the beginning of a stream."""
+    """Return a few records, spread over a prepared dataset or from the beginning of a stream."""
     if isinstance(dataset, IterableDataset):
         return list(dataset.take(_SAMPLE_RECORDS))
     return [dataset[number] for number in range(0, len(dataset), max(1, len(dataset) // _SAMPLE_RECORDS))]
 
 
 def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: str) -> str:
-    """The column `text`, or the only column of strings."""
+    """Return the name of the column of text: `text`, or the only column of strings."""
     if not sample:
         raise DataError(f"{source} has no records")
     columns = dataset.column_names or list(sample[0])
@@ -256,7 +256,7 @@ def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: s
 
 
 def _batch_size(sample: list[dict[str, Any]], column: str, block_size: int) -> int:
-    """Records per batch, whether lines or books, such that the remainder that each batch drops is small."""
+    """Return the number of records per batch, lines or books, with which the dropped remainders are small."""
     tokens = sum(len((record[column] or "").encode()) for record in sample) / len(sample) / _BYTES_PER_TOKEN
     return math.ceil(max(_BATCH_TOKENS, _BATCH_BLOCKS * block_size) / max(tokens, 1))
 
@@ -274,12 +274,12 @@ def _first(dataset: AnyDataset | None, count: int | None) -> AnyDataset | None:
 
 
 def _file_of(args: DataArguments, split: str) -> str | None:
-    """The file from which a split is read, if it is one."""
+    """Return the file from which a split is read, None if it is not read from a file."""
     return (args.validation_file if split == "validation" else None) or args.train_file
 
 
 def _source_name(args: DataArguments, split: str) -> str:
-    """The source of a split's text, as the user named it."""
+    """Return the source of a split's text, as the user named it."""
     if split == "validation" and args.validation_file:
         return f"--validation_file {args.validation_file}"
     if args.train_file:
@@ -288,7 +288,7 @@ def _source_name(args: DataArguments, split: str) -> str:
 
 
 def _is_continuous_text(args: DataArguments, split: str) -> bool:
-    """Whether a split is one text in lines instead of one record per document."""
+    """Return whether a split is one text in lines instead of one record per document."""
     return Path(_file_of(args, split) or "").suffix.lower() == ".txt"
 
 
@@ -328,7 +328,7 @@ def _explain(cause: BaseException, args: DataArguments, split: str) -> HfScaleEr
 
 
 def _utf8_fault(path: Path) -> str | None:
-    """The first byte of a text file that is not UTF-8 and how to fix it, or None if the file is UTF-8."""
+    """Describe the first byte of a text file that is not UTF-8 and how to fix it; None if the file is UTF-8."""
     offset = 0
     with path.open("rb") as file:
         for line in file:

@@ -187,7 +187,7 @@ def print_summary(trainer: "Trainer", callback: "ScalingCallback", metrics: dict
 
 
 def _summary_rows(trainer: "Trainer", callback: "ScalingCallback", metrics: dict[str, float]) -> list[tuple[str, str]]:
-    """The lines of the summary as pairs of a name and a text; an unknown value has no line."""
+    """Return the lines of the summary as pairs of a name and a text; an unknown value has no line."""
     history = trainer.state.log_history
     output_dir = Path(trainer.args.output_dir)
     rows: list[tuple[str, str]] = []
