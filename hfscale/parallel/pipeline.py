@@ -275,7 +275,7 @@ class Pipeline:
         support the V-shaped schedules (2.13).
 
         Args:
-            micro_batches (`int`): number of micro-batches; any number is supported.
+            micro_batches (`int`): number of micro-batches, also one that the schedule does not support.
             inputs (`dict`): the model's keywords, each (micro-batches x rows, …), with `input_ids` and `labels`.
 
         Returns:
