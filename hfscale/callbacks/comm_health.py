@@ -70,7 +70,8 @@ class CommHealthCallback(AdapterCallback):
     Raises:
         StrategyMismatchError: when the Trainer is created (number of processes) or training begins (strategy, wrapper,
             ranks that disagree).
-        HealthError: a rank is missing, computes or communicates wrongly; with `stop`, the training is not healthy.
+        MissingDependencyError: the launcher requests Megatron-LM, which is not installed.
+        HealthError: a rank is missing, or computes or communicates wrongly; with `stop`, the training is not healthy.
         UsageError: an argument has another value than those above.
     """
 
@@ -229,7 +230,7 @@ class CommHealthCallback(AdapterCallback):
         (self._previous_hook or sys.__excepthook__)(kind, error, trace)
 
     def _keys(self, state: TrainerState) -> dict[str, float]:
-        """Compare the ranks and return the metric keys of this log. Called on every rank."""
+        """Compare the ranks and return the metric keys of this log. It is called on every rank."""
         if self._monitor is None:
             return {}
         logs = state.log_history[-1]
@@ -253,7 +254,7 @@ class CommHealthCallback(AdapterCallback):
         """End the run at the last checkpoint that was written before the fault.
 
         Raises:
-            HealthError: always.
+            HealthError: it is always raised, since it ends the run.
         """
         # A checkpoint that is still being written would be committed after the others have been archived.
         TrainerAdapter.current().wait_for_save()
@@ -278,7 +279,15 @@ class CommHealthCallback(AdapterCallback):
 
 
 def connect_rank_store(args: TrainingArguments) -> RankStore | None:
-    """Connect to the launcher's store; None for a single process, and where no launcher's variables point to one."""
+    """Connect to the launcher's store. Every rank must call it, once per training.
+
+    Args:
+        args (`TrainingArguments`): the training arguments.
+
+    Returns:
+        `RankStore` or `None`: a store that belongs to this training; None for a single process, if no launcher's
+        variables point to a store, and if the store does not answer (which is logged).
+    """
     global _trainings
     _trainings += 1  # on all ranks alike
     if args.world_size == 1:
@@ -294,7 +303,12 @@ def connect_rank_store(args: TrainingArguments) -> RankStore | None:
 
 
 def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
-    """Check this node, and all ranks together where they have a store; log what is found.
+    """Check this node, and all ranks together if they have a store; log what is found.
+
+    Args:
+        trainer (`Trainer`): prepared for training. Its arguments and its model give the device and the space that a
+            checkpoint needs.
+        rank_store (`RankStore`, *optional*): a store that has not been used yet; None: only this node is checked.
 
     Raises:
         HealthError: a rank is missing, or computes or communicates wrongly.
@@ -334,7 +348,11 @@ def _check_disk(trainer: Trainer) -> list[Finding]:
 
 
 def log_findings(findings: list[Finding]) -> None:
-    """Log each finding in one line, from the main process; from another rank what only that rank knows."""
+    """Log each finding in one line on the main process, and on another rank only a finding about its own GPU.
+
+    Args:
+        findings (`list[Finding]`): the level of each decides about its log level.
+    """
     for finding in findings:
         is_about_own_gpu = finding.ranks == (distributed.rank(),) and finding.check == "gpu"
         if is_main_process():

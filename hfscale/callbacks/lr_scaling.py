@@ -35,12 +35,14 @@ class LRScalingCallback(AdapterCallback):
         rule (`str`): `auto`, `linear`, `sqrt`, `rubric` or `none`; see `hfscale.facts.lr_rules`.
         base_global_batch_size (`int`, *optional*): sequences per step for which the given learning rate was tuned.
             Without it the learning rate is not changed.
-        block_size, base_block_size (`int`, *optional*): tokens per sequence now and in the base run.
+        block_size (`int`, *optional*): tokens per sequence in this run.
+        base_block_size (`int`, *optional*): tokens per sequence in the base run.
         critical_batch_size (`int`, *optional*): sequences per step beyond which the factor stops growing.
         warmup_scale (`float`): factor for the number of warm-up steps; 1 keeps it.
 
     Raises:
-        UsageError: when the Trainer is made: an unknown rule or optimizer, or sizes that are not positive.
+        UsageError: when the Trainer is made, the rule or the optimizer is unknown, or a size is not positive. When
+            training begins under DeepSpeed, the callback was added by `add_callback` after the Trainer was made.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class LRScalingCallback(AdapterCallback):
 
 
 def _optimizer_name(trainer: Trainer) -> str:
-    """The optimizer's name, whether it is configured as an object, in a DeepSpeed config, or in the arguments."""
+    """Return the optimizer's name, from the optimizer itself, from DeepSpeed's config, or from the arguments."""
     optimizer = trainer.optimizer
     if optimizer is not None:
         return type(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer).__name__

@@ -59,29 +59,50 @@ class Window:
 
 
 class Meter:
-    """Base class of the meters, which measures nothing."""
+    """Defines the methods of a meter; this base class measures nothing."""
 
     watches_steps = False
     """Whether `step_begin` and `step_end` must be called; it is set by `begin`."""
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
-        """Prepare for a training. It is called on every rank when training begins."""
+        """Prepare for a training. It is called on every rank when training begins.
+
+        Args:
+            trainer (`Trainer`): The Trainer that trains, with its model prepared.
+            state (`TrainerState`): State of the Trainer.
+
+        Raises:
+            ConfigFileError: A file that the meter needs (baselines, prices) cannot be read.
+        """
 
     def step_begin(self, state: TrainerState) -> None:
-        """Start to measure a step, before its first forward."""
+        """Start to measure a step, before its first forward.
+
+        Args:
+            state (`TrainerState`): State of the Trainer; the step is number `state.global_step + 1`.
+        """
 
     def step_end(self, state: TrainerState) -> None:
-        """Stop measuring a step, after its optimizer step."""
+        """Stop measuring a step, after its optimizer step.
+
+        Args:
+            state (`TrainerState`): State of the Trainer; the step is number `state.global_step`.
+        """
 
     def numbers(self, state: TrainerState) -> dict[str, float]:
-        """Return the numbers of this rank in the window that ends now, under names that no other meter uses.
+        """Return the numbers of this rank in the window that ends now.
 
-        The names must be the same on every rank and at every log.
+        Args:
+            state (`TrainerState`): State of the Trainer.
+
+        Returns:
+            `dict[str, float]`: The numbers by name; NaN for an unknown one. No other meter uses these names, and they
+            are the same on every rank and at every log.
         """
         return {}
 
     def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
-        """Return metric keys.
+        """Return the metric keys of this meter, computed from the numbers of all ranks.
 
         Args:
             columns (`Mapping[str, Sequence[float]]`): The numbers of every rank, by name.
@@ -94,7 +115,7 @@ class Meter:
         return {}
 
     def end(self) -> None:
-        """Release what `begin` took. It is called when training ends."""
+        """Release the resources that `begin` has acquired. It is called when training ends."""
 
 
 class UtilizationMeter(Meter):
@@ -109,6 +130,7 @@ class UtilizationMeter(Meter):
         self._flops: FlopsModel | None = None
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
+        """Look up the peak of the device and count the model's FLOPs; log the reason if one of them is unknown."""
         args = trainer.args
         self._flops = None
         dtype = training_dtype(trainer.model, args)
@@ -127,6 +149,7 @@ class UtilizationMeter(Meter):
         self._length = 0
 
     def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        """Return the tokens per second and GPU, times the FLOPs per token, over the peak."""
         if self._flops is None:
             return {}
         if window.sequence_length != self._length:  # computed once per length, because it goes through all layers
@@ -151,6 +174,7 @@ class CommunicationMeter(Meter):
         self._sampled: SampledSteps | None = None
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
+        """With several ranks, use DDP's counters, or else profile steps on the first and the last rank."""
         self._ddp = None
         self._sampled = None
         if trainer.args.world_size > 1:
@@ -168,10 +192,15 @@ class CommunicationMeter(Meter):
         self._sampled.step_end()
 
     def end(self) -> None:
+        """Discard a profiled step that has begun."""
         if self._sampled is not None:
             self._sampled.stop()
 
     def numbers(self, state: TrainerState) -> dict[str, float]:
+        """Return the exposed communication in seconds, the length of the measured step in seconds, and a ratio.
+
+        The ratio is communication time over the time of the backward that can hide it.
+        """
         exposed: Exposed | None = None
         if self._ddp is not None:
             exposed = self._ddp.read()
@@ -184,6 +213,7 @@ class CommunicationMeter(Meter):
         }
 
     def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        """Return the smallest share of the ranks: the other ranks also wait for slower ones in their collectives."""
         mean_step_s = window.seconds / window.steps
         shares = [
             min(exposed_s / (mean_step_s if math.isnan(step_s) else step_s), 1.0)
@@ -210,6 +240,7 @@ class EfficiencyMeter(Meter):
         """What the run does; None before the first log."""
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
+        """Read the baselines file, on the main process only."""
         self._trainer = trainer
         self.workload = None
         self._match = None
@@ -219,6 +250,7 @@ class EfficiencyMeter(Meter):
         self._baselines = read_baselines(path) if is_given and state.is_world_process_zero else None
 
     def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        """Look for a matching baseline at the first log, and return the efficiency relative to it."""
         if self.workload is None:
             self._look_up(window)
         if self._match is None:
@@ -243,7 +275,12 @@ class EfficiencyMeter(Meter):
             logger.info("scaling/efficiency is not logged: %s", found)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the run does, for the timeline."""
+        """Return what the run does, for the timeline.
+
+        Returns:
+            `dict[str, Any]`: The fields of `Workload` from the first log on, `world_size`, `strategy`,
+            `global_batch_size` (sequences), and `baseline` (a description) if one matches.
+        """
         args = self._trainer.args
         facts: dict[str, Any] = {
             **(asdict(self.workload) if self.workload is not None else {}),
@@ -266,11 +303,12 @@ class GoodputMeter(Meter):
     def __init__(self, usd_per_gpu_hour: float | None) -> None:
         self._usd_per_gpu_hour = usd_per_gpu_hour
         self.goodput_tracker: GoodputTracker | None = None
-        """Set by the callback, which knows how the run was launched."""
+        """The tracker of the run's times, which the callback sets; None before training begins."""
         self.rate: Rate | None = None
         """The price of a GPU-hour; None if it is unknown."""
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
+        """Look up the price of the device, and log it if it comes from the price list."""
         self.rate = rate(device_name(trainer.args.device), self._usd_per_gpu_hour)
         if self.rate is not None and self._usd_per_gpu_hour is None:
             logger.info(
@@ -280,6 +318,7 @@ class GoodputMeter(Meter):
             )
 
     def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        """Return the ratio and the costs; without a price, only the ratio."""
         keys: dict[str, float] = {}
         if self.goodput_tracker is None:
             return keys
@@ -298,12 +337,13 @@ class NoiseScaleMeter(Meter):
 
     def __init__(self) -> None:
         self.min_steps_between = MIN_STEPS_BETWEEN_SAMPLES
-        """Smallest number of steps between two samples, however often is logged."""
+        """Smallest number of steps between two samples, even if the Trainer logs more often."""
         self.advice: str | None = None
-        """What the noise scale says about the batch size, once it is known."""
+        """One line of advice on the batch size; None while the noise scale is unknown."""
         self._probe: GradientProbe | None = None
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
+        """Choose the probe for the running strategy; log the reason if there is none."""
         self._trainer = trainer
         self.advice = None
         self._sampled_step = -self.min_steps_between
@@ -316,7 +356,7 @@ class NoiseScaleMeter(Meter):
             logger.info("scaling/noise_scale is not logged: %s", probe)
 
     def _make_probe(self, trainer: Trainer) -> GradientProbe | str:
-        """The probe for the strategy that runs, or the reason why there is none."""
+        """Return the probe for the running strategy, or the reason why there is none."""
         args = trainer.args
         strategy = running_strategy(trainer)
         if args.fp16:
@@ -335,6 +375,7 @@ class NoiseScaleMeter(Meter):
             return f"FSDP2 does not accept a custom reduce-scatter: {error}"
 
     def step_begin(self, state: TrainerState) -> None:
+        """Measure the step if it will be logged and the last sample is at least `min_steps_between` steps back."""
         step = state.global_step + 1
         is_logged = bool(state.logging_steps) and step % state.logging_steps == 0
         assert self._probe is not None
@@ -348,7 +389,10 @@ class NoiseScaleMeter(Meter):
             self._probe.close()
 
     def numbers(self, state: TrainerState) -> dict[str, float]:
-        """|G_s|^2 of this rank: n x the sum of squares, because each of n parts of a step carries 1/n of the mean."""
+        """Return |G_s|^2 of this rank, or NaN if this step was not measured.
+
+        It is n times the measured sum of squares, because each of the n parts of a step carries 1/n of the mean.
+        """
         self._parts = self._trainer.current_gradient_accumulation_steps
         measured = self._probe.read(self._parts) if self._probe is not None else None
         # A log at the end of an epoch may be of another step, whose gradient norm it has.
@@ -358,6 +402,7 @@ class NoiseScaleMeter(Meter):
         return {"small_batch_square": self._parts * sum_of_squares}
 
     def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        """Add this step's sample, if all ranks measured it, and return the noise scale averaged over the samples."""
         norm = state.log_history[-1].get("grad_norm") if state.log_history else None
         squares = columns["small_batch_square"]
         if norm is not None and all(map(math.isfinite, [*squares, norm])):

@@ -1,6 +1,6 @@
 """Stops a training after a preemption notice: all ranks stop at the same step, and save it if there is time.
 
-A part of `SpotCheckpointCallback`, which calls it from its own events. A notice (a signal, a cloud's notice, the stop
+`SpotCheckpointCallback` calls `PreemptionStop` from its own events. A notice (a signal, a cloud's notice, the stop
 file) may reach any rank at any time, so the ranks agree in three steps:
 
 1. *Vote.* At step boundaries, about every half second, all ranks exchange a vote: continue, save (a notice is likely)
@@ -99,7 +99,7 @@ class _Outlook:
     """Seconds that waiting for a save in flight and copying to a remote store take in addition."""
 
     def of_all_ranks(self) -> "_Outlook":
-        """The worst values of all ranks; every rank must call it."""
+        """Return the worst values of all ranks; every rank must call it."""
         source, minus_left, write_s, around_save_s = distributed.all_max(
             [float(self.source), -self.seconds_left, self.write_s, self.around_save_s]
         )
@@ -124,7 +124,7 @@ class PreemptionStop:
         notices (`PreemptionNotices`): where notices are added.
 
     Raises:
-        UsageError: a time that is not positive, an unknown cloud.
+        UsageError: `notice_s` is not positive, or the cloud is unknown.
     """
 
     exchange_every_s = EXCHANGE_EVERY_S
@@ -157,11 +157,14 @@ class PreemptionStop:
         self._listening = ExitStack()
 
     def begin(self, adapter: TrainerAdapter, train_dataloader: Any) -> None:
-        """Start to collect notices, at the beginning of a training and before its workers start.
+        """Start collecting notices, at the beginning of a training and before its data loader workers start.
 
         Args:
             adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
             train_dataloader (`DataLoader`): its training data.
+
+        Raises:
+            UsageError: `HFSCALE_CLOUD` in the environment names an unknown cloud.
         """
         trainer = adapter.trainer
         self._adapter = adapter
@@ -189,7 +192,13 @@ class PreemptionStop:
         adapter.wrap_evaluate(self._cut_short_by_a_stop)
 
     def at_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Vote at a step boundary; at the last step there is nothing left to stop."""
+        """Vote at a step boundary, except at the last step of the training, which ends anyway.
+
+        Args:
+            args (`TrainingArguments`): the training arguments.
+            state (`TrainerState`): the state of the Trainer.
+            control (`TrainerControl`): the Trainer's flags, which are set if the run stops or a save is due.
+        """
         if self.stop is None:
             if state.global_step >= state.max_steps:
                 return
@@ -197,11 +206,19 @@ class PreemptionStop:
         self._apply(args, state, control)
 
     def at_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Vote during an evaluation, which can last for hours, and end it at once where the run stops.
+        """Vote during an evaluation, which can last for hours, and end it at once if the run stops.
 
-        An evaluation changes nothing that a checkpoint holds. It gives no metrics, since those of a part of the data
-        would be taken for those of all. After the last step only the evaluation is ended, so that the run reaches its
-        last save and its end.
+        An evaluation changes nothing that a checkpoint holds. An evaluation that is ended early returns no metrics,
+        since metrics of a part of the data would be mistaken for those of all data. After the last step only the
+        evaluation is ended, so that the run reaches its last save and its end.
+
+        Args:
+            args (`TrainingArguments`): the training arguments.
+            state (`TrainerState`): the state of the Trainer.
+            control (`TrainerControl`): the Trainer's flags, which are set if the run stops or a save is due.
+
+        Raises:
+            _EvaluationCutError: the evaluation ends here. The wrapper of `Trainer.evaluate` catches it.
         """
         if self._evaluation_agreement is None:
             return  # an evaluation outside of the training
@@ -216,7 +233,13 @@ class PreemptionStop:
             raise _EvaluationCutError
 
     def at_evaluation_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Vote after an evaluation, before the next step."""
+        """Vote after an evaluation, before the next step.
+
+        Args:
+            args (`TrainingArguments`): the training arguments.
+            state (`TrainerState`): the state of the Trainer.
+            control (`TrainerControl`): the Trainer's flags, which are set if the run stops or a save is due.
+        """
         if self._evaluation_agreement is None or state.global_step >= state.max_steps:
             return
         if self.stop is None:
@@ -224,20 +247,35 @@ class PreemptionStop:
         self._apply(args, state, control)
 
     def at_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Vote after a save: a notice that arrived during it needs no other save."""
+        """Record that this step is saved, and vote: a notice that arrived during the save needs no second one.
+
+        Args:
+            args (`TrainingArguments`): the training arguments.
+            state (`TrainerState`): the state of the Trainer.
+            control (`TrainerControl`): the Trainer's flags, which are set if the run stops.
+        """
         self._saved_step = state.global_step
         if self.stop is None and state.global_step < state.max_steps:
             self._follow(self._agreement.now(self._vote()), args, state, control)
         self._apply(args, state, control)
 
     def at_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Do not evaluate where a stop ended the epoch early."""
+        """Prevent the evaluation at the end of an epoch that a stop has ended early.
+
+        Args:
+            args (`TrainingArguments`): the training arguments.
+            state (`TrainerState`): the state of the Trainer.
+            control (`TrainerControl`): the Trainer's flags, which are set if the run stops.
+        """
         if self.stop is not None:
             control.should_evaluate = False
             self._apply(args, state, control)
 
     def end(self) -> None:
-        """Stop to collect notices, when the training has ended and its checkpoints are committed."""
+        """Stop collecting notices and remove the stop file.
+
+        Call it when the training has ended and its checkpoints are committed.
+        """
         end_workers()
         self._agreement.finish()
         if self.stop is not None and distributed.rank() == 0 and self._stop_path is not None:
@@ -249,10 +287,13 @@ class PreemptionStop:
         self._listening.close()
 
     def reason(self, last_committed: str | None) -> str | None:
-        """Why the run stopped, for the status file; None where it did not.
+        """Return why the run stopped, for the status file.
 
         Args:
-            last_committed: the name of the last committed checkpoint, if any.
+            last_committed (`str`, *optional*): the name of the last committed checkpoint; None: there is none.
+
+        Returns:
+            `str` or `None`: the source of the notice and what was saved; None if the run was not stopped.
         """
         if self.stop is None:
             return None
@@ -264,7 +305,7 @@ class PreemptionStop:
         return StepAgreement(self.exchange_every_s, overlapped=True)
 
     def _vote(self) -> float:
-        """This rank's vote; rank 0 also looks for the stop file."""
+        """Return this rank's vote; rank 0 also looks for the stop file."""
         if self._stop_path is not None and distributed.rank() == 0:
             with suppress(OSError):  # it does not exist; or the file system fails, which is no reason to stop
                 self._stop_path.stat()
@@ -276,7 +317,7 @@ class PreemptionStop:
     def _follow(
         self, agreed: float | None, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> None:
-        """Act on the vote that the ranks agreed on; None: no exchange was read."""
+        """Act on the vote that the ranks agreed on; do nothing for None, which means that no exchange was read."""
         if agreed == _SAVE:
             logger.info("an interruption is likely (%s): step %d is saved", AWS, state.global_step)
             control.should_save = control.should_save or self._may_save(args, state)
@@ -286,7 +327,7 @@ class PreemptionStop:
                 _log_stop(self.stop)
 
     def _agree_on_stop(self, args: TrainingArguments, state: TrainerState) -> Stop | None:
-        """Exchange what the ranks know and decide; None where the notice has been withdrawn meanwhile."""
+        """Exchange what the ranks know and decide; return None if all notices have been withdrawn meanwhile."""
         outlook = self._outlook().of_all_ranks()
         if outlook.source < 0:
             return None
@@ -300,7 +341,7 @@ class PreemptionStop:
         )
 
     def _outlook(self) -> _Outlook:
-        """What this rank knows."""
+        """Return what this rank knows."""
         notices = self.notices.pending()
         left = [notice.seconds_left(self._assumed_s(notice.source)) for notice in notices]
         return _Outlook(
@@ -311,7 +352,7 @@ class PreemptionStop:
         )
 
     def _assumed_s(self, source: str) -> float | None:
-        """The time that is assumed for a source that gives none."""
+        """Return the seconds that are assumed for a source that gives no time; None: no limit."""
         is_signal = source in signal.Signals.__members__
         return self.notice_s if is_signal and self.notice_s is not None else assumed_notice_s(source)
 
@@ -326,7 +367,7 @@ class PreemptionStop:
         return f"{left_s:.1f} s left, the last save took {outlook.write_s:.1f} s{total}: no further save was started"
 
     def _apply(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Set the flags of `TrainerControl` where the run stops."""
+        """Set the flags of `TrainerControl` if the run stops."""
         if self.stop is None:
             return
         control.should_training_stop = True
@@ -355,7 +396,7 @@ class PreemptionStop:
         return cut_short
 
     def _missing_metrics(self) -> dict[str, float]:
-        """NaN for the metric that selects the best model, which Trainer looks up; nothing else."""
+        """Return NaN for the metric that selects the best model, which Trainer looks up, and no other metric."""
         name = self._metric_for_best_model
         if name is None:
             return {}

@@ -17,7 +17,7 @@ _SHOWN_KEYS = {
 
 
 class CompactProgressCallback(ProgressCallback):
-    """Trainer's progress bar, with one short line per log instead of every key. It logs no metric keys."""
+    """Shows Trainer's progress bar, with one short line per log instead of every key. It logs no metric keys."""
 
     def on_log(
         self,
@@ -50,7 +50,11 @@ class CompactPrinterCallback(PrinterCallback):
 
 
 def use_compact_progress(trainer: Trainer) -> None:
-    """Replace the progress bar of a Trainer, or its printer under `--disable_tqdm`, by the compact one."""
+    """Replace the progress bar of a Trainer, or its printer under `--disable_tqdm`, by the compact one.
+
+    Args:
+        trainer (`Trainer`): its callbacks are changed. Call it before `train()`.
+    """
     if trainer.args.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(CompactPrinterCallback())
@@ -60,7 +64,7 @@ def use_compact_progress(trainer: Trainer) -> None:
 
 
 def _line(state: TrainerState, logs: dict[str, Any] | None) -> str:
-    """The line of one log; empty on ranks other than 0, and if the log has none of the shown keys."""
+    """Return the line of one log; it is empty on ranks other than 0, and if the log has none of the shown keys."""
     shown = [form.format(float(logs[key])) for key, form in _SHOWN_KEYS.items() if logs and key in logs]
     if not (state.is_world_process_zero and shown):
         return ""

@@ -1,4 +1,4 @@
-"""All callbacks in one."""
+"""`ScalingCallback`: all callbacks in one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
 
 
 class ScalingCallback(AdapterCallback):
-    """Everything hfscale does for a training, in one callback: `Trainer(..., callbacks=[ScalingCallback()])`.
+    """Combines all callbacks of hfscale in one: `Trainer(..., callbacks=[ScalingCallback()])`.
 
     It has no logic of its own: it passes each event to its parts, in this order.
 
@@ -29,6 +29,9 @@ class ScalingCallback(AdapterCallback):
         lr_scaling (`LRScalingCallback`, *optional*): the same.
         spot_checkpoint (`SpotCheckpointCallback`, *optional*): the same.
         metrics (`ScalingMetricsCallback`, *optional*): the same.
+
+    Raises:
+        HfScaleError: what the parts raise; see the docstring of each.
     """
 
     def __init__(
@@ -51,12 +54,13 @@ class ScalingCallback(AdapterCallback):
         return (self.comm_health, self.lr_scaling, self.spot_checkpoint, self.metrics)
 
     def before_train(self, adapter: TrainerAdapter) -> None:
+        """Pass the call to each part that is an `AdapterCallback`."""
         for part in self.parts:
             if isinstance(part, AdapterCallback):
                 part.before_train(adapter)
 
     def _find_handlers(self, event: str) -> list[Callable[..., None]]:
-        """The methods of the parts that do something at `event`; of a step's five events, most have one or two."""
+        """Return the methods of the parts that do something at `event`; most events of a step have one or two."""
         methods = [getattr(part, event) for part in self.parts]
         inherited = getattr(TrainerCallback, event)
         return [method for method in methods if getattr(method, "__func__", None) is not inherited]

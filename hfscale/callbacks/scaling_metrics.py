@@ -106,6 +106,7 @@ class ScalingMetricsCallback(AdapterCallback):
         self._wandb_run: WandbRun | None = None
 
     def before_train(self, adapter: TrainerAdapter) -> None:
+        """Make transformers' WandbCallback continue one W&B run, if the Trainer reports to W&B."""
         if "wandb" in adapter.trainer.args.report_to:
             self._wandb_run = WandbRun()
             adapter.prepend_callback(self._wandb_run)

@@ -81,9 +81,13 @@ class SpotCheckpointCallback(AdapterCallback):
             provider's tools look for them.
 
     Raises:
-        UsageError: a cadence or notice that is not positive, an unknown cloud, a remote that is no URL; the training
-            arguments have `enable_jit_checkpoint`; or another run holds the output directory.
-        StorageError: during training, on every rank: a checkpoint could not be written.
+        UsageError: a cadence or `notice_s` is not positive, the cloud is unknown, `remote` is not a valid URL, the
+            training arguments have `enable_jit_checkpoint`, or another run holds the output directory.
+        MissingDependencyError: the package for the protocol of `remote` is not installed.
+        StorageError: on every rank: a checkpoint could not be written during training; or, when the Trainer is made,
+            the remote store cannot be read and there is no local checkpoint, or a download failed.
+        LayoutError: training resumes from a checkpoint of a strategy whose files the running one cannot read.
+        CheckpointError: training resumes from a checkpoint whose manifest or weights are broken.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class SpotCheckpointCallback(AdapterCallback):
 
     @property
     def preempted(self) -> str | None:
-        """Why the last training stopped before its end; None where it did not."""
+        """Why the last training stopped before its end; None if it did not."""
         return self.preemption.reason(self.last_committed)
 
     def on_init_end(
@@ -128,6 +132,7 @@ class SpotCheckpointCallback(AdapterCallback):
             self.remote.fetch(Path(args.output_dir))
 
     def before_train(self, adapter: TrainerAdapter) -> None:
+        """Keep the position in a streamed training dataset in the checkpoints."""
         track_stream(adapter)
 
     def on_train_begin(
@@ -163,12 +168,14 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter.before_last_log(self._wait)
 
     def _prepare_output_dir(self, args: TrainingArguments, state: TrainerState) -> None:
-        """On the ranks that save: remove what earlier launches left, and note the checkpoint that this one starts
-        from."""
+        """Remove what earlier launches left, and record the checkpoint that this one starts from.
+
+        It is called only on the ranks that save.
+        """
         clear_unfinished(self._output_dir)
         for moved in archive(args.output_dir, after_step=state.global_step):
             logger.info("archived a checkpoint of a later step than the one this run starts at: %s", moved)
-        self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have come to it
+        self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have reached it
         start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
         self._set_status(args, "running", state.global_step)
@@ -183,7 +190,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self.preemption.around_save_s = self._expected_wait_s
 
     def _expected_wait_s(self) -> float:
-        """Seconds that a save of now would wait for an earlier one, and its copy to a remote would take after it."""
+        """Return the seconds that a save started now would wait for an earlier one and need for its remote copy."""
         copying_s = self.remote.expected_s if self.remote is not None else 0.0
         return copying_s + (self._saving.writer.remaining_s if self._saving is not None else 0.0)
 
@@ -248,7 +255,7 @@ class SpotCheckpointCallback(AdapterCallback):
             unlock_output_dir(args.output_dir)
 
     def _wait(self) -> None:
-        """Wait until no save is in flight; raises on all ranks if it failed."""
+        """Wait until no save is in flight; if it failed, raise a `StorageError` on all ranks."""
         self._watch = None
         if self._saving is not None:
             self._saving.writer.wait()
@@ -270,7 +277,7 @@ class SpotCheckpointCallback(AdapterCallback):
             rotate(self._output_dir, limit=self._limit, keep=Path(best) if best is not None else None)
 
     def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
-        """What follows a commit, on the rank that made it; in the background, if the save is."""
+        """Do what follows a commit, on the rank that made it, and in the background if the save is."""
         self.last_committed = checkpoint.name
         self.preemption.last_write_s = seconds
         discard_conversions(self._output_dir)
@@ -298,7 +305,7 @@ class SpotCheckpointCallback(AdapterCallback):
         write_status(Path(args.output_dir), status, step=step, checkpoint=self.last_committed, reason=reason)
 
     def _at_exit(self, args: TrainingArguments) -> None:
-        """At interpreter exit of a run that did not reach its end: finish a save in flight and report the failure."""
+        """Finish a save in flight and report the failure. It is called at interpreter exit if the run did not end."""
         if self._saving is not None:
             with suppress(StorageError, KeyboardInterrupt):
                 self._saving.writer.wait(_EXIT_WAIT_S)
@@ -306,7 +313,10 @@ class SpotCheckpointCallback(AdapterCallback):
             self._report_failure(args)
 
     def _report_failure(self, args: TrainingArguments) -> None:
-        """A run that neither completed nor was preempted has failed, unless a later one has reported its own end."""
+        """Set the status `failed` if the run neither completed nor was preempted.
+
+        A status that a later run has reported for its own end is left alone.
+        """
         reported = read_status(Path(args.output_dir))
         if self._running_step is not None and (reported is None or reported.get("status") == "running"):
             error = getattr(sys, "last_value", None)
@@ -316,11 +326,12 @@ class SpotCheckpointCallback(AdapterCallback):
 
 
 class SaveCadence:
-    """When a checkpoint is due: every N steps or M minutes since the last save, at the same step on all ranks.
+    """Decides when a checkpoint is due: N steps or M minutes after the last save, at the same step on all ranks.
 
     Args:
-        every_steps (`int`, *optional*): as in `SpotCheckpointCallback`.
-        every_minutes (`float`, *optional*): as in `SpotCheckpointCallback`.
+        every_steps (`int`, *optional*): steps between saves; None: the Trainer's `save_steps`, or 500 where its
+            `save_strategy` is not `steps`.
+        every_minutes (`float`, *optional*): minutes between saves; None: steps only.
 
     Raises:
         UsageError: one of them is not positive.
@@ -334,17 +345,30 @@ class SaveCadence:
         self.every_minutes = every_minutes
 
     def begin(self, state: TrainerState) -> None:
-        """Start counting when training begins, on every rank; the step that it begins at is saved already."""
+        """Start counting when training begins. Every rank must call it.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer; its step counts as saved.
+        """
         self._agreement = distributed.StepAgreement(every_s=_AGREE_ON_CADENCE_EVERY_S)
         self.saved(state)
 
     def saved(self, state: TrainerState) -> None:
-        """Note that this step is saved, whoever asked for it."""
+        """Record that this step is saved, whatever the reason for the save was.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+        """
         self._saved_step = state.global_step
         self._saved_at = time.monotonic()
 
     def is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Whether this step is to be saved. Call it once per step on every rank."""
+        """Return whether this step is to be saved. Call it once per step on every rank.
+
+        Args:
+            args (`TrainingArguments`): the training arguments, with the `save_strategy`.
+            state (`TrainerState`): the state of the Trainer, with the step and `save_steps`.
+        """
         minutes = (time.monotonic() - self._saved_at) / 60
         overdue = self.every_minutes is not None and minutes >= self.every_minutes
         # Ranks read different clocks, but must save at the same step.
@@ -365,7 +389,8 @@ class RemoteCopies:
         url (`str`): a folder of a remote store, such as `s3://bucket/run`.
 
     Raises:
-        UsageError: it is no URL.
+        UsageError: the URL is not valid, has an unknown protocol, or contains credentials.
+        MissingDependencyError: the package for this protocol is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -374,11 +399,28 @@ class RemoteCopies:
         self._output_dir = Path()
 
     def fetch(self, output_dir: Path) -> None:
-        """Fetch the newest checkpoint of the store into `output_dir`, unless that has one as new."""
+        """Fetch the newest checkpoint of the store, unless the local one is as new. Every rank must call it.
+
+        Args:
+            output_dir (`Path`): output directory of the run.
+
+        Raises:
+            StorageError: on every rank: the store cannot be read and there is no local checkpoint, or a download
+                failed.
+        """
         fetch_newest(self.store, output_dir)
 
     def begin(self, output_dir: Path, state: TrainerState, *, limit: int | None, committed: str | None) -> None:
-        """On rank 0: archive what the store has of later steps, and offer it the checkpoint that the run starts at."""
+        """Archive what the store has of later steps, and offer it the checkpoint that the run starts from.
+
+        Only rank 0 does this. A store that cannot be reached is logged as a warning, and training continues.
+
+        Args:
+            output_dir (`Path`): output directory of the run.
+            state (`TrainerState`): the state of the Trainer when training begins.
+            limit (`int`, *optional*): number of checkpoints to keep in the store; None keeps all.
+            committed (`str`, *optional*): name of the local checkpoint that the run starts from; None: there is none.
+        """
         self._output_dir = output_dir
         if not state.is_world_process_zero:
             return
@@ -402,7 +444,12 @@ class RemoteCopies:
             self._uploader.offer(output_dir / committed)
 
     def offer(self, checkpoint: Path, best: Path | None) -> None:
-        """Copy a checkpoint that has just been committed. Call it on the rank that committed it."""
+        """Copy a checkpoint in the background, just after its commit and on the rank that committed it.
+
+        Args:
+            checkpoint (`Path`): the committed checkpoint.
+            best (`Path`, *optional*): the best checkpoint, which rotation leaves in the store.
+        """
         if self._uploader is not None:
             self._uploader.offer(checkpoint, best.name if best is not None else None)
 
@@ -412,7 +459,11 @@ class RemoteCopies:
         return self._uploader.expected_s if self._uploader is not None else 0.0
 
     def wait(self, last: str | None) -> None:
-        """Wait until the checkpoint `last` is in the store or has been refused twice. Every rank must call it."""
+        """Wait until the last checkpoint is in the store or has been refused twice. Every rank must call it.
+
+        Args:
+            last (`str`, *optional*): name of the last committed checkpoint; None: there is none.
+        """
         uploader, tried_again = self._uploader, False
         while True:
             busy = uploader is not None and not uploader.wait(_CHECK_UPLOADER_EVERY_S)
@@ -426,10 +477,10 @@ class RemoteCopies:
 
 
 def _refuse_jit_checkpoint(args: TrainingArguments) -> None:
-    """transformers installs its own SIGTERM handler for it, which would replace ours.
+    """Reject `enable_jit_checkpoint`: the SIGTERM handler that transformers installs for it would replace ours.
 
     Raises:
-        UsageError: the training arguments ask for it.
+        UsageError: the training arguments have `enable_jit_checkpoint`.
     """
     if args.enable_jit_checkpoint:
         raise UsageError(
