@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint that this launch cannot read as it is: another strategy or number of processes wrote it.
+"""Resumes from a checkpoint that this launch cannot read as it is: another strategy or number of processes wrote it.
 
 The checkpoint is converted into a hidden folder of the output directory, from which the Trainer resumes. The folder
 is deleted when the next checkpoint has been committed. Plain `resume_from_checkpoint=True` does not find it.
@@ -47,8 +47,8 @@ def readable_checkpoint(
     changed accordingly (`load_universal`). A checkpoint without a manifest is returned as it is.
 
     Args:
-        args (`TrainingArguments`): of this launch.
-        checkpoint (`str`, *optional*): the folder to resume from.
+        args (`TrainingArguments`): the training arguments of this launch.
+        checkpoint (`str`, *optional*): the folder to resume from; None, which is returned as it is: a fresh start.
         strategy (`str`, *optional*): the strategy that will read it; by default the one that the launcher asks for.
             `ParallelTrainer` passes its own.
 
@@ -56,7 +56,8 @@ def readable_checkpoint(
         `str` or `None`: the folder to give to `Trainer.train(resume_from_checkpoint=...)`.
 
     Raises:
-        LayoutError: there is no conversion between these two strategies.
+        LayoutError: there is no conversion between these two strategies, or the conversion failed.
+        CheckpointError: the manifest of the checkpoint cannot be read.
     """
     if checkpoint is None or not (Path(checkpoint) / MANIFEST_NAME).is_file():
         return checkpoint
@@ -117,7 +118,11 @@ def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, rank
 
 
 def discard_conversions(output_dir: str | os.PathLike[str]) -> None:
-    """Delete the conversions of `readable_checkpoint`. Call it on one rank, after a newer checkpoint's commit."""
+    """Delete the conversions of `readable_checkpoint`. Call it on one rank, after a newer checkpoint's commit.
+
+    Args:
+        output_dir (`str` or `Path`): output directory of the run.
+    """
     shutil.rmtree(Path(output_dir) / CONVERSIONS, ignore_errors=True)
 
 
@@ -157,7 +162,7 @@ def finish_universal_load(trainer: "Trainer") -> None:
 
 
 def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
-    """Read from `checkpoint` the weights that Trainer has left out of its load, with a warning and no error.
+    """Read from `checkpoint` the weights that Trainer leaves out of its load, for which it only logs a warning.
 
     transformers 5 writes the experts of a layer separately, under the names with which they were published, and holds
     them merged in memory. Trainer (5.23) loads by name, so that after a resume, or with the best model, one process
@@ -166,7 +171,10 @@ def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
 
     Args:
         trainer (`Trainer`): its model is completed in place.
-        checkpoint (`str`, *optional*): the folder that Trainer has loaded.
+        checkpoint (`str`, *optional*): the folder that Trainer has loaded; None: nothing is read.
+
+    Raises:
+        CheckpointError: a file of the weights is broken.
     """
     model = trainer.model
     if checkpoint is None or not isinstance(model, PreTrainedModel):
@@ -180,7 +188,7 @@ def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
 
 
 def check_resumed(trainer: "Trainer") -> None:
-    """Report what plain Trainer does silently when it resumes. Call it when training begins.
+    """Report what Trainer on its own does silently when it resumes. Call it when training begins.
 
     A Trainer takes the weights from a checkpoint of another strategy if it finds any, and continues with a new
     optimizer and schedule: that is an error. With another global batch it continues at another sample: that is a
@@ -191,6 +199,7 @@ def check_resumed(trainer: "Trainer") -> None:
 
     Raises:
         LayoutError: the checkpoint was written by a strategy whose files this one cannot read.
+        CheckpointError: the manifest of the checkpoint cannot be read.
     """
     path = resumed_from()
     if path is None or not (Path(path) / MANIFEST_NAME).is_file():

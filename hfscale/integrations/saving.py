@@ -1,4 +1,4 @@
-"""How the checkpoints of one Trainer are written: in the background where possible, otherwise while training waits.
+"""Writes the checkpoints of one Trainer: in the background where possible, otherwise while training waits.
 
 The files are those that Trainer writes, in its layout, made by the same calls; a test compares them byte for byte.
 """
@@ -64,8 +64,8 @@ class TrainerSaving:
     """Writes a Trainer's checkpoints until the end of its training.
 
     Args:
-        adapter (`TrainerAdapter`): of a Trainer that is prepared, as in `on_train_begin`. Every rank must make its
-            `TrainerSaving` at the same point.
+        adapter (`TrainerAdapter`): the adapter of a Trainer that is prepared, as in `on_train_begin`. Every rank must
+            make its `TrainerSaving` at the same point.
         asynchronous (`bool`): write in the background where the files are exactly the same; otherwise Trainer's own
             method writes while training waits. `synchronous_because` says why training waits.
         committed (`Callable`): called as `committed(checkpoint, manifest, best, seconds)` on the committing rank when
@@ -103,7 +103,7 @@ class TrainerSaving:
         self._processing_files = {} if trainer_writes or _hands_over(trainer) else processing_files(trainer)
 
     def _save(self, model: Any, trial: Any) -> None:
-        """Replaces `Trainer._save_checkpoint`."""
+        """Save a checkpoint; this replaces `Trainer._save_checkpoint`."""
         begun = time.monotonic()
         self.writer.wait()  # one save at a time: the buffers are about to be filled again
         if self._deferred is not None:
@@ -164,7 +164,7 @@ class TrainerSaving:
         return write, write_collectively
 
     def _live_state(self) -> dict[str, Any]:
-        """What this rank has to copy, by the name of its file; not copied yet."""
+        """Return what this rank has to copy, by the name of its file, without copying it."""
         trainer = self._trainer
         if _hands_over(trainer):
             return {_SHARDS: trainer.sharded_state()}
@@ -183,7 +183,7 @@ class TrainerSaving:
         return live
 
     def _fits_in_memory(self) -> bool:
-        """Whether the first snapshot fits on every host; every rank must call it. Later ones use its buffers."""
+        """Return whether the first snapshot fits on every host; later ones use its buffers. All ranks must call it."""
         if self._has_fitted:
             return True
         live = self._live_state()
@@ -196,7 +196,7 @@ class TrainerSaving:
     # --- while training waits ---------------------------------------------------------------------------------------
 
     def _job_of_trainer(self, model: Any, trial: Any, begun: float) -> CheckpointJob:
-        """Trainer's own method writes, into the unfinished checkpoint's folder; DeepSpeed's partitions come later."""
+        """Have Trainer's own method write into the unfinished folder; DeepSpeed's partitions are written later."""
         trainer = self._trainer
         run_dir = Path(self._adapter.output_dir(trial))
         failed = None
@@ -231,7 +231,15 @@ class TrainerSaving:
 
 
 def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
-    """Why checkpoints of this Trainer cannot be written in the background, in words; None if they can."""
+    """Return why checkpoints of this Trainer cannot be written in the background.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+        strategy (`str`): its strategy, as `running_strategy` returns it.
+
+    Returns:
+        `str` or `None`: the reason, as a clause for a log line; None if they can be written in the background.
+    """
     args = trainer.args
     if strategy.startswith("zero") and not can_defer(trainer):
         return "DeepSpeed's own engine writes"
@@ -257,26 +265,28 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
 
 
 def _write_shards(copied: dict[str, dict[str, Any]], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write by torch's distributed checkpointing; every rank must call it."""
+    """Write the shards with torch's distributed checkpointing; every rank must call it."""
     with dcp_errors():
         for name, tensors in copied.items():
             dcp.save(tensors, checkpoint_id=folder / name, process_group=group)
 
 
 def _is_known(kind: type, method: str) -> bool:
-    """Whether the method is Trainer's own, or of `ParallelTrainer`, which hands over what it would have written."""
+    """Return whether the method is Trainer's own, or that of `ParallelTrainer`, which hands over its shards."""
     home = next(base for base in kind.__mro__ if method in vars(base))
     return home is Trainer or "sharded_state" in vars(home)
 
 
 def _hands_over(trainer: Trainer) -> bool:
-    """Whether it is a `ParallelTrainer`, which says itself what a checkpoint consists of. Its class is in a layer
-    above this one."""
+    """Return whether it is a `ParallelTrainer`, which itself returns what a checkpoint consists of.
+
+    It is recognised by a method, since its class is in a layer above this one.
+    """
     return hasattr(trainer, "sharded_state")
 
 
 def _reader_of_saves(callback: TrainerCallback) -> str | None:
-    """The callback's name if its `on_save` may read the checkpoint."""
+    """Return the callback's name if its `on_save` may read the checkpoint, else None."""
     kind = type(callback)
     if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("hfscale."):
         return None
@@ -287,8 +297,10 @@ def _reader_of_saves(callback: TrainerCallback) -> str | None:
 
 
 def _note_best(trainer: Trainer, run_dir: Path) -> None:
-    """As `Trainer._save_checkpoint` does: the best checkpoint is the one of the best step, if that one exists or is
-    being written."""
+    """Record the best checkpoint, as `Trainer._save_checkpoint` does.
+
+    It is the one of the best step, if that one exists or is being written.
+    """
     state = trainer.state
     if trainer.args.save_strategy == "no" or not state.best_global_step:
         return

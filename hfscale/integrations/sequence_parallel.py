@@ -1,4 +1,4 @@
-"""Ranks that share a sequence: batches with positions, and two corrections for DeepSpeed's Ulysses."""
+"""Supports ranks that share a sequence: batches with positions, and two corrections for DeepSpeed's Ulysses."""
 
 import copy
 import itertools
@@ -34,6 +34,9 @@ def fix_sequence_parallel(trainer: "Trainer") -> None:
     """Correct what transformers 5.23 with DeepSpeed 0.19 does wrong when ranks share sequences (`sp_size` above 1).
 
     Call it after the Trainer is made and before `train()`. Without sequence parallelism it does nothing.
+
+    Args:
+        trainer (`Trainer`): its gradients under ZeRO-1 and 2, and its training data loader, are corrected.
     """
     if trainer.get_sp_size() == 1:
         return
@@ -66,7 +69,7 @@ def _fix_gradient(trainer: "Trainer") -> None:
 
 
 class SkippableUlyssesLoader:
-    """A Ulysses data loader in which a resumed Trainer can skip the batches that the run has seen.
+    """Wraps a Ulysses data loader, so that a resumed Trainer can skip the batches that the run has seen.
 
     On resume Trainer calls `accelerate.skip_first_batches(loader, count)`. Accelerate makes a new loader from the
     dataset and the batch sampler of the one it is given, and leaves out the first `count` batches. DeepSpeed's loader
@@ -74,8 +77,8 @@ class SkippableUlyssesLoader:
     the micro-batch of a number.
 
     Args:
-        loader (`UlyssesSPDataLoaderAdapter`): DeepSpeed's, which makes `sp_world_size` micro-batches of each batch of
-            the loader below it, `loader.dl`: the batch of one rank after the other.
+        loader (`UlyssesSPDataLoaderAdapter`): DeepSpeed's loader. When each rank has read a batch from the loader
+            below it, `loader.dl`, it makes `sp_world_size` micro-batches: the batch of one rank after the other.
     """
 
     sampler = None
@@ -93,7 +96,7 @@ class SkippableUlyssesLoader:
 
     @property
     def batch_sampler(self) -> Iterator[list[int]]:
-        """Each micro-batch is a batch of its own; the dataset knows where they end."""
+        """The number of each micro-batch, as a batch of its own; it has no end, since the dataset ends the pass."""
         return ([number] for number in itertools.count())
 
     @property
@@ -103,13 +106,17 @@ class SkippableUlyssesLoader:
 
     @staticmethod
     def collate_fn(micro_batches: list[Any]) -> Any:
-        """The only micro-batch of a batch, unchanged."""
+        """Return the only micro-batch of a batch, unchanged.
+
+        Args:
+            micro_batches (`list`): one micro-batch, as the dataset returns it.
+        """
         (micro_batch,) = micro_batches
         return micro_batch
 
 
 class _MicroBatches(Dataset[Any]):
-    """The micro-batches of one pass by number, to be read in order from the first number that is asked for."""
+    """Returns the micro-batches of one pass by number; they must be read in order, from any first number."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

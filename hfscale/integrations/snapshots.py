@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, in parts that can be copied now and written later.
+"""Collects what a checkpoint consists of, in parts that can be copied now and written later.
 
 There is a part for what Trainer writes itself, one for FSDP2's shards, and one for DeepSpeed's partitions. Each
 function names the method of Trainer or Accelerate that it follows; a test compares the files byte for byte.
@@ -41,12 +41,17 @@ SHARE_OF_FREE_MEMORY = 0.8
 
 
 def fits_in_host_memory(size_bytes: int, *, copies: int) -> bool:
-    """Whether as many `copies` of this size, one per process of the host, fit into its free memory."""
+    """Return whether copies of one size fit into the share of the host's free memory that they may take.
+
+    Args:
+        size_bytes (`int`): size of one copy in bytes.
+        copies (`int`): number of copies on this host, usually one per process.
+    """
     return size_bytes * copies <= psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY
 
 
 def processes_on_this_host() -> int:
-    """As the launcher says; 1 without a launcher."""
+    """Return the number of processes that the launcher started on this host; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -54,8 +59,15 @@ def processes_on_this_host() -> int:
 
 
 def model_state(trainer: Trainer) -> dict[str, Any]:
-    """The weights from which `save_pretrained` will choose; with adapters, without the frozen base, which it leaves
-    out too."""
+    """Return the weights from which `save_pretrained` will choose.
+
+    Args:
+        trainer (`Trainer`): the Trainer whose model is saved.
+
+    Returns:
+        `dict[str, Any]`: the live tensors by name, not copied; with adapters, without the frozen parameters,
+        which `save_pretrained` leaves out too.
+    """
     model = trainer.accelerator.unwrap_model(trainer.model)
     state_dict = model.state_dict()
     if not isinstance(model, PeftModel):
@@ -69,9 +81,9 @@ def write_model(trainer: Trainer, folder: Path, state_dict: dict[str, Any], proc
 
     Args:
         trainer (`Trainer`): its model decides about the format.
-        folder (`Path`): of the checkpoint.
-        state_dict (`dict`): a copy of what `model_state` returned.
-        processing (`dict`): what `processing_files` returned.
+        folder (`Path`): the folder of the checkpoint.
+        state_dict (`dict[str, Any]`): a copy of what `model_state` returned.
+        processing (`dict[str, bytes]`): what `processing_files` returned.
     """
     unwrapped = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if isinstance(trainer.model, PreTrainedModel | PeftModel):
@@ -85,17 +97,29 @@ def write_model(trainer: Trainer, folder: Path, state_dict: dict[str, Any], proc
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    """Write `files`, relative path to content, into `folder`."""
+    """Write files into a folder, with the subfolders that their paths need.
+
+    Args:
+        folder (`Path`): the folder.
+        files (`dict[str, bytes]`): the content of each file, by its path relative to the folder.
+    """
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
 def processing_files(trainer: Trainer) -> dict[str, bytes]:
-    """The files of the tokenizer or processor: relative path to content; empty on ranks that do not write them.
+    """Return the files of the tokenizer or processor.
 
     They are made once: they do not change, a large vocabulary takes a third of a second, and a tokenizer must not be
     read by one thread while the data pipeline uses it in another.
+
+    Args:
+        trainer (`Trainer`): its processing class, or else the tokenizer of its data collator, is written.
+
+    Returns:
+        `dict[str, bytes]`: the content of each file by its relative path; empty on ranks that do not write them, and
+        if there is no tokenizer or processor.
     """
     if not trainer.args.should_save:
         return {}
@@ -111,7 +135,11 @@ def processing_files(trainer: Trainer) -> dict[str, bytes]:
 
 
 def frozen_state(trainer: Trainer) -> TrainerState:
-    """A copy of the Trainer's state with what its callbacks export, completed as `Trainer._save_checkpoint` does."""
+    """Return a copy of the Trainer's state with what its callbacks export, as `Trainer._save_checkpoint` collects it.
+
+    Args:
+        trainer (`Trainer`): its live state is completed too, with what the callbacks export.
+    """
     live = trainer.state
     for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(exporter, ExportableState):
@@ -127,7 +155,15 @@ def frozen_state(trainer: Trainer) -> TrainerState:
 
 
 def rng_state(trainer: Trainer) -> dict[str, Any]:
-    """The states of the random number generators, as `Trainer._save_rng_state` collects them."""
+    """Return the states of this rank's random number generators, as `Trainer._save_rng_state` collects them.
+
+    Args:
+        trainer (`Trainer`): in a distributed run the states of all visible GPUs are returned, otherwise that of the
+            current one.
+
+    Returns:
+        `dict[str, Any]`: the states under `python`, `numpy`, `cpu` and, with a GPU, `cuda`.
+    """
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # the generator that Trainer seeds and restores
@@ -141,17 +177,25 @@ def rng_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def rng_name(trainer: Trainer) -> str:
-    """The file in which `Trainer._save_rng_state` writes this rank's `rng_state`."""
+    """Return the name of the file in which `Trainer._save_rng_state` writes this rank's `rng_state`.
+
+    Args:
+        trainer (`Trainer`): its arguments give the rank and the number of processes.
+    """
     args = trainer.args
     return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
 
 
 def complete_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Add what Trainer leaves out of a checkpoint and another strategy, or `from_pretrained`, needs: the names of the
-    optimizer's parameters, and under FSDP2 the model's config and tokenizer.
+    """Add the files that Trainer leaves out of a checkpoint and that another strategy or `from_pretrained` needs.
 
-    Call it on one rank, after Trainer has written the checkpoint and before it is committed. It writes a few
-    kilobytes and changes nothing that Trainer wrote.
+    These are the names of the optimizer's parameters and, under FSDP, the model's config and tokenizer. Call it on one
+    rank, after Trainer has written the checkpoint and before it is committed. It writes a few kilobytes and changes
+    nothing that Trainer wrote.
+
+    Args:
+        trainer (`Trainer`): the Trainer that is saved.
+        checkpoint (`Path`): the folder of the checkpoint.
     """
     if trainer.is_distributed_loading_by_transformers:
         return  # each rank has some of the parameters; `ParallelTrainer` writes all of this itself
@@ -182,7 +226,11 @@ def complete_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def is_sharded_fsdp2(trainer: Trainer) -> bool:
-    """Whether this is FSDP2 with checkpoints of one part per rank."""
+    """Return whether this is FSDP2 with checkpoints of one part per rank (`SHARDED_STATE_DICT`).
+
+    Args:
+        trainer (`Trainer`): a Trainer under FSDP.
+    """
     plugin = trainer.accelerator.state.fsdp_plugin
     return plugin.fsdp_version == 2 and plugin.state_dict_type.name == "SHARDED_STATE_DICT"
 
@@ -212,12 +260,16 @@ class FsdpSnapshot:
         )
 
     def bytes(self) -> int:
-        """Host memory in bytes that a snapshot takes on this rank."""
+        """Return the host memory in bytes that a snapshot takes on this rank."""
         return tensor_bytes(self._live())
 
     def take(self) -> Callable[[Path, dist.ProcessGroup | None], None]:
-        """Copy; returns the function that writes the copy, given a folder and a process group. Every rank must call
-        both."""
+        """Copy the shards, and return the function that writes the copy. Every rank must call both.
+
+        Returns:
+            `Callable`: to be called as `write(folder, group)` with the folder of the checkpoint and a process group
+            (None: the default group, or one process). It must be called before the next `take`.
+        """
         copied = self._stager.stage(self._live())
 
         def write(folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -230,7 +282,10 @@ class FsdpSnapshot:
         return write
 
     def _live(self) -> dict[str, Any]:
-        """As accelerate's `save_fsdp_model` and `save_fsdp_optimizer` collect it; with PEFT only the adapters."""
+        """Collect model and optimizer as accelerate's `save_fsdp_model` and `save_fsdp_optimizer` do.
+
+        With PEFT only the adapters are collected.
+        """
         model, options = self._trainer.model, StateDictOptions()
         if isinstance(model, PeftModel):
             weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
@@ -244,7 +299,11 @@ class FsdpSnapshot:
 
 
 def can_defer(trainer: Trainer) -> bool:
-    """Whether the DeepSpeed engine writes in the training process, at the moment when it is asked to."""
+    """Return whether the DeepSpeed engine writes in the training process, at the moment when it is told to save.
+
+    Args:
+        trainer (`Trainer`): prepared for training under DeepSpeed.
+    """
     engine = getattr(trainer.model_wrapped, "checkpoint_engine", None)
     return engine is not None and not engine.is_decoupled() and type(engine).__name__ == "TorchCheckpointEngine"
 
@@ -275,7 +334,12 @@ class DeferredWrites:
         return getattr(self._original, name)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """What DeepSpeed calls for each file: keep it for later."""
+        """Keep a file for later, or write it at once if it does not fit into memory. DeepSpeed calls it for each file.
+
+        Args:
+            state_dict (`Any`): the content, with live tensors.
+            path (`str`): the path of the file.
+        """
         wanted = sum(tensor_bytes(given) for given, _ in self._given) + tensor_bytes(state_dict)
         if fits_in_host_memory(wanted, copies=processes_on_this_host()):
             self._given.append((state_dict, path))
@@ -284,7 +348,7 @@ class DeferredWrites:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Within the block DeepSpeed saves to this object; at its end, what the next step will change is copied."""
+        """Have DeepSpeed save to this object within the `with` block, at whose end the tensors are copied."""
         self._given = []
         self._deepspeed.checkpoint_engine = self
         try:
@@ -295,7 +359,11 @@ class DeferredWrites:
             self._given = [(copy, path) for copy, (_, path) in zip(copied, self._given, strict=True)]
 
     def write(self, folder: Path) -> None:
-        """Write the copies, by the original engine, to the paths that DeepSpeed gave."""
+        """Write the copies, by the original engine, to the paths that DeepSpeed gave.
+
+        Args:
+            folder (`Path`): the folder of the checkpoint; it is not used, because the paths contain it.
+        """
         given, self._given = self._given, []
         for state_dict, path in given:
             self._original.save(state_dict, path)

@@ -1,4 +1,4 @@
-"""The strategy that runs, the strategy that was requested, and one clear error if they differ.
+"""Compares the strategy that runs with the one that was requested, and raises one clear error if they differ.
 
 transformers and Accelerate silently turn several requests into something else: FSDP and DeepSpeed into DDP on a CPU,
 two processes into one, or into two unrelated trainings that write one directory.
@@ -29,12 +29,14 @@ def _is_set(environ: Mapping[str, str], name: str) -> bool:
 
 
 def requested_family(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
-    """What the launcher and the arguments request: `zero`, `fsdp`, `parallel` (with tensor parallelism), `ddp` or
-    `single`.
+    """Return the family of strategies that the launcher and the arguments request.
 
     Args:
-        args (`TrainingArguments`): of this launch.
-        environ (`Mapping`): the environment in which the launcher has left its config.
+        args (`TrainingArguments`): the training arguments of this launch.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+
+    Returns:
+        `str`: `zero`, `fsdp`, `parallel` (with tensor parallelism), `ddp` or `single`.
     """
     if args.deepspeed or _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
         return "zero"
@@ -46,8 +48,15 @@ def requested_family(args: "TrainingArguments", environ: Mapping[str, str] = os.
 
 
 def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
-    """`requested_family` with the names of `running_strategy`: `single`, `ddp`, `fsdp2`, `zero0` … `zero3`,
-    `parallel`."""
+    """Return the strategy that the launcher and the arguments request, by its name in a checkpoint's manifest.
+
+    Args:
+        args (`TrainingArguments`): the training arguments of this launch.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+
+    Returns:
+        `str`: one of the names that `running_strategy` returns.
+    """
     family = requested_family(args, environ)
     if family == "zero":
         return f"zero{args.deepspeed_plugin.zero_stage}"
@@ -55,10 +64,10 @@ def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = o
 
 
 def running_strategy(trainer: "Trainer") -> str:
-    """What is set up, by its name in a checkpoint's manifest.
+    """Return the strategy that is set up, by its name in a checkpoint's manifest.
 
     Args:
-        trainer (`Trainer`): of any kind.
+        trainer (`Trainer`): a Trainer or a subclass of it.
 
     Returns:
         `str`: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3` if Accelerate set it up; `parallel` for
@@ -78,7 +87,7 @@ def running_strategy(trainer: "Trainer") -> str:
 def let_fsdp_run_on_cpu() -> None:
     """Have Accelerate set up FSDP2 and device meshes on CPUs, over gloo. Call it before the Trainer is made.
 
-    Accelerate knows them from GPUs only: on CPUs it runs DDP instead of FSDP without saying so, and refuses meshes.
+    Accelerate supports them on GPUs only: on CPUs it silently runs DDP instead of FSDP, and refuses meshes.
     """
     state = PartialState._shared_state
     if state["distributed_type"] == DistributedType.MULTI_CPU:
@@ -89,12 +98,12 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
     """Compare the number of processes with the number that the launcher started. It needs no model.
 
     Args:
-        args (`TrainingArguments`): of this launch.
-        environ (`Mapping`): the environment in which the launcher has left its config.
+        args (`TrainingArguments`): the training arguments of this launch.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
 
     Raises:
         StrategyMismatchError: the launcher started another number of processes than this run has, or it requests
-            Megatron-LM, which transformers' Trainer does not drive.
+            Megatron-LM, which transformers' Trainer does not support.
         MissingDependencyError: it requests Megatron-LM, which is not installed.
     """
     if _is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
@@ -115,8 +124,10 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
 
 
 def _refuse_megatron() -> None:
-    """Accelerate would raise without saying where to get Megatron-LM, or give the Trainer a model that it cannot
-    step."""
+    """Reject Megatron-LM with a message that says what to do.
+
+    Accelerate would raise without saying where to get it, or give the Trainer a model that it cannot step.
+    """
     ours = "launch with accelerate_configs/tp_pp.yaml for tensor and pipeline parallelism by torch"
     if importlib.util.find_spec("megatron") is None:
         raise MissingDependencyError(
@@ -128,11 +139,11 @@ def _refuse_megatron() -> None:
 
 
 def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) -> str:
-    """Compare the prepared model with the request.
+    """Compare the strategy and the wrapper of the prepared model with the request.
 
     Args:
         trainer (`Trainer`): prepared for training.
-        environ (`Mapping`): the environment in which the launcher has left its config.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
 
     Returns:
         `str`: the running strategy.
@@ -159,7 +170,7 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
 
 
 def _is_parallel_trainer(trainer: "Trainer") -> bool:
-    """Whether it is a `ParallelTrainer`, whose class is in a layer above this one."""
+    """Return whether it is a `ParallelTrainer`, whose class is in a layer above this one."""
     return getattr(trainer, "parallelized", None) is not None
 
 
@@ -196,7 +207,7 @@ def describe_strategy(trainer: "Trainer") -> str:
 
 
 def _parameter_share(module: nn.Module, elsewhere: int | None = None) -> float:
-    """Elements that this rank keeps between steps / all elements, with the padding of the last shard.
+    """Return the elements that this rank keeps between steps over all elements, with the padding of the last shard.
 
     Args:
         module (`nn.Module`): the prepared model.
@@ -215,8 +226,10 @@ def _parameter_share(module: nn.Module, elsewhere: int | None = None) -> float:
 
 
 def _optimizer_share(module: nn.Module) -> float | None:
-    """The share of the parameters that ZeRO-1 and 2 update on this rank; None under the other strategies, where it
-    equals `_parameter_share`."""
+    """Return the share of the parameters that ZeRO-1 and 2 update on this rank.
+
+    It is None under the other strategies, where it equals `_parameter_share`.
+    """
     partitions = getattr(getattr(module, "optimizer", None), "single_partition_of_fp32_groups", None)
     if partitions is None:
         return None
@@ -245,7 +258,11 @@ def _fsdp_traits(trainer: "Trainer") -> list[str]:
 
 
 def unwrap_compiled(module: object) -> object:
-    """The module that `torch.compile` wrapped; `module` itself if it is not compiled."""
+    """Return the module that `torch.compile` wrapped, or `module` itself if it is not compiled.
+
+    Args:
+        module (`object`): a module, or another object that a Trainer trains, such as a DeepSpeed engine.
+    """
     return getattr(module, "_orig_mod", module)
 
 

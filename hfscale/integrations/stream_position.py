@@ -1,9 +1,9 @@
-"""The position of the training in a stream, so that a resumed run continues there without reading again what it saw.
+"""Keeps the position in a stream, so that a resumed run continues there without reading again what it has seen.
 
 Trainer knows only how many batches it has taken from a stream; on resume it takes as many again and drops them. A
 stream of `datasets` can report its position (`IterableDataset.state_dict`), but data loaders read ahead. So
-`PositionedStream` remembers the position after each of the samples handed out last, and `StreamPosition` keeps in
-`trainer_state.json` the one after the last sample of the last step. It is the same for any number of ranks: either one
+`PositionedStream` remembers the position after each of the last samples that it returned, and `StreamPosition` keeps
+the one after the last sample of the last step in `trainer_state.json`. It is the same for any number of ranks: either one
 rank reads for all, or each rank reads everything.
 """
 
@@ -30,10 +30,10 @@ _LEAVE_S = 5.0  # how long the end of a pass waits for a read under way: a preem
 
 
 class PositionedStream(IterableDataset[Any]):
-    """A stream that can be set to its position after any of the last samples that it handed out.
+    """Reads a stream that can be set to its position after any of the last samples that it returned.
 
-    A thread reads ahead, so that reading and tokenising need no data loader process, whose position nobody would know.
-    All attributes but its own are those of the dataset.
+    A thread reads ahead, so that reading and tokenising need no data loader process, whose position would not be known
+    here. All attributes but its own are those of the dataset.
 
     Args:
         dataset (`datasets.IterableDataset`): the stream to read.
@@ -56,19 +56,36 @@ class PositionedStream(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """What accelerate calls before each pass; a resumed run counts its passes from 0 again."""
+        """Set the number of the next pass. Accelerate calls it before each pass.
+
+        Args:
+            epoch (`int`): number of the pass in this launch, from 0; a resumed run counts from 0 again. The dataset
+                gets its number in the whole run.
+        """
         self.dataset.set_epoch(self._first_epoch + epoch)
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """Let the next pass begin at a position that `position_after` returned."""
+        """Let the next pass begin at a position that an earlier launch has recorded.
+
+        Args:
+            position (`dict[str, Any]`): what `position_after` returned, with `pass` (number of the pass in the run, from
+                0) and `samples` (samples taken from that pass).
+        """
         self._first_epoch = position["pass"]
         self._start = position
 
     def position_after(self, samples: int) -> dict[str, Any] | None:
-        """The position in this pass after `samples` samples, as JSON values; None if it is not known.
+        """Return the position in this pass after a number of samples.
 
         It is known only after the next sample has been read too: a resumed run compares that sample to check the
         position.
+
+        Args:
+            samples (`int`): samples taken from this pass, those of earlier launches included.
+
+        Returns:
+            `dict[str, Any]` or `None`: `state` (the dataset's state as JSON values; None at the end of the pass) and
+            `next` (a hash of the next sample). None if the position is not known.
         """
         if self._has_ended and samples >= self._count:
             return {"state": None}
@@ -81,7 +98,7 @@ class PositionedStream(IterableDataset[Any]):
             return None
 
     def __iter__(self) -> Iterator[Any]:
-        if get_worker_info() is not None:  # a worker reads ahead by itself, and nobody asks for its position
+        if get_worker_info() is not None:  # a worker reads ahead by itself, and its position is not used
             yield from self.dataset
             return
         start, self._start = self._start, None
@@ -126,7 +143,7 @@ class PositionedStream(IterableDataset[Any]):
         self._has_ended = True
 
     def _read_ahead(self) -> Iterator[tuple[Any, Any]]:
-        """Each sample with the stream's state after it, read by a thread."""
+        """Yield each sample with the stream's state after it, read by a thread."""
         waiting: queue.Queue[Any] = queue.Queue(_READ_AHEAD)
         is_left, end = threading.Event(), object()
         self._reader = threading.Thread(
@@ -165,7 +182,7 @@ def _read(dataset: Any, waiting: "queue.Queue[Any]", is_left: threading.Event, e
 
 
 def _digest(sample: Any) -> str:
-    """A hash by which a sample is recognised."""
+    """Return a hash by which a sample is recognised."""
     columns = sample.items() if isinstance(sample, dict) else enumerate([sample])
     heads = [(name, value[:_COMPARED] if hasattr(value, "__getitem__") else value) for name, value in columns]
     return xxhash.xxh3_64_hexdigest(repr(heads).encode())
@@ -177,7 +194,7 @@ class StreamPosition(TrainerCallback):
     `track_stream` adds it to the Trainer.
 
     Args:
-        adapter (`TrainerAdapter`): of the Trainer that trains on the stream.
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains on the stream.
         stream (`PositionedStream`): the Trainer's training data.
     """
 
@@ -267,7 +284,10 @@ class StreamPosition(TrainerCallback):
 def track_stream(adapter: TrainerAdapter) -> None:
     """Keep the position in the checkpoints if the Trainer's training data is a stream of `datasets`.
 
-    Call it before the training begins.
+    Call it before the training begins. Other training data is left alone.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that will train.
     """
     dataset = adapter.trainer.train_dataset
     if isinstance(dataset, datasets.IterableDataset):

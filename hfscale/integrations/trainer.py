@@ -24,7 +24,7 @@ _ABSENT = object()
 
 
 class TrainerAdapter:
-    """The changes that hfscale makes to one Trainer, one named method for each.
+    """Makes the changes that hfscale needs to one Trainer, by one named method for each.
 
     Every change is made on an instance, never on a class or a module of a library. A change lasts until the end of
     the training during which it was made, whether that training returns or raises. To see the end, the adapter wraps
@@ -40,6 +40,9 @@ class TrainerAdapter:
     `auto_find_batch_size` restarts the training loop.
 
     Get the adapter with `TrainerAdapter.of(trainer)`, or in a callback with `TrainerAdapter.current()`.
+
+    Args:
+        trainer (`Trainer`): the Trainer that is changed.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -56,7 +59,11 @@ class TrainerAdapter:
 
     @classmethod
     def of(cls, trainer: Trainer) -> "TrainerAdapter":
-        """The Trainer's adapter, made at the first call."""
+        """Return the Trainer's adapter, which the first call makes.
+
+        Args:
+            trainer (`Trainer`): the Trainer; its `train` is wrapped by the first call.
+        """
         adapter = vars(trainer).get(_ATTRIBUTE)
         if adapter is None:
             adapter = cls(trainer)
@@ -65,7 +72,7 @@ class TrainerAdapter:
 
     @classmethod
     def current(cls) -> "TrainerAdapter":
-        """The adapter of the Trainer whose callback event is being handled.
+        """Return the adapter of the Trainer whose callback event is being handled.
 
         Raises:
             HfScaleError: no Trainer is on the call stack.
@@ -75,13 +82,20 @@ class TrainerAdapter:
     # --- logs and batches -------------------------------------------------------------------------------------------
 
     def add_metrics(self, source: LogSource) -> None:
-        """Add the keys that `source(state)` returns to each training log, on every rank, in the order of addition."""
+        """Add the metric keys of `source` to each training log, on every rank, in the order of addition.
+
+        Args:
+            source (`Callable`): called as `source(state)` at each training log; returns values by metric key.
+        """
         self._metric_injector().add(source)
 
     def before_last_log(self, call: Callable[[], None]) -> None:
         """Have `call()` made before the record that ends a training is completed.
 
         It is also the last event before Trainer loads the best checkpoint.
+
+        Args:
+            call (`Callable`): called without arguments, on every rank.
         """
         self._metric_injector().before_last(call)
 
@@ -97,6 +111,9 @@ class TrainerAdapter:
 
         Trainer gathers the number of tokens of a step over all ranks before `on_step_begin`. Until then, a rank that
         has its batches waits for the ranks that do not, so that at `on_step_begin` all of them have waited.
+
+        Args:
+            listener (`Callable`): called without arguments; its result is ignored.
         """
         if self._fetch_hook is None:
             self._fetch_hook = DataFetchHook(self.trainer.get_batch_samples)
@@ -110,11 +127,18 @@ class TrainerAdapter:
         """Put `callback` before all others until the end of the training.
 
         What it adds to the logs then reaches the reporting integrations, which run before any callback of the user.
+
+        Args:
+            callback (`TrainerCallback`): the callback; at the end of the training it is removed.
         """
         self._change_callbacks(callback, lambda others: [callback, *others])
 
     def append_callback(self, callback: TrainerCallback) -> None:
-        """Put `callback` after all others until the end of the training."""
+        """Put `callback` after all others until the end of the training.
+
+        Args:
+            callback (`TrainerCallback`): the callback; at the end of the training it is removed.
+        """
         self._change_callbacks(callback, lambda others: [*others, callback])
 
     def _change_callbacks(
@@ -138,11 +162,11 @@ class TrainerAdapter:
         """Replace `_save_checkpoint`: Trainer has no event between the decision to save and the writing.
 
         Args:
-            save: called as `save(model, trial)` in its place, on every rank.
-            wait: returns when no save is being written; `wait_for_save` calls it.
+            save (`Callable`): called as `save(model, trial)` in its place, on every rank.
+            wait (`Callable`): called by `wait_for_save`; returns when no save is being written.
 
         Returns:
-            The Trainer's own method.
+            `Callable`: the Trainer's own method.
         """
         self._undo_one((id(self.trainer), "_save_checkpoint"))
         original = self.trainer._save_checkpoint
@@ -152,17 +176,29 @@ class TrainerAdapter:
         return original
 
     def wait_for_save(self) -> None:
-        """Wait for the save that is being written in the background, if there is one. Every rank must call it."""
+        """Wait for the save that is being written in the background, if there is one. Every rank must call it.
+
+        Raises:
+            StorageError: on every rank: that save failed.
+        """
         if self._wait_for_save is not None:
             self._wait_for_save()
 
     def output_dir(self, trial: Any) -> str:
-        """The folder of the run; that of one trial in a hyperparameter search."""
+        """Return the output folder of the run, or that of one trial in a hyperparameter search.
+
+        Args:
+            trial (`optuna.Trial` or `dict`, *optional*): the trial, as Trainer passes it; None: not a search.
+        """
         return self.trainer._get_output_dir(trial)
 
     @contextmanager
     def output_dir_replaced(self, folder: str) -> Iterator[None]:
-        """Within the block, Trainer writes its checkpoints below `folder`."""
+        """Have Trainer write its checkpoints below another folder within the `with` block.
+
+        Args:
+            folder (`str`): the folder, in which Trainer creates `checkpoint-N`.
+        """
         name = "_get_output_dir"
         self._replace(self.trainer, name, lambda trial: folder)
         try:
@@ -171,45 +207,81 @@ class TrainerAdapter:
             self._undo_one((id(self.trainer), name))
 
     def load_rng_state(self, checkpoint: str) -> None:
-        """Restore the random number generators from a checkpoint folder, as Trainer does after a resume."""
+        """Restore the random number generators of this rank, as Trainer does after a resume.
+
+        Args:
+            checkpoint (`str`): the checkpoint folder to read from.
+        """
         self.trainer._load_rng_state(checkpoint)
 
     # --- data, evaluation, arguments --------------------------------------------------------------------------------
 
     def replace_train_dataset(self, dataset: Any) -> None:
-        """Train on `dataset`."""
+        """Train on `dataset` until the end of the training. Call it before the training's data loader is made.
+
+        Args:
+            dataset (`Dataset` or `IterableDataset`): the training data.
+        """
         self._replace(self.trainer, "train_dataset", dataset)
 
     def wrap_ulysses_loader(self, wrap: Callable[[Any], Any]) -> None:
-        """Have Accelerate's data loader for ranks that share a sequence (DeepSpeed Ulysses) replaced by `wrap(it)`."""
+        """Replace Accelerate's data loader for ranks that share a sequence (DeepSpeed Ulysses).
+
+        Args:
+            wrap (`Callable`): called with that data loader; returns the one to use.
+        """
         accelerator = self.trainer.accelerator
         adapt = accelerator.deepspeed_ulysses_dl_adapter
         self._replace(accelerator, "deepspeed_ulysses_dl_adapter", lambda loader, model: wrap(adapt(loader, model)))
 
     def wrap_evaluate(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `evaluate` by `wrap(evaluate)`: an evaluation has no flag that ends it early."""
+        """Replace `evaluate` of the Trainer, because an evaluation has no flag that ends it early.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `evaluate`; returns the function to use, which takes the same
+                arguments.
+        """
         self._undo_one((id(self.trainer), "evaluate"))
         self._replace(self.trainer, "evaluate", wrap(self.trainer.evaluate))
 
     def wrap_eval_dataloader(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `get_eval_dataloader` by `wrap(get_eval_dataloader)`, for evaluations after the training too."""
+        """Replace `get_eval_dataloader` of the Trainer, for evaluations after the training too.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `get_eval_dataloader`; returns the function to use, which has
+                the same arguments.
+        """
         key = (id(self.trainer), "get_eval_dataloader")
         if key not in self._undo_lasting:
             self._replace(self.trainer, key[1], wrap(self.trainer.get_eval_dataloader), undo=self._undo_lasting)
 
     def set_argument(self, name: str, value: Any) -> None:
-        """Give the training argument `name` another value until the end of the training."""
+        """Give a training argument another value until the end of the training.
+
+        Args:
+            name (`str`): an attribute of the Trainer's `TrainingArguments`.
+            value (`Any`): its value until then.
+        """
         self.restore_argument(name)
         self._replace(self.trainer.args, name, value)
 
     def restore_argument(self, name: str) -> None:
-        """Undo `set_argument` before the end of the training."""
+        """Undo `set_argument` before the end of the training.
+
+        Args:
+            name (`str`): the training argument; nothing happens if it has not been set.
+        """
         self._undo_one((id(self.trainer.args), name))
 
     # --- the training itself ----------------------------------------------------------------------------------------
 
     def before_each_training(self, prepare: Callable[[], None]) -> None:
-        """Have `prepare()` called at the beginning of each `train`, before Trainer does anything."""
+        """Have `prepare()` called at the beginning of each `train`, before Trainer does anything.
+
+        Args:
+            prepare (`Callable`): called without arguments; changes that it makes by this adapter last until that
+                training ends.
+        """
         self._preparations.append(prepare)
 
     def finish_without_steps(self) -> None:
@@ -217,12 +289,16 @@ class TrainerAdapter:
         self._skips_steps = True
 
     def at_training_end(self, call: Callable[[], None]) -> None:
-        """Have `call()` made when the training ends, also when it raises; the last one added is called first."""
+        """Have `call()` made when the training ends, also when it raises.
+
+        Args:
+            call (`Callable`): called without arguments; the last one added is called first.
+        """
         self._watch_running_training()
         self._undo[call] = call
 
     def restore(self) -> None:
-        """Undo everything that was to last until the end of the training."""
+        """Undo every change that lasts until the end of the training."""
         undo, self._undo = self._undo, {}
         _call_all(undo)
 
@@ -252,7 +328,7 @@ class TrainerAdapter:
         return train_and_restore
 
     def _leave_if_unused(self) -> None:
-        """Undo the lasting changes too if nobody needs the adapter any more."""
+        """Undo the lasting changes too if no preparation and no `AdapterCallback` needs the adapter any more."""
         callbacks = self.trainer.callback_handler.callbacks
         if not self._preparations and not any(isinstance(callback, AdapterCallback) for callback in callbacks):
             _call_all(self._undo_lasting)
@@ -302,7 +378,7 @@ class TrainerAdapter:
     def _replace(
         self, owner: Any, name: str, value: Any, *, undo: dict[Any, Callable[[], None]] | None = None
     ) -> None:
-        """Set an attribute of an instance; the undo leaves it alone if somebody else has replaced it since."""
+        """Set an attribute of an instance; the undo leaves it alone if other code has replaced it since."""
         if undo is None:
             self._watch_running_training()
             undo = self._undo
@@ -331,7 +407,7 @@ def _call_all(undo: dict[Any, Callable[[], None]]) -> None:
 
 
 class AdapterCallback(TrainerCallback):
-    """A callback that uses its Trainer's `TrainerAdapter`: the base class of the callbacks of hfscale."""
+    """Gives a callback access to its Trainer's `TrainerAdapter`: the base class of the callbacks of hfscale."""
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -340,17 +416,20 @@ class AdapterCallback(TrainerCallback):
         TrainerAdapter.current()
 
     def before_train(self, adapter: TrainerAdapter) -> None:
-        """At the beginning of `Trainer.train`, before the data loader is made and before any `on_train_begin`.
+        """Prepare the Trainer at the beginning of `train`, before its data loader is made and before `on_train_begin`.
 
         It is not called in the first training if the callback was added after the Trainer was made.
+
+        Args:
+            adapter (`TrainerAdapter`): the adapter of the Trainer that will train.
         """
 
 
 class MetricInjector(TrainerCallback):
     """Completes each training log with the keys of its sources, as the first of a Trainer's callbacks.
 
-    So a metric needs no log record of its own: it is in the same record as the loss of its step, in `log_history`, on
-    the console and in every integration of `report_to`. Use it through `TrainerAdapter.add_metrics`.
+    A metric therefore needs no log record of its own: it is in the same record as the loss of its step, in
+    `log_history`, on the console and in every integration of `report_to`. Use it through `TrainerAdapter.add_metrics`.
     """
 
     def __init__(self) -> None:
@@ -358,12 +437,20 @@ class MetricInjector(TrainerCallback):
         self._last_calls: list[Callable[[], None]] = []
 
     def add(self, source: LogSource) -> None:
-        """Have `source(state)` asked for keys at each training log."""
+        """Have `source(state)` called for metric keys at each training log.
+
+        Args:
+            source (`Callable`): returns values by metric key; adding it twice has no effect.
+        """
         if source not in self._sources:
             self._sources.append(source)
 
     def before_last(self, call: Callable[[], None]) -> None:
-        """Have `call()` made before the sources are asked for the record that ends a training."""
+        """Have `call()` made before the sources are called for the record that ends a training.
+
+        Args:
+            call (`Callable`): called without arguments; adding it twice has no effect.
+        """
         if call not in self._last_calls:
             self._last_calls.append(call)
 
@@ -389,6 +476,9 @@ class DataFetchHook:
     """Replaces a Trainer's `get_batch_samples` and calls its listeners after each batch.
 
     Use it through `TrainerAdapter.on_batch`.
+
+    Args:
+        fetch (`Callable`): the Trainer's own `get_batch_samples`.
     """
 
     def __init__(self, fetch: Callable[..., Any]) -> None:
@@ -396,7 +486,11 @@ class DataFetchHook:
         self._listeners: list[Callable[[], object]] = []
 
     def add(self, listener: Callable[[], object]) -> None:
-        """Have `listener()` called after each batch."""
+        """Have `listener()` called after each batch.
+
+        Args:
+            listener (`Callable`): called without arguments; adding it twice has no effect.
+        """
         if listener not in self._listeners:
             self._listeners.append(listener)
 
@@ -414,7 +508,7 @@ class DataFetchHook:
 
 
 def calling_trainer() -> Trainer:
-    """The Trainer whose callback event is being handled, found on the call stack.
+    """Return the Trainer whose callback event is being handled, found on the call stack.
 
     Raises:
         HfScaleError: no Trainer is on the call stack.
@@ -429,9 +523,9 @@ def calling_trainer() -> Trainer:
 
 
 def resumed_from() -> str | None:
-    """The checkpoint folder from which the calling Trainer has resumed; None for a fresh start.
+    """Return the checkpoint folder from which the calling Trainer has resumed; None for a fresh start.
 
-    Trainer passes it from method to method and keeps it nowhere.
+    It is found on the call stack, since Trainer passes it from method to method and does not store it.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -443,7 +537,14 @@ def resumed_from() -> str | None:
 
 
 def training_frame(frame: FrameType | None = None) -> FrameType | None:
-    """The call of `Trainer.train` that `frame` (by default the caller) is in; None if it is in none."""
+    """Return the frame of the call of `Trainer.train` that another frame is in.
+
+    Args:
+        frame (`FrameType`, *optional*): the innermost frame to look at; by default the caller's.
+
+    Returns:
+        `FrameType` or `None`: the frame of the innermost such call; None if there is none.
+    """
     frame = frame or inspect.currentframe()
     while frame is not None and frame.f_code is not Trainer.train.__code__:
         frame = frame.f_back
@@ -451,20 +552,35 @@ def training_frame(frame: FrameType | None = None) -> FrameType | None:
 
 
 def is_training_in(frame: FrameType | None) -> bool:
-    """Whether `Trainer.train` is under way in `frame`, the innermost frame of its thread."""
+    """Return whether `Trainer.train` is running in a thread.
+
+    Args:
+        frame (`FrameType`, *optional*): the innermost frame of the thread; None: the result is False.
+    """
     return frame is not None and training_frame(frame) is not None
 
 
 def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
-    """The live dictionary `name` of what hfscale keeps in `trainer_state.json`; empty in a fresh run.
+    """Return a dictionary that hfscale keeps in `trainer_state.json`.
 
     Changes made to it are part of every later checkpoint. transformers' own `ExportableState` is not used: it raises
     a KeyError on save when the run resumed from a checkpoint that was written without the callback, and it restores
     by making a second instance of the callback.
+
+    Args:
+        state (`TrainerState`): the state of the Trainer.
+        name (`str`): name of the dictionary, one for each part of hfscale, such as `lr_scaling`.
+
+    Returns:
+        `dict[str, Any]`: the live dictionary, not a copy; empty in a fresh run. Its values must be JSON values.
     """
     return state.stateful_callbacks.setdefault(_STATE_KEY, {}).setdefault(name, {})
 
 
 def global_batch_size(trainer: Trainer) -> int:
-    """Sequences per optimizer step: per-device batch x accumulation x data-parallel size."""
+    """Return the sequences per optimizer step: per-device batch x accumulation x data-parallel size.
+
+    Args:
+        trainer (`Trainer`): ranks that share a sequence or a matrix count as one data-parallel rank.
+    """
     return trainer.get_total_train_batch_size(trainer.args)

@@ -1,4 +1,4 @@
-"""One W&B run for one training, however often it is relaunched."""
+"""Keeps one W&B run for one training, even if it is relaunched."""
 
 import os
 import sys
@@ -123,7 +123,14 @@ class WandbRun(TrainerCallback):
             self._drawn.add(name)
 
     def publish(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Write the numbers of the run into W&B's summary, and upload the report; called at the end of a training."""
+        """Write the numbers of the run into W&B's summary, and upload the report. Call it at the end of a training.
+
+        After a preemption nothing is published. If the report cannot be made, a warning is logged.
+
+        Args:
+            args (`TrainingArguments`): The training arguments, with the output directory.
+            state (`TrainerState`): State of the Trainer; it is not used.
+        """
         if self._run is None:
             return
         if (read_status(Path(args.output_dir)) or {}).get("status") == "preempted":
