@@ -169,7 +169,7 @@ class CommunicationMeter(Meter):
         self.comm_over_backward: float | None = None
         """Communication time over backward time, where DDP measures it."""
         self.shares: list[float] = []
-        """Share of the time that each rank communicates or waits for others; empty unless every rank knows its own."""
+        """Share of its time that each rank communicates or waits; empty unless every rank has measured it."""
         self._ddp: DdpCounters | None = None
         self._sampled: SampledSteps | None = None
 

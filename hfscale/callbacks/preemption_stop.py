@@ -341,7 +341,7 @@ class PreemptionStop:
         )
 
     def _outlook(self) -> _Outlook:
-        """Return what this rank knows."""
+        """Return the worst values of this rank: its pending notices and the times of its saves."""
         notices = self.notices.pending()
         left = [notice.seconds_left(self._assumed_s(notice.source)) for notice in notices]
         return _Outlook(

@@ -3,8 +3,8 @@
 Trainer knows only how many batches it has taken from a stream; on resume it takes as many again and drops them. A
 stream of `datasets` can report its position (`IterableDataset.state_dict`), but data loaders read ahead. So
 `PositionedStream` remembers the position after each of the last samples that it returned, and `StreamPosition` keeps
-the one after the last sample of the last step in `trainer_state.json`. It is the same for any number of ranks: either one
-rank reads for all, or each rank reads everything.
+the one after the last sample of the last step in `trainer_state.json`. It is the same for any number of ranks: either
+one rank reads for all, or each rank reads everything.
 """
 
 import json
@@ -68,8 +68,8 @@ class PositionedStream(IterableDataset[Any]):
         """Let the next pass begin at a position that an earlier launch has recorded.
 
         Args:
-            position (`dict[str, Any]`): what `position_after` returned, with `pass` (number of the pass in the run, from
-                0) and `samples` (samples taken from that pass).
+            position (`dict[str, Any]`): what `position_after` returned, with `pass` (number of the pass in the run,
+                from 0) and `samples` (samples taken from that pass).
         """
         self._first_epoch = position["pass"]
         self._start = position
