@@ -85,7 +85,7 @@ class PositionedStream(IterableDataset[Any]):
 
         Returns:
             `dict[str, Any]` or `None`: `state` (the dataset's state as JSON values; None at the end of the pass) and
-            `next` (a hash of the next sample). None if the position is not known.
+            `next` (a hash of the next sample; absent at the end of the pass). None if the position is not known.
         """
         if self._has_ended and samples >= self._count:
             return {"state": None}
