@@ -235,7 +235,7 @@ def test_gpu_hours_of_published_runs(model, gpu, gpus, seq_len, global_batch, to
         seq_len=seq_len,
         global_batch=global_batch,
         tokens=tokens,
-        framework="megatron",
+        stack="megatron",
         precision=precision,
     )
     assert 0.5 <= tokens / answer.choices[0].estimate.tokens_per_s_per_gpu / 3600 / gpu_hours <= 1.1
