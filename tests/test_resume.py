@@ -164,9 +164,9 @@ def test_another_number_of_processes_keeps_the_global_batch(of_eight_processes, 
     assert world_size * becomes[0] * becomes[1] == 48
 
 
-@pytest.mark.parametrize(("world_size", "mend"), [(5, "start 4"), (32, "start 24"), (100, "start 48")])
-def test_a_number_of_processes_that_cannot_keep_it_is_refused(of_eight_processes, world_size, mend):
-    with pytest.raises(LayoutError, match=mend):
+@pytest.mark.parametrize(("world_size", "fix"), [(5, "start 4"), (32, "start 24"), (100, "start 48")])
+def test_a_number_of_processes_that_cannot_keep_it_is_refused(of_eight_processes, world_size, fix):
+    with pytest.raises(LayoutError, match=fix):
         keep_global_batch(Arguments(world_size, 6), of_eight_processes)
 
 
