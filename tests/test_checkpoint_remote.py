@@ -128,10 +128,14 @@ class TestStore:
             put(self, checkpoint, name, size)
 
         monkeypatch.setattr(RemoteStore, "_put", failing)
+        checkpoint = make_checkpoint(tmp_path, 3)
         with pytest.raises(StorageError, match="OSError: connection lost"):
-            store.upload(make_checkpoint(tmp_path, 3))
+            store.upload(checkpoint)
         assert order[-1] == MANIFEST_NAME
         assert store.committed_steps() == []
+        monkeypatch.setattr(RemoteStore, "_put", lambda self, *arguments: self.nothing)
+        with pytest.raises(AttributeError, match="nothing"):  # a defect, not a store that cannot be reached
+            store.upload(checkpoint)
 
     @each_store("file")
     def test_a_damaged_copy_is_rejected(self, remote, tmp_path):
@@ -240,7 +244,7 @@ class TestUploader:
 
     def test_a_store_that_refuses_causes_one_warning(self, tmp_path, monkeypatch):
         levels = []
-        monkeypatch.setattr(remote_module.logger, "log", lambda level, *args: levels.append(level))
+        monkeypatch.setattr(remote_module.logger, "log", lambda level, *args, **kwargs: levels.append(level))
         (tmp_path / "remote").write_text("a file where the folder should be")
         uploader = Uploader(fast_store(f"file://{tmp_path}/remote"), limit=2, links=tmp_path / "links")
         for step in (1, 2):

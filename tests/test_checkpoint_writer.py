@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from test_spot_checkpoint import Interrupt, Pause
 from tiny import tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
@@ -48,6 +49,18 @@ def paused_saves(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "_run", waiting)
         yield go, spans
+
+
+class BrokenState(TrainerCallback, ExportableState):
+    """Its state, which Trainer saves with each checkpoint, cannot be read from step 1 on."""
+
+    step = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.step = state.global_step
+
+    def state(self):
+        return {"args": {}, "attributes": self.nothing if self.step else {}}
 
 
 class CallAtStep(TrainerCallback):
@@ -298,14 +311,27 @@ class TestFailure:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert saved_steps(tmp_path) == []
 
-    def test_an_error_while_the_state_is_copied_is_raised(self, tmp_path, monkeypatch):
-        def full(self, tree):
-            raise MemoryError("no room for the copy")
-
-        monkeypatch.setattr(HostSnapshot, "take", full)
-        trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2, max_steps=40)
-        with pytest.raises(StorageError, match="MemoryError"):
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    def test_an_error_of_code_is_raised_as_it_is(self, tmp_path, asynchronous):
+        """With the traceback of the code that raised it."""
+        spot = SpotCheckpointCallback(asynchronous=asynchronous)
+        trainer = tiny_trainer(tmp_path, spot, BrokenState(), save_strategy="steps", save_steps=2, max_steps=40)
+        with pytest.raises(AttributeError, match="nothing") as caught:
             trainer.train()
+        assert caught.traceback[-1].name == "state"
+        assert trainer.state.global_step == 2 or asynchronous
+        assert saved_steps(tmp_path) == []
+        assert list(tmp_path.glob(f"{UNFINISHED}/*")) == []
+
+    def test_an_error_of_code_on_another_rank_ends_this_one_with_its_traceback(self, tmp_path, monkeypatch):
+        rows = [
+            {"problem": None, "fix": None},
+            {"problem": "TypeError: no", "fix": None, "traceback": "in state_dict"},
+        ]
+        monkeypatch.setattr("hfscale.utils.distributed.gather_json", lambda own, group: rows)
+        job = CheckpointJob(run_dir=tmp_path, step=4, strategy="single", global_batch_size=4, commits=True)
+        with pytest.raises(RuntimeError, match=r"TypeError: no\s+in state_dict"):
+            CheckpointWriter().run(job)
 
     def test_saves_are_synchronous_if_the_copy_does_not_fit_in_memory(self, tmp_path, monkeypatch):
         monkeypatch.setattr(snapshots, "SHARE_OF_FREE_MEMORY", 0.0)
@@ -470,6 +496,9 @@ def test_two_ranks_write_the_files_that_trainer_writes(tmp_path, launch, strateg
                 assert len(content(loaded[0])) > 1
             else:
                 assert record == trainers.files[name], name
+    for result, kind in zip(results, ("RuntimeError", "AttributeError"), strict=True):
+        assert result["defect"].startswith(f"{kind}: ")
+        assert "has no attribute 'nothing'" in result["defect"]
     assert results[0]["failure"] == results[1]["failure"]
     assert results[0]["failure"].startswith("checkpoint-4 could not be written on rank 1: ")
     assert saved_steps(tmp_path / "failing" / "run") == []

@@ -75,6 +75,9 @@ def test_the_cause_is_found_at_any_depth() -> None:
     while_handling.__context__ = full
     assert storage_error(while_handling) is not None
     assert storage_error(caused(ValueError("a flag"), full, hidden=True)) is None
+    defect = AttributeError("of the code that handled the full disk")
+    defect.__context__ = full
+    assert storage_error(defect) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest
 from hfscale.checkpoint.store import UNFINISHED, archive, checkpoint_step, read_status, rotate, write_status
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
-from hfscale.errors import StorageError, UsageError
+from hfscale.errors import CheckpointError, StorageError, UsageError
 from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.integrations.loading import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.integrations.saving import TrainerSaving
@@ -84,8 +84,8 @@ class SpotCheckpointCallback(AdapterCallback):
         UsageError: a cadence or `notice_s` is not positive, the cloud is unknown, `remote` is not a valid URL, the
             training arguments have `enable_jit_checkpoint`, or another run holds the output directory.
         MissingDependencyError: the package for the protocol of `remote` is not installed.
-        StorageError: on every rank: a checkpoint could not be written during training; or, when the Trainer is made,
-            the remote store cannot be read and there is no local checkpoint, or a download failed.
+        StorageError: on every rank: a file of a checkpoint could not be written during training; or, when the Trainer
+            is made, the remote store cannot be read and there is no local checkpoint, or a download failed.
         LayoutError: training resumes from a checkpoint of a strategy whose files the running one cannot read.
         CheckpointError: training resumes from a checkpoint whose manifest or weights are broken.
     """
@@ -255,7 +255,7 @@ class SpotCheckpointCallback(AdapterCallback):
             unlock_output_dir(args.output_dir)
 
     def _wait(self) -> None:
-        """Wait until no save is in flight; if it failed, raise a `StorageError` on all ranks."""
+        """Wait until no save is in flight; if it failed, raise its error on all ranks."""
         self._watch = None
         if self._saving is not None:
             self._saving.writer.wait()
@@ -270,7 +270,7 @@ class SpotCheckpointCallback(AdapterCallback):
             self._wait()
         elif worst == 2.0:
             self._wait()
-            raise StorageError("a checkpoint could not be written on another rank: see its error")
+            raise CheckpointError("a checkpoint could not be written on another rank, whose error names the reason")
 
     def _rotate(self, best: str | os.PathLike[str] | None) -> None:
         if self._limit is not None:
@@ -306,11 +306,13 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _at_exit(self, args: TrainingArguments) -> None:
         """Finish a save in flight and report the failure. It is called at interpreter exit if the run did not end."""
-        if self._saving is not None:
-            with suppress(StorageError, KeyboardInterrupt):
-                self._saving.writer.wait(_EXIT_WAIT_S)
-        if args.should_save:
-            self._report_failure(args)
+        try:
+            if self._saving is not None:
+                with suppress(StorageError, KeyboardInterrupt):
+                    self._saving.writer.wait(_EXIT_WAIT_S)
+        finally:
+            if args.should_save:
+                self._report_failure(args)
 
     def _report_failure(self, args: TrainingArguments) -> None:
         """Set the status `failed` if the run neither completed nor was preempted.

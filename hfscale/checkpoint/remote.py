@@ -29,6 +29,7 @@ from hfscale.checkpoint.store import (
 )
 from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.utils import distributed
+from hfscale.utils.disk_errors import PROGRAM_ERRORS
 from hfscale.utils.logging import get_logger
 from hfscale.utils.redaction import redact
 
@@ -200,7 +201,7 @@ class RemoteStore:
         for attempt in range(self._attempts):
             try:
                 return operation()
-            except FileNotFoundError:
+            except (FileNotFoundError, *PROGRAM_ERRORS):
                 raise
             except Exception as error:
                 if attempt == self._attempts - 1:
@@ -332,7 +333,8 @@ class Uploader:
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True
             message = "%s was not copied: %s; training continues with the local checkpoints"
-            logger.log(level, message, checkpoint.name, redacted_message(error))
+            is_defect = isinstance(error, PROGRAM_ERRORS)
+            logger.log(level, message, checkpoint.name, redacted_message(error), exc_info=is_defect)
         finally:
             _unlink(checkpoint, self._links)
 

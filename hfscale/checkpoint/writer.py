@@ -21,8 +21,8 @@ Files in the output directory:
 All ranks write one checkpoint in this order (`_write_and_commit`):
 
 1. Each rank creates `.unfinished/checkpoint-N` and writes its own files into it (`CheckpointJob.write`).
-2. The ranks exchange their errors. If there is one, the committing rank deletes the folder and every rank raises a
-   `StorageError`. The same happens in steps 4 and 6.
+2. The ranks exchange their errors. If there is one, the committing rank deletes the folder and every rank raises: a
+   `StorageError` if a file could not be written, else the error itself. The same happens in steps 4 and 6.
 3. The ranks write the files that need collectives (`CheckpointJob.write_collectively`). Then each rank hashes its own
    files and calls fsync on each.
 4. The ranks exchange their errors, and the lengths and hashes of their files.
@@ -61,6 +61,7 @@ import re
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -74,7 +75,7 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, che
 from hfscale.checkpoint.store import CHECKPOINT_NAME, UNFINISHED, flush, remove_temporaries, write_atomically
 from hfscale.errors import StorageError
 from hfscale.utils import distributed
-from hfscale.utils.disk_errors import is_failed_torch_write
+from hfscale.utils.disk_errors import how_to_fix_write, is_failed_torch_write
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -135,7 +136,7 @@ class CheckpointWriter:
     def __init__(self) -> None:
         self._group = distributed.own_group()
         self._thread: threading.Thread | None = None
-        self._failure: StorageError | None = None
+        self._failure: Exception | None = None
         self._started_at = 0.0
         self._last_s = 0.0
 
@@ -160,7 +161,7 @@ class CheckpointWriter:
         An error of `job` itself is raised by the next `wait`, `start` or `run`.
 
         Raises:
-            StorageError: the earlier checkpoint could not be written. Raised on every rank.
+            Exception: as `wait`.
         """
         self.wait()
         self._started_at = job.started_at
@@ -173,7 +174,7 @@ class CheckpointWriter:
         """Write `job` in the calling thread.
 
         Raises:
-            StorageError: this or an earlier checkpoint could not be written. Raised on every rank.
+            Exception: as `wait`.
         """
         self.wait()
         self._run(job)
@@ -187,7 +188,9 @@ class CheckpointWriter:
                 checkpoint is still being written after that, the method returns and raises nothing.
 
         Raises:
-            StorageError: the last checkpoint could not be written. Raised once, on every rank.
+            StorageError: a file of the last checkpoint could not be written. Raised once, on every rank.
+            Exception: what else ended the save, such as an error in a callback whose state is saved. It is raised on
+                its rank, and a `RuntimeError` that contains its traceback on the others.
         """
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -204,17 +207,15 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
         if self._failure is not None:
-            logger.warning("%s", self._failure)
+            is_known = isinstance(self._failure, StorageError)
+            logger.warning("%s", self._failure, exc_info=None if is_known else self._failure)
 
     def _run(self, job: CheckpointJob) -> None:
         try:
             _write_and_commit(job, self._group)
             self._last_s = time.monotonic() - job.started_at
-        except StorageError as error:
+        except Exception as error:  # raised again by `wait`
             self._failure = error
-        except Exception as error:  # for example, the exchange fails because another rank has ended
-            self._failure = StorageError(_failure_message(job.step, str(distributed.rank()), _summary(error)))
-            self._failure.__cause__ = error
 
 
 def unfinished_folder(run_dir: Path, step: int) -> Path:
@@ -299,25 +300,35 @@ def _exchange(
     """Gather the file records of every rank.
 
     Raises:
-        StorageError: on every rank, if one of them has a problem.
+        StorageError: on every rank, if one of them could not write a file.
+        Exception: `problem`, if it has another reason.
+        RuntimeError: another rank has a problem with another reason; its traceback is a part of the message.
     """
-    own = {"problem": None if problem is None else _summary(problem), "files": files or {}}
+    fix = how_to_fix_write(problem) if problem is not None else None
+    is_defect = problem is not None and fix is None
+    own = {
+        "problem": None if problem is None else _summary(problem),
+        "fix": fix,
+        "traceback": "".join(traceback.format_exception(problem)) if is_defect else None,
+        "files": files or {},
+    }
     rows = distributed.gather_json(own, group)
     failed = [number for number, row in enumerate(rows) if row["problem"] is not None]
-    if failed:
-        if job.commits:
-            shutil.rmtree(job.folder, ignore_errors=True)  # frees its space if the disk is full
-        error = StorageError(_failure_message(job.step, str(failed[0]), rows[failed[0]]["problem"]))
-        raise error from problem
-    return [row["files"] for row in rows]
-
-
-def _failure_message(step: int, rank: str, problem: str) -> str:
-    where = f" on rank {rank}" if distributed.is_distributed() else ""
-    return (
-        f"checkpoint-{step} could not be written{where}: {problem}; the checkpoints committed before are complete: "
-        "make room and relaunch the same command"
-    )
+    if not failed:
+        return [row["files"] for row in rows]
+    if job.commits:
+        shutil.rmtree(job.folder, ignore_errors=True)  # frees its space if the disk is full
+    if problem is not None and is_defect:
+        raise problem
+    blamed = next((number for number in failed if rows[number]["fix"] is None), failed[0])
+    where = f" on rank {blamed}" if distributed.is_distributed() else ""
+    failure = f"checkpoint-{job.step} could not be written{where}: {rows[blamed]['problem']}"
+    if rows[blamed]["fix"] is None:
+        raise RuntimeError(f"{failure}\n\n{rows[blamed]['traceback']}") from problem
+    raise StorageError(
+        f"{failure}; the checkpoints committed before are complete: {rows[blamed]['fix']} and relaunch the same "
+        "command"
+    ) from problem
 
 
 def _summary(error: Exception) -> str:

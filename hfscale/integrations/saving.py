@@ -22,7 +22,7 @@ from hfscale.checkpoint.formats.dcp import dcp_errors
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import UNFINISHED
-from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
+from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, unfinished_folder
 from hfscale.integrations.snapshots import (
     DeferredWrites,
     FsdpSnapshot,
@@ -204,14 +204,14 @@ class TrainerSaving:
         try:
             with deferring, self._adapter.output_dir_replaced(str(run_dir / UNFINISHED)):
                 self._original(model, trial)
-        except Exception as error:
+            _note_best(trainer, run_dir)
+            if trainer.args.should_save:  # the state may name the best checkpoint by the unfinished folder
+                folder = unfinished_folder(run_dir, trainer.state.global_step)
+                trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+                complete_checkpoint(trainer, folder)
+        except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
-        _note_best(trainer, run_dir)
-        job = self._job(run_dir, begun, error=failed, write=self._deferred.write if self._deferred else None)
-        if failed is None and trainer.args.should_save:  # it may name the best checkpoint by the unfinished folder
-            trainer.state.save_to_json(str(job.folder / TRAINER_STATE_NAME))
-            complete_checkpoint(trainer, job.folder)
-        return job
+        return self._job(run_dir, begun, error=failed, write=self._deferred.write if self._deferred else None)
 
     def _job(self, run_dir: Path, begun: float, **parts: Any) -> CheckpointJob:
         args, state = self._trainer.args, self._trainer.state

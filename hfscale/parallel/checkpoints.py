@@ -45,6 +45,7 @@ from hfscale.parallel.mesh import ParallelMesh, copy_local_shard, local_tensor, 
 from hfscale.parallel.model import ParallelizedModel
 from hfscale.parallel.tensor import PackedParameter
 from hfscale.utils import distributed
+from hfscale.utils.disk_errors import PROGRAM_ERRORS
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _FILE_BYTES = 5 * 10**9  # transformers' own size of a shard
@@ -171,6 +172,8 @@ def _read_tensors(checkpoint: Path, parallelized: ParallelizedModel, tensors: di
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` is intended
                 dcp.load({name: full}, checkpoint_id=checkpoint / FOLDER, no_dist=True)
             copy_local_shard(tensor, full)
+    except PROGRAM_ERRORS:
+        raise
     except Exception as error:
         cause = error.__cause__ or error
         raise CheckpointError(

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from collections.abc import Iterator
 
 from hfscale.errors import StorageError
 
@@ -10,6 +11,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers for a disk, a quota or a file-size limit that is exhausted: free some space."""
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Error numbers for a file system or file that may not be written: change permissions, or use another path."""
+PROGRAM_ERRORS = (AttributeError, TypeError, NameError, AssertionError)
+"""Errors of code, never of a disk or a store: they are raised as they are, whatever error was handled before."""
 # How safetensors and tokenizers, which are written in Rust, report an error number.
 _ERRNO_IN_TEXT = re.compile(r"\bOs \{ code: (\d+)|\(os error (\d+)\)")
 # The C++ code of torch.save drops the error number.
@@ -23,6 +26,22 @@ def is_failed_torch_write(message: str) -> bool:
     return bool(_TORCH_WRITE_FAILED.search(message))
 
 
+def how_to_fix_write(error: BaseException) -> str | None:
+    """Return what the user must do if a file could not be written, or None if `error` has another reason.
+
+    Args:
+        error (`BaseException`): an error raised while files were written. Its causes are searched too.
+    """
+    fix = None
+    for cause in _causes(error):
+        code, _ = _error_number(cause)
+        if code in FULL or is_failed_torch_write(str(cause)):
+            return "make room"
+        if isinstance(cause, OSError) or code is not None:
+            fix = fix or ("make it writable" if code in NOT_WRITABLE else "remove the cause")
+    return fix
+
+
 def storage_error(error: BaseException) -> StorageError | None:
     """Return a `StorageError` if a full, read-only or forbidden disk caused `error`, else None.
 
@@ -30,10 +49,8 @@ def storage_error(error: BaseException) -> StorageError | None:
 
     safetensors and torch raise their own exceptions, which have the error number in their text or not at all.
     """
-    cause: BaseException | None = error
-    while cause is not None:
-        found = _ERRNO_IN_TEXT.search(str(cause))
-        code = getattr(cause, "errno", None) or (int(found[1] or found[2]) if found else None)
+    for cause in _causes(error):
+        code, found = _error_number(cause)
         name = getattr(cause, "filename", None)
         where = f" at {name}" if name else ""
         if code in FULL or is_failed_torch_write(str(cause)):
@@ -44,5 +61,19 @@ def storage_error(error: BaseException) -> StorageError | None:
             )
         if code in NOT_WRITABLE and (name or found):  # without a file it may be a socket
             return StorageError(f"no access{where}: {os.strerror(code)}: make it writable, then relaunch the command")
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error`, then what caused it, then what caused that."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        hides_context = cause.__suppress_context__ or isinstance(cause, PROGRAM_ERRORS)
+        cause = cause.__cause__ or (None if hides_context else cause.__context__)
+
+
+def _error_number(error: BaseException) -> tuple[int | None, bool]:
+    """Return the operating system's error number, if there is one, and whether it is a part of the message."""
+    found = _ERRNO_IN_TEXT.search(str(error))
+    return getattr(error, "errno", None) or (int(found[1] or found[2]) if found else None), found is not None

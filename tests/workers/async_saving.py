@@ -19,6 +19,7 @@ from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer
 
 from hfscale import ParallelArguments, SpotCheckpointCallback
+from hfscale.checkpoint import writer
 from hfscale.errors import StorageError
 from hfscale.recipe.entrypoint import run
 from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
@@ -62,6 +63,18 @@ def fail_on_rank_1(folder):
     return message
 
 
+def defect_on_rank_1(folder):
+    """Train with code that fails on rank 1 while its part of the checkpoint is saved; return each rank's error."""
+    with pytest.MonkeyPatch().context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(writer, "_record_own_files", lambda job: job.nothing)
+        try:
+            train(folder, SaveAtSteps(2), Pause(0.05), max_steps=200)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
 def main():
     models = {"full": tiny_model, "lora": lora_model}
     config = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
@@ -79,7 +92,8 @@ def main():
                 _, spot = train(folder, SaveAtSteps(2), release, model=make(), asynchronous=asynchronous)
             modes[folder] = spot._saving.synchronous_because
     message = fail_on_rank_1("failing")
-    Path(f"rank{dist.get_rank()}.json").write_text(json.dumps({"modes": modes, "failure": message}))
+    found = {"modes": modes, "failure": message, "defect": defect_on_rank_1("defect")}
+    Path(f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 run(main)
