@@ -28,6 +28,7 @@ from hfscale.metrics.throughput import (
     training_dtype,
 )
 from hfscale.utils.logging import get_logger
+from hfscale.utils.versions import context_parallel_size, sequence_parallel_size
 
 logger = get_logger(__name__)
 
@@ -286,7 +287,7 @@ class EfficiencyMeter(Meter):
             **(asdict(self.workload) if self.workload is not None else {}),
             "world_size": args.world_size,
             "strategy": running_strategy(self._trainer),
-            "global_batch_size": self._trainer.get_total_train_batch_size(args),
+            "global_batch_size": global_batch_size(self._trainer),
         }
         if self._match is not None:
             facts["baseline"] = self._match.describe()
@@ -361,7 +362,7 @@ class NoiseScaleMeter(Meter):
         strategy = running_strategy(trainer)
         if args.fp16:
             return "fp16 scales the loss, and with it the gradients"
-        if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
+        if trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer) > 1:
             return "ranks that share a sequence or a matrix see only parts of the gradients"
         if self._global_batch_size <= args.per_device_train_batch_size:
             return "it needs two micro-batches per step, from two ranks or by gradient accumulation"

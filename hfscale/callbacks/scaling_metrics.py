@@ -24,6 +24,7 @@ from hfscale.metrics.records import RunRecorder, last_logged_step
 from hfscale.metrics.throughput import TokenCounter
 from hfscale.metrics.triage import TriageWatch
 from hfscale.utils import distributed
+from hfscale.utils.versions import context_parallel_size, sequence_parallel_size
 
 _OUTSIDE_TRAINING = ("evaluate", "save")
 
@@ -123,7 +124,7 @@ class ScalingMetricsCallback(AdapterCallback):
         self._tokens_seen = int(self._saved.setdefault("tokens_seen", 0))
         # Tensor-parallel ranks see the same tokens; ranks that share a sequence see a part of it each.
         self._ranks_with_same_tokens = trainer.get_tp_size()
-        self._sequence_parts = trainer.get_cp_size() * trainer.get_sp_size()
+        self._sequence_parts = context_parallel_size(trainer) * sequence_parallel_size(trainer)
         for meter in self._meters:
             meter.begin(trainer, state)
         self._step_meters = [meter for meter in self._meters if meter.watches_steps]

@@ -25,6 +25,7 @@ from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, resume
 from hfscale.metrics.clocks import StepPace
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
+from hfscale.utils.versions import uses_jit_checkpoint
 
 logger = get_logger(__name__)
 
@@ -484,7 +485,7 @@ def _refuse_jit_checkpoint(args: TrainingArguments) -> None:
     Raises:
         UsageError: the training arguments have `enable_jit_checkpoint`.
     """
-    if args.enable_jit_checkpoint:
+    if uses_jit_checkpoint(args):
         raise UsageError(
             "--enable_jit_checkpoint true: its SIGTERM handler replaces the one of SpotCheckpointCallback, and its "
             "ranks do not agree on the step; remove the flag: the callback saves on SIGTERM by itself"

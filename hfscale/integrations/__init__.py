@@ -2,7 +2,7 @@
 
 `TrainerAdapter` (in `trainer.py`) makes every change to a Trainer, on the instance, and undoes it at the end of the
 training. `hfscale.parallel` is the one other package with access: its `ParallelTrainer` is a subclass of Trainer. The
-supported versions are those that the tests run with: transformers 5.23, Accelerate 1.15, DeepSpeed 0.19.8, PEFT 0.21.
+supported versions are those of docs/versions.md, and `hfscale.utils.versions` hides their differences.
 `tests/test_integrations.py` keeps all this true.
 
 Each entry below says what is touched, by which method, why there is no public way, and which test fails when a new
@@ -12,9 +12,9 @@ Replaced until the end of the training
 
 - `Trainer.train` (public), as long as the Trainer has one of our callbacks. By: `TrainerAdapter.of`. Reason: no
   event reports that a training was broken off by an exception. Test: test_integrations.py, TestRestore.
-- `Trainer._run_epoch` and `Trainer._finalize_training`. By: all others, in a training that began
-  before the callback was added. Reason: a call of `train` that is already running cannot be wrapped. Test:
-  test_integrations.py, TestAddedLater.
+- `Trainer._run_epoch` and `Trainer._finalize_training` (before transformers 5.4 `Trainer.training_step` and
+  `Trainer._finish_current_push`). By: all others, in a training that began before the callback was added. Reason: a
+  call of `train` that is already running cannot be wrapped. Test: test_integrations.py, TestAddedLater.
 - the order of `Trainer.callback_handler.callbacks`. By: `add_metrics`, `prepend_callback`, `append_callback`.
   Reason: reporting callbacks run before those of the user and would miss the keys that these add to a log. Test:
   test_integrations.py, test_added_metrics_reach_callbacks_that_come_before.
@@ -49,6 +49,8 @@ Read, called, or set once
 - what `Trainer._save_checkpoint` calls (`saving._WRITING_METHODS`), followed call by call. By: TrainerSaving and
   snapshots.py. Reason: Trainer writes to a folder, not to memory. Test: test_checkpoint_writer.py compares the files
   byte for byte.
+- `Trainer._train_batch_size`, set before transformers 5.4 if it is read in `on_init_end`. By: `global_batch_size`.
+  Reason: Trainer sets it later. Test: test_lr_scaling_callback.py, in `make test-versions`.
 - `_config.load_universal_checkpoint` of the DeepSpeed engine. By: `finish_universal_load`. Reason: the engine would
   look for universal files in every later load. Test: test_reshape.py.
 - `PartialState._shared_state` of Accelerate. By: `let_fsdp_run_on_cpu`. Reason: Accelerate runs FSDP on accelerators

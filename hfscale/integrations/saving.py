@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peft import PeftModel, PeftType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
@@ -43,6 +42,7 @@ from hfscale.integrations.strategy import running_strategy
 from hfscale.integrations.trainer import TrainerAdapter, global_batch_size
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
+from hfscale.utils.versions import is_peft_model, saves_safetensors
 
 logger = get_logger(__name__)
 
@@ -251,13 +251,15 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return "save_only_model under FSDP leaves no state to write"
     if args.device.type not in ("cpu", "cuda"):
         return f"it is not tested on {args.device.type}"
+    if not saves_safetensors(args):
+        return "save_safetensors is False"
     if args.push_to_hub:
         return "push_to_hub uploads the folder at once"
     overridden = [name for name in _WRITING_METHODS if not _is_known(type(trainer), name)]
     if overridden:
         return f"{type(trainer).__name__} has its own {overridden[0]}"
-    if isinstance(trainer.model, PeftModel):
-        others = {config.peft_type for config in trainer.model.peft_config.values()} - {PeftType.LORA}
+    if is_peft_model(trainer.model):
+        others = {str(config.peft_type.value) for config in trainer.model.peft_config.values()} - {"LORA"}
         if others:
             return f"adapters of type {min(others)} are made when they are written"
     readers = [name for name in map(_reader_of_saves, trainer.callback_handler.callbacks) if name]

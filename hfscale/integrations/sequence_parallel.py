@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hfscale.integrations.trainer import TrainerAdapter
+from hfscale.utils.versions import sequence_parallel_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -38,7 +39,7 @@ def fix_sequence_parallel(trainer: "Trainer") -> None:
     Args:
         trainer (`Trainer`): its gradients under ZeRO-1 and 2, and its training data loader, are corrected.
     """
-    if trainer.get_sp_size() == 1:
+    if sequence_parallel_size(trainer) == 1:
         return
     _fix_gradient(trainer)
     adapter = TrainerAdapter.of(trainer)
@@ -57,7 +58,7 @@ def _fix_gradient(trainer: "Trainer") -> None:
     ranks; DeepSpeed 0.19's ZeRO-1 and 2 average over the data-parallel ones only. Adam hides the factor (clipping and
     the logged norm do not); SGD takes steps that are too long by that factor.
     """
-    size = trainer.get_sp_size()
+    size = sequence_parallel_size(trainer)
     if trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
         return
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from peft import PeftModel, get_peft_model_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from transformers import PreTrainedModel, Trainer
@@ -33,6 +32,7 @@ from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, Paramete
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import write_atomically
 from hfscale.utils.logging import get_logger
+from hfscale.utils.versions import is_distributed_by_transformers, is_peft_model
 
 logger = get_logger(__name__)
 
@@ -70,7 +70,7 @@ def model_state(trainer: Trainer) -> dict[str, Any]:
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     state_dict = model.state_dict()
-    if not isinstance(model, PeftModel):
+    if not is_peft_model(model):
         return state_dict
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return {name: tensor for name, tensor in state_dict.items() if name not in frozen}
@@ -86,9 +86,9 @@ def write_model(trainer: Trainer, folder: Path, state_dict: dict[str, Any], proc
         processing (`dict[str, bytes]`): what `processing_files` returned.
     """
     unwrapped = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if isinstance(trainer.model, PreTrainedModel | PeftModel):
+    if isinstance(trainer.model, PreTrainedModel) or is_peft_model(trainer.model):
         trainer.model.save_pretrained(folder, state_dict=state_dict)
-    elif isinstance(unwrapped, PreTrainedModel | PeftModel):
+    elif isinstance(unwrapped, PreTrainedModel) or is_peft_model(unwrapped):
         unwrapped.save_pretrained(folder, state_dict=state_dict)
     else:
         safetensors.torch.save_file(state_dict, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
@@ -197,7 +197,7 @@ def complete_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
         trainer (`Trainer`): the Trainer that is saved.
         checkpoint (`Path`): the folder of the checkpoint.
     """
-    if trainer.is_distributed_loading_by_transformers:
+    if is_distributed_by_transformers(trainer):
         return  # each rank has some of the parameters; `ParallelTrainer` writes all of this itself
     model, optimizer = trainer.model, trainer.optimizer
     if optimizer is not None and not trainer.is_deepspeed_enabled:  # DeepSpeed's files name them, its groups do not
@@ -212,7 +212,7 @@ def complete_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
             write_atomically(checkpoint / PARAMETERS_NAME, names.to_json())
     if not trainer.is_fsdp_enabled:
         return
-    if isinstance(model, PeftModel):
+    if is_peft_model(model):
         model.peft_config[model.active_adapter].save_pretrained(str(checkpoint))
     elif hasattr(model, "config"):
         model.config.save_pretrained(checkpoint)
@@ -287,7 +287,9 @@ class FsdpSnapshot:
         With PEFT only the adapters are collected.
         """
         model, options = self._trainer.model, StateDictOptions()
-        if isinstance(model, PeftModel):
+        if is_peft_model(model):
+            from peft import get_peft_model_state_dict
+
             weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
         else:
             weights = get_model_state_dict(model, options=options)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hfscale.errors import MissingDependencyError, StrategyMismatchError
+from hfscale.utils.versions import sequence_parallel_size
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -246,7 +247,7 @@ def _deepspeed_traits(trainer: "Trainer") -> list[str]:
     secondary = getattr(trainer.model_wrapped.optimizer, "zero_hpz_partition_size", 1)
     if secondary > 1:
         traits.append(f"copies over {secondary} ranks")
-    if trainer.get_sp_size() > 1:
+    if sequence_parallel_size(trainer) > 1:
         traits.append(f"sequences cut over {trainer.model_wrapped.sequence_parallel_size} ranks")
     return traits
 

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.errors import HfScaleError
+from hfscale.utils.versions import has_epoch_methods
 
 LogSource = Callable[[TrainerState], dict[str, float]]
 
@@ -342,12 +343,15 @@ class TrainerAdapter:
         if frame is None or frame.f_locals.get("self") is not self.trainer:
             return
         self._undo["running"] = lambda: None
-        run_epoch, finalize = self.trainer._run_epoch, self.trainer._finalize_training
+        # In older versions an exception between two steps is not seen; the next training then restores first.
+        steps_name = "_run_epoch" if has_epoch_methods() else "training_step"
+        end_name = "_finalize_training" if has_epoch_methods() else "_finish_current_push"
+        take_steps, finalize = getattr(self.trainer, steps_name), getattr(self.trainer, end_name)
 
-        @functools.wraps(run_epoch)
-        def run_epoch_or_restore(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(take_steps)
+        def take_steps_or_restore(*args: Any, **kwargs: Any) -> Any:
             try:
-                return run_epoch(*args, **kwargs)
+                return take_steps(*args, **kwargs)
             except BaseException:
                 self.restore()
                 raise
@@ -359,8 +363,8 @@ class TrainerAdapter:
             finally:
                 self.restore()
 
-        self._replace(self.trainer, "_run_epoch", run_epoch_or_restore)
-        self._replace(self.trainer, "_finalize_training", finalize_and_restore)
+        self._replace(self.trainer, steps_name, take_steps_or_restore)
+        self._replace(self.trainer, end_name, finalize_and_restore)
 
     def _skip_steps(self) -> None:
         log, initial_values = self.trainer.log, self.trainer.set_initial_training_values
@@ -583,4 +587,6 @@ def global_batch_size(trainer: Trainer) -> int:
     Args:
         trainer (`Trainer`): ranks that share a sequence or a matrix count as one data-parallel rank.
     """
+    if not has_epoch_methods() and "_train_batch_size" not in vars(trainer):
+        trainer._train_batch_size = trainer.args.train_batch_size  # as Trainer does after `on_init_end`
     return trainer.get_total_train_batch_size(trainer.args)

@@ -10,6 +10,7 @@ from hfscale.errors import UnsupportedModelError
 from hfscale.facts.hardware import match_device_name, peak_tflops
 from hfscale.facts.model_shape import ModelShape
 from hfscale.metrics.baseline import Workload
+from hfscale.utils.versions import recomputes_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -100,7 +101,7 @@ class FlopsModel:
         return cls(
             shape=shape,
             lora_parameters=trainable if is_peft else None,
-            recomputes=bool(args.activation_checkpointing or args.gradient_checkpointing),
+            recomputes=recomputes_activations(args),
         )
 
     def model_flops_per_token(self, sequence_length: int) -> float:
@@ -210,7 +211,7 @@ def describe_workload(
         `Workload`: The description that baselines are looked up by.
     """
     config = getattr(model, "config", None)
-    recomputes = bool(args.activation_checkpointing or args.gradient_checkpointing)
+    recomputes = recomputes_activations(args)
     parameters, trainable = count_parameters(model)
     return Workload(
         model_type=str(getattr(config, "model_type", type(model).__name__)),

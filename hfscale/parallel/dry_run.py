@@ -30,6 +30,7 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import kept_and_working, loss_bytes
 from hfscale.planner.model_view import view_of
+from hfscale.utils.versions import recomputes_activations
 
 _GIB = 2.0**30
 _ADAM_BYTES = 8  # two moments in fp32
@@ -156,7 +157,7 @@ def _memory(
         seq_len=block_size,
         micro_batch=args.per_device_train_batch_size,
         global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size,
-        recompute="full" if args.activation_checkpointing or args.gradient_checkpointing else "none",
+        recompute="full" if recomputes_activations(args) else "none",
         sequence_parallel=sequence_parallel,
         loss_parallel=parallelized.vocab_loss is not None,
     )

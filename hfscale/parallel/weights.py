@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import XIELUActivation
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.distributed.fsdp import is_fsdp_enabled
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -30,6 +29,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from hfscale.errors import UsageError
 from hfscale.parallel.mesh import copy_local_shard
 from hfscale.utils import distributed
+from hfscale.utils.versions import is_fsdp_enabled
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:

@@ -19,6 +19,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch.nn.parallel import DistributedDataParallel
 
 from hfscale.errors import UsageError
+from hfscale.utils.versions import is_distributed_by_transformers
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -67,7 +68,7 @@ def compress_gradients(
     if method == "none":
         return
     ddp_types = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    is_ddp = trainer.accelerator.distributed_type in ddp_types and not trainer.is_distributed_loading_by_transformers
+    is_ddp = trainer.accelerator.distributed_type in ddp_types and not is_distributed_by_transformers(trainer)
     check_compression(method, is_ddp=is_ddp, use_cpu=trainer.args.use_cpu)
     options = trainer.accelerator.ddp_handler.to_kwargs()
     if method == "topk":

@@ -17,7 +17,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.distributed.fsdp import is_fsdp_enabled
 
 from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
@@ -27,6 +26,7 @@ from hfscale.recipe import corpus
 from hfscale.recipe.arguments import ModelArguments, errors_name_flag
 from hfscale.recipe.layout import distributed_config
 from hfscale.utils import distributed
+from hfscale.utils.versions import is_fsdp_enabled, recomputes_activations
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -161,7 +161,7 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
     set_seed(training_args.seed)  # the state of the generator after loading depends on the strategy
     with errors_name_flag("--lora_target_modules", args.lora_target_modules):
         adapted = get_peft_model(model, config)
-    if training_args.activation_checkpointing or training_args.gradient_checkpointing:
+    if recomputes_activations(training_args):
         adapted.enable_input_require_grads()  # recomputed layers need an input that requires a gradient
     return adapted
 

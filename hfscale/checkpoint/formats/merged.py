@@ -11,18 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
 
 from hfscale.checkpoint.formats.view import TensorRef
 from hfscale.errors import CheckpointError
+from hfscale.utils.versions import convert_weight, merges_weights, weight_conversions
 
 
 def merge(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, TensorRef]:
@@ -38,11 +30,13 @@ def merge(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, Tenso
         CheckpointError: some of the parts of a parameter are stored and others are not.
     """
     merged = dict(weights)
+    if not merges_weights():
+        return merged
     used: set[str] = set()
     for name, tensor in _meta_tensors(model):
         if name in weights:
             continue
-        parts = list(revert_weight_conversion(model, {name: tensor}))  # type: ignore[arg-type]
+        parts = list(_separated(model, {name: tensor}))
         found = [part for part in parts if part in weights]
         if not found:
             continue  # the parameter is tied, or was not saved
@@ -86,15 +80,22 @@ def split(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, Tenso
         `dict[str, TensorRef]`: the weights by their names in the safetensors files. A merged parameter is read for its
             first part and kept in memory until its last part has been read.
     """
-    if not get_model_conversion_mapping(model, add_legacy=False):  # type: ignore[arg-type]
+    if not merges_weights() or not weight_conversions(model):
         return dict(weights)
     separate: dict[str, TensorRef] = {}
     for name, ref in weights.items():
         merged = torch.empty(ref.shape, dtype=ref.dtype, device="meta")
-        parts = revert_weight_conversion(model, {name: merged})  # type: ignore[arg-type]
+        parts = _separated(model, {name: merged})
         splitting = _Splitting(model, name, ref)
         for part, tensor in parts.items():
             separate[part] = TensorRef(shape=tuple(tensor.shape), dtype=ref.dtype, read=splitting.reader(part))
+    return separate
+
+
+def _separated(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    separate: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)  # type: ignore[arg-type]
     return separate
 
 
@@ -116,11 +117,9 @@ def _merging(
 
 def _merged(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Merge one parameter from its parts, with the conversion table that `from_pretrained` uses."""
-    table = [
-        entry
-        for entry in get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
-        if not isinstance(entry, PrefixChange)
-    ]
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    table = weight_conversions(model)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
     chosen: WeightConverter | None = None
@@ -133,7 +132,7 @@ def _merged(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> torch.Tensor
             chosen = copy.deepcopy(next(entry for entry in converters if pattern in entry.source_patterns))
         chosen.add_tensor(target, part, pattern, tensor)  # type: ignore[arg-type]
     assert chosen is not None
-    realized: Any = next(iter(chosen.convert(target, model=model, config=model.config).values()))
+    realized: Any = next(iter(convert_weight(chosen, target, model).values()))
     merged: torch.Tensor = realized[0] if isinstance(realized, list) else realized
     return merged
 
@@ -153,7 +152,7 @@ class _Splitting:
         def read() -> torch.Tensor:
             if part not in self._parts:
                 merged = self._ref.read()
-                self._parts = revert_weight_conversion(self._model, {self._name: merged})  # type: ignore[arg-type]
+                self._parts = _separated(self._model, {self._name: merged})
             return self._parts.pop(part)
 
         return read
