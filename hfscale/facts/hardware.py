@@ -8,11 +8,11 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hfscale.errors import ConfigFileError, UnknownHardwareError, UsageError
+from hfscale.utils.shipped import read_table
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 """Formats of matrix products. fp32 matrices use `tf32` where torch allows it, and `fp32` where it does not."""
@@ -79,8 +79,7 @@ class Accelerator:
 @cache
 def accelerators() -> tuple[Accelerator, ...]:
     """Reads all accelerators of `hardware.toml`, in the order of the file."""
-    text = resources.files("hfscale.facts").joinpath("hardware.toml").read_text(encoding="utf-8")
-    rows: list[dict[str, Any]] = tomllib.loads(text)["accelerator"]
+    rows: list[dict[str, Any]] = read_table("facts/hardware.toml")["accelerator"]
     for row in rows:
         row["aliases"] = tuple(row["aliases"])
         row["device_names"] = tuple(row["device_names"])

@@ -20,7 +20,7 @@ from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-_FAMILIES_FILE = "hfscale/facts/parallel_families.py"
+_FAMILIES_FILE = "hfscale/facts/parallel_families.toml"
 
 
 def check_config(

@@ -5,12 +5,12 @@ A framework is what `--stack` names: `hf` (Transformers, Accelerate and DeepSpee
 """
 
 import difflib
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from typing import Any
 
 from hfscale.errors import UsageError
+from hfscale.utils.shipped import read_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +115,13 @@ class SharedConstants:
     """Memory of NCCL's buffers per group of ranks, GiB."""
 
 
-@cache
-def _table() -> dict[str, dict[str, float]]:
-    text = resources.files("hfscale.planner").joinpath("frameworks.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+_TABLE: dict[str, dict[str, Any]] = read_table("planner/frameworks.toml")
 
 
 @cache
 def shared_constants() -> SharedConstants:
     """Returns the constants that all frameworks share."""
-    return SharedConstants(**_table()["shared"])
+    return SharedConstants(**_TABLE["shared"])
 
 
 @cache
@@ -139,9 +136,9 @@ def find_framework(name: str) -> Framework:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UsageError(f"--stack is {name!r}, which is not known{hint}: use one of {', '.join(names)}")
-    return Framework(name=name, **_table()[name])  # type: ignore[arg-type]
+    return Framework(name=name, **_TABLE[name])
 
 
 def framework_names() -> tuple[str, ...]:
     """Lists the names of all frameworks."""
-    return tuple(name for name in _table() if name != "shared")
+    return tuple(name for name in _TABLE if name != "shared")

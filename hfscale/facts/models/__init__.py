@@ -1,21 +1,19 @@
 """Finds a model by name: a file, a name in the built-in catalogue, or a hub id."""
 
 import difflib
-import tomllib
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from hfscale.errors import MissingDependencyError, UnsupportedModelError
 from hfscale.facts.model_shape import ModelShape
+from hfscale.utils.shipped import read_table
 
 
 @cache
 def catalogue() -> dict[str, dict[str, Any]]:
     """Reads the built-in models: name -> config keys, and hub ids under the key `hub`."""
-    text = resources.files("hfscale.facts.models").joinpath("catalogue.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return read_table("facts/models/catalogue.toml")
 
 
 def catalogue_names() -> tuple[str, ...]:
