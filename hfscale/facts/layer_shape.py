@@ -241,7 +241,7 @@ def mlp_shape(config: ModelConfig, family: Family) -> MlpShape:
     Raises:
         `UnsupportedModelError`: A key is missing or wrong.
     """
-    ffn = family.ffn(config)
+    ffn = config.count(family.ffn) if isinstance(family.ffn, str) else family.ffn(config)
     bias = decide(family.mlp_bias, config)
     return MlpShape(
         ffn=ffn,

@@ -1,28 +1,47 @@
-"""The model families that hfscale can size, one row each, as transformers 5.23 builds them.
+"""The model families that hfscale can size, one table of `families.toml` each, as transformers 5.23 builds them.
 
-To add a family: read its `modeling_<family>.py` and `configuration_<family>.py`, write a row with what differs from
-the defaults of `Family`, and add small configs of it to `tests/test_model_shape.py`, which compares every row with the
-model that transformers builds. A family with layers that are neither attention nor MLP (state-space, linear attention)
-needs more than a row.
+To add a family: read its `modeling_<family>.py` and `configuration_<family>.py`, write a table with what differs from
+the defaults of `Family`, and add small configs of it to `tests/test_model_shape.py`, which compares every family with
+the model that transformers builds. A family with layers that are neither attention nor MLP (state-space, linear
+attention) needs more than a table.
 
 | file | holds |
 |---|---|
+| `families.toml` | the families |
 | `family.py` | the columns: `Family`, `ExpertFamily` |
 | `rules.py` | functions for columns that are neither a literal nor the value of one config key |
-| `llama.py`, `gpt.py`, `moe.py` | the rows |
 """
 
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.config_reader import TEXT_MODELS
-from hfscale.facts.families.family import Family
-from hfscale.facts.families.gpt import GPT_FAMILIES
-from hfscale.facts.families.llama import LLAMA_FAMILIES
-from hfscale.facts.families.moe import MOE_FAMILIES
+from hfscale.facts.families import rules
+from hfscale.facts.families.family import ExpertFamily, Family
+from hfscale.utils.shipped import read_table
 
-FAMILIES: Mapping[str, Family] = {**LLAMA_FAMILIES, **GPT_FAMILIES, **MOE_FAMILIES}
+
+def _family(row: Mapping[str, Any]) -> Family:
+    columns = _columns(row)
+    if "experts" in row:
+        columns["experts"] = ExpertFamily(**_columns(row["experts"]))
+    return Family(**columns)
+
+
+def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a row, with functions in place of the names of rules, and tuples in place of lists."""
+    columns = {}
+    for column, value in row.items():
+        if isinstance(value, str):
+            value = vars(rules).get(value, value)
+        columns[column] = tuple(value) if isinstance(value, list) else value
+    return columns
+
+
+_ROWS = read_table("facts/families/families.toml")
+FAMILIES: Mapping[str, Family] = {name: _family(row) for name, row in _ROWS.items()}
 """model_type -> its row."""
 
 
@@ -38,6 +57,6 @@ def family_of(model_type: str) -> Family:
         nearest = difflib.get_close_matches(model_type, known, n=3, cutoff=0.5) or known
         raise UnsupportedModelError(
             f"model_type {model_type!r} is unknown: use one of {', '.join(nearest)}, or "
-            "add a row for it to hfscale/facts/families"
+            "add a table for it to hfscale/facts/families/families.toml"
         )
     return family

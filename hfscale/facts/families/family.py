@@ -1,4 +1,4 @@
-"""The columns of the tables in this package: properties of a model family that its `config.json` does not contain.
+"""The columns of `families.toml`: properties of a model family that its `config.json` does not contain.
 
 Most columns are a literal or the name of a config key. The others are a rule, a small function of the config in
 `rules.py`.
@@ -122,8 +122,8 @@ class Family:
     """Whether the activation is gated (SwiGLU, GeGLU)."""
     mlp_bias: Flag = False
     """Whether the dense MLP has biases."""
-    ffn: Callable[[ModelConfig], int] = rules.stated_ffn
-    """Inner width of the dense MLP."""
+    ffn: str | Callable[[ModelConfig], int] = "intermediate_size"
+    """Inner width of the dense MLP: a config key, or a rule."""
     activation_parameters: int = 0
     """Number of parameters of the MLP's activation function."""
     experts: ExpertFamily | None = None

@@ -1,4 +1,4 @@
-"""Rules of the family table: values that are neither a literal nor the value of one config key.
+"""Rules of the family table, which names them: values that are neither a literal nor the value of one config key.
 
 Each rule follows the config and model classes of transformers 5.23 (`models/<family>/configuration_<family>.py`). It
 takes the model's config, and raises `UnsupportedModelError` if a key that it reads is missing or wrong.
@@ -86,57 +86,39 @@ def sliding_layers(
     return windows
 
 
-def each_layer(config: ModelConfig, layer: int) -> bool:
-    """Gives every layer the window.
+_ENABLED_BY = "use_sliding_window"
 
-    Args:
-        config (`ModelConfig`): The model's config, which is not read.
-        layer (`int`): Index of the layer, which is not read.
-    """
-    return True
+sliding = sliding_layers(lambda config, layer: True)
+sliding_if_enabled = sliding_layers(lambda config, layer: True, enabled_by=_ENABLED_BY)
+"""The window of every layer."""
 
-
-def all_but_last_of_pattern(config: ModelConfig, layer: int) -> bool:
-    """Gives every layer but the last of each `sliding_window_pattern` layers the window.
-
-    Args:
-        config (`ModelConfig`): The model's config.
-        layer (`int`): Index of the layer, from 0.
-    """
-    return (layer + 1) % config.count("sliding_window_pattern") != 0
+sliding_by_pattern = sliding_layers(lambda config, layer: (layer + 1) % config.count("sliding_window_pattern") != 0)
+"""The window of every layer but the last of each `sliding_window_pattern` layers."""
 
 
-def upper_layers(config: ModelConfig, layer: int) -> bool:
-    """Gives the layers from `max_window_layers` on the window.
-
-    Args:
-        config (`ModelConfig`): The model's config.
-        layer (`int`): Index of the layer, from 0.
-    """
+def _is_upper(config: ModelConfig, layer: int) -> bool:
     return layer >= (config.optional_count("max_window_layers") or 0)
 
 
-def even_lower_layers(config: ModelConfig, layer: int) -> bool:
-    """Gives every second layer below `max_window_layers`, from the first on, the window.
+sliding_in_upper_layers = sliding_layers(_is_upper)
+sliding_in_upper_layers_if_enabled = sliding_layers(_is_upper, enabled_by=_ENABLED_BY)
+"""The window of the layers from `max_window_layers` on."""
 
-    Args:
-        config (`ModelConfig`): The model's config.
-        layer (`int`): Index of the layer, from 0.
-    """
-    return layer % 2 == 0 and layer < (config.optional_count("max_window_layers") or 0)
+sliding_in_even_lower_layers = sliding_layers(
+    lambda config, layer: layer % 2 == 0 and not _is_upper(config, layer), enabled_by=_ENABLED_BY
+)
+"""The window of every second layer below `max_window_layers`, from the first on."""
 
 
-def layers_without_rope(config: ModelConfig, layer: int) -> bool:
-    """Gives SmolLM3's layers without rotary positions the window.
-
-    Args:
-        config (`ModelConfig`): The model's config.
-        layer (`int`): Index of the layer, from 0.
-    """
+def _has_no_rope(config: ModelConfig, layer: int) -> bool:
     has_rope = config.items("no_rope_layers")
     if has_rope is None:
         return (layer + 1) % config.count("no_rope_layer_interval") == 0
     return not has_rope[layer]
+
+
+sliding_without_rope = sliding_layers(_has_no_rope, enabled_by=_ENABLED_BY)
+"""The window of SmolLM3's layers without rotary positions."""
 
 
 def gpt_neo_windows(config: ModelConfig) -> Windows:
@@ -161,20 +143,17 @@ def gpt_neo_windows(config: ModelConfig) -> Windows:
 # -- MLP --------------------------------------------------------------------------------------------------------------
 
 
-def ffn_from(key: str) -> Callable[[ModelConfig], int]:
-    """Creates a rule that reads the inner width of the MLP from `key`."""
-    return lambda config: config.count(key)
-
-
-stated_ffn = ffn_from("intermediate_size")
-
-
-def ffn_from_or_four_hidden(key: str) -> Callable[[ModelConfig], int]:
+def ffn_or_four_hidden(key: str) -> Callable[[ModelConfig], int]:
     """Creates a rule that reads the inner width of the MLP from `key`.
 
     If the key is missing or `null`, the width is four times the hidden size.
     """
     return lambda config: config.optional_count(key) or four_hidden(config)
+
+
+n_inner_or_four_hidden = ffn_or_four_hidden("n_inner")
+ffn_hidden_size_or_four_hidden = ffn_or_four_hidden("ffn_hidden_size")
+intermediate_size_or_four_hidden = ffn_or_four_hidden("intermediate_size")
 
 
 def four_hidden(config: ModelConfig) -> int:
@@ -212,6 +191,10 @@ def shared_experts(config: ModelConfig) -> int:
 def stated_shared_width(key: str) -> Callable[[ModelConfig], int]:
     """Creates a rule that reads the shared expert's width from `key`; 0 or `null` means no shared expert."""
     return lambda config: config.optional_count(key) or 0
+
+
+granite_shared_width = stated_shared_width("shared_intermediate_size")
+qwen_shared_width = stated_shared_width("shared_expert_intermediate_size")
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
