@@ -25,7 +25,6 @@ import numpy as np
 from benchmarks import planner_choice, planner_memory
 from benchmarks.planner_runs import Constants, Run, load
 from hfscale.planner.frameworks import Framework, SharedConstants, find_framework, framework_names, shared_constants
-from hfscale.planner.model_view import view_of
 from hfscale.planner.throughput import step_time
 
 HERE = Path(__file__).parent
@@ -96,7 +95,7 @@ def to_constants(vector: np.ndarray, constants: Constants) -> dict[str, Framewor
 def predicted(run: Run, constants: Constants) -> float:
     """Predicted tokens per second and GPU of a run."""
     job = run.job
-    time = step_time(view_of(job.shape), job, constants[job.framework], constants["shared"])
+    time = step_time(job, constants[job.framework], constants["shared"])
     return job.global_batch * job.seq_len / time.total / job.layout.world_size
 
 

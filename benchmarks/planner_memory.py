@@ -17,7 +17,6 @@ import numpy as np
 from benchmarks.planner_runs import Constants, Run
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.memory import allocated_gib, memory_of
-from hfscale.planner.model_view import view_of
 
 FITTED = {"fragmentation": (1.05, 0.02), "group_gib": (0.5, 0.15)}
 """Fitted constants with mean and standard deviation of their priors."""
@@ -34,7 +33,7 @@ def error(run: Run, constants: Constants) -> float:
     """Relative error of the predicted peak; if the source gives allocated memory, the allocated part is compared."""
     shared = constants["shared"]
     stack = constants[run.job.framework]
-    memory = memory_of(view_of(run.job.shape), run.job, stack, shared)
+    memory = memory_of(run.job, stack, shared)
     return (allocated_gib(memory, shared) if run.is_allocated else memory.total) / run.memory_gib - 1
 
 

@@ -24,7 +24,6 @@ from hfscale.planner.emit import emit
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.launchable import why_not
 from hfscale.planner.memory import GIB, kept_and_working, layers_in_flight
-from hfscale.planner.model_view import view_of
 from hfscale.planner.plan import Choice
 from hfscale.planner.search import PlanRequest, layouts
 from hfscale.recipe import corpus
@@ -269,9 +268,7 @@ class TestSearchOffersOnlyWhatRecipesSupport:
         asked = {"layout": {"pp": 2, "cp": 4}, "zero": 3, "seq_len": 8192}
         job, stack = estimate("llama-3.1-8b", gpu="H100-80GB", **asked).job, find_framework("hf")
         alone = replace(job, seq_len=2048, layout=replace(job.layout, cp=1))  # as many tokens on a rank
-        more = (
-            kept_and_working(view_of(job.shape), job, stack)[0] - kept_and_working(view_of(job.shape), alone, stack)[0]
-        )
+        more = kept_and_working(job, stack)[0] - kept_and_working(alone, stack)[0]
         assert more == 2 * 2048 * (8 + 8) * 128 * 3
 
 
@@ -382,7 +379,7 @@ def test_the_dry_run_of_an_emitted_pipeline_needs_the_planned_memory(tmp_path, s
     assert job.rank_layers == tuple(sum(map(span, rank.layers.split())) for rank in ranks)
     states = memory.parameters + memory.gradients + memory.optimizer
     assert states == pytest.approx(max(rank.states for rank in ranks), rel=0.03)
-    kept, working = kept_and_working(view_of(job.shape), job, find_framework("hf"))
+    kept, working = kept_and_working(job, find_framework("hf"))
     opening = (layers_in_flight(job) * kept + working) / GIB
     assert opening == pytest.approx(max(rank.activations for rank in ranks))
     assert memory.activations + memory.loss <= max(rank.activations + rank.loss for rank in ranks) * 1.001

@@ -12,20 +12,19 @@ from hfscale.facts.models import find_model
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.memory import kept_and_working, micro_batches_in_flight
-from hfscale.planner.model_view import view_of
 from hfscale.planner.network import Group, Network
 from hfscale.planner.search import PlanRequest, layouts
 from hfscale.planner.throughput import EXPERT_OVERLAP, expert_exchange_s, nodes_of_a_token
 
 PERFECT = replace(shared_constants(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
 NETWORK = Network.of(accelerator("H800"), node_size=8, network_gb_s=50.0, shared=PERFECT)
-DEEPSEEK = view_of(find_model("deepseek-v3"))
+DEEPSEEK = find_model("deepseek-v3")
 
 
 def deepseek(**changes):
     """DeepSeek-V3 as Megatron would run its published layout: 16 stages, experts over 64 ranks."""
     options = {"dp_replicate": 128, "pp": 16, "virtual_stages": 2, "expert_parallel": 64, "zero": 1}
-    options |= {"framework": "megatron", "global_batch": 15360, "overlapped_experts": True, "shape": DEEPSEEK.shape}
+    options |= {"framework": "megatron", "global_batch": 15360, "overlapped_experts": True, "shape": DEEPSEEK}
     return job(gpu=accelerator("H800"), **{**options, **changes})
 
 
@@ -47,23 +46,21 @@ class TestExchange:
     def test_the_router_limits_the_nodes(self, nodes, reached):
         """Four of eight groups, which are on as many nodes, or on two nodes each (arXiv 2412.19437, section 2.1.2)."""
         assert nodes_of_a_token(DEEPSEEK, nodes) == reached
-        assert nodes_of_a_token(view_of(find_model("qwen3-30b-a3b")), nodes) == nodes
+        assert nodes_of_a_token(find_model("qwen3-30b-a3b"), nodes) == nodes
 
     def test_tokens_are_sent_in_8_bits_and_returned_in_16(self):
-        wide, narrow = (
-            expert_exchange_s(DEEPSEEK, deepseek(precision=kind), NETWORK, 0.0) for kind in ("bf16", "fp8")
-        )
+        wide, narrow = (expert_exchange_s(deepseek(precision=kind), NETWORK, 0.0) for kind in ("bf16", "fp8"))
         assert narrow / wide == pytest.approx((2 + 1 + 4 / 128) / 4, rel=1e-6)
 
     def test_the_hidden_part_is_limited_by_the_computation(self):
-        whole = expert_exchange_s(DEEPSEEK, deepseek(), NETWORK, 0.0)
-        half_hidden = expert_exchange_s(DEEPSEEK, deepseek(), NETWORK, whole / 2)
+        whole = expert_exchange_s(deepseek(), NETWORK, 0.0)
+        half_hidden = expert_exchange_s(deepseek(), NETWORK, whole / 2)
         assert half_hidden == pytest.approx(whole * (1 - EXPERT_OVERLAP / 2))
         # A computation runs slower during the exchange, however long the computation is.
-        hidden = expert_exchange_s(DEEPSEEK, deepseek(), NETWORK, 100 * whole)
+        hidden = expert_exchange_s(deepseek(), NETWORK, 100 * whole)
         assert hidden == pytest.approx(whole * (1 - EXPERT_OVERLAP))
         plain = deepseek(overlapped_experts=False)
-        assert expert_exchange_s(DEEPSEEK, plain, NETWORK, 100 * whole) > 2 * whole
+        assert expert_exchange_s(plain, NETWORK, 100 * whole) > 2 * whole
 
     @pytest.mark.parametrize(
         "changes",
@@ -95,16 +92,14 @@ class TestExchange:
 
 def test_selective_recomputation_of_experts_drops_norms_activations_and_expanded_latents():
     whole, kept = (
-        kept_and_working(DEEPSEEK, deepseek(recompute=kind), find_framework("megatron"))[0]
-        for kind in ("none", "selective")
+        kept_and_working(deepseek(recompute=kind), find_framework("megatron"))[0] for kind in ("none", "selective")
     )
     inner = 2 * (58 * (8 + 1) * 2048 + 3 * 18432) / 61
     latent = 2 * 128 * 128 + 2 * 128 * (192 + 128) - 2 * (1536 + 512)
     assert (whole - kept) / 4096 == pytest.approx(4 * 7168 + inner * 58 / 61 + latent, rel=1e-3)
     dense = job(framework="megatron", recompute="selective")
-    view = view_of(dense.shape)
-    assert kept_and_working(view, dense, find_framework("megatron")) == kept_and_working(
-        view, replace(dense, recompute="none"), find_framework("megatron")
+    assert kept_and_working(dense, find_framework("megatron")) == kept_and_working(
+        replace(dense, recompute="none"), find_framework("megatron")
     )
 
 

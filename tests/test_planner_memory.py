@@ -23,17 +23,16 @@ from hfscale.planner.memory import (
     state_bytes,
     trained_parameters,
 )
-from hfscale.planner.model_view import view_of
 
 
 def states(name="hf", **changes):
     run = job(**changes)
-    return state_bytes(view_of(run.shape), run, find_framework(name))
+    return state_bytes(run, find_framework(name))
 
 
 def memory(name="hf", **changes):
     run = job(framework=name, **changes)
-    return memory_of(view_of(run.shape), run, find_framework(name))
+    return memory_of(run, find_framework(name))
 
 
 N = find_model("llama-3.1-8b").total_parameters
@@ -71,7 +70,7 @@ class TestStates:
 
     def test_lora_trains_only_adapters_and_qlora_keeps_four_bits(self):
         run = job(method="lora", zero=0, dp_replicate=1)
-        adapters = trained_parameters(view_of(run.shape), run)
+        adapters = trained_parameters(run)
         assert adapters == run.shape.lora_parameters(16)
         lora, qlora = states(method="lora", zero=0, dp_replicate=1), states(method="qlora", zero=0, dp_replicate=1)
         assert lora.parameters == pytest.approx(2 * N + 4 * adapters)
@@ -131,7 +130,7 @@ class TestActivations:
         real = saved_bytes(config, 3, tokens) - saved_bytes(config, 2, tokens)
         shape = type(TINY).from_config({**config, "model_type": "llama", "num_hidden_layers": 2})
         run = job(shape=shape, seq_len=tokens, zero=0, dp_replicate=1)
-        assert layer_bytes(view_of(shape), run, find_framework("hf")) == pytest.approx(real, rel=0.02)
+        assert layer_bytes(run, find_framework("hf")) == pytest.approx(real, rel=0.02)
 
     @pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (8, 4)])
     def test_a_mixture_of_experts_keeps_inputs_and_outputs_of_experts(self, experts, top_k):
@@ -148,7 +147,7 @@ class TestActivations:
         real = saved_bytes(config, 3, 256, MixtralConfig) - saved_bytes(config, 2, 256, MixtralConfig)
         shape = type(TINY).from_config({**config, "model_type": "mixtral", "num_hidden_layers": 2})
         run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1)
-        assert layer_bytes(view_of(shape), run, find_framework("hf")) == pytest.approx(real, rel=0.02)
+        assert layer_bytes(run, find_framework("hf")) == pytest.approx(real, rel=0.02)
 
     @pytest.mark.parametrize(
         ("changes", "held"),
@@ -173,19 +172,19 @@ class TestActivations:
         assert none.activations > selective.activations > full.activations
         # Full: one bf16 vector per token and layer, and the layer at work.
         run = job(recompute="full")
-        whole = layer_bytes(view_of(run.shape), run, find_framework("hf"))
+        whole = layer_bytes(run, find_framework("hf"))
         assert full.activations * GIB <= 32 * 2 * 4096 * 4096 + whole
 
     def test_the_loss_takes_14_bytes_per_logit_and_a_fused_loss_less(self):
         run = job()
-        assert loss_bytes(view_of(run.shape), run, find_framework("hf")) == pytest.approx(14 * 128256 * 4096)
+        assert loss_bytes(run, find_framework("hf")) == pytest.approx(14 * 128256 * 4096)
         assert memory(fused_loss=True).loss < memory().loss / 4
 
     def test_a_compiled_loss_keeps_logits_and_gradient_in_two_bytes(self):
         run = job(framework="titan", compile=True)
-        assert loss_bytes(view_of(run.shape), run, find_framework("titan")) == pytest.approx(4 * 128256 * 4096)
+        assert loss_bytes(run, find_framework("titan")) == pytest.approx(4 * 128256 * 4096)
         apart = replace(run, compiled_loss=False)
-        assert loss_bytes(view_of(run.shape), apart, find_framework("titan")) == pytest.approx(14 * 128256 * 4096)
+        assert loss_bytes(apart, find_framework("titan")) == pytest.approx(14 * 128256 * 4096)
 
 
 RECOMPUTE = ("none", "selective", "full")
@@ -226,7 +225,7 @@ class TestPeak:
         """torch's loss_parallel keeps 18 bytes and hfscale's own loss 14 bytes per logit of a rank's part."""
         for name, kept in (("titan", 18), ("hf", 14), ("megatron", 10)):
             run = job(tp=4, zero=0, dp_replicate=1, framework=name)
-            assert loss_bytes(view_of(run.shape), run, find_framework(name)) == pytest.approx(kept * 128256 * 4096 / 4)
+            assert loss_bytes(run, find_framework(name)) == pytest.approx(kept * 128256 * 4096 / 4)
 
     def test_every_process_group_has_buffers(self):
         for axes, number in (({"dp_shard": 1}, 0), ({"dp_shard": 8}, 1), ({"tp": 2, "dp_shard": 8}, 3)):
@@ -238,8 +237,8 @@ class TestPeak:
         last product; compiled, not that."""
         kept = 4096 + 4096 + 4096 + 1024 + 14336 + 4096
         eager, compiled = (job(recompute="selective", compile=on) for on in (False, True))
-        assert selective_bytes(view_of(eager.shape), eager) == 4096 * 2 * kept
-        assert selective_bytes(view_of(eager.shape), compiled) == 4096 * 2 * (kept - 4096)
+        assert selective_bytes(eager) == 4096 * 2 * kept
+        assert selective_bytes(compiled) == 4096 * 2 * (kept - 4096)
 
     @pytest.mark.parametrize(
         ("more", "less"),

@@ -32,7 +32,6 @@ from hfscale.planner.memory import (
     memory_of,
     micro_batches_in_flight,
 )
-from hfscale.planner.model_view import view_of
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
 """The planner's schedules with stages per rank."""
@@ -78,7 +77,7 @@ def test_the_head_has_the_cost_that_the_trainer_gives_it():
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
     layers, head = layer_costs(model, ModelStructure.of(model))
     shape = type(job().shape).from_config({**sizes, "model_type": "llama"})
-    assert view_of(shape).head_layers == pytest.approx(head / layers[0])
+    assert shape.head_layers == pytest.approx(head / layers[0])
 
 
 def test_every_family_has_pipelines_and_sequence_parallelism_with_tensor_parallelism():
@@ -100,12 +99,12 @@ class TestMemory:
 
     def test_the_first_rank_of_a_v_has_both_ends_of_the_model(self):
         line, v = job(pp=4, zero=0), job(pp=4, zero=0, schedule="zbv", virtual_stages=2)
-        view = view_of(line.shape)
-        whole = v.rank_layers[0] * view.layer_parameters + view.embedding_parameters + view.head_parameters
-        assert local_parameters(view, v) == pytest.approx(whole)
-        assert local_parameters(view, line) < whole
+        shape = line.shape
+        whole = v.rank_layers[0] * shape.mean_layer_parameters + shape.embedding_parameters + shape.head_parameters
+        assert local_parameters(v) == pytest.approx(whole)
+        assert local_parameters(line) < whole
         v = job(pp=4, zero=0, schedule="zbv", virtual_stages=2, recompute="full")
-        assert memory_of(view, v, find_framework("hf")).loss > 0
+        assert memory_of(v, find_framework("hf")).loss > 0
 
     def test_logits_are_gathered_unless_the_loss_is_parallel(self):
         options = {"tp": 4, "pp": 2, "global_batch": 2, "recompute": "full", "zero": 0}
@@ -117,15 +116,15 @@ class TestMemory:
         """The inputs of attention and MLP of a layer are kept in full, not a quarter of them."""
         options = {"tp": 4, "zero": 0, "dp_replicate": 1, "framework": "hf"}
         run = job(**options)
-        kept, _ = kept_and_working(view_of(run.shape), run, find_framework("hf"))
-        assert kept - layer_bytes(view_of(run.shape), run, find_framework("hf")) == 2 * 2 * 4096 * 4096 * 3 / 4
+        kept, _ = kept_and_working(run, find_framework("hf"))
+        assert kept - layer_bytes(run, find_framework("hf")) == 2 * 2 * 4096 * 4096 * 3 / 4
         full = job(**options, recompute="full")
-        boundary, working = kept_and_working(view_of(run.shape), full, find_framework("hf"))
+        boundary, working = kept_and_working(full, find_framework("hf"))
         assert boundary == 2 * 4096 * 4096 / 4
         assert working == kept
         theirs = job(**{**options, "framework": "megatron"})
-        assert kept_and_working(view_of(run.shape), theirs, find_framework("megatron"))[0] == layer_bytes(
-            view_of(run.shape), theirs, find_framework("megatron")
+        assert kept_and_working(theirs, find_framework("megatron"))[0] == layer_bytes(
+            theirs, find_framework("megatron")
         )
 
 

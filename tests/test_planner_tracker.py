@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
-from hfscale.planner.model_view import view_of
 from hfscale.recipe.arguments import checkpointing_kwargs
 
 RANKS = 8
@@ -88,7 +87,7 @@ def planned_bytes(config, recompute, *, micro_batches, reshard=True):
         recompute=recompute,
         reshard=reshard,
     )
-    memory = memory_of(view_of(run.shape), run, find_framework("hf"))
+    memory = memory_of(run, find_framework("hf"))
     logits = 2 * TOKENS * config["vocab_size"] if memory.loss else 0
     return allocated_gib(memory) * GIB - logits
 

@@ -68,6 +68,26 @@ class AttentionShape:
         """Parameters of one layer's attention."""
         return sum(linear.parameters for linear in self.linears) + self.other_parameters
 
+    @property
+    def query_width(self) -> int:
+        """Width of the attention's output, before its projection."""
+        return self.heads * self.value_head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of keys and values together."""
+        return self.kv_heads * (self.head_dim + self.value_head_dim)
+
+    @property
+    def expanding(self) -> tuple[Linear, ...]:
+        """The projections that expand queries, keys and values from latents; empty without latent attention."""
+        return tuple(linear for linear in self.linears if linear.path.endswith("_b_proj"))
+
+    @property
+    def latent_width(self) -> int:
+        """Width of these latents."""
+        return sum(linear.inputs for linear in self.expanding)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MlpShape:

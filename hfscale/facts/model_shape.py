@@ -8,6 +8,7 @@ FLOPs are those of the matrix products, where a multiply-add counts as 2. Norms,
 rotary positions are left out, as in PaLM (arXiv 2204.02311, appendix B), Megatron-LM and torchtitan.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,20 @@ from hfscale.facts.layer_shape import (
 AttentionCount = Literal["full", "causal"]
 """How the FLOPs of attention are counted: `full` includes the masked half (PaLM, torchtitan, nanotron, llm-foundry),
 `causal` does not (Megatron-LM)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """Describes the layers of a model that cost the same."""
+
+    share: float
+    """Fraction of the model's layers that are of this kind."""
+    linears: tuple[Linear, ...]
+    """The matrices that a token is multiplied by."""
+    window: int | None
+    """Sliding window in tokens; None where the layer attends to all tokens."""
+    mlp_width: int
+    """Sum of the inner widths of the MLPs that one token passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +192,72 @@ class ModelShape:
         """Parameters that one token uses: all but those of the experts that it does not pass."""
         return self.total_parameters - sum(linear.idle_parameters for linear in self._layer_linears)
 
+    @property
+    def head_parameters(self) -> int:
+        """Parameters after the last layer; those that a tied head shares with the embedding are not counted."""
+        return self.lm_head_parameters + self.final_norm_parameters
+
+    # -- the average layer --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The layers, grouped by what they cost."""
+        kinds = []
+        for (is_moe, window), number in Counter(zip(self.moe_layers, self.windows, strict=True)).items():
+            moe = self.moe if is_moe else None
+            width = moe.top_k * moe.expert_ffn + moe.shared_ffn if moe else 0
+            width = width or (self.mlp.ffn if self.mlp else 0)
+            linears = self.attention.linears + self._mlp_linears(is_moe)
+            kinds.append(LayerKind(share=number / self.layers, linears=linears, window=window, mlp_width=width))
+        return tuple(kinds)
+
+    @cached_property
+    def mlp_width(self) -> float:
+        """Sum of the inner widths of the MLPs that one token passes, in an average layer."""
+        return sum(kind.share * kind.mlp_width for kind in self.layer_kinds)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation of the MLPs is gated."""
+        mlp = self.mlp or self.moe
+        return mlp is not None and mlp.gated
+
+    @property
+    def top_k(self) -> int:
+        """Number of routed experts that a token passes; 1 in a dense model."""
+        return self.moe.top_k if self.moe else 1
+
+    @cached_property
+    def moe_share(self) -> float:
+        """Fraction of the layers that are mixtures of experts."""
+        return sum(self.moe_layers) / self.layers
+
+    @cached_property
+    def mean_layer_parameters(self) -> float:
+        """Parameters of an average layer."""
+        return self.layers_parameters / self.layers
+
+    @cached_property
+    def mean_expert_parameters(self) -> float:
+        """Parameters of an average layer's routed experts."""
+        experts = self.moe.linears if self.moe else ()
+        return self.moe_share * sum(linear.parameters for linear in experts if linear.copies > 1)
+
+    @cached_property
+    def head_layers(self) -> float:
+        """Multiply-accumulates of the head relative to those of an average layer."""
+        return self.vocab * self.embedding_width / self._mean_products
+
+    @cached_property
+    def expanding_share(self) -> float:
+        """Fraction of an average layer's matrix products that expands the latents of latent attention."""
+        return sum(linear.matmul_parameters for linear in self.attention.expanding) / self._mean_products
+
+    @cached_property
+    def _mean_products(self) -> float:
+        """Multiply-accumulates of an average layer for a token."""
+        return sum(k.share * sum(linear.matmul_parameters for linear in k.linears) for k in self.layer_kinds)
+
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -292,7 +373,7 @@ class ModelShape:
             raise UsageError(f"target_modules is {target_modules!r}: give a list of names, or all-linear")
         else:
             chosen = {path for name in target_modules for path in self._paths_named(name)}
-        experts = chosen & ({linear.path for linear in (*self.moe.router, *self.moe.linears)} if self.moe else set())
+        experts = chosen & {linear.path for linear in self._mlp_linears(is_moe=True)}
         if experts:
             raise UsageError(
                 f"LoRA on {', '.join(sorted(experts))} of a mixture of experts is not counted: "
@@ -316,10 +397,13 @@ class ModelShape:
     @cached_property
     def _layer_linears(self) -> tuple[Linear, ...]:
         """The matrices of all layers, one entry per layer and matrix."""
-        dense = self.mlp.linears if self.mlp else ()
-        sparse = (*self.moe.router, *self.moe.linears) if self.moe else ()
-        per_layer = (self.attention.linears + (sparse if is_moe else dense) for is_moe in self.moe_layers)
+        per_layer = (self.attention.linears + self._mlp_linears(is_moe) for is_moe in self.moe_layers)
         return tuple(linear for linears in per_layer for linear in linears)
+
+    def _mlp_linears(self, is_moe: bool) -> tuple[Linear, ...]:
+        if is_moe:
+            return (*self.moe.router, *self.moe.linears) if self.moe else ()
+        return self.mlp.linears if self.mlp else ()
 
     @cached_property
     def _layer_matmul_parameters(self) -> int:

@@ -29,7 +29,6 @@ from hfscale.parallel.stages import StagePlan
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import kept_and_working, loss_bytes
-from hfscale.planner.model_view import view_of
 from hfscale.utils.versions import recomputes_activations
 
 _GIB = 2.0**30
@@ -161,11 +160,10 @@ def _memory(
         sequence_parallel=sequence_parallel,
         loss_parallel=parallelized.vocab_loss is not None,
     )
-    view = view_of(job.shape)
     constants = find_framework("hf")
-    kept, working = kept_and_working(view, job, constants)
+    kept, working = kept_and_working(job, constants)
     layers_in_flight = plan.in_flight(pp_rank, job.micro_batches) * sum(len(spec.layers) for spec in specs)
-    loss = loss_bytes(view, job, constants) if any(spec.is_last for spec in specs) else 0.0
+    loss = loss_bytes(job, constants) if any(spec.is_last for spec in specs) else 0.0
     return RankMemory(
         pp_rank=pp_rank,
         layers=" ".join(f"{spec.layers.start}-{spec.layers.stop - 1}" for spec in specs),

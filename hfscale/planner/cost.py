@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from hfscale.facts.prices import Egress, Price
 from hfscale.planner.job import Job
 from hfscale.planner.memory import trained_parameters
-from hfscale.planner.model_view import view_of
 
 MTBF_GPU_HOURS = 50_000.0
 """GPU-hours between unexpected interruptions: 419 interruptions in 54 days on 16,384 H100s (Llama 3, arXiv 2407.21783,
@@ -59,7 +58,7 @@ def checkpoint_bytes(job: Job) -> float:
 
     Frozen parameters are not in it, because they are those of the base model.
     """
-    return 12.0 * trained_parameters(view_of(job.shape), job)
+    return 12.0 * trained_parameters(job)
 
 
 def reliability(job: Job, *, spot: bool, interruptions_per_node_hour: float | None = None) -> Reliability:

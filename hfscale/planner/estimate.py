@@ -22,7 +22,6 @@ from hfscale.planner.job import (
     splits_sequences,
 )
 from hfscale.planner.memory import Memory, memory_of, trained_parameters
-from hfscale.planner.model_view import view_of
 from hfscale.planner.throughput import StepTime, step_time
 
 
@@ -55,7 +54,7 @@ class Estimate:
         peak = peak_tflops(job.gpu, "tf32" if job.precision == "fp32" else job.precision)
         if peak is None:
             return None
-        lora = None if job.method == "full" else round(trained_parameters(view_of(job.shape), job))
+        lora = None if job.method == "full" else round(trained_parameters(job))
         flops = job.shape.flops_per_token(job.seq_len, lora_parameters=lora)
         return self.tokens_per_s_per_gpu * flops / (peak * 1e12)
 
@@ -194,13 +193,8 @@ def estimate_job(job: Job) -> Estimate:
         `UsageError`: The framework is unknown, no peak of the device is known for the precision, the bandwidth between
             nodes is not above 0, or the LoRA rank is below 1.
     """
-    view = view_of(job.shape)
     framework = find_framework(job.framework)
-    return Estimate(
-        job=job,
-        memory=memory_of(view, job, framework),
-        time=step_time(view, job, framework, shared_constants()),
-    )
+    return Estimate(job=job, memory=memory_of(job, framework), time=step_time(job, framework, shared_constants()))
 
 
 def with_recompute_that_fits(job: Job) -> Job:
@@ -209,10 +203,9 @@ def with_recompute_that_fits(job: Job) -> Job:
     Raises:
         `UsageError`: The framework is unknown.
     """
-    view = view_of(job.shape)
     framework = find_framework(job.framework)
     for recompute in ("none", "selective"):
         trial = replace(job, recompute=recompute)
-        if memory_of(view, trial, framework).total <= job.gpu.memory_gib:
+        if memory_of(trial, framework).total <= job.gpu.memory_gib:
             return trial
     return replace(job, recompute="full", overlapped_experts=False)

@@ -9,7 +9,6 @@ from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SCHEDULES, rank_layers, schedule_name
-from hfscale.planner.model_view import view_of
 
 Recompute = Literal["none", "selective", "full"]
 """Which activations are dropped in the forward pass and computed again in the backward pass."""
@@ -161,7 +160,7 @@ class Job:
         frameworks."""
         if self.framework != "hf" or self.layout.pp == 1:
             return None
-        head = view_of(self.shape).head_layers
+        head = self.shape.head_layers
         return rank_layers(self.shape.layers, head, self.layout.pp, self.virtual_stages, self.schedule_name)
 
     def check(self) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
+from hfscale.facts.model_shape import LayerKind
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job, Precision
-from hfscale.planner.model_view import LayerKind, ModelView
 
 DEFAULT_ACHIEVED = 0.8
 """Rate of the best matrix product relative to the peak, where none was measured: 80% on H100, 87% on A100 (Bekman, ML
@@ -145,44 +145,43 @@ def matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precisio
     return peak * 1e12 * share * power_factor(gpu, shared)
 
 
-def layer_forward(view: ModelView, job: Job, framework: Framework, shared: SharedConstants, rates: Rates) -> LayerTime:
+def layer_forward(job: Job, framework: Framework, shared: SharedConstants, rates: Rates) -> LayerTime:
     """Computes the duration of an average layer's forward pass by part, in seconds.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
         shared (`SharedConstants`): Constants of hardware and networks.
         rates (`Rates`): Sustained rates of the device.
     """
-    tokens = job.tokens
-    tp = job.layout.tp
     matmul = attention = 0.0
-    for kind in view.kinds:
-        matmul += kind.share * _matrices_s(kind, job, tokens, tp, shared, rates)
-        attention += kind.share * _attention_s(view, kind, job, tokens, tp, shared, rates)
+    for kind in job.shape.layer_kinds:
+        matmul += kind.share * _matrices_s(kind, job, shared, rates)
+        attention += kind.share * _attention_s(kind, job, shared, rates)
     return LayerTime(
         matmul=matmul,
         attention=attention,
-        elementwise=_elementwise_s(view, job, framework, tokens, tp, rates),
-        routing=_routing_s(view, job, framework, tokens, tp, rates),
+        elementwise=_elementwise_s(job, framework, rates),
+        routing=_routing_s(job, framework, rates),
     )
 
 
-def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: SharedConstants, rates: Rates) -> float:
+def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates) -> float:
     """Duration of the matrix products of a layer's forward pass."""
+    tokens = job.tokens
+    tp = job.layout.tp
     seconds = 0.0
     is_fp8 = job.precision == "fp8"
-    for matrix in kind.matrices:
-        k = matrix.inputs
-        n = matrix.outputs
+    for linear in kind.linears:
+        k = linear.inputs
+        n = linear.outputs
         rows = float(tokens)
         copies = 1.0
         rate = rates.matmul
-        if matrix.experts > 1:
-            copies = matrix.experts / job.expert_parallel
-            rows = tokens * job.expert_parallel * matrix.used / matrix.experts * shared.imbalance
-        if matrix.row_split:
+        if linear.copies > 1:
+            copies = linear.copies / job.expert_parallel
+            rows = tokens * job.expert_parallel * linear.used / linear.copies * shared.imbalance
+        if linear.outputs == job.shape.hidden:  # the second matrix of a pair, of which tp ranks split the inputs
             k = k // tp
         else:
             n = n // tp
@@ -195,54 +194,58 @@ def _matrices_s(kind: LayerKind, job: Job, tokens: int, tp: int, shared: SharedC
     return seconds
 
 
-def _attention_s(
-    view: ModelView, kind: LayerKind, job: Job, tokens: int, tp: int, shared: SharedConstants, rates: Rates
-) -> float:
+def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates) -> float:
     """Duration of attention in a layer's forward pass.
 
     Causal flash attention computes half of the scores; without it all scores are computed and pass through memory. A
     query at position i attends to min(i, w) keys in a window of w; their mean over a sequence of S is w (1 - w / 2S).
     """
+    attention = job.shape.attention
+    heads = attention.heads / job.layout.tp
+    tokens = job.tokens
     seq_len = job.seq_len
     reach = seq_len if kind.window is None else min(seq_len, kind.window)
-    widths = view.heads / tp * (view.head_dim + view.value_head_dim)
+    widths = heads * (attention.head_dim + attention.value_head_dim)
     if job.flash_attention:
         keys = reach * (1 - reach / (2 * seq_len))
         rate = rates.attention * (shared.ring_attention if job.layout.cp > 1 else 1.0)
         return 2 * widths * keys * tokens / rate
-    scores = view.heads / tp * tokens * seq_len
-    is_odd = view.head_dim % TENSOR_CORE_WIDTH != 0 and job.gpu.fp32_tflops is not None
+    scores = heads * tokens * seq_len
+    is_odd = attention.head_dim % TENSOR_CORE_WIDTH != 0 and job.gpu.fp32_tflops is not None
     rate = job.gpu.fp32_tflops * 1e12 if is_odd and job.gpu.fp32_tflops else rates.bf16_matmul
     return 2 * widths * seq_len * tokens / rate + SCORE_BYTES * scores / rates.memory
 
 
-def _elementwise_s(view: ModelView, job: Job, framework: Framework, tokens: int, tp: int, rates: Rates) -> float:
+def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> float:
+    shape = job.shape
+    tp = job.layout.tp
     left = framework.compiled_passes if job.compile else 1.0
     # Norms and residuals are split only with sequence parallelism, activations inside attention and MLP always.
     outside = NORM_PART / (tp if job.sequence_parallel else 1)
-    hidden = framework.passes_h * view.hidden * (outside + (1 - NORM_PART) / tp)
-    gate = 1.0 if view.gated else 0.5
-    widths = hidden + framework.passes_f * gate * view.mlp_width / tp
-    return 2 * tokens * widths * left / rates.memory
+    hidden = framework.passes_h * shape.hidden * (outside + (1 - NORM_PART) / tp)
+    gate = 1.0 if shape.gated else 0.5
+    widths = hidden + framework.passes_f * gate * shape.mlp_width / tp
+    return 2 * job.tokens * widths * left / rates.memory
 
 
-def _routing_s(view: ModelView, job: Job, framework: Framework, tokens: int, tp: int, rates: Rates) -> float:
+def _routing_s(job: Job, framework: Framework, rates: Rates) -> float:
+    shape = job.shape
     left = framework.compiled_passes if job.compile else 1.0
-    width = view.moe_share * MOE_PASSES * view.top_k * view.hidden / (tp if job.sequence_parallel else 1)
-    return 2 * tokens * width * left / rates.memory
+    width = shape.moe_share * MOE_PASSES * shape.top_k * shape.hidden / (job.layout.tp if job.sequence_parallel else 1)
+    return 2 * job.tokens * width * left / rates.memory
 
 
-def head_s(view: ModelView, job: Job, framework: Framework, rates: Rates) -> float:
+def head_s(job: Job, framework: Framework, rates: Rates) -> float:
     """Computes the seconds of head and cross-entropy of one micro-batch, forward and backward.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
         rates (`Rates`): Sustained rates of the device.
     """
-    vocab = view.shape.vocab / job.layout.tp
+    shape = job.shape
+    vocab = shape.vocab / job.layout.tp
     backward = 3.0 if job.method == "full" else 2.0
-    products = backward * 2 * job.tokens * view.hidden * vocab / rates.bf16_matmul
-    logits = vocab if job.loss_parallel else view.shape.vocab
+    products = backward * 2 * job.tokens * shape.hidden * vocab / rates.bf16_matmul
+    logits = vocab if job.loss_parallel else shape.vocab
     return products + framework.loss_bytes * job.tokens * logits / rates.memory

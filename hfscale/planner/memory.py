@@ -8,15 +8,16 @@ sharding (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1): Hugging Face
 and two moments in fp32; NeMo holds parameters and gradients in bf16 and a master copy and moments in fp32;
 Megatron-DeepSpeed needs 4 bytes more, for gradients that are accumulated in fp32.
 
-All byte counts are per rank unless a docstring states otherwise. `view` is the model, `job` the run.
+All byte counts are per rank unless a docstring states otherwise.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import in_flight
 from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
 from hfscale.planner.job import Job
-from hfscale.planner.model_view import ModelView, view_of
 
 # -- states: what a rank keeps between steps --------------------------------------------------------------------------
 
@@ -50,63 +51,70 @@ class StateBytes:
     """Moments and master copies."""
 
 
-def trained_parameters(view: ModelView, job: Job) -> float:
+def trained_parameters(job: Job) -> float:
     """Counts the parameters that get a gradient, on all ranks together.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run, which gives the method and the LoRA rank.
 
     Raises:
         `UsageError`: The LoRA rank is below 1.
     """
     if job.method == "full":
-        return float(view.total_parameters)
-    return view.lora_parameters(job.lora_rank)
+        return float(job.shape.total_parameters)
+    return _adapter_parameters(job.shape, job.lora_rank)
 
 
-def local_parameters(view: ModelView, job: Job) -> float:
+@lru_cache(maxsize=512)
+def _adapter_parameters(shape: ModelShape, rank: int) -> float:
+    """Parameters of adapters on every linear layer; in a mixture of experts, whose adapters cannot be counted, on the
+    attention's output projection alone."""
+    modules = "all-linear" if shape.moe is None else [shape.attention.linears[-1].path]
+    return float(shape.lora_parameters(rank, modules))
+
+
+def local_parameters(job: Job) -> float:
     """Counts the parameters of the fullest rank before data-parallel sharding.
 
     The rank holds its layers, and the embedding or the head if it is the first or the last pipeline rank.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
     """
+    shape = job.shape
     layout = job.layout
     first, last = job.layer_split
-    per_layer = view.layer_parameters - view.expert_parameters * (1 - 1 / job.expert_parallel)
+    per_layer = shape.mean_layer_parameters - shape.mean_expert_parameters * (1 - 1 / job.expert_parallel)
     if layout.pp == 1:
-        parameters = first * per_layer + view.embedding_parameters + view.head_parameters
+        parameters = first * per_layer + shape.embedding_parameters + shape.head_parameters
     else:
-        head = view.shape.vocab * view.shape.embedding_width if view.shape.tied else view.head_parameters
+        head = shape.vocab * shape.embedding_width if shape.tied else shape.head_parameters
         if job.is_v_shaped:
-            head += view.embedding_parameters
+            head += shape.embedding_parameters
         on_first = job.rank_layers[0] if job.rank_layers else last if first != last else first
         parameters = max(
-            on_first * per_layer + view.embedding_parameters,
+            on_first * per_layer + shape.embedding_parameters,
             last * per_layer + head,
             first * per_layer,
         )
     return parameters / layout.tp
 
 
-def state_bytes(view: ModelView, job: Job, framework: Framework) -> StateBytes:
+def state_bytes(job: Job, framework: Framework) -> StateBytes:
     """Computes the bytes of the fullest rank's states on the device; what is offloaded is not counted.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
     """
+    shape = job.shape
     layout = job.layout
-    local = local_parameters(view, job)
-    share = trained_parameters(view, job) / view.total_parameters
+    local = local_parameters(job)
+    share = trained_parameters(job) / shape.total_parameters
     all_replicas = job.data_parallel * layout.cp
     shards = layout.dp_shard * layout.cp
     # Expert parallelism already spreads experts over some of the data-parallel ranks, so fewer ranks share each.
-    expert_part = _expert_part(view, job, local)
+    expert_part = _expert_part(job, local)
 
     def share_of(ranks: int) -> float:
         """The fraction of the local parameters that a rank keeps if `ranks` ranks shard them."""
@@ -124,7 +132,7 @@ def state_bytes(view: ModelView, job: Job, framework: Framework) -> StateBytes:
     trained = share * local
     parameters = (frozen * local + weight * trained) * parameter_share
     if job.method == "qlora":
-        ends = view.embedding_parameters + view.head_parameters
+        ends = shape.embedding_parameters + shape.head_parameters
         parameters += (2.0 - QLORA_BYTES) * ends / layout.tp / layout.pp * parameter_share
     gradients = gradient * trained * gradient_share
     optimizer = (master + moments) * trained * optimizer_share
@@ -135,11 +143,12 @@ def state_bytes(view: ModelView, job: Job, framework: Framework) -> StateBytes:
     return StateBytes(parameters=parameters, gradients=gradients, optimizer=optimizer)
 
 
-def _expert_part(view: ModelView, job: Job, local: float) -> float:
+def _expert_part(job: Job, local: float) -> float:
     """Fraction of a rank's parameters that belong to routed experts."""
-    if not view.expert_parameters:
+    shape = job.shape
+    if not shape.mean_expert_parameters:
         return 0.0
-    here = job.layer_split[0] * view.expert_parameters / job.expert_parallel / job.layout.tp
+    here = job.layer_split[0] * shape.mean_expert_parameters / job.expert_parallel / job.layout.tp
     return min(1.0, here / local)
 
 
@@ -177,7 +186,7 @@ FUSED_LOSS_CHUNKS = 8
 """Parts in which a fused loss processes the logits (Liger's default grows with the vocabulary; torchtune uses 8)."""
 
 
-def layer_bytes(view: ModelView, job: Job, framework: Framework) -> float:
+def layer_bytes(job: Job, framework: Framework) -> float:
     """Computes the bytes of the activations of one layer and micro-batch without recomputation.
 
     Attention scores are not counted. The activations are the layer's widths times the framework's bytes: hidden (norms
@@ -187,24 +196,23 @@ def layer_bytes(view: ModelView, job: Job, framework: Framework) -> float:
     parallelism splits the hidden part too. With frozen weights the input of the MLP's last matrix is not kept.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
     """
+    shape = job.shape
+    attention = shape.attention
     tp = job.layout.tp
-    mlp = framework.kept_f if view.gated else framework.kept_f_plain
+    mlp = framework.kept_f if shape.gated else framework.kept_f_plain
     if job.method != "full":
         mlp -= 2.0
     split = tp if job.sequence_parallel else 1
-    widths = (
-        framework.kept_h * view.hidden / split
-        + (framework.kept_q * view.query_width + framework.kept_kv * view.kv_width + mlp * view.mlp_width) / tp
-    )
-    widths += framework.kept_e * view.moe_share * view.top_k * view.hidden / split
+    inside = framework.kept_q * attention.query_width + framework.kept_kv * attention.kv_width + mlp * shape.mlp_width
+    widths = framework.kept_h * shape.hidden / split + inside / tp
+    widths += framework.kept_e * shape.moe_share * shape.top_k * shape.hidden / split
     return job.tokens * (framework.compiled_kept if job.compile else 1.0) * widths
 
 
-def selective_bytes(view: ModelView, job: Job) -> float:
+def selective_bytes(job: Job) -> float:
     """Computes the bytes that selective recomputation keeps of one layer and micro-batch.
 
     It keeps the layer's input, the attention's output, and every second matrix product (queries, values, the MLP's
@@ -212,16 +220,18 @@ def selective_bytes(view: ModelView, job: Job) -> float:
     compiled backward pass does not read the output of the last product.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
     """
+    shape = job.shape
+    attention = shape.attention
     tp = job.layout.tp
-    boundary = view.hidden / (tp if job.sequence_parallel else 1)
-    last = view.hidden if view.gated and not job.compile else 0.0
-    return 2.0 * job.tokens * (boundary + (2 * view.query_width + view.kv_width / 2 + view.mlp_width) / tp + last)
+    boundary = shape.hidden / (tp if job.sequence_parallel else 1)
+    last = shape.hidden if shape.gated and not job.compile else 0.0
+    inside = (2 * attention.query_width + attention.kv_width / 2 + shape.mlp_width) / tp
+    return 2.0 * job.tokens * (boundary + inside + last)
 
 
-def megatron_dropped(view: ModelView, job: Job, framework: Framework) -> float:
+def megatron_dropped(job: Job, framework: Framework) -> float:
     """Computes the bytes that Megatron's selective recomputation drops of one layer and micro-batch.
 
     Attention scores, which it drops too, are not counted. It drops nothing else of a dense model. Of a mixture of
@@ -229,26 +239,27 @@ def megatron_dropped(view: ModelView, job: Job, framework: Framework) -> float:
     which are expanded again (`--recompute-modules layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3).
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
     """
-    if view.experts == 1:
+    shape = job.shape
+    attention = shape.attention
+    if shape.moe is None:
         return 0.0
     tp = job.layout.tp
-    norms = 2 * 2.0 * view.hidden / (tp if job.sequence_parallel else 1)
-    inner = 2.0 * view.moe_share * view.mlp_width / tp
+    norms = 2 * 2.0 * shape.hidden / (tp if job.sequence_parallel else 1)
+    inner = 2.0 * shape.moe_share * shape.mlp_width / tp
     latent = 0.0
-    if view.latent_width:
-        latent = (2.0 * view.query_width + framework.kept_kv * view.kv_width - 2.0 * view.latent_width) / tp
+    if attention.latent_width:
+        kept = 2.0 * attention.query_width + framework.kept_kv * attention.kv_width
+        latent = (kept - 2.0 * attention.latent_width) / tp
     return job.tokens * (norms + inner + latent)
 
 
-def kept_and_working(view: ModelView, job: Job, framework: Framework) -> tuple[float, float]:
+def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
     """Computes the bytes of one layer and micro-batch under the job's recomputation.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
 
@@ -256,32 +267,34 @@ def kept_and_working(view: ModelView, job: Job, framework: Framework) -> tuple[f
         `tuple[float, float]`: Bytes kept until the backward pass, and further bytes that exist only while the layer's
             backward pass runs.
     """
-    all_activations = layer_bytes(view, job, framework) + _gathered_inputs(view, job, framework)
+    shape = job.shape
+    all_activations = layer_bytes(job, framework) + _gathered_inputs(job, framework)
     tp = job.layout.tp
-    scores = 0.0 if job.flash_attention else SCORE_BYTES_KEPT * job.tokens * view.heads / tp * job.seq_len
-    boundary = 2.0 * job.tokens * view.hidden / (tp if job.sequence_parallel else 1)
+    scores = 0.0 if job.flash_attention else SCORE_BYTES_KEPT * job.tokens * shape.attention.heads / tp * job.seq_len
+    boundary = 2.0 * job.tokens * shape.hidden / (tp if job.sequence_parallel else 1)
     if job.recompute == "none":
         return all_activations + scores, 0.0
     if job.recompute == "full":
         return boundary, all_activations + scores
     if framework.name == "megatron":
-        return all_activations - megatron_dropped(view, job, framework), scores
-    kept = min(all_activations, selective_bytes(view, job))
+        return all_activations - megatron_dropped(job, framework), scores
+    kept = min(all_activations, selective_bytes(job))
     return kept, all_activations + scores - kept
 
 
-def _gathered_inputs(view: ModelView, job: Job, framework: Framework) -> float:
+def _gathered_inputs(job: Job, framework: Framework) -> float:
     """Bytes of one layer and micro-batch that `ParallelTrainer` keeps and Megatron does not.
 
     With sequence parallelism these are the inputs of attention and MLP, which it keeps gathered, whereas Megatron
     gathers them again for the backward pass; with context parallelism the other ranks' keys and values.
     """
+    shape = job.shape
     if framework.name != "hf":
         return 0.0
     tp = job.layout.tp
     cp = job.layout.cp
-    inputs = 2 * 2.0 * view.hidden * (1 - 1 / tp) if job.sequence_parallel else 0.0
-    others = 2.0 * view.kv_width / tp * (cp - 1) if job.layout.pp > 1 else 0.0
+    inputs = 2 * 2.0 * shape.hidden * (1 - 1 / tp) if job.sequence_parallel else 0.0
+    others = 2.0 * shape.attention.kv_width / tp * (cp - 1) if job.layout.pp > 1 else 0.0
     return job.tokens * (inputs + others)
 
 
@@ -319,17 +332,17 @@ def layers_in_flight(job: Job) -> float:
     )
 
 
-def loss_bytes(view: ModelView, job: Job, framework: Framework) -> float:
+def loss_bytes(job: Job, framework: Framework) -> float:
     """Computes the bytes of the logits, their log-probabilities and their gradient at the peak of the cross-entropy.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
     """
-    logits = job.tokens * view.shape.vocab / (job.layout.tp if job.loss_parallel else 1)
+    shape = job.shape
+    logits = job.tokens * shape.vocab / (job.layout.tp if job.loss_parallel else 1)
     if job.fused_loss:
-        return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * view.hidden
+        return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * shape.hidden
     if job.loss_parallel and job.layout.tp > 1:
         return framework.split_loss_kept * logits
     return (framework.compiled_loss_kept if job.compile and job.compiled_loss else framework.loss_kept) * logits
@@ -392,11 +405,10 @@ def allocated_gib(memory: Memory, common: SharedConstants | None = None) -> floa
     return (memory.total - memory.context) / (common or shared_constants()).fragmentation
 
 
-def memory_of(view: ModelView, job: Job, framework: Framework, common: SharedConstants | None = None) -> Memory:
+def memory_of(job: Job, framework: Framework, common: SharedConstants | None = None) -> Memory:
     """Estimates the peak memory of the fullest rank by part, in GiB.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
         common (`SharedConstants`, *optional*): Constants of hardware and networks; by default those of
@@ -406,8 +418,8 @@ def memory_of(view: ModelView, job: Job, framework: Framework, common: SharedCon
         `UsageError`: The LoRA rank is below 1.
     """
     common = common or shared_constants()
-    states = state_bytes(view, job, framework)
-    activations, loss, gradients, buffers = _peak(view, job, framework, states.gradients)
+    states = state_bytes(job, framework)
+    activations, loss, gradients, buffers = _peak(job, framework, states.gradients)
     used = states.parameters + gradients + states.optimizer + activations + loss + buffers
     return Memory(
         parameters=states.parameters / GIB,
@@ -431,7 +443,7 @@ def groups(job: Job) -> int:
     return min(1, axes) + (axes if axes > 1 else 0) + (layout.pp > 1)
 
 
-def _peak(view: ModelView, job: Job, framework: Framework, gradients: float) -> tuple[float, float, float, float]:
+def _peak(job: Job, framework: Framework, gradients: float) -> tuple[float, float, float, float]:
     """Bytes of activations, loss, gradients and buffers at the moment when their sum is largest.
 
     Without a pipeline this moment is the loss of the last micro-batch, the backward pass of the last layer, or that of
@@ -441,10 +453,10 @@ def _peak(view: ModelView, job: Job, framework: Framework, gradients: float) -> 
     gradients included). With a pipeline the rank with most micro-batches in flight or the one with the loss is the
     fullest.
     """
-    kept, working = kept_and_working(view, job, framework)
-    loss = loss_bytes(view, job, framework)
+    kept, working = kept_and_working(job, framework)
+    loss = loss_bytes(job, framework)
     first, last = job.layer_split
-    at_loss, at_layer = _buffer_bytes(view, job, framework)
+    at_loss, at_layer = _buffer_bytes(job, framework)
     if job.layout.pp > 1:
         opening = layers_in_flight(job) * kept + working
         closing = micro_batches_in_flight(job, last=True) * last * kept
@@ -462,18 +474,19 @@ def _peak(view: ModelView, job: Job, framework: Framework, gradients: float) -> 
     return max(moments, key=sum)
 
 
-def _buffer_bytes(view: ModelView, job: Job, framework: Framework) -> tuple[float, float]:
+def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
     """Bytes of gathered parameters, unreduced gradients, buckets and gathered activations.
 
     Returns:
         `tuple`: Bytes at the loss, and bytes during a layer's backward pass.
     """
+    shape = job.shape
     layout = job.layout
-    per_layer = view.layer_parameters / layout.tp
-    ends = (view.embedding_parameters + view.head_parameters) / layout.tp
+    per_layer = shape.mean_layer_parameters / layout.tp
+    ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp
     gathered = 0.0
     if layout.tp > 1 and job.sequence_parallel:
-        gathered = GATHERED_ACTIVATIONS * 2.0 * job.tokens * view.hidden
+        gathered = GATHERED_ACTIVATIONS * 2.0 * job.tokens * shape.hidden
     if job.zero == 3 and layout.dp_shard * layout.cp > 1:
         trained = 1.0 if job.method == "full" else 0.0
         width = 4.0 if job.precision == "fp32" else 2.0
@@ -500,7 +513,7 @@ def _buffer_bytes(view: ModelView, job: Job, framework: Framework) -> tuple[floa
     ):
         # bf16 copies of the weights: autocast keeps all of them until the end of the forward pass, autograd until the
         # backward pass.
-        gathered += 2.0 * (job.layer_split[0] * per_layer + view.head_parameters / layout.tp)
+        gathered += 2.0 * (job.layer_split[0] * per_layer + shape.head_parameters / layout.tp)
     return gathered, gathered
 
 
@@ -513,4 +526,4 @@ def host_gib(job: Job) -> float:
     if job.offload == "none":
         return 0.0
     each = 12.0 if job.offload == "optimizer" else 16.0
-    return each * trained_parameters(view_of(job.shape), job) / job.layout.world_size / GIB
+    return each * trained_parameters(job) / job.layout.world_size / GIB

@@ -28,7 +28,6 @@ from hfscale.planner.job import (
 )
 from hfscale.planner.launchable import why_no_stages
 from hfscale.planner.memory import host_gib, memory_of
-from hfscale.planner.model_view import view_of
 
 HEADROOM = 0.94
 """Part of a device's memory that a plan may use; the rest is for what the estimate misses (benchmarks/results)."""
@@ -341,7 +340,6 @@ def _best(job: Job) -> tuple[Estimate | None, float | None]:
 def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None]:
     """The jobs with each of `MICRO_BATCHES` whose memory fits, and the least memory that any needs, GiB; None if the
     schedule runs with no number of micro-batches."""
-    view = view_of(variant.shape)
     framework = find_framework(variant.framework)
     limit = variant.gpu.memory_gib * HEADROOM
     fitting: list[Job] = []
@@ -354,7 +352,7 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None]:
             trial = replace(trial, overlapped_experts=False)
         if trial.framework == "hf" and not _schedule_runs(trial):
             continue
-        needed = memory_of(view, trial, framework).total
+        needed = memory_of(trial, framework).total
         least_gib = needed if least_gib is None else min(least_gib, needed)
         if needed > limit:
             break

@@ -30,7 +30,6 @@ from hfscale.planner.estimate import with_recompute_that_fits
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job, Method, Precision, Recompute, can_overlap_experts, is_fine_grained
 from hfscale.planner.memory import GIB, memory_of, state_bytes
-from hfscale.planner.model_view import view_of
 
 # -- the model's shape ------------------------------------------------------------------------------------------------
 
@@ -543,7 +542,7 @@ def _sharded_if_needed(job: Job) -> Job:
     replicas."""
     if job.zero == 3 or job.data_parallel == 1 or job.layout.pp > 1:
         return job
-    states = state_bytes(view_of(job.shape), job, find_framework(job.framework))
+    states = state_bytes(job, find_framework(job.framework))
     if (states.parameters + states.gradients + states.optimizer) / GIB <= job.gpu.memory_gib:
         return job
     return replace(job, zero=3, layout=replace(job.layout, dp_replicate=1, dp_shard=job.data_parallel))
@@ -553,13 +552,12 @@ def _largest_micro_batch(job: Job) -> Job:
     """The job with the largest micro-batch, a power of two up to 16, that fits; with a pipeline it is unchanged."""
     if job.layout.pp > 1:
         return job
-    view = view_of(job.shape)
     constants = find_framework(job.framework)
     per_rank = job.global_batch // job.data_parallel
     best = job
     for micro in (2, 4, 8, 16):
         trial = replace(job, micro_batch=micro)
-        if per_rank % micro or memory_of(view, trial, constants).total > job.gpu.memory_gib:
+        if per_rank % micro or memory_of(trial, constants).total > job.gpu.memory_gib:
             break
         best = trial
     return best

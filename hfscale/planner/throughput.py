@@ -6,19 +6,18 @@ stages per rank,
     step = m t + (sum of the other stages' times) / v + exposed gradient communication + optimizer
 
 For equal stages the bubble is then (p-1)/(v m) of the ideal time (Narayanan et al., arXiv 2104.04473, section 2.2).
-Communication is exposed where no computation runs at the same time. All durations are in seconds. `view` is the model,
-`job` the run.
+Communication is exposed where no computation runs at the same time. All durations are in seconds.
 """
 
 import math
 from dataclasses import dataclass
 
+from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import idle_relative_to_1f1b
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.memory import trained_parameters
-from hfscale.planner.model_view import ModelView
 from hfscale.planner.network import Group, Network, exposed_s
 
 OPTIMIZER_TRAFFIC = {
@@ -57,11 +56,10 @@ class StepTime:
         return self.compute + self.communication + self.bubble + self.optimizer
 
 
-def step_time(view: ModelView, job: Job, framework: Framework, shared: SharedConstants) -> StepTime:
+def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTime:
     """Estimates the duration of one optimizer step by part, in seconds.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
         shared (`SharedConstants`): Constants of hardware and networks.
@@ -71,23 +69,21 @@ def step_time(view: ModelView, job: Job, framework: Framework, shared: SharedCon
     """
     network = Network.of(job.gpu, node_size=job.gpus_per_node, network_gb_s=job.network_gb_s, shared=shared)
     rates = Rates(job, framework, shared)
-    layer = layer_forward(view, job, framework, shared, rates)
-    forward, backward = _layer_compute(view, layer, job, framework)
-    sent = _layer_traffic(view, job, framework, network, layer) + expert_exchange_s(
-        view, job, network, forward + backward
-    )
-    head = head_s(view, job, framework, rates)
-    gathered = _sharded_traffic(view, job, framework, network, forward, backward, head)
+    layer = layer_forward(job, framework, shared, rates)
+    forward, backward = _layer_compute(layer, job, framework)
+    sent = _layer_traffic(job, framework, network, layer) + expert_exchange_s(job, network, forward + backward)
+    head = head_s(job, framework, rates)
+    gathered = _sharded_traffic(job, framework, network, forward, backward, head)
 
     first, last = job.layer_split
     exposed = sent + gathered.per_layer
     compute = max(first * (forward + backward), last * (forward + backward) + head)
-    logits = _gathered_logits_s(view, job, network)
+    logits = _gathered_logits_s(job, network)
     on_last = last * (forward + backward + exposed) + head + logits + gathered.root
     slowest = max(first * (forward + backward + exposed), on_last)
-    pipeline = _pipeline_sends(view, job, network)
+    pipeline = _pipeline_sends(job, network)
     weights = layer.matmul if job.method == "full" else 0.0
-    bubble = _bubble(job, slowest + pipeline, view.layers * (forward + backward + exposed) + head + logits)
+    bubble = _bubble(job, slowest + pipeline, job.shape.layers * (forward + backward + exposed) + head + logits)
     bubble *= idle_relative_to_1f1b(
         job.schedule_name,
         stages_per_rank=job.virtual_stages,
@@ -97,8 +93,8 @@ def step_time(view: ModelView, job: Job, framework: Framework, shared: SharedCon
     )
 
     m = job.micro_batches
-    once = _once_per_step(view, job, framework, network, forward * first, backward * first) + gathered.per_step
-    optimizer = _optimizer_s(view, job, rates) + framework.step_s
+    once = _once_per_step(job, framework, network, forward * first, backward * first) + gathered.per_step
+    optimizer = _optimizer_s(job, rates) + framework.step_s
     drift = 1 + shared.node_drift * math.log2(max(1.0, job.layout.world_size / job.gpus_per_node))
     return StepTime(
         compute=m * compute,
@@ -108,11 +104,11 @@ def step_time(view: ModelView, job: Job, framework: Framework, shared: SharedCon
     )
 
 
-def _layer_compute(view: ModelView, layer: LayerTime, job: Job, framework: Framework) -> tuple[float, float]:
+def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[float, float]:
     """Forward and backward pass of a layer, recomputation included, and at least the time to launch its kernels."""
     products = 2.0 if job.method == "full" else 1.0  # frozen weights need no gradient
     attention = BACKWARD_ATTENTION if job.flash_attention else 2.0
-    again = {"none": 0.0, "full": layer.total, "selective": _selective_s(view, layer, framework)}[job.recompute]
+    again = {"none": 0.0, "full": layer.total, "selective": _selective_s(job, layer, framework)}[job.recompute]
     backward = products * layer.matmul + attention * layer.attention + 2 * (layer.elementwise + layer.routing) + again
     launch = framework.launch_s * (0.5 if job.compile else 1.0)
     forward, backward = max(layer.total, launch), max(backward, 1.5 * launch + (launch if again else 0.0))
@@ -121,33 +117,34 @@ def _layer_compute(view: ModelView, layer: LayerTime, job: Job, framework: Frame
     return forward + fixed, backward + 3 * fixed
 
 
-def _selective_s(view: ModelView, layer: LayerTime, framework: Framework) -> float:
+def _selective_s(job: Job, layer: LayerTime, framework: Framework) -> float:
     """Time of what selective recomputation computes again of a layer, in seconds.
 
     `memory.kept_and_working` describes what it keeps.
     """
-    if framework.name == "megatron" and view.experts > 1:
-        return view.expanding_share * layer.matmul + layer.elementwise
+    if framework.name == "megatron" and job.shape.moe is not None:
+        return job.shape.expanding_share * layer.matmul + layer.elementwise
     return (
         framework.selective_matmul * layer.matmul + framework.selective_attention * layer.attention + layer.elementwise
     )
 
 
-def _layer_traffic(view: ModelView, job: Job, framework: Framework, network: Network, layer: LayerTime) -> float:
+def _layer_traffic(job: Job, framework: Framework, network: Network, layer: LayerTime) -> float:
     """Exposed tensor- and context-parallel communication of one layer and micro-batch, forward and backward."""
+    shape = job.shape
     tp = job.layout.tp
     cp = job.layout.cp
     passes = 3 if job.recompute == "full" else 2  # a recomputed forward pass communicates again
     seconds = 0.0
     if tp > 1:
         # Attention and MLP each gather and scatter the activation, forward and backward (Korthikanti et al., fig. 5).
-        buffer = 2.0 * job.tokens * view.hidden
+        buffer = 2.0 * job.tokens * shape.hidden
         # Only the gathers and scatters of sequence parallelism can overlap, piece by piece, with the matrix products.
         regather, overlap = (2, framework.overlap_tp) if job.sequence_parallel else (0, 0.0)
         regather = 0 if framework.name == "hf" else regather  # `ParallelTrainer` keeps what it has gathered
         seconds += (4 * passes + regather) * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
     if cp > 1:
-        ring = network.gather_s(2.0 * job.tokens * cp * view.kv_width / tp, Group(size=cp, stride=tp))
+        ring = network.gather_s(2.0 * job.tokens * cp * shape.attention.kv_width / tp, Group(size=cp, stride=tp))
         if framework.name == "hf" and job.layout.pp > 1:
             # `ParallelTrainer` gathers keys and values before attention (Llama Team, arXiv 2407.21783, section 3.3.2),
             # gathers them again where a layer is recomputed, and reduces their gradients.
@@ -158,11 +155,11 @@ def _layer_traffic(view: ModelView, job: Job, framework: Framework, network: Net
     return seconds
 
 
-def _gathered_logits_s(view: ModelView, job: Job, network: Network) -> float:
+def _gathered_logits_s(job: Job, network: Network) -> float:
     """Time to gather a micro-batch's logits on every tensor-parallel rank, where the loss needs all of them."""
     if job.loss_parallel or job.layout.tp == 1:
         return 0.0
-    return network.gather_s(2.0 * job.tokens * view.shape.vocab, Group(size=job.layout.tp))
+    return network.gather_s(2.0 * job.tokens * job.shape.vocab, Group(size=job.layout.tp))
 
 
 @dataclass(frozen=True)
@@ -178,28 +175,29 @@ class _ShardedTraffic:
 
 
 def _sharded_traffic(
-    view: ModelView, job: Job, framework: Framework, network: Network, forward: float, backward: float, head: float
+    job: Job, framework: Framework, network: Network, forward: float, backward: float, head: float
 ) -> _ShardedTraffic:
     """Exposed communication of sharded parameters (ZeRO-3, FSDP).
 
     Parameters are gathered before each pass, and gradients are reduce-scattered after the backward pass. With a
     pipeline both happen once per step, not per micro-batch.
     """
+    shape = job.shape
     layout = job.layout
     if job.zero < 3 or layout.dp_shard * layout.cp == 1:
         return _ShardedTraffic()
     # Parameters are sharded over context-parallel ranks too (torchtitan's dp_shard_cp axis).
     shard = Group(size=layout.dp_shard * layout.cp, stride=layout.tp)
     replicas = Group(size=layout.dp_replicate, stride=layout.tp * layout.cp * layout.dp_shard)
-    local = (view.layer_parameters - view.expert_parameters * (1 - 1 / job.expert_parallel)) / layout.tp
+    local = (shape.mean_layer_parameters - shape.mean_expert_parameters * (1 - 1 / job.expert_parallel)) / layout.tp
     weight = _weight_bytes(job)
     gradient = _gradient_bytes(job, framework)
-    trained = trained_parameters(view, job) / view.total_parameters
+    trained = trained_parameters(job) / shape.total_parameters
     gather = network.gather_s(weight * local, shard)
     scatter = network.gather_s(gradient * local * trained, shard) if trained else 0.0
     across = network.reduce_s(gradient * local * trained / shard.size, replicas)
     again = gather if job.reshard else 0.0
-    ends = (view.embedding_parameters + view.head_parameters) / layout.tp / local
+    ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp / local
     root = exposed_s(ends * (gather + scatter + across), head, framework.overlap_dp)
     ahead = exposed_s(gather, forward, framework.overlap_dp)
     behind = exposed_s(again + scatter + across, backward, framework.overlap_dp)
@@ -220,7 +218,7 @@ def _gradient_bytes(job: Job, framework: Framework) -> float:
     return 2.0 if job.pure else framework.gradient_bytes
 
 
-def _pipeline_sends(view: ModelView, job: Job, network: Network) -> float:
+def _pipeline_sends(job: Job, network: Network) -> float:
     """Time to send one micro-batch's activations and their gradients to the neighbouring stages, for all stages of a
     rank."""
     layout = job.layout
@@ -228,7 +226,7 @@ def _pipeline_sends(view: ModelView, job: Job, network: Network) -> float:
         return 0.0
     stride = layout.tp * layout.cp * layout.dp_shard * layout.dp_replicate
     split = layout.tp if job.sequence_parallel else 1
-    return 2 * job.virtual_stages * network.send_s(2.0 * job.tokens * view.hidden / split, stride)
+    return 2 * job.virtual_stages * network.send_s(2.0 * job.tokens * job.shape.hidden / split, stride)
 
 
 def _bubble(job: Job, slowest: float, all_layers: float) -> float:
@@ -239,19 +237,18 @@ def _bubble(job: Job, slowest: float, all_layers: float) -> float:
     return max(all_layers - slowest, (job.layout.pp - 1) * slowest * 0.5)
 
 
-def _once_per_step(
-    view: ModelView, job: Job, framework: Framework, network: Network, forward: float, backward: float
-) -> float:
+def _once_per_step(job: Job, framework: Framework, network: Network, forward: float, backward: float) -> float:
     """Exposed communication of replicated parameters, once per step: reduction of gradients, and with sharded
     optimizer states the gathering of updated parameters."""
+    shape = job.shape
     layout = job.layout
     if job.zero >= 3:
         return 0.0
     group = Group(size=job.data_parallel * layout.cp, stride=layout.tp)
     if group.size == 1:
         return 0.0
-    trained = trained_parameters(view, job) / (layout.tp * layout.pp)
-    experts = view.expert_parameters * view.layers / view.total_parameters
+    trained = trained_parameters(job) / (layout.tp * layout.pp)
+    experts = shape.mean_expert_parameters * shape.layers / shape.total_parameters
     trained *= 1 - experts * (1 - 1 / job.expert_parallel)
     gradient = _gradient_bytes(job, framework)
     if framework.name == "megatron" and not job.flash_attention:
@@ -265,10 +262,10 @@ def _once_per_step(
     return scattered + exposed_s(network.gather_s(2.0 * trained, group), forward, framework.overlap_dp)
 
 
-def _optimizer_s(view: ModelView, job: Job, rates: Rates) -> float:
+def _optimizer_s(job: Job, rates: Rates) -> float:
     """Time of the optimizer update."""
     layout = job.layout
-    trained = trained_parameters(view, job) / (layout.tp * layout.pp)
+    trained = trained_parameters(job) / (layout.tp * layout.pp)
     if job.zero:
         trained /= (layout.dp_shard * layout.cp) if job.zero == 3 else job.data_parallel * layout.cp
     traffic = OPTIMIZER_TRAFFIC[job.optimizer] * (0.5 if job.pure and job.optimizer == "adamw" else 1.0)
@@ -278,7 +275,7 @@ def _optimizer_s(view: ModelView, job: Job, rates: Rates) -> float:
     # Gradients are copied to the CPU and parameters back over PCIe, and the update runs in the CPU's memory; fully
     # offloaded parameters are copied to the device for each pass of each micro-batch.
     bytes_copied = 2 * 2.0 * job.micro_batches if job.offload == "full" else 0.0
-    parameters = view.total_parameters / (layout.tp * layout.pp) / max(1, layout.dp_shard)
+    parameters = job.shape.total_parameters / (layout.tp * layout.pp) / max(1, layout.dp_shard)
     return trained * ((4 + 2) / host + traffic / CPU_BYTES_S) + bytes_copied * parameters / host
 
 
@@ -293,7 +290,7 @@ FP8_SCALE_BYTES = 4 / 128
 2412.19437, section 3.3)."""
 
 
-def expert_exchange_s(view: ModelView, job: Job, network: Network, compute: float) -> float:
+def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
     """Computes the exposed seconds of sending tokens to the ranks of their experts and back, forward and backward.
 
     The result is that of an average layer and one micro-batch. Without overlap every token is sent to each of its
@@ -302,37 +299,38 @@ def expert_exchange_s(view: ModelView, job: Job, network: Network, compute: floa
     that holds some of its experts, in 8 bits where the matrix products are, while another micro-batch is computed.
 
     Args:
-        view (`ModelView`): The model.
         job (`Job`): The run.
         network (`Network`): The links between ranks.
         compute (`float`): Seconds of the layer's own forward and backward pass, which is also the duration of the
             other micro-batch's computation that hides an overlapped exchange.
     """
+    shape = job.shape
     size = job.expert_parallel
     if size == 1:
         return 0.0
     tp = job.layout.tp
     group = Group(size=size, stride=tp * job.layout.cp)
-    element = 2.0 * job.tokens * view.hidden / tp
+    element = 2.0 * job.tokens * shape.hidden / tp
     if not job.overlapped_experts:
         passes = 3 if job.recompute == "full" else 2  # a recomputed forward pass communicates again
-        return view.moe_share * 2 * passes * network.exchange_s(element * view.top_k, group)
-    nodes = nodes_of_a_token(view, size / network.per_node(group))
+        return shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
+    nodes = nodes_of_a_token(shape, size / network.per_node(group))
     packed = (1 + FP8_SCALE_BYTES) / 2 if job.precision == "fp8" else 1.0
-    there = network.routed_s(element * packed, group, copies=view.top_k, nodes=nodes)
-    back = network.routed_s(element, group, copies=view.top_k, nodes=nodes)
-    return exposed_s(view.moe_share * 2 * (there + back), compute, EXPERT_OVERLAP)
+    there = network.routed_s(element * packed, group, copies=shape.top_k, nodes=nodes)
+    back = network.routed_s(element, group, copies=shape.top_k, nodes=nodes)
+    return exposed_s(shape.moe_share * 2 * (there + back), compute, EXPERT_OVERLAP)
 
 
-def nodes_of_a_token(view: ModelView, nodes: float) -> float:
+def nodes_of_a_token(shape: ModelShape, nodes: float) -> float:
     """Computes the largest number of nodes that hold experts of one token.
 
     If the router selects experts from some groups only, these are the nodes that hold so many groups; otherwise all.
 
     Args:
-        view (`ModelView`): The model.
+        shape (`ModelShape`): The model.
         nodes (`float`): Nodes that hold experts of the layer.
     """
-    if view.expert_groups == 1:
+    moe = shape.moe
+    if moe is None or moe.groups == 1:
         return nodes
-    return min(nodes, view.top_groups * max(1.0, nodes / view.expert_groups))
+    return min(nodes, moe.top_groups * max(1.0, nodes / moe.groups))
