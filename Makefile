@@ -1,7 +1,7 @@
 # make train   set up .venv and run the main job        make check        ruff, mypy
 # make test    the test suite                           make test-faults  the long fault suite
 # make docs    the documentation site -> site/          make test-gpu     what needs a CUDA GPU
-# make bench   paired measurements -> benchmarks/
+# make bench   paired measurements -> benchmarks/ make test-trainers  the Trainer matrix
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -14,7 +14,7 @@ OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true HFSCALE_CLOUD=n
 # Modules are compiled to bytecode when they are first imported: compiling all of torch takes longer.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: train test check docs test-faults test-gpu bench clean
+.PHONY: train test check docs test-trainers test-faults test-gpu bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -23,7 +23,7 @@ train: $(VENV)/installed
 	  --num_processes $(PROCESSES) recipes/ddp/train.py --output_dir $(OUTPUT_DIR) --report_to wandb $(ARGS)
 
 test: $(VENV)/installed-dev
-	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not (gpu or faults or timing)" $(ARGS)
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not (gpu or faults or timing or trainers)" $(ARGS)
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "timing and not gpu" $(ARGS)
 
 check: $(VENV)/installed-dev
@@ -34,6 +34,9 @@ check: $(VENV)/installed-dev
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "site/index.html"
+
+test-trainers: $(VENV)/installed-dev
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m trainers tests/trainers $(ARGS)
 
 test-faults: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 HFSCALE_TEST_LAUNCH=agent $(BIN)/python -m pytest -q -m faults $(ARGS)

@@ -19,6 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its bac
 EXTENSIONS = Path(sys.prefix, "torch_extensions")  # DeepSpeed's operators, of build_extensions.py
 os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
 
+pytest.register_assert_rewrite("trainer_contract")
 REPOSITORY = Path(__file__).parent.parent
 RECIPE = REPOSITORY / "recipes" / "ddp" / "train.py"
 LAUNCH_TIMEOUT_S = 240

@@ -1,0 +1,440 @@
+"""The contract that `ScalingCallback` keeps in every Trainer, written once; a `Kind` says how one Trainer is made."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import Trainer, TrainerCallback
+
+from hfscale import LRScalingCallback, ScalingCallback, ScalingMetricsCallback, latest_checkpoint
+from hfscale.checkpoint.store import verify
+from hfscale.errors import CheckpointError
+
+STEPS = 6
+SAVE_STEPS = 2
+CRASH_STEP = 5
+LEARNING_RATE = 1e-2
+BATCH = 4
+VOCAB = 131
+"""Rows of the token embedding of every tiny model, a number that no other embedding of theirs has."""
+PAD = 0
+"""The token of this id is padding and nothing else."""
+PEAK_TFLOPS = 1e-3
+
+OWN_KEYS = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
+MEASURED = re.compile(r"runtime|per_second|step_time|_flos")
+"""Keys of logs whose values differ between two equal runs, because they are times."""
+STAYS = {"train", "get_eval_dataloader"}
+"""Methods that stay replaced after a training, until one without the callback (`TrainerAdapter`)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kind:
+    """One kind of Trainer: how it is made, and what the contract says of it."""
+
+    name: str
+    trainer: str
+    """The Trainer class, and what it trains; the first two columns of docs/trainers.md."""
+    model: str
+    build: Callable[..., Trainer]
+    """Called as `build(folder, callbacks, **training_arguments)`; returns the Trainer."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Training arguments that differ from `training_arguments()`."""
+    processes: int = 1
+    short: bool = False
+    """Whether `make test` runs it too."""
+    counts: str = "tokens"
+    """What is counted: `tokens`, or `samples` where the batches have no tokens."""
+    mfu: bool = True
+    """Whether `scaling/mfu` is logged. Where it is, it must be right."""
+    background: bool = True
+    """Whether checkpoints are written in the background."""
+    plain_drifts: bool = False
+    """Whether plain Trainer's own resume differs from an uninterrupted run."""
+    xfail: Mapping[str, str] = field(default_factory=dict)
+    """Test of the contract -> why it fails; each is a line in docs/limits.md."""
+
+
+def training_arguments(folder: Path, **others: Any) -> dict[str, Any]:
+    """Return the training arguments of all kinds: they save, evaluate, rotate and load the best checkpoint.
+
+    The best evaluation loss is the largest one, so that the best checkpoint is an old one that rotation must keep.
+    """
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "cosine_with_min_lr",  # does not end at 0
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.5},
+        "save_strategy": "steps",
+        "save_steps": SAVE_STEPS,
+        "save_total_limit": 2,
+        "eval_strategy": "steps",
+        "eval_steps": SAVE_STEPS,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return defaults | others
+
+
+@dataclass
+class Run:
+    """What one training has done. It consists of JSON values, so that a process can hand it over in a file."""
+
+    logs: dict[str, dict[str, Any]]
+    """Step -> the values of its training log, without those of hfscale and without times."""
+    own: dict[str, dict[str, float]]
+    """Step -> the keys of hfscale."""
+    checkpoints: dict[str, dict[str, str]]
+    """Name -> hash of each file."""
+    best: str | None
+    arguments: dict[str, Any]
+    methods: list[str]
+    """Methods that are replaced on the instance."""
+    callbacks: list[str]
+    rates: list[float]
+    """Learning rate of each parameter group after the training."""
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    """Step -> positions and padding that entered token embeddings in forwards with gradients."""
+    samples: int = 0
+    """Rows of the training data that were trained on."""
+    flops: dict[str, float] = field(default_factory=dict)
+    """Step -> FLOPs that torch has counted."""
+    synchronous_because: str | None = None
+    states: dict[str, str] = field(default_factory=dict)
+    """Checkpoint -> what `hfscale checkpoints verify` says."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """`scaling.jsonl`."""
+
+
+@dataclass
+class Runs:
+    """The trainings of one kind that the contract compares."""
+
+    plain: Run
+    """Without the callback, not interrupted."""
+    scaled: Run
+    """With `ScalingCallback()`, not interrupted."""
+    resumed: Run
+    """With the callback, resumed after a crash; half the learning rate, scaled by 2."""
+    unplugged: Run
+    """Plain Trainer, resumed from the same crashed run."""
+    plain_resumed: Run | None
+    """Plain Trainer, resumed from its own crashed run; only where plain Trainer drifts."""
+    removed: dict[str, Any]
+    """Callbacks and methods after a training that followed `remove_callback`."""
+
+    def to_json(self) -> str:
+        """Return the runs as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Runs":
+        """Return the runs of `to_json`."""
+        parts = json.loads(text)
+        removed = parts.pop("removed")
+        return cls(**{name: Run(**run) if run else None for name, run in parts.items()}, removed=removed)
+
+
+class CrashError(Exception):
+    """The end of a crashed run."""
+
+
+class Crash(TrainerCallback):
+    """Raises when a step begins."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == CRASH_STEP - 1:
+            raise CrashError
+
+
+class Count(TrainerCallback):
+    """Counts what enters token embeddings in forwards with gradients, and the FLOPs of each step."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.flops: dict[str, float] = {}
+        self._step = ""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.num_embeddings == VOCAB]
+        self._hooks = [module.register_forward_pre_hook(self._count) for module in embeddings]
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._step = str(state.global_step + 1)
+        self._counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+        self._counter.__enter__()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._counter.__exit__(None, None, None)
+        self.flops[self._step] = self._counter.get_total_flops()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        for hook in self._hooks:
+            hook.remove()
+
+    def _count(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if module.training and torch.is_grad_enabled():
+            counted = self.tokens.setdefault(self._step, [0, 0])
+            counted[0] += inputs[0].numel()
+            counted[1] += int((inputs[0] == PAD).sum())
+
+
+def _attention(query, key, value, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(grad_out, query, key, value, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_backward_flop_count(grad_out, query, key, value)
+
+
+CPU_ATTENTION = {  # torch's counter does not know these two
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def scaling_callback(**options: Any) -> ScalingCallback:
+    """Return a callback whose MFU is known: on a CPU it needs a peak."""
+    return ScalingCallback(metrics=ScalingMetricsCallback(peak_tflops=PEAK_TFLOPS), **options)
+
+
+def make(kind: Kind, folder: Path, *callbacks: TrainerCallback, **others: Any) -> Trainer:
+    """Return a Trainer of this kind."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()  # a second compilation of the same code may choose other kernels
+    return kind.build(folder, list(callbacks), **training_arguments(folder, **(dict(kind.arguments) | others)))
+
+
+def described(trainer: Trainer, folder: Path) -> Run:
+    """Return what this Trainer's training has done."""
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    records = folder / "scaling.jsonl"
+    arguments = trainer.args.to_dict()
+    return Run(
+        logs={
+            str(entry["step"]): {
+                key: value for key, value in entry.items() if not key.startswith(OWN_KEYS) and not MEASURED.search(key)
+            }
+            for entry in logs
+        },
+        own={
+            str(entry["step"]): {key: value for key, value in entry.items() if key.startswith(OWN_KEYS)}
+            for entry in logs
+        },
+        checkpoints={path.name: hashes(path) for path in sorted(folder.glob("checkpoint-*"))},
+        best=Path(trainer.state.best_model_checkpoint).name if trainer.state.best_model_checkpoint else None,
+        arguments=json.loads(json.dumps(arguments, default=str).replace(folder.name, "FOLDER")),
+        methods=sorted(name for name in vars(trainer) if callable(getattr(type(trainer), name, None))),
+        callbacks=[type(callback).__name__ for callback in trainer.callback_handler.callbacks],
+        rates=[float(group["lr"]) for group in trainer.optimizer.param_groups],
+        states={path.name: state(path) for path in sorted(folder.glob("checkpoint-*"))},
+        records=[json.loads(line) for line in records.read_text().splitlines()] if records.is_file() else [],
+    )
+
+
+def state(checkpoint: Path) -> str:
+    """Return `good`, or what is wrong with the checkpoint."""
+    try:
+        verify(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    return "good"
+
+
+def hashes(checkpoint: Path) -> dict[str, str]:
+    """Return a hash of each file of a checkpoint, without the files of hfscale."""
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and not path.name.startswith("hfscale_")]
+    return {str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def run_contract(kind: Kind, folder: Path) -> Runs:
+    """Run the trainings that the contract compares."""
+    trainer = make(kind, folder / "plain")
+    trainer.train()
+    plain = described(trainer, folder / "plain")
+    plain.samples = trainer.state.global_step * trainer.get_total_train_batch_size(trainer.args)
+    counting = Count()  # in its own training: torch's counter changes last digits
+    unsaved = {"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False}
+    make(kind, folder / "counted", counting, **unsaved, torch_compile=False).train()
+    plain.tokens, plain.flops = counting.tokens, counting.flops
+
+    callback = scaling_callback()
+    trainer = make(kind, folder / "scaled", callback)
+    trainer.train()
+    scaled = described(trainer, folder / "scaled")
+    saving = callback.spot_checkpoint._saving
+    scaled.synchronous_because = saving.synchronous_because if saving is not None else "nothing was saved"
+
+    half = {"learning_rate": LEARNING_RATE / 2}
+    crash(make(kind, folder / "crashed", doubling(kind), Crash(), **half))
+    wait_for_checkpoint(folder / "crashed")
+    shutil.copytree(folder / "crashed", folder / "unplugged", ignore=shutil.ignore_patterns(".*"))
+    trainer = make(kind, folder / "crashed", doubling(kind), **half)
+    trainer.train(resume_from_checkpoint=latest_checkpoint(folder / "crashed"))
+    resumed = described(trainer, folder / "crashed")
+    trainer.remove_callback(ScalingCallback)
+    trainer.train(resume_from_checkpoint=True)
+    after = described(trainer, folder / "crashed")
+
+    trainer = make(kind, folder / "unplugged")
+    trainer.train(resume_from_checkpoint=True)
+    unplugged = described(trainer, folder / "unplugged")
+
+    plain_resumed = None
+    if kind.plain_drifts:
+        crash(make(kind, folder / "plain_crashed", Crash()))
+        trainer = make(kind, folder / "plain_crashed")
+        trainer.train(resume_from_checkpoint=True)
+        plain_resumed = described(trainer, folder / "plain_crashed")
+    removed = {"methods": after.methods, "callbacks": after.callbacks}
+    return Runs(plain, scaled, resumed, unplugged, plain_resumed, removed)
+
+
+def doubling(kind: Kind) -> ScalingCallback:
+    """Return a callback that trains with twice the given learning rate."""
+    base = BATCH * kind.processes * int(kind.arguments.get("gradient_accumulation_steps", 1)) // 2
+    return scaling_callback(lr_scaling=LRScalingCallback(rule="linear", base_global_batch_size=base))
+
+
+def crash(trainer: Trainer) -> None:
+    """Train until the crash."""
+    with pytest.raises(CrashError):
+        trainer.train()
+
+
+def wait_for_checkpoint(folder: Path) -> None:
+    """Wait for the save that was in flight at the crash."""
+    for _ in range(100):
+        if latest_checkpoint(folder) == str(folder / f"checkpoint-{CRASH_STEP - 1}"):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"checkpoint-{CRASH_STEP - 1} has not been committed")
+
+
+def last_steps(logs: dict[str, Any]) -> dict[str, Any]:
+    """Return the logs of the steps after the crash."""
+    return {step: entry for step, entry in logs.items() if int(step) >= CRASH_STEP}
+
+
+class TrainerContract:
+    """What holds for each kind of `kinds`: a subclass with that attribute runs these tests on them."""
+
+    kinds: tuple[Kind, ...] = ()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run each test on each kind, marked by whether it belongs to `make test` and by whether it must fail."""
+        params = []
+        for kind in type(self).kinds:
+            marks = [] if kind.short else [pytest.mark.trainers]
+            if kind.processes > 1:
+                marks.append(pytest.mark.world(kind.processes))
+            test = metafunc.function.__name__.removeprefix("test_")
+            if test in kind.xfail:
+                marks.append(pytest.mark.xfail(strict=True, reason=kind.xfail[test]))
+            params.append(pytest.param(kind, marks=marks, id=kind.name))
+        metafunc.parametrize("kind", params, scope="class")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runs(cls, kind, tmp_path_factory) -> Runs:
+        """The trainings of one kind."""
+        return run_contract(kind, tmp_path_factory.mktemp(kind.name))
+
+    def test_losses(self, kind, runs):
+        assert runs.scaled.logs == runs.plain.logs
+        assert len(runs.plain.logs) == STEPS
+
+    def test_resume(self, kind, runs):
+        expected = runs.plain.logs
+        if runs.plain_resumed is not None and last_steps(runs.resumed.logs) != last_steps(expected):
+            expected = runs.plain_resumed.logs
+        assert last_steps(runs.resumed.logs) == last_steps(expected)
+        assert max(map(int, runs.resumed.logs)) == STEPS
+
+    def test_plain_trainer_resumes_the_checkpoint(self, kind, runs):
+        expected = runs.plain_resumed or runs.plain
+        assert last_steps(runs.unplugged.logs) == last_steps(expected.logs)
+
+    def test_checkpoints(self, kind, runs):
+        assert runs.scaled.checkpoints.keys() == runs.plain.checkpoints.keys()
+        assert runs.resumed.checkpoints.keys() == runs.plain.checkpoints.keys()
+        assert runs.scaled.best == runs.plain.best
+        for name, files in runs.plain.checkpoints.items():
+            scaled = runs.scaled.checkpoints[name]
+            assert scaled.keys() == files.keys()
+            assert [file for file in files if scaled[file] != files[file]] == [
+                "trainer_state.json",
+                "training_args.bin",
+            ]
+        assert set(runs.scaled.states.values()) == {"good"}
+
+    def test_background_save(self, kind, runs):
+        assert (runs.scaled.synchronous_because is None) == kind.background, runs.scaled.synchronous_because
+
+    def test_nothing_is_left(self, kind, runs):
+        assert runs.scaled.arguments == runs.plain.arguments
+        assert set(runs.scaled.methods) - STAYS == set(runs.plain.methods)
+        assert [name for name in runs.scaled.callbacks if name != "ScalingCallback"] == runs.plain.callbacks
+        assert runs.removed == {"methods": runs.plain.methods, "callbacks": runs.plain.callbacks}
+
+    def test_metrics(self, kind, runs):
+        assert [record["step"] for record in runs.scaled.records] == list(range(1, STEPS + 1))
+        for record in runs.scaled.records:
+            assert 0 <= record["scaling/data_wait_fraction"] <= 1
+            assert 0 <= record["scaling/goodput"] <= 1
+            assert record["loss"] == runs.plain.logs[str(record["step"])]["loss"]
+
+    def test_tokens(self, kind, runs):
+        last = runs.scaled.own[str(STEPS)]
+        if kind.counts == "samples":
+            assert not {key for key in last if "token" in key}
+            assert last["scaling/samples_per_s"] > 0
+            return
+        positions = sum(counted for counted, _ in runs.plain.tokens.values())
+        assert last["scaling/tokens_seen"] == positions
+        assert runs.resumed.own[str(STEPS)]["scaling/tokens_seen"] == positions
+        for step, (counted, padding) in runs.plain.tokens.items():
+            own = runs.scaled.own[step]
+            assert own.get("scaling/padding_fraction", 0.0) == pytest.approx(padding / counted)
+
+    def test_flops(self, kind, runs):
+        assert any("scaling/hfu" in own for own in runs.scaled.own.values()) == kind.mfu
+        for step, counted in runs.plain.flops.items():
+            own = runs.scaled.own[step]
+            if "scaling/hfu" not in own:
+                continue
+            assert own["scaling/mfu"] <= own["scaling/hfu"]
+            if kind.counts == "tokens":
+                seconds = runs.plain.tokens[step][0] / own["scaling/tokens_per_s"]
+            else:
+                seconds = runs.plain.samples / STEPS / own["scaling/samples_per_s"]
+            flops = own["scaling/hfu"] * PEAK_TFLOPS * 1e12 * seconds
+            assert flops == pytest.approx(counted, rel=0.05)
+
+    def test_learning_rate(self, kind, runs):
+        assert {own["lr_scaling/factor"] for own in runs.scaled.own.values()} == {1.0}
+        assert {own["lr_scaling/factor"] for own in runs.resumed.own.values()} == {2.0}
+        assert runs.scaled.rates == runs.plain.rates
+        assert runs.resumed.rates == runs.plain.rates
+        assert all(map(math.isfinite, runs.plain.rates))
