@@ -17,7 +17,7 @@ import torch
 from conftest import REPOSITORY
 from peft import LoraConfig, get_peft_model
 from test_spot_checkpoint import Interrupt, Pause
-from tiny import tiny_model, tiny_trainer
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -239,6 +239,83 @@ def test_saves_are_synchronous_if_another_callback_may_read_the_checkpoint(tmp_p
     assert spot._saving.synchronous_because == "Reader.on_save may read the checkpoint"
 
 
+class WritesMore(Trainer):
+    """Writes a file into the checkpoint before, within and after Trainer's own method, on each rank."""
+
+    def path(self, folder, name):
+        return Path(folder, f"checkpoint-{self.state.global_step}", f"{name}_{self.args.process_index}.txt")
+
+    def _save_checkpoint(self, model, trial):
+        before = self.path(self.args.output_dir, "before")
+        before.parent.mkdir(exist_ok=True)
+        before.write_text(f"step {self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+        self.path(self._get_output_dir(trial), "after").write_text("again")
+        config = self.path(self.args.output_dir, "after").with_name("config.json")
+        if self.args.should_save and config.is_file():  # not under FSDP2
+            config.write_text(json.dumps({**json.loads(config.read_text()), "added": 1}))
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        Path(output_dir, f"model_{self.args.process_index}.txt").write_text("model")
+
+
+MORE = {"before_0.txt", "after_0.txt", "model_0.txt"}
+
+
+def more_trainer(folder, *callbacks, kind=WritesMore, **overrides):
+    arguments = tiny_arguments(folder, **({"save_strategy": "steps", "save_steps": 2} | overrides))
+    return kind(
+        model=tiny_model(),
+        args=arguments,
+        train_dataset=RandomTokens(),
+        eval_dataset=RandomTokens(8),
+        callbacks=list(callbacks),
+    )
+
+
+class TestFilesOfOthers:
+    def test_the_files_of_a_subclass_are_part_of_the_checkpoint(self, tmp_path):
+        stale = tmp_path / "checkpoint-2"
+        stale.mkdir()
+        (stale / "of_an_earlier_attempt.txt").write_text("stale")
+        more_trainer(tmp_path, SpotCheckpointCallback(every_steps=4), save_strategy="epoch").train()
+        more_trainer(tmp_path, SpotCheckpointCallback(), max_steps=6).train(resume_from_checkpoint=True)
+        for step in (4, 6):  # step 4 is saved twice
+            checkpoint = tmp_path / f"checkpoint-{step}"
+            assert not checkpoint.is_symlink()
+            assert set(verify(checkpoint).files) >= MORE
+            assert (checkpoint / "before_0.txt").read_text() == f"step {step}"
+            assert json.loads((checkpoint / "config.json").read_text())["added"] == 1
+        assert not list(tmp_path.glob("checkpoint-?/of_an_earlier_attempt.txt"))
+        assert (tmp_path / "checkpoint-2.superseded" / "of_an_earlier_attempt.txt").is_file()
+        assert list((tmp_path / UNFINISHED).iterdir()) == []
+
+    def test_a_folder_that_appears_during_the_save_is_kept(self, tmp_path, monkeypatch):
+        def add():
+            (tmp_path / "checkpoint-2").mkdir()
+            (tmp_path / "checkpoint-2" / "added.txt").write_text("added")
+            (tmp_path / "checkpoint-2" / "config.json").write_text("older than the save")
+            go.set()
+
+        with paused_saves(monkeypatch) as (go, _):
+            spot = SpotCheckpointCallback()
+            tiny_trainer(tmp_path, spot, CallAtStep(3, add), save_strategy="steps", save_steps=2).train()
+        assert "added.txt" in verify(tmp_path / "checkpoint-2").files
+        assert json.loads((tmp_path / "checkpoint-2" / "config.json").read_text())["model_type"] == "llama"
+
+    def test_an_error_of_a_subclass_leaves_no_link(self, tmp_path):
+        class Fails(WritesMore):
+            def save_model(self, output_dir=None, _internal_call=False):
+                assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+                assert latest_checkpoint(tmp_path) is None
+                raise OSError("simulated failure")
+
+        with pytest.raises(StorageError, match="simulated failure"):
+            more_trainer(tmp_path, SpotCheckpointCallback(), kind=Fails).train()
+        assert get_last_checkpoint(str(tmp_path)) is None
+
+
 def test_training_can_restart_after_an_exception(tmp_path, monkeypatch):
     """A save of the first training is still in flight, and Trainer has its own method back."""
     with paused_saves(monkeypatch) as (go, _):
@@ -354,6 +431,8 @@ class TestRepairAfterACrash:
         self.leave(tmp_path, "checkpoint-2", with_manifest=False)
         self.leave(tmp_path, "checkpoint-3.replaced", with_manifest=True)
         self.leave(tmp_path, "checkpoint-4", with_manifest=True)
+        for step in (2, 3, 5):  # left by a subclass's save
+            (tmp_path / f"checkpoint-{step}").symlink_to(Path(UNFINISHED, f"checkpoint-{step}"))
         assert finish_renames(tmp_path) == [tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"]
         clear_unfinished(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
@@ -499,6 +578,9 @@ def test_two_ranks_write_the_files_that_trainer_writes(tmp_path, launch, strateg
     for result, kind in zip(results, ("RuntimeError", "AttributeError"), strict=True):
         assert result["defect"].startswith(f"{kind}: ")
         assert "has no attribute 'nothing'" in result["defect"]
+    for step in (2, 4):
+        files = verify(tmp_path / "more" / "run" / f"checkpoint-{step}").files
+        assert set(files) >= {f"{name}_{rank}.txt" for name in ("before", "after", "model") for rank in (0, 1)}
     assert results[0]["failure"] == results[1]["failure"]
     assert results[0]["failure"].startswith("checkpoint-4 could not be written on rank 1: ")
     assert saved_steps(tmp_path / "failing" / "run") == []

@@ -148,12 +148,20 @@ def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_TIMEOUT_S) -> b
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """List every folder `checkpoint-N` of `output_dir` in any state, in ascending order of N; [] if there is none."""
+    """List every folder `checkpoint-N` of `output_dir` in any state, in ascending order of N; [] if there is none.
+
+    One that is still being written is left out.
+    """
     folder = Path(output_dir)
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=checkpoint_step)
+    return sorted((path for path in found if not is_link_to_unfinished(path)), key=checkpoint_step)
+
+
+def is_link_to_unfinished(path: Path) -> bool:
+    """Return whether `path` is the link to a checkpoint that is being written, also if that one no longer exists."""
+    return path.is_symlink() and path.readlink().parent == Path(UNFINISHED)
 
 
 def checkpoint_step(checkpoint: Path) -> int:

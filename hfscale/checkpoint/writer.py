@@ -13,10 +13,17 @@ Files in the output directory:
     checkpoint-N.superseded/           a committed checkpoint that a run which restarted before step N has archived
     .unfinished/checkpoint-N/          a checkpoint that is being written; with a manifest: complete, not yet renamed
     .unfinished/checkpoint-N.replaced/ the earlier save of step N while a second save of that step replaces it
+    checkpoint-N -> .unfinished/checkpoint-N   a link, while a subclass's own saving methods run (`open_to_subclass`)
     .unfinished/checkpoint-N.deleted/  a checkpoint that rotation is deleting
     .unfinished/{upload,download}/     remote copies in transfer (hfscale.checkpoint.remote)
     .hfscale_lock                      held by the run (hfscale.checkpoint.lock)
     .NAME.PID-THREAD.tmp               temporary files of `store.write_atomically`
+
+A Trainer subclass with a `_save_checkpoint` of its own may write into `checkpoint-N` itself, before or after it calls
+Trainer's method, and on any rank. So while its methods run, `checkpoint-N` is a link to `.unfinished/checkpoint-N`; an
+earlier save of step N is `.unfinished/checkpoint-N.replaced` from then on. A folder `checkpoint-N` that appears in
+another way before the commit, for example because a callback has created it, is treated like an earlier save. Nothing
+in it is of an earlier attempt: those have been archived when training started (`store.archive`).
 
 All ranks write one checkpoint in this order (`_write_and_commit`):
 
@@ -27,7 +34,8 @@ All ranks write one checkpoint in this order (`_write_and_commit`):
    files and calls fsync on each.
 4. The ranks exchange their errors, and the lengths and hashes of their files.
 5. The committing rank
-   a. calls fsync on each folder of the checkpoint;
+   a. copies what an existing `checkpoint-N` or `checkpoint-N.replaced` has and the new save has not, as if the new
+      save had been written over it; then it calls fsync on each folder of the checkpoint;
    b. writes the manifest: to a temporary file, fsync, rename to `hfscale_manifest.json`, fsync of the folder;
    c. renames an existing `checkpoint-N` to `.unfinished/checkpoint-N.replaced`;
    d. renames `.unfinished/checkpoint-N` to `checkpoint-N`: **this rename is the commit**;
@@ -47,6 +55,7 @@ looks for the newest checkpoint; then `clear_unfinished`, which the main process
 | a crash loses the rename of 5d before 5e | as after 5b or 5c | as there |
 | in step 5f | `checkpoint-N.replaced` | deleted |
 | during rotation | `checkpoint-N.deleted` | deleted |
+| while `checkpoint-N` is a link | as in step 1, or `checkpoint-N.replaced` | the link is removed; then as above |
 
 An error that is not a crash follows the same rules. For example, if the rename of 5d fails after that of 5c, the
 committing rank deletes the new save, and the next start renames `checkpoint-N.replaced` back to `checkpoint-N`.
@@ -62,8 +71,8 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +81,14 @@ import torch.distributed as dist
 
 from hfscale.checkpoint.lock import is_locked_by_another_process
 from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, checkpoint_files
-from hfscale.checkpoint.store import CHECKPOINT_NAME, UNFINISHED, flush, remove_temporaries, write_atomically
+from hfscale.checkpoint.store import (
+    CHECKPOINT_NAME,
+    UNFINISHED,
+    flush,
+    is_link_to_unfinished,
+    remove_temporaries,
+    write_atomically,
+)
 from hfscale.errors import StorageError
 from hfscale.utils import distributed
 from hfscale.utils.disk_errors import how_to_fix_write, is_failed_torch_write
@@ -228,6 +244,46 @@ def unfinished_folder(run_dir: Path, step: int) -> Path:
     return run_dir / UNFINISHED / f"checkpoint-{step}"
 
 
+@contextmanager
+def open_to_subclass(run_dir: Path, step: int, *, is_holder: bool) -> Iterator[None]:
+    """Make `checkpoint-N` a link to the folder in which the checkpoint is written, within the `with` block.
+
+    Every rank must enter and leave it.
+
+    Args:
+        run_dir (`Path`): output directory of the run.
+        step (`int`): optimizer steps taken.
+        is_holder (`bool`): whether this rank makes and removes the link: the rank that commits.
+
+    Raises:
+        OSError: on every rank, if the link cannot be made.
+    """
+    folder, target = unfinished_folder(run_dir, step), run_dir / f"checkpoint-{step}"
+    problem: OSError | None = None
+    if is_holder:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if target.is_dir():
+                shutil.rmtree(_replaced(folder), ignore_errors=True)
+                target.rename(_replaced(folder))
+            target.symlink_to(folder.relative_to(run_dir), target_is_directory=True)
+        except OSError as error:
+            problem = error
+    if distributed.all_max([float(problem is not None)])[0]:
+        raise problem or OSError(f"{target} cannot be made: see the error of another rank")
+    try:
+        yield
+    finally:
+        distributed.barrier()  # another rank may still be writing through the link
+        if is_holder:
+            target.unlink()
+
+
+def _replaced(folder: Path) -> Path:
+    """Return where the earlier save of a step is until the one in the unfinished `folder` has replaced it."""
+    return folder.with_name(f"{folder.name}{_REPLACED}")
+
+
 def finish_renames(run_dir: Path) -> list[Path]:
     """Commit the checkpoints that an ended process left complete but not yet renamed.
 
@@ -243,8 +299,11 @@ def finish_renames(run_dir: Path) -> list[Path]:
     if last_writer is not None:
         last_writer.wait_without_raising()
     left = sorted((run_dir / UNFINISHED).glob("checkpoint-*"))
-    if not left or is_locked_by_another_process(run_dir):
+    links = [path for path in run_dir.glob("checkpoint-*") if is_link_to_unfinished(path)]
+    if not (left or links) or is_locked_by_another_process(run_dir):
         return renamed
+    for link in links:
+        link.unlink(missing_ok=True)
     for folder in left:
         name = folder.name.removesuffix(_REPLACED)
         target = run_dir / name
@@ -370,6 +429,9 @@ def rank_of_file(name: str, ranks: int) -> int:
 
 def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
     """Write the manifest and rename the checkpoint to its final path: step 5 of the protocol."""
+    replaced = _replaced(job.folder)
+    for earlier in (job.target, replaced):
+        records |= _copy_missing(earlier, job.folder)
     manifest = Manifest(
         step=job.step,
         strategy=job.strategy,
@@ -380,8 +442,8 @@ def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
     for folder, _, _ in os.walk(job.folder):
         flush(Path(folder))
     write_atomically(job.folder / MANIFEST_NAME, manifest.to_json())
-    replaced = job.folder.with_name(f"{job.folder.name}{_REPLACED}")
     if job.target.exists():  # the same step is saved twice, for example by save_steps and at the end of an epoch
+        shutil.rmtree(replaced, ignore_errors=True)
         job.target.rename(replaced)
     job.folder.rename(job.target)
     flush(job.run_dir)
@@ -389,3 +451,14 @@ def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
     if job.on_commit is not None:
         job.on_commit(manifest)
+
+
+def _copy_missing(source: Path, folder: Path) -> dict[str, FileRecord]:
+    """Copy the files of `source` that `folder` does not have, flush them, and return their records."""
+    records = {}
+    for name in sorted(set(checkpoint_files(source)) - set(checkpoint_files(folder))):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / name, folder / name)
+        flush(folder / name)
+        records[name] = FileRecord.of(folder / name)
+    return records

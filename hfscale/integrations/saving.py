@@ -6,7 +6,7 @@ The files are those that Trainer writes, in its layout, made by the same calls; 
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from hfscale.checkpoint.formats.dcp import dcp_errors
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import UNFINISHED
-from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, unfinished_folder
+from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, open_to_subclass, unfinished_folder
 from hfscale.integrations.snapshots import (
     DeferredWrites,
     FsdpSnapshot,
@@ -87,6 +87,7 @@ class TrainerSaving:
         self._strategy = running_strategy(trainer)
         self._global_batch_size = global_batch_size(trainer)
         self._original = adapter.replace_saving(self._save, self.writer.wait)
+        self._own_methods = own_methods(trainer)
         self._snapshot = HostSnapshot()
         self._has_fitted = False
         self._fsdp = FsdpSnapshot(trainer) if self._strategy == "fsdp2" else None
@@ -202,16 +203,26 @@ class TrainerSaving:
         failed = None
         deferring = self._deferred.collecting() if self._deferred is not None else nullcontext()
         try:
-            with deferring, self._adapter.output_dir_replaced(str(run_dir / UNFINISHED)):
+            with deferring, self._unfinished_folder(run_dir):
                 self._original(model, trial)
             _note_best(trainer, run_dir)
-            if trainer.args.should_save:  # the state may name the best checkpoint by the unfinished folder
+            if trainer.args.should_save:
                 folder = unfinished_folder(run_dir, trainer.state.global_step)
-                trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+                if not self._own_methods:  # the state may name the best checkpoint by the unfinished folder
+                    trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
                 complete_checkpoint(trainer, folder)
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         return self._job(run_dir, begun, error=failed, write=self._deferred.write if self._deferred else None)
+
+    def _unfinished_folder(self, run_dir: Path) -> AbstractContextManager[None]:
+        """Return the context in which Trainer's methods write into the unfinished folder.
+
+        A subclass's own methods find it under the path that they may compose themselves.
+        """
+        if self._own_methods:
+            return open_to_subclass(run_dir, self._trainer.state.global_step, is_holder=self._trainer.args.should_save)
+        return self._adapter.output_dir_replaced(str(run_dir / UNFINISHED))
 
     def _job(self, run_dir: Path, begun: float, **parts: Any) -> CheckpointJob:
         args, state = self._trainer.args, self._trainer.state
@@ -255,7 +266,7 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return "save_safetensors is False"
     if args.push_to_hub:
         return "push_to_hub uploads the folder at once"
-    overridden = [name for name in _WRITING_METHODS if not _is_known(type(trainer), name)]
+    overridden = own_methods(trainer)
     if overridden:
         return f"{type(trainer).__name__} has its own {overridden[0]}"
     if is_peft_model(trainer.model):
@@ -271,6 +282,15 @@ def _write_shards(copied: dict[str, dict[str, Any]], folder: Path, group: dist.P
     with dcp_errors():
         for name, tensors in copied.items():
             dcp.save(tensors, checkpoint_id=folder / name, process_group=group)
+
+
+def own_methods(trainer: Trainer) -> list[str]:
+    """Return the methods by which a checkpoint is written and that the Trainer's class overrides.
+
+    Args:
+        trainer (`Trainer`): any Trainer.
+    """
+    return [name for name in _WRITING_METHODS if not _is_known(type(trainer), name)]
 
 
 def _is_known(kind: type, method: str) -> bool:

@@ -344,7 +344,7 @@ class DeferredWrites:
         """
         wanted = sum(tensor_bytes(given) for given, _ in self._given) + tensor_bytes(state_dict)
         if fits_in_host_memory(wanted, copies=processes_on_this_host()):
-            self._given.append((state_dict, path))
+            self._given.append((state_dict, os.path.realpath(path)))  # it may lead through a link that is removed
         else:
             self._original.save(state_dict, path)
 

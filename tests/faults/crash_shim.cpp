@@ -13,6 +13,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -50,9 +51,11 @@ void configure() {
 
 std::string absolute(const char *path) {
   if (!path) return "";
-  if (path[0] == '/') return path;
-  char here[4096];
-  return getcwd(here, sizeof here) ? std::string(here) + "/" + path : path;
+  char here[PATH_MAX];
+  std::string full = path[0] != '/' && getcwd(here, sizeof here) ? std::string(here) + "/" + path : path;
+  size_t slash = full.rfind('/');
+  if (slash && realpath(full.substr(0, slash).c_str(), here)) full = here + full.substr(slash);  // through links
+  return full;
 }
 
 bool is_below(const std::string &path) {
@@ -170,6 +173,7 @@ ON_DESCRIPTOR(int, fdatasync, "fsync", (int fd), (fd))
 ON_DESCRIPTOR(int, ftruncate, "truncate", (int fd, off_t length), (fd, length))
 ON_DESCRIPTOR(int, ftruncate64, "truncate", (int fd, off64_t length), (fd, length))
 ON_PATH(rename, "rename", (const char *from, const char *to), (from, to), to)
+ON_PATH(symlink, "symlink", (const char *from, const char *to), (from, to), to)
 ON_PATH(unlink, "unlink", (const char *path), (path), path)
 ON_PATH(rmdir, "rmdir", (const char *path), (path), path)
 ON_PATH(mkdir, "mkdir", (const char *path, mode_t mode), (path, mode), path)

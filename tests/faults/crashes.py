@@ -76,11 +76,15 @@ def _committed_step(operation: Operation) -> int | None:
 
 
 class CrashRunner:
-    """Runs the worker `saving.py` in subfolders of `folder`, with or without a crash."""
+    """Runs the worker `saving.py` in subfolders of `folder`, with or without a crash.
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
+    `kind` is the class of Trainer: "Trainer", or "WritesMore" of test_checkpoint_writer.py.
+    """
+
+    def __init__(self, server: ForkServer, folder: Path, kind: str = "Trainer") -> None:
         self.server = server
         self.folder = folder
+        self.kind = kind
 
     def copy(self, name: str) -> Path:
         """Return a new copy of the folder `start`."""
@@ -112,7 +116,7 @@ class CrashRunner:
             out, err, log = (Path(folder) / name for name in ("out", "err", "log"))
             crash = {"CRASH_FOLDER": f"{cwd}/", "CRASH_LOG": str(log), "CRASH_AT": str(at), "CRASH_RANK": str(rank)}
             settings = os.environ | (env or {}) | crash | ({"CRASH_ERRNO": str(errno)} if errno else {})
-            argv = [str(WORKER), str(steps)]
+            argv = [str(WORKER), str(steps), self.kind]
             job = self.server.start("script", argv, cwd=cwd, env=settings, out=out, err=err, ranks=ranks)
             if after_s is not None:
                 self.server.wait_until(job, log.exists, LIMIT_S)

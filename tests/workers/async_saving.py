@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 import torch.distributed as dist
-from test_checkpoint_writer import CallAtStep, SaveAtSteps, lora_model, paused_saves
+from test_checkpoint_writer import CallAtStep, SaveAtSteps, WritesMore, lora_model, paused_saves
 from test_spot_checkpoint import Pause
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer
@@ -27,7 +27,7 @@ from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
 PLAIN = {"save_strategy": "steps", "save_steps": 100, "logging_strategy": "no", "lr_scheduler_type": "linear"}
 
 
-def train(folder, *callbacks, model=None, asynchronous=True, **overrides):
+def train(folder, *callbacks, kind=Trainer, model=None, asynchronous=True, **overrides):
     """Train in a folder of its own, so that `output_dir`, which is pickled with the arguments, is always the same."""
     Path(folder).mkdir(exist_ok=True)
     previous = Path.cwd()
@@ -36,7 +36,7 @@ def train(folder, *callbacks, model=None, asynchronous=True, **overrides):
     try:
         arguments = tiny_arguments("run", **(PLAIN | {"max_steps": 6} | overrides))
         set_up_parallelism(ParallelArguments(), arguments)
-        trainer = Trainer(
+        trainer = kind(
             model=model or tiny_model(), args=arguments, train_dataset=RandomTokens(), callbacks=[spot, *callbacks]
         )
         finish_on_cpu(trainer)
@@ -91,6 +91,7 @@ def main():
                     go.set()
                 _, spot = train(folder, SaveAtSteps(2), release, model=make(), asynchronous=asynchronous)
             modes[folder] = spot._saving.synchronous_because
+    train("more", SaveAtSteps(2, 4), kind=WritesMore)
     message = fail_on_rank_1("failing")
     found = {"modes": modes, "failure": message, "defect": defect_on_rank_1("defect")}
     Path(f"rank{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Trains with a save at every step, and resumes from the newest verified checkpoint: saving.py STEPS."""
+"""Trains with a save at every step, and resumes from the newest verified checkpoint: saving.py STEPS [KIND]."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,12 @@ def main() -> None:
         dataloader_num_workers=0,
     )
     set_up_parallelism(ParallelArguments(), args)  # without it accelerate runs no FSDP on a CPU
-    trainer = Trainer(model=tiny_model(), args=args, train_dataset=RandomTokens(), callbacks=[ScalingCallback()])
+    kind = Trainer
+    if sys.argv[2:] == ["WritesMore"]:
+        from test_checkpoint_writer import WritesMore
+
+        kind = WritesMore
+    trainer = kind(model=tiny_model(), args=args, train_dataset=RandomTokens(), callbacks=[ScalingCallback()])
     checkpoint = latest_checkpoint("out")
     if not is_finished(trainer, checkpoint):
         trainer.train(resume_from_checkpoint=checkpoint)
