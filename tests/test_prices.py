@@ -66,7 +66,7 @@ class TestPrices:
             (EGRESS, "egress 1 has no source"),
             (EGRESS.replace("0", "-1") + FROM, "usd_per_gb is -1"),
             (EGRESS.replace("0", "true") + FROM, "usd_per_gb is True"),
-            (EGRESS + 'gpu = "H100"\n' + FROM, "unknown key 'gpu': use date, provider"),
+            (EGRESS + 'gpu = "H100"\n' + FROM, "unknown key 'gpu': use provider, usd_per_gb"),
             ("egress = 3", "egress is not a list of tables"),
         ],
     )

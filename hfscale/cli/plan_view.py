@@ -1,6 +1,6 @@
 """Printing of a plan as tables for a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -35,8 +35,11 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
     )
     if plan.choices:
         console.print(_choices(plan))
-        console.print(_memory(plan.choices))
-        console.print(_time(plan.choices))
+        memory = [{**vars(choice.estimate.memory), "total": choice.estimate.memory.total} for choice in plan.choices]
+        console.print(_parts("GiB per GPU at the peak", memory, "{:.1f}"))
+        times = [choice.estimate.time for choice in plan.choices]
+        shares = [{name: part / time.total for name, part in vars(time).items()} for time in times]
+        console.print(_parts("Share of the step", shares, "{:.1%}"))
         if plan.choices[0].costs and plan.choices[0].usd is not None:
             console.print(_costs(plan.choices[0]))
     else:
@@ -109,26 +112,13 @@ def _choices(plan: Plan) -> Table:
     return table
 
 
-def _memory(choices: Sequence[Choice]) -> Table:
-    table = Table(box=None, pad_edge=False, title="GiB per GPU at the peak", title_justify="left", title_style="")
-    names = list(vars(choices[0].estimate.memory))
-    for name in ("#", *names, "total"):
+def _parts(title: str, rows: Sequence[Mapping[str, float]], form: str) -> Table:
+    """Return a table with a row for each choice and a column for each part."""
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="")
+    for name in ("#", *rows[0]):
         table.add_column(name, justify="right")
-    for number, choice in enumerate(choices, 1):
-        memory = choice.estimate.memory
-        parts = [f"{getattr(memory, name):.1f}" for name in names]
-        table.add_row(str(number), *parts, f"{memory.total:.1f}")
-    return table
-
-
-def _time(choices: Sequence[Choice]) -> Table:
-    table = Table(box=None, pad_edge=False, title="Share of the step", title_justify="left", title_style="")
-    names = list(vars(choices[0].estimate.time))
-    for name in ("#", *names):
-        table.add_column(name, justify="right")
-    for number, choice in enumerate(choices, 1):
-        time = choice.estimate.time
-        table.add_row(str(number), *(f"{getattr(time, name) / time.total:.1%}" for name in names))
+    for number, row in enumerate(rows, 1):
+        table.add_row(str(number), *(form.format(value) for value in row.values()))
     return table
 
 

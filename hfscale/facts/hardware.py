@@ -1,18 +1,15 @@
 """Accelerators and their peaks, links and memory, from `hardware.toml` and from the user's own hardware file."""
 
 import difflib
-import math
-import os
 import re
-import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hfscale.errors import ConfigFileError, UnknownHardwareError, UsageError
-from hfscale.utils.shipped import read_table
+from hfscale.utils.tables import check_keys, is_number, read_table, read_user_tables, user_file
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 """Formats of matrix products. fp32 matrices use `tf32` where torch allows it, and `fp32` where it does not."""
@@ -164,7 +161,7 @@ def plain_name(name: str) -> str:
 
 _TEXTS = ("name", "source", "date", "base")
 _LISTS = ("aliases", "device_names")
-_REQUIRED = ("name", "memory_gib", "memory_tb_s", "source", "date")
+_CALIBRATE = "write it with hfscale plan --calibrate"
 
 
 def user_hardware_file() -> Path:
@@ -172,8 +169,7 @@ def user_hardware_file() -> Path:
 
     `hfscale plan --calibrate` writes it with measured accelerators.
     """
-    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "hfscale" / "hardware.toml"
+    return user_file("hardware.toml")
 
 
 def find_accelerator(name: str, path: Path | None = None) -> Accelerator:
@@ -219,41 +215,22 @@ def read_hardware_document(path: Path) -> dict[str, Any]:
     Raises:
         `ConfigFileError`: The file cannot be read, or is not TOML with lists of tables.
     """
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigFileError(f"hardware file {path} cannot be read: {error.strerror}; check the path") from None
-    except UnicodeDecodeError:
-        raise ConfigFileError(f"hardware file {path} is not UTF-8: write it with hfscale plan --calibrate") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigFileError(
-            f"hardware file {path} is not TOML ({error}): write it with hfscale plan --calibrate"
-        ) from None
-    for key, rows in document.items():
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ConfigFileError(
-                f"hardware file {path}: {key} is not a list of tables: write rows of [[accelerator]]"
-            )
-    return document
+    return read_user_tables(path, "hardware file", fix=_CALIBRATE)
 
 
 def _row(row: dict[str, Any], where: str) -> Accelerator:
     """The accelerator of a row, after checking its keys and values."""
-    known = [field.name for field in fields(Accelerator)]
-    if unknown := sorted(set(row) - set(known)):
-        raise ConfigFileError(f"{where}: unknown key {unknown[0]!r}: use {', '.join(known)}")
-    for key in _REQUIRED:
-        if key not in row:
-            raise ConfigFileError(f"{where} has no {key}: add it, or write it with hfscale plan --calibrate")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    row = dict.fromkeys(_LISTS, ()) | values
+    check_keys(row, Accelerator, where, fix=f"add it, or {_CALIBRATE}")
     for key, value in row.items():
         if key in _TEXTS:
             is_valid = isinstance(value, str) and bool(value.strip())
         elif key in _LISTS:
-            is_valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            is_valid = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
         else:
-            is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            is_valid = is_number(value) and value > 0
         if not is_valid:
             kind = "text" if key in _TEXTS else "a list of texts" if key in _LISTS else "a number above 0"
             raise ConfigFileError(f"{where}: {key} is {value!r}: it must be {kind}")
-    lists = {key: tuple(row.get(key, ())) for key in _LISTS}
-    return Accelerator(**{**row, **lists})
+    return Accelerator(**row)

@@ -7,7 +7,7 @@ tests named below compare losses and gradients with those of the model in one pi
 from collections.abc import Mapping
 from typing import Any
 
-from hfscale.utils.shipped import read_table
+from hfscale.utils.tables import read_table
 
 _TABLE: Mapping[str, Any] = read_table("facts/parallel_families.toml")
 

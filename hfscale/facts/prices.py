@@ -1,17 +1,15 @@
 """Prices of GPUs and of egress at providers, from `prices.toml` and the user's own price list."""
 
 import datetime
-import os
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from hfscale.errors import ConfigFileError
 from hfscale.facts.hardware import Accelerator, accelerator
+from hfscale.utils.tables import check_keys, is_number, read_table, read_user_tables, user_file
 
 STALE_DAYS = 90
 """Age in days from which a price is reported as old: list prices of 2025 and 2026 changed every few months."""
@@ -61,14 +59,13 @@ class Egress:
 
 def user_price_file() -> Path:
     """Returns the path of the user's own price list, `$XDG_CONFIG_HOME/hfscale/prices.toml`, which may not exist."""
-    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "hfscale" / "prices.toml"
+    return user_file("prices.toml")
 
 
 @cache
 def shipped_prices() -> tuple[Price, ...]:
     """Reads the prices in hfscale's `prices.toml`."""
-    return _parse(*_shipped())
+    return tuple(_prices(*_shipped()))
 
 
 def all_prices(path: Path | None = None) -> tuple[Price, ...]:
@@ -84,7 +81,7 @@ def all_prices(path: Path | None = None) -> tuple[Price, ...]:
         `UnknownHardwareError`: The GPU of a row is in no table.
     """
     merged = {(row.provider.casefold(), row.gpu, row.region): row for row in shipped_prices()}
-    for row in _parse(*own) if (own := _own(path)) else ():
+    for row in (row for source in _own(path) for row in _prices(*source)):
         merged[row.provider.casefold(), row.gpu, row.region] = row
     return tuple(merged.values())
 
@@ -101,25 +98,24 @@ def all_egress(path: Path | None = None) -> dict[str, Egress]:
     Raises:
         `ConfigFileError`: The file cannot be read, or a row is wrong.
     """
-    rows = [row for text, where in filter(None, (_shipped(), _own(path))) for row in _parse_egress(text, where)]
-    return {row.provider.casefold(): row for row in rows}
+    sources = (_shipped(), *_own(path))
+    return {row.provider.casefold(): row for source in sources for row in _egress(*source)}
 
 
-def _shipped() -> tuple[str, str]:
-    """The text of the shipped price list, and its name for messages."""
-    text = resources.files("hfscale.facts").joinpath("prices.toml").read_text(encoding="utf-8")
-    return text, "hfscale/facts/prices.toml"
+Source = tuple[dict[str, Any], str]
+"""The content of a price list, and its name for messages."""
 
 
-def _own(path: Path | None) -> tuple[str, str] | None:
-    """The text of the user's price list, and its name for messages; None if there is none."""
+def _shipped() -> Source:
+    return read_table("facts/prices.toml"), "hfscale/facts/prices.toml"
+
+
+def _own(path: Path | None) -> list[Source]:
+    """The user's price list; empty if there is none."""
     chosen = path or user_price_file()
     if path is None and not chosen.is_file():
-        return None
-    try:
-        return chosen.read_text(encoding="utf-8"), str(chosen)
-    except OSError as error:
-        raise ConfigFileError(f"price list {chosen} cannot be read: {error.strerror}; check the path") from None
+        return []
+    return [(read_user_tables(chosen, "price list", fix="write rows of [[price]] and [[egress]]"), str(chosen))]
 
 
 def prices_of(gpu: Accelerator, prices: tuple[Price, ...]) -> tuple[Price, ...]:
@@ -133,40 +129,14 @@ def prices_of(gpu: Accelerator, prices: tuple[Price, ...]) -> tuple[Price, ...]:
     return tuple(sorted(rows, key=lambda row: (row.on_demand_usd is None, row.on_demand_usd or row.spot_usd or 0.0)))
 
 
-def _tables(text: str, where: str, name: str) -> list[Any]:
-    try:
-        rows = tomllib.loads(text).get(name, [])
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigFileError(f"{where} is not TOML ({error}): write rows of [[{name}]]") from None
-    if not isinstance(rows, list):
-        raise ConfigFileError(f"{where}: {name} is not a list of tables: write rows of [[{name}]]")
-    return rows
-
-
-def _parse(text: str, where: str) -> tuple[Price, ...]:
-    rows = _tables(text, where, "price")
-    return tuple(_row(row, f"{where}, price {number}") for number, row in enumerate(rows, 1))
-
-
-def _parse_egress(text: str, where: str) -> list[Egress]:
-    found = []
-    for number, row in enumerate(_tables(text, where, "egress"), 1):
+def _egress(document: Mapping[str, Any], where: str) -> Iterator[Egress]:
+    for number, row in enumerate(document.get("egress", []), 1):
         place = f"{where}, egress {number}"
-        _check_keys(row, Egress, ("provider", "usd_per_gb", "source", "date"), place)
+        check_keys(row, Egress, place)
         rate = row["usd_per_gb"]
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 100:
+        if not (is_number(rate) and 0 <= rate < 100):
             raise ConfigFileError(f"{place}: usd_per_gb is {rate!r}: it must be a number from 0 to 100")
-        found.append(Egress(**{**row, "date": _date(row["date"], place)}))
-    return found
-
-
-def _check_keys(row: Mapping[str, Any], kind: type, required: tuple[str, ...], where: str) -> None:
-    known = {field.name for field in fields(kind)}
-    if unknown := set(row) - known:
-        raise ConfigFileError(f"{where}: unknown key {sorted(unknown)[0]!r}: use {', '.join(sorted(known))}")
-    for key in required:
-        if key not in row:
-            raise ConfigFileError(f"{where} has no {key}: add it")
+        yield Egress(**{**row, "date": _date(row["date"], place)})
 
 
 def _date(value: Any, where: str) -> datetime.date:
@@ -176,13 +146,16 @@ def _date(value: Any, where: str) -> datetime.date:
         raise ConfigFileError(f"{where}: date is {value!r}: write it as 2026-11-09") from None
 
 
-def _row(row: Mapping[str, Any], where: str) -> Price:
-    _check_keys(row, Price, ("provider", "gpu", "source", "date"), where)
+def _prices(document: Mapping[str, Any], where: str) -> Iterator[Price]:
+    for number, row in enumerate(document.get("price", []), 1):
+        yield _price(row, f"{where}, price {number}")
+
+
+def _price(row: Mapping[str, Any], where: str) -> Price:
+    check_keys(row, Price, where)
     for key in ("on_demand_usd", "spot_usd"):
         value = row.get(key)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e4
-        ):
+        if value is not None and not (is_number(value) and 0 < value < 1e4):
             raise ConfigFileError(f"{where}: {key} is {value!r}: it must be USD per GPU and hour, above 0")
     if not isinstance(row.get("one_node", False), bool):
         raise ConfigFileError(f"{where}: one_node is {row['one_node']!r}: it must be true or false")

@@ -16,7 +16,6 @@ A rank never holds more than m micro-batches. They are counted in the rank's sha
 micro-batch in all v stages of the rank counts as 1.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -175,35 +174,18 @@ def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
     Returns:
         `tuple[int, ...]`: Number of layers of each stage.
     """
-    counts = []
-    for stages_left in range(stages, 0, -1):
-        counts.append(_best_cut(layers, head, stages_left)[2])
-        layers -= counts[-1]
-    return tuple(counts)
-
-
-@lru_cache(maxsize=65536)
-def _best_cut(layers: int, head: float, stages: int) -> tuple[float, float, int]:
-    """The best way to divide `layers` layers and the head among the last `stages` stages.
-
-    Returns:
-        `tuple`: The slowest stage's cost, the sum of the squares of all stages' costs, and the number of layers of the
-        first of these stages. The cut has the least of these, compared in this order.
-    """
     if stages == 1:
-        return layers + head, (layers + head) ** 2, layers
-    # A stage is about as large as the average of all with the head among them, or of the others without it.
-    averages = (layers + head) / stages, (layers - 1) / (stages - 1)
-    most = layers - stages + 1
-    first = min(max(1, math.floor(min(averages)) - 1), most)
-    last = min(math.ceil(max(averages)) + 1, most)
-    best = None
-    for here in range(first, last + 1):
-        slowest, squares, _ = _best_cut(layers - here, head, stages - 1)
-        found = (max(float(here), slowest), here**2 + squares, here)
-        best = found if best is None else min(best, found)
-    assert best is not None
-    return best
+        return (layers,)
+
+    def with_last(last: int) -> tuple[int, ...]:
+        few, more = divmod(layers - last, stages - 1)
+        return (*[few] * (stages - 1 - more), *[few + 1] * more, last)
+
+    def cost(counts: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
+        costs = (*counts[:-1], counts[-1] + head)
+        return max(costs), sum(cost**2 for cost in costs), counts
+
+    return min(map(with_last, range(1, layers - stages + 2)), key=cost)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,6 @@ number is given for it.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from hfscale.checkpoint.store import write_atomically
 from hfscale.errors import ConfigFileError, StorageError
+from hfscale.utils import tables
 
 FORMAT = 1
 """The file format that this version reads and writes."""
@@ -97,8 +97,7 @@ class Match:
 
 def user_file() -> Path:
     """Return the default path of the baselines file; the file need not exist."""
-    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "hfscale" / "baselines.json"
+    return tables.user_file("baselines.json")
 
 
 def find(baselines: Sequence[Baseline], workload: Workload, world_size: int) -> Match | str:

@@ -12,6 +12,7 @@ from hfscale.facts.models import catalogue
 from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.launchable import OPTIMIZERS, recipe_of, uses_deepspeed, why_not
 from hfscale.planner.plan import Choice, Plan
+from hfscale.utils.shipped import shipped_root
 
 LEARNING_RATE = 1e-5
 """A low learning rate to start full fine-tuning with; a comment in the recipe's YAML asks the user to replace it."""
@@ -208,35 +209,16 @@ def _axis_lines(job: Job) -> list[str]:
 
 
 def deepspeed_config(job: Job) -> dict[str, Any]:
-    """Builds the DeepSpeed config; its `auto` values are filled in from the training arguments."""
-    zero: dict[str, Any] = {"stage": max(1, job.zero), "overlap_comm": True, "reduce_bucket_size": "auto"}
-    if job.zero >= 2:
-        zero["contiguous_gradients"] = True
-    if job.zero == 2:
-        zero["reduce_scatter"] = True
-    if job.zero == 3:
-        zero |= {
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    else:
-        zero["allgather_bucket_size"] = 5e8
-    if job.offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if job.offload == "full":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    return {
-        "zero_optimization": zero,
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "gradient_clipping": "auto",
-        "gradient_accumulation_steps": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-    }
+    """Builds the DeepSpeed config from the shipped one of the job's ZeRO stage.
+
+    Its `auto` values are filled in from the training arguments.
+    """
+    shipped = shipped_root() / "ds_configs" / f"zero{max(1, job.zero)}.json"
+    config: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
+    parts = {"none": (), "optimizer": ("optimizer",), "full": ("optimizer", "param")}[job.offload]
+    for part in parts:
+        config["zero_optimization"][f"offload_{part}"] = {"device": "cpu", "pin_memory": True}
+    return config
 
 
 def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from hfscale.errors import UsageError
-from hfscale.utils.shipped import read_table
+from hfscale.utils.tables import read_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -381,15 +381,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.loss
-            + self.buffers
-            + self.context
-        )
+        return float(sum(vars(self).values()))
 
 
 def allocated_gib(memory: Memory, common: SharedConstants | None = None) -> float:

@@ -16,7 +16,7 @@ from hfscale.planner.advice import Advice, advice, assumptions, simplicity
 from hfscale.planner.cost import Cost, compare, cost, reliability
 from hfscale.planner.estimate import Estimate
 from hfscale.planner.frameworks import find_framework
-from hfscale.planner.job import Job, Method, Optimizer, Precision, strategy_of
+from hfscale.planner.job import Method, Optimizer, Precision, strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
 from hfscale.planner.search import TIE_TOLERANCE, PlanRequest, Rejected, search
 
@@ -278,18 +278,7 @@ def _check_amounts(**amounts: float | None) -> None:
 
 def _check_request(request: PlanRequest) -> None:
     """Checks the sizes that every layout shares, which a search would otherwise report once for each layout."""
-    Job(
-        shape=request.shape,
-        gpu=request.gpu,
-        layout=ParallelLayout(),
-        seq_len=request.seq_len,
-        micro_batch=1,
-        global_batch=1 if request.global_batch is None else request.global_batch,
-        precision=request.precision,
-        method=request.method,
-        optimizer=request.optimizer,
-        gpus_per_node=request.gpus_per_node,
-    ).check()
+    request.job(ParallelLayout(), global_batch=1 if request.global_batch is None else request.global_batch).check()
     if request.method != "full" and request.lora_rank < 1:
         raise UsageError(f"--lora-rank is {request.lora_rank}: give a rank of at least 1, such as 16")
 

@@ -40,9 +40,8 @@ def draw(plan: Plan, path: Path) -> None:
     limit = plan.request.gpu.memory_gib
     memory.axvline(limit, color="black", linewidth=1)
     memory.axvline(HEADROOM * limit, color="black", linewidth=1, linestyle=":")
-    _stacked_bars(
-        time, [str(number + 1) for number in range(len(labels))], [_times(c) for c in plan.choices], "seconds per step"
-    )
+    numbers = [str(number) for number in range(1, len(labels) + 1)]
+    _stacked_bars(time, numbers, [vars(choice.estimate.time) for choice in plan.choices], "seconds per step")
     _draw_cost(cost, plan)
     _draw_pipeline(pipeline, plan.choices[0])
     figure.suptitle(f"{plan.model} on {plan.request.gpus} {plan.request.gpu.name}")
@@ -57,10 +56,6 @@ def _label(choice: Choice) -> str:
     axes = {"dp": layout.dp_replicate * layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
     sizes = " ".join(f"{name}{size}" for name, size in axes.items() if size > 1)
     return f"{strategy_of(choice.estimate.job)} {sizes}".strip()
-
-
-def _times(choice: Choice) -> dict[str, float]:
-    return vars(choice.estimate.time)
 
 
 def _stacked_bars(axes: Any, labels: list[str], rows: list[dict[str, float]], title: str) -> None:

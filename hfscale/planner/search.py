@@ -1,7 +1,7 @@
 """Which layouts of a model on a number of GPUs fit, and how fast the best of each is."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from hfscale.errors import LayoutError
@@ -54,6 +54,10 @@ Candidate = tuple[ParallelLayout, int, Offload]
 """A layout, its ZeRO stage and what it offloads."""
 
 
+_OF_THE_PLAN = ("gpus", "global_batch")
+"""Fields of a `PlanRequest` that a `Job` does not have, or not in the same way."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """Describes what is to be planned for."""
@@ -86,6 +90,27 @@ class PlanRequest:
     """Whether the loss never holds all logits at once."""
     network_gb_s: float | None = None
     """Bandwidth between nodes per device, GB/s; by default that of the vendor's reference node."""
+
+    def job(self, layout: ParallelLayout, *, global_batch: int, zero: int = 0, offload: Offload = "none") -> Job:
+        """Returns the run of a layout with micro-batches of one sequence.
+
+        Args:
+            layout (`ParallelLayout`): Ranks along each axis.
+            global_batch (`int`): Sequences per step.
+            zero (`int`): What data-parallel ranks shard.
+            offload (`str`): What is kept in the CPU's memory.
+        """
+        shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_THE_PLAN}
+        return Job(
+            **shared,
+            layout=layout,
+            micro_batch=1,
+            global_batch=global_batch,
+            zero=zero,
+            offload=offload,
+            sequence_parallel=splits_sequences(self.framework, layout),
+            loss_parallel=splits_logits(self.framework, layout),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +174,8 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
     fitting: list[Estimate] = []
     rejected: list[Rejected] = []
     for candidates in (layouts(request, gpus), offloads(request, gpus)):
-        for candidate in candidates:
-            found = _try(request, _job(request, candidate, batch))
+        for layout, zero, offload in candidates:
+            found = _try(request, request.job(layout, global_batch=batch, zero=zero, offload=offload))
             if isinstance(found, Estimate):
                 fitting.append(found)
             elif not (found.reason.startswith(NO_PIPELINES) and any(row.reason == found.reason for row in rejected)):
@@ -253,31 +278,6 @@ def _data_parallel(request: PlanRequest, *, tp: int, pp: int, cp: int, dp: int) 
     for shard in (inside, 4 * inside, 16 * inside):
         if 1 < shard < dp and dp % shard == 0:
             yield layout(shard), 3, "none"
-
-
-def _job(request: PlanRequest, candidate: Candidate, batch: int) -> Job:
-    layout, zero, offload = candidate
-    return Job(
-        shape=request.shape,
-        gpu=request.gpu,
-        layout=layout,
-        seq_len=request.seq_len,
-        micro_batch=1,
-        global_batch=batch,
-        framework=request.framework,
-        zero=zero,
-        precision=request.precision,
-        compile=request.compile,
-        method=request.method,
-        lora_rank=request.lora_rank,
-        optimizer=request.optimizer,
-        offload=offload,
-        fused_loss=request.fused_loss,
-        gpus_per_node=request.gpus_per_node,
-        network_gb_s=request.network_gb_s,
-        sequence_parallel=splits_sequences(request.framework, layout),
-        loss_parallel=splits_logits(request.framework, layout),
-    )
 
 
 # -- the best way to run one layout -----------------------------------------------------------------------------------

@@ -1,10 +1,7 @@
-"""Finds the files that come with hfscale: its tables, and the configs and recipes of the checkout or the installed
-package."""
+"""Finds the configs and recipes that come with hfscale: in the checkout, or inside the installed package."""
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hfscale.errors import UsageError
 
@@ -43,15 +40,6 @@ class ShippedConfig:
             if text and not text.startswith(("accelerate launch", "--", "recipes/")):
                 return text
         return ""
-
-
-def read_table(name: str) -> dict[str, Any]:
-    """Read a TOML file of the package.
-
-    Args:
-        name (`str`): Its path in the package, such as `facts/hardware.toml`.
-    """
-    return tomllib.loads((_PACKAGE / name).read_text(encoding="utf-8"))
 
 
 def shipped_root() -> Path:

@@ -20,7 +20,7 @@ from hfscale.errors import UnsupportedModelError
 from hfscale.facts.config_reader import TEXT_MODELS
 from hfscale.facts.families import rules
 from hfscale.facts.families.family import ExpertFamily, Family
-from hfscale.utils.shipped import read_table
+from hfscale.utils.tables import read_table
 
 
 def _family(row: Mapping[str, Any]) -> Family:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hfscale.errors import MissingDependencyError, UnsupportedModelError
 from hfscale.facts.model_shape import ModelShape
-from hfscale.utils.shipped import read_table
+from hfscale.utils.tables import read_table
 
 
 @cache
