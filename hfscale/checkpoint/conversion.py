@@ -1,6 +1,6 @@
 """Converts a checkpoint to another strategy or number of ranks: weights, optimizer, schedule, counters, RNG states.
 
-    read_view(source)  ->  CheckpointView  ->  writer(target)
+    read_view(source)  ->  CheckpointView  ->  write_view(target)
 
 Tensors are converted one at a time, so the memory needed is that of the largest tensor, not that of the model.
 (DeepSpeed's flat partitions are larger than a tensor; they are memory-mapped.) A checkpoint that plain Trainer wrote
@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from hfscale.checkpoint import store
-from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read_view, writer
+from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read_view, write_view
 from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
 from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
@@ -130,7 +130,7 @@ def _write_view(
     check_states(view)
     check_target(view, strategy)
     view = _with_empty_group(view)
-    writer(strategy)(view, folder, step=step, world_size=world_size)
+    write_view(view, folder, strategy, step=step, world_size=world_size)
     names = [path.name for path in sorted(source.iterdir()) if path.is_file() and not path.is_symlink()]
     names = [name for name in names if _SMALL_FILE.fullmatch(name) and name not in _FORMAT_FILES]
     _copy(source, folder, [name for name in names if not _NOT_COPIED.fullmatch(name)], link=link)

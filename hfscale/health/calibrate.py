@@ -64,11 +64,8 @@ class Calibration:
     """The number of processes that measured at the same time."""
 
 
-def calibrate(sizes: Sizes | None = None) -> Calibration:
+def calibrate() -> Calibration:
     """Measure this machine; under a launcher every rank must call it.
-
-    Args:
-        sizes (`Sizes`, *optional*): what is measured. By default `ON_GPU` or `ON_CPU`.
 
     Returns:
         `Calibration`: the measurements, and the hardware row that is made from them.
@@ -81,7 +78,7 @@ def calibrate(sizes: Sizes | None = None) -> Calibration:
         raise UsageError(
             f"calibration measures CUDA and ROCm GPUs and CPUs, not {torch.accelerator.current_accelerator()}"
         )
-    sizes = sizes or (ON_GPU if on_gpu else ON_CPU)
+    sizes = ON_GPU if on_gpu else ON_CPU
     with _process_group(on_gpu):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         rows = [*_matrix_products(device, sizes), *_copies(device, sizes)]

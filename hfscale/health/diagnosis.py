@@ -25,7 +25,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from hfscale.utils.findings import Finding
+from hfscale.utils.findings import Finding, rank_error
 
 POINT_TO_POINT = "/p2p"
 """Suffix of a group's name for its sends and receives, which are numbered separately."""
@@ -68,17 +68,9 @@ class Position:
             return f"past {self.entered} of group {self.group}"
         return f"in {self.operation} {self.sizes} ({self.waiting} of group {self.group})"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the position as an object for JSON."""
-        return {**asdict(self), "ranks": list(self.ranks)}
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Position":
-        """Return the position that `to_dict` described.
-
-        Args:
-            fields (`dict[str, Any]`): the result of `to_dict`.
-        """
+        """Return the position from a dictionary of its fields, which may come from JSON."""
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
@@ -232,7 +224,7 @@ class Snapshot:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the snapshot as an object for JSON."""
-        return {**asdict(self), "positions": [position.to_dict() for position in self.positions]}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Snapshot":
@@ -272,7 +264,7 @@ def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, 
     """
 
     def blame(rank: int, problem: str, fix: str) -> Finding:
-        return Finding(level="error", check="hang", problem=problem, fix=fix, ranks=(rank,), host=hosts.get(rank))
+        return rank_error("hang", rank, hosts, problem, fix)
 
     absent = [rank for rank in range(world_size) if rank not in snapshots]
     if absent:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hfscale.utils.findings import Finding, Level
+from hfscale.utils.findings import Finding, Level, rank_error
 
 WINDOW = 50
 """Number of logged losses with which a new one is compared."""
@@ -117,22 +117,19 @@ def compare_replicas(
         `list[Finding]`: an error for each rank that differs.
     """
     found = []
+    host_of = dict(enumerate(hosts))
     if all(math.isfinite(value) for value in checksums):
         problem = f"has other weights than the other replicas at step {step}: its device or its link computes wrongly"
         fix = "resume from a checkpoint before that step, without this device"
         for rank in _differing_ranks(list(checksums)):
-            found.append(
-                Finding(level="error", check="replicas", problem=problem, fix=fix, ranks=(rank,), host=hosts[rank])
-            )
+            found.append(rank_error("replicas", rank, host_of, problem, fix))
     if not found and all(math.isfinite(norm) for norm in norms):
         median = statistics.median_low(norms)
         for rank, norm in enumerate(norms):
             if abs(norm - median) > NORM_TOLERANCE * max(abs(median), 1e-12):
                 problem = f"has the gradient norm {norm:.6g} at step {step}, the others {median:.6g}"
                 fix = "gradients are not reduced over all ranks: check no_sync and custom training steps"
-                found.append(
-                    Finding(level="error", check="replicas", problem=problem, fix=fix, ranks=(rank,), host=hosts[rank])
-                )
+                found.append(rank_error("replicas", rank, host_of, problem, fix))
     return found
 
 

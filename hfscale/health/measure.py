@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hfscale.facts.hardware import Accelerator
-from hfscale.utils.findings import Finding
+from hfscale.utils.findings import Finding, rank_error
 
 SLOW_RATIO = 1.4
 """Time of the same product over the median of all ranks, from which a GPU is called slow."""
@@ -179,17 +179,16 @@ def compare_matmul(results: Mapping[int, Mapping[str, float]], hosts: Mapping[in
     if len(results) > 2 and 2 * len(slow) >= len(results) and all(results[rank]["shares_cores"] for rank in slow):
         slow = set()  # half of the ranks share their cores with other work: no single rank is at fault
     for rank, result in sorted(results.items()):
-        where = {"ranks": (rank,), "host": hosts.get(rank), "level": "error"}
         if result["wrong"]:
             problem = f"computes wrong matrix products ({result['wrong']:.0f} wrong entries)"
-            found.append(Finding(check="matmul", problem=problem, fix="take this device out of the run", **where))
+            found.append(rank_error("matmul", rank, hosts, problem, "take this device out of the run"))
         if rank in slow:
             problem = (
                 f"multiplies matrices {result['seconds'] / median:.1f}x slower than the median rank "
                 f"({result['seconds'] * 1e3:.2f} ms, median {median * 1e3:.2f} ms)"
             )
             fix = "look for throttling or another process on this device, or leave it out of the run"
-            found.append(Finding(check="speed", problem=problem, fix=fix, **where))
+            found.append(rank_error("speed", rank, hosts, problem, fix))
     return found
 
 
@@ -381,17 +380,12 @@ def compare_values(results: Mapping[int, list[dict[str, Any]]], hosts: Mapping[i
         if len(receivers) > 1 and 2 * len(receivers) > len(results) and len(blamed) == 1 and None not in blamed:
             sender = blamed.pop()
             problem = f"sends wrong values in {kind}, which {len(receivers)} ranks received"
-            found.append(
-                Finding(level="error", check=kind, problem=problem, fix=fix, ranks=(sender,), host=hosts.get(sender))
-            )
+            found.append(rank_error(kind, sender, hosts, problem, fix))
         elif kind == "neighbours":
             found += [_wrong_from_neighbour(rank, len(results), hosts) for rank in receivers]
         else:
             problem = f"receives wrong values from {kind}"
-            found += [
-                Finding(level="error", check=kind, problem=problem, fix=fix, ranks=(rank,), host=hosts.get(rank))
-                for rank in receivers
-            ]
+            found += [rank_error(kind, rank, hosts, problem, fix) for rank in receivers]
     return found
 
 

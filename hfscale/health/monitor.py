@@ -17,14 +17,12 @@ from hfscale.utils import distributed
 from hfscale.utils.findings import Finding
 
 GPU_EVERY_S = 10.0
-_HOST_BYTES = 64
 
 
 def gather_hosts() -> list[str]:
     """Return the host name of each rank, in rank order; every rank must call it."""
-    name = socket.gethostname().encode()[:_HOST_BYTES]
-    rows = distributed.gather_rows([float(byte) for byte in name.ljust(_HOST_BYTES, b"\0")])
-    return [bytes(int(value) for value in row).rstrip(b"\0").decode(errors="replace") for row in rows]
+    group = distributed.side_group() if distributed.is_distributed() else None
+    return distributed.gather_json(socket.gethostname(), group)
 
 
 class GpuThread(threading.Thread):

@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -31,7 +30,8 @@ import torch.distributed as dist
 
 from hfscale.health import measure
 from hfscale.health.rank_store import RankStore
-from hfscale.utils.findings import Finding, Level
+from hfscale.utils.findings import Finding, Level, rank_error
+from hfscale.utils.versions import installed
 
 POLL_S = 0.02
 CPU_SIZES = (4096, 2**20, 2**24)
@@ -235,13 +235,9 @@ def blame_ranks(
         `list[Finding]`: an error for each rank to blame, or one about all if no single rank is.
     """
     hosts = known_hosts(world_size, hello)
-
-    def blame(rank: int, check: str, problem: str, fix: str) -> Finding:
-        return Finding(level="error", check=check, problem=problem, fix=fix, ranks=(rank,), host=hosts.get(rank))
-
     absent = [rank for rank in range(world_size) if rank not in present]
     if absent:
-        return [_blame_absent(rank, rank in hello, blame) for rank in absent]
+        return [_blame_absent(rank, hosts, has_arrived=rank in hello) for rank in absent]
     phases = {rank: str(note["phase"]) for rank, note in present.items()}
     reference = _reference_phase(phases)
     if reference is None:
@@ -251,11 +247,12 @@ def blame_ranks(
         return [Finding(level="error", check="order", problem=problem, fix=fix, ranks=tuple(phases))]
     elsewhere = sorted(rank for rank, phase in phases.items() if phase != reference)
     if elsewhere:
-        return [_blame_phase(rank, phases[rank], reference, blame) for rank in elsewhere]
+        return [_blame_phase(rank, hosts, phases[rank], reference) for rank in elsewhere]
     errors = {rank: str(note["error"]) for rank, note in present.items() if note.get("error")}
     if 0 < len(errors) < world_size:
         fix = "the exception says what this rank lacks; the other ranks did not fail"
-        return [blame(rank, reference, f"{reference} failed: {error}", fix) for rank, error in sorted(errors.items())]
+        failed = f"{reference} failed: "
+        return [rank_error(reference, rank, hosts, failed + error, fix) for rank, error in sorted(errors.items())]
     reason = next(iter(errors.values()), "all wait")
     between = ", ".join(sorted(set(hosts.values())))
     problem = f"{reference} ended on no rank ({reason}): the links between {between} do not carry it"
@@ -264,20 +261,21 @@ def blame_ranks(
     ]
 
 
-def _blame_absent(rank: int, has_arrived: bool, blame: Callable[..., Finding]) -> Finding:
+def _blame_absent(rank: int, hosts: Mapping[int, str], *, has_arrived: bool) -> Finding:
     if has_arrived:
         problem = "does not answer: its process is dead, stopped or cut off from the launcher"
-        return blame(rank, "presence", problem, "see its log and the kernel log of its host, then start all again")
+        fix = "see its log and the kernel log of its host, then start all again"
+        return rank_error("presence", rank, hosts, problem, fix)
     problem = "never arrived: its process did not start, or its node does not reach the launcher's node"
-    return blame(rank, "presence", problem, "start it, or open the launcher's port between the nodes")
+    return rank_error("presence", rank, hosts, problem, "start it, or open the launcher's port between the nodes")
 
 
-def _blame_phase(rank: int, phase: str, reference: str, blame: Callable[..., Finding]) -> Finding:
+def _blame_phase(rank: int, hosts: Mapping[int, str], phase: str, reference: str) -> Finding:
     if PHASES.index(phase) < PHASES.index(reference):
         problem = f"is still in {phase} while the others are in {reference}: it hangs there"
     else:
         problem = f"is already in {phase} while the others are in {reference}: it skipped or left {reference}"
-    return blame(rank, reference, problem, "check this rank's device and log, or take it out of the run")
+    return rank_error(reference, rank, hosts, problem, "check this rank's device and log, or take it out of the run")
 
 
 def known_hosts(world_size: int, hello: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
@@ -331,7 +329,7 @@ def describe_rank(environ: Mapping[str, str] = os.environ, device: torch.device 
         `dict[str, Any]`: `host`, `pid`, `local_rank`, `local_world_size`, `device` (its name), `memory_gib` (None on a
         CPU), `versions` and `variables`.
     """
-    versions = {name: version for name in LIBRARIES if (version := _version(name)) is not None}
+    versions = {name: version for name in LIBRARIES if (version := installed(name)) is not None}
     versions["python"] = platform.python_version()
     on_gpu = device is not None and device.type == "cuda"
     if on_gpu:
@@ -454,13 +452,6 @@ def slowest_links(results: Mapping[int, Mapping[str, Any]]) -> list[dict[str, An
             if key not in slowest or row["seconds"] > slowest[key]["seconds"]:
                 slowest[key] = {name: row[name] for name in ("kind", "where", "bytes", "seconds", "gb_s")}
     return list(slowest.values())
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _nccl_version() -> str:

@@ -31,18 +31,15 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
-def side_group(timeout: timedelta = timedelta(minutes=30)) -> dist.ProcessGroup:
+def side_group() -> dist.ProcessGroup:
     """Return the gloo group over all ranks that the exchanges of this module use, except those with their own group.
 
     It is created at the first call after the default group, and every rank must make that call at the same point.
-
-    Args:
-        timeout (`timedelta`): longest time that one collective of the group may take, if this call creates the group.
     """
     world = dist.group.WORLD
     if world not in _side_groups:
         _side_groups.clear()  # a new default group means that the old one and its side group were destroyed
-        _side_groups[world] = dist.new_group(backend="gloo", timeout=timeout)
+        _side_groups[world] = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
     return _side_groups[world]
 
 

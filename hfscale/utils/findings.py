@@ -72,6 +72,19 @@ class Finding:
         }
 
 
+def rank_error(check: str, rank: int, hosts: Mapping[int, str], problem: str, fix: str) -> Finding:
+    """Return an error about one rank.
+
+    Args:
+        check (`str`): what was checked.
+        rank (`int`): the rank.
+        hosts (`Mapping[int, str]`): the host of each rank, as far as it is known.
+        problem (`str`): what is wrong.
+        fix (`str`): how to fix it.
+    """
+    return Finding(level="error", check=check, problem=problem, fix=fix, ranks=(rank,), host=hosts.get(rank))
+
+
 def name_ranks(ranks: Iterable[int], host: str | None = None) -> str:
     """Return `rank 3 (node-b)` or `ranks 2, 3`: the ranks in ascending order, for a message.
 

@@ -8,11 +8,10 @@
 | `zero1` to `zero3` | read: the files of each DeepSpeed rank, or universal ones; written: universal ones | zero.py |
 
 Every reader returns a `CheckpointView` (view.py), and every writer takes one. To add a format, write a module with
-`read_NAME(checkpoint) -> CheckpointView` and `write_NAME(view, folder, step=…, world_size=…)` and add it to the
-functions below: it can then be converted from and to all others.
+`read_NAME(checkpoint) -> CheckpointView` and `write_NAME(view, folder)` and add it to the functions below: it can then
+be converted from and to all others.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 from hfscale.checkpoint.formats.dcp import read_fsdp2, write_fsdp2
@@ -29,7 +28,6 @@ from hfscale.checkpoint.formats.zero import (
 from hfscale.errors import CheckpointError
 
 STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "parallel")
-Writer = Callable[..., None]
 
 
 def layout_of(strategy: str) -> str:
@@ -61,24 +59,29 @@ def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
     raise CheckpointError(f"{checkpoint} was written under {strategy}: hfscale converts {', '.join(STRATEGIES)}")
 
 
-def writer(strategy: str) -> Writer:
-    """Return the function that writes a view for `strategy`: `write(view, folder, step=…, world_size=…)`.
+def write_view(view: CheckpointView, folder: Path, strategy: str, *, step: int, world_size: int) -> None:
+    """Write a view in the format that `strategy` loads.
 
     Args:
+        view (`CheckpointView`): what is written.
+        folder (`Path`): existing folder of the new checkpoint.
         strategy (`str`): one of `STRATEGIES`.
+        step (`int`): optimizer steps taken.
+        world_size (`int`): number of processes that will resume.
 
     Raises:
-        CheckpointError: the strategy has no writer.
+        CheckpointError: the strategy has no writer, or a tensor of `view` cannot be read or written.
     """
     if layout_of(strategy) == "unsharded":
-        return write_unsharded
-    if strategy == "fsdp2":
-        return write_fsdp2
-    if strategy == "parallel":
-        return write_parallel
-    if strategy in STRATEGIES:
-        return write_universal
-    raise CheckpointError(f"nothing can be converted to {strategy}: choose one of {', '.join(STRATEGIES)}")
+        write_unsharded(view, folder)
+    elif strategy == "fsdp2":
+        write_fsdp2(view, folder)
+    elif strategy == "parallel":
+        write_parallel(view, folder)
+    elif strategy in STRATEGIES:
+        write_universal(view, folder, step=step, world_size=world_size)
+    else:
+        raise CheckpointError(f"nothing can be converted to {strategy}: choose one of {', '.join(STRATEGIES)}")
 
 
 def check_target(view: CheckpointView, strategy: str) -> None:

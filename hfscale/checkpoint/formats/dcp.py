@@ -198,20 +198,15 @@ def _groups(folder: Path, entries: Mapping[str, Entry]) -> list[ParameterGroup]:
                 found.setdefault(int(number), {})[key] = tensor_ref(folder, name, entry).read()
     if not found or any("params" not in group for group in found.values()):
         raise CheckpointError(f"{folder} does not say which parameters its groups hold")
-    return [
-        ParameterGroup(options={k: v for k, v in group.items() if k != "params"}, names=list(group["params"]))
-        for _, group in sorted(found.items())
-    ]
+    return [ParameterGroup.of(group, group["params"]) for _, group in sorted(found.items())]
 
 
-def write_fsdp2(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
+def write_fsdp2(view: CheckpointView, folder: Path) -> None:
     """Write the two distributed checkpoints that Accelerate loads under FSDP2, on any number of ranks.
 
     Args:
         view (`CheckpointView`): what is written.
         folder (`Path`): folder of the new checkpoint.
-        step (`int`): not used; all writers have the same parameters.
-        world_size (`int`): not used.
     """
     weights = dict(view.weights)
     for alias, name in view.aliases.items():  # FSDP2 asks for both names of a tied weight

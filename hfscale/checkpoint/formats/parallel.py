@@ -113,7 +113,7 @@ def read_parallel(checkpoint: Path) -> CheckpointView:
             raise CheckpointError(f"{folder} has states of '{own}', which is in none of the optimizer's groups")
         state.setdefault(parameters[own], {})[key] = ref
     check_names([*weights, *state])
-    groups = [ParameterGroup(options=o, names=n) for o, n in zip(metadata.groups, names.groups, strict=True)]
+    groups = list(map(ParameterGroup.of, metadata.groups, names.groups))
     aliases = {alias: name for alias, name in names.aliases.items() if name in weights and alias not in weights}
     return CheckpointView(weights=weights, groups=groups, state=state, aliases=aliases)
 
@@ -158,14 +158,12 @@ def _concatenated(parts: Sequence[TensorRef], dim: int) -> TensorRef:
     return TensorRef(shape=tuple(shape), dtype=parts[0].dtype, read=read)
 
 
-def write_parallel(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
+def write_parallel(view: CheckpointView, folder: Path) -> None:
     """Write what `ParallelTrainer` reads with any layout: every tensor unsharded, under its canonical name.
 
     Args:
         view (`CheckpointView`): what is written.
         folder (`Path`): folder of the new checkpoint.
-        step (`int`): not used; all writers have the same parameters.
-        world_size (`int`): not used.
 
     Raises:
         CheckpointError: the name of a parameter is not plain (see `check_names`).

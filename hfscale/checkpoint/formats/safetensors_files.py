@@ -33,7 +33,6 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_MAX_HEADER_BYTES = 100 * 2**20  # a limit of the format
 
 
 def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
@@ -68,35 +67,19 @@ def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, TensorRef]]:
-    header = _header(path)
     try:
-        file = safe_open(path, framework="pt", device="cpu")  # memory-mapped: tensors are read when needed
+        file: Any = safe_open(path, framework="pt", device="cpu")  # memory-mapped: tensors are read when needed
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise CheckpointError(f"{path}: '{name}' has the dtype {entry['dtype']}, which hfscale cannot convert")
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+    for name in file.keys():  # noqa: SIM118
+        entry = file.get_slice(name)
+        if entry.get_dtype() not in _DTYPES:
+            raise CheckpointError(f"{path}: '{name}' has the dtype {entry.get_dtype()}, which hfscale cannot convert")
 
         def read(name: str = name) -> torch.Tensor:
-            return torch.as_tensor(file.get_tensor(name))  # type: ignore[no-untyped-call]
+            return torch.as_tensor(file.get_tensor(name))
 
-        yield name, TensorRef(shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]], read=read)
-
-
-def _header(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header would have {length} bytes")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is not a safetensors file: its header is not a JSON object")
-    return header
+        yield name, TensorRef(shape=tuple(entry.get_shape()), dtype=_DTYPES[entry.get_dtype()], read=read)
 
 
 def write_weights(

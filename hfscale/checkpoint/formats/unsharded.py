@@ -33,12 +33,7 @@ def read_unsharded(checkpoint: Path) -> CheckpointView:
         name_of[number]: {key: _ref(value) for key, value in values.items() if value is not None}
         for number, values in optimizer["state"].items()
     }
-    groups = [
-        ParameterGroup(
-            options={key: value for key, value in group.items() if key != "params"}, names=list(group_names)
-        )
-        for group, group_names in zip(optimizer["param_groups"], names.groups, strict=True)
-    ]
+    groups = list(map(ParameterGroup.of, optimizer["param_groups"], names.groups))
     aliases = {alias: name for alias, name in names.aliases.items() if name in weights and alias not in weights}
     return CheckpointView(weights=weights, groups=groups, state=state, aliases=aliases)
 
@@ -81,14 +76,12 @@ def _ref(value: Any) -> TensorRef:
     return TensorRef.of(value if isinstance(value, torch.Tensor) else torch.tensor(float(value)))
 
 
-def write_unsharded(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
+def write_unsharded(view: CheckpointView, folder: Path) -> None:
     """Write the files that Trainer reads under `single` and `ddp`.
 
     Args:
         view (`CheckpointView`): what is written.
         folder (`Path`): existing folder of the new checkpoint.
-        step (`int`): not used; all writers have the same parameters.
-        world_size (`int`): not used.
 
     Raises:
         CheckpointError: a tensor of `view` cannot be read.

@@ -52,6 +52,11 @@ class ParameterGroup:
     names: list[str]
     """Names of its parameters, in the optimizer's order."""
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any], names: Iterable[str]) -> "ParameterGroup":
+        """Return the group for an entry of an optimizer's `param_groups`, whose `params` are replaced by names."""
+        return cls(options={key: value for key, value in group.items() if key != "params"}, names=list(names))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointView:

@@ -20,7 +20,6 @@ only ZeRO files, and unpickles them.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from hfscale.checkpoint.formats.view import (
 )
 from hfscale.checkpoint.pickles import DEEPSPEED_CLASSES, load_archive
 from hfscale.errors import CheckpointError
+from hfscale.utils.versions import installed
 
 UNIVERSAL_LATEST = "latest_universal"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -43,6 +43,8 @@ _TAG = re.compile(r"[A-Za-z0-9_\-]+")
 _FORMAT_VERSION = "0.19.8"  # DeepSpeed's version of this format, used if DeepSpeed is not installed
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+Fragment = tuple[int, int, int]
+"""A part of a parameter: the rank, the first element in the rank's flat partition, and the number of elements."""
 
 
 def tag_folder(checkpoint: Path, *, latest: str = "latest") -> Path:
@@ -92,10 +94,8 @@ def read_zero(checkpoint: Path) -> CheckpointView:
         )
     shapes = [dict(group) for group in model["param_shapes"]]
     if is_stage_3:
-        groups_of_tensors = list(_tensors_of_stage_3(optimizers, shapes))
         frozen = _frozen_of_stage_3(models)
     else:
-        groups_of_tensors = list(_tensors_of_stages_1_and_2(optimizers, shapes))
         frozen = {name: TensorRef.of(tensor) for name, tensor in model["module"].items()}
     aliases = {canonical_name(alias): canonical_name(first) for alias, first in model.get("shared_params", {}).items()}
     weights = {
@@ -103,7 +103,7 @@ def read_zero(checkpoint: Path) -> CheckpointView:
     }
     state: dict[str, dict[str, TensorRef]] = {}
     names: list[list[str]] = []
-    for number, tensors in enumerate(groups_of_tensors):
+    for number, tensors in enumerate(_tensors_by_group(optimizers, shapes, is_stage_3=is_stage_3)):
         names.append([])
         for name, keys in tensors.items():
             parameter = canonical_name(name)
@@ -137,44 +137,44 @@ def _flat_tensors(optimizer: Mapping[str, Any], number: int, masters: str) -> di
     return {"step": steps[0], **found} if steps else found  # DeepSpeed's own optimizers count steps per group
 
 
-def _tensors_of_stages_1_and_2(
-    optimizers: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]]
+def _tensors_by_group(
+    optimizers: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]], *, is_stage_3: bool
 ) -> Iterator[dict[str, dict[str, TensorRef]]]:
     """Yield, for each group, the tensors of each parameter by key."""
+    fragments_of = _fragments_of_stage_3 if is_stage_3 else _fragments_of_stages_1_and_2
+    masters = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
     for number, group in enumerate(shapes):
-        flats = [_flat_tensors(optimizer, number, "single_partition_of_fp32_groups") for optimizer in optimizers]
-        mappings = [optimizer["param_slice_mappings"][number] for optimizer in optimizers]
-        tensors = {}
-        for name, shape in group.items():
-            fragments = [
-                (rank, mapping[name].start, mapping[name].numel)
-                for rank, mapping in enumerate(mappings)
-                if name in mapping
-            ]
-            tensors[name] = dict(_joined(name, tuple(shape), flats, fragments))
-        yield tensors
+        flats = [_flat_tensors(optimizer, number, masters) for optimizer in optimizers]
+        fragments = fragments_of(optimizers, number, group)
+        yield {name: dict(_joined(name, tuple(shape), flats, fragments[name])) for name, shape in group.items()}
 
 
-def _tensors_of_stage_3(
-    optimizers: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]]
-) -> Iterator[dict[str, dict[str, TensorRef]]]:
-    """Yield, for each group, the tensors of each parameter by key."""
+def _fragments_of_stages_1_and_2(
+    optimizers: Sequence[Mapping[str, Any]], number: int, group: Mapping[str, torch.Size]
+) -> dict[str, list[Fragment]]:
+    mappings = [optimizer["param_slice_mappings"][number] for optimizer in optimizers]
+    return {
+        name: [(rank, own[name].start, own[name].numel) for rank, own in enumerate(mappings) if name in own]
+        for name in group
+    }
+
+
+def _fragments_of_stage_3(
+    optimizers: Sequence[Mapping[str, Any]], number: int, group: Mapping[str, torch.Size]
+) -> dict[str, list[Fragment]]:
     ranks = len(optimizers)
-    for number, group in enumerate(shapes):
-        flats = [_flat_tensors(optimizer, number, "fp32_flat_groups") for optimizer in optimizers]
-        tensors = {}
-        start = 0
-        for name, shape in group.items():
-            elements = math.prod(shape)
-            share = math.ceil(elements / ranks)  # DeepSpeed pads the last rank's part to this length
-            fragments = [(rank, start, max(0, min(share, elements - rank * share))) for rank in range(ranks)]
-            tensors[name] = dict(_joined(name, tuple(shape), flats, fragments))
-            start += share
-        yield tensors
+    fragments = {}
+    start = 0
+    for name, shape in group.items():
+        elements = math.prod(shape)
+        share = math.ceil(elements / ranks)  # DeepSpeed pads the last rank's part to this length
+        fragments[name] = [(rank, start, max(0, min(share, elements - rank * share))) for rank in range(ranks)]
+        start += share
+    return fragments
 
 
 def _joined(
-    name: str, shape: tuple[int, ...], flats: Sequence[Mapping[str, Any]], fragments: Sequence[tuple[int, int, int]]
+    name: str, shape: tuple[int, ...], flats: Sequence[Mapping[str, Any]], fragments: Sequence[Fragment]
 ) -> Iterator[tuple[str, TensorRef]]:
     """Yield each key of one parameter with its tensor: the fragments of the ranks concatenated, or rank 0's scalar.
 
@@ -182,7 +182,7 @@ def _joined(
         name (`str`): the parameter.
         shape (`tuple[int, ...]`): its full shape.
         flats: the flat partitions of each rank.
-        fragments: (rank, first element in its flat partition, number of elements), in the parameter's order.
+        fragments: its parts, in the parameter's order.
     """
     if sum(numel for _, _, numel in fragments) != math.prod(shape):
         stored = sum(numel for _, _, numel in fragments)
@@ -223,8 +223,7 @@ def _groups(optimizer: Mapping[str, Any], names: list[list[str]], checkpoint: Pa
     """
     groups = []
     for group in _base_state(optimizer)["param_groups"]:
-        options = {key: value for key, value in group.items() if key != "params"}
-        groups.append(ParameterGroup(options=options, names=[n for part in group["params"] for n in names[part]]))
+        groups.append(ParameterGroup.of(group, [name for part in group["params"] for name in names[part]]))
     if sum(len(group.names) for group in groups) != sum(map(len, names)):
         raise CheckpointError(f"{checkpoint}: DeepSpeed's files do not say which group each parameter belongs to")
     return groups
@@ -252,7 +251,7 @@ def read_universal(checkpoint: Path) -> CheckpointView:
     state: dict[str, dict[str, TensorRef]] = {}
     for option, shapes in zip(options, model["param_shapes"], strict=True):
         check_names(shapes)
-        groups.append(ParameterGroup(options={k: v for k, v in option.items() if k != "params"}, names=list(shapes)))
+        groups.append(ParameterGroup.of(option, shapes))
         for name in shapes:
             keys = {path.stem: _read_tensor(path) for path in sorted((folder / "zero" / name).glob("*.pt"))}
             if "fp32" not in keys:
@@ -296,7 +295,7 @@ def write_universal(view: CheckpointView, folder: Path, *, step: int, world_size
     steps = [view.state[group.names[0]]["step"].read() for group in groups if "step" in view.state[group.names[0]]]
     state = {
         "param_groups": options,
-        "ds_version": _deepspeed_version(),
+        "ds_version": installed("deepspeed") or _FORMAT_VERSION,
         # Stage 3 reads this entry and gives the options of the first group to all groups, so it has only the options
         # that all groups share.
         "optimizer_state_dict": {
@@ -341,7 +340,7 @@ def _write_counters(
         "dp_world_size": world_size,
         "mp_world_size": 1,
         "ds_config": {},
-        "ds_version": _deepspeed_version(),
+        "ds_version": installed("deepspeed") or _FORMAT_VERSION,
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
     }
     for name in _MODEL_STATES:
@@ -374,10 +373,3 @@ def _shared_options(options: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the options that have the same value in all groups; the others stay as the launch sets them."""
     first = options[0]
     return {key: value for key, value in first.items() if all(group.get(key) == value for group in options)}
-
-
-def _deepspeed_version() -> str:
-    try:
-        return version("deepspeed")
-    except PackageNotFoundError:
-        return _FORMAT_VERSION
