@@ -59,9 +59,9 @@ def sharded_losses(job):
                 expected = ForCausalLMLoss(full, labels, 8 * world, num_items_in_batch=items)
             expected.backward()
             local = logits.chunk(world, dim=-1)[rank].clone().requires_grad_()
-            loss = VocabParallelLoss(group=dist.group.WORLD)
+            loss = VocabParallelLoss(group=dist.group.WORLD, epsilon=epsilon)
             if epsilon:
-                found = loss.smoother(epsilon)({"logits": local}, labels, True, num_items_in_batch=items)
+                found = loss.of_output({"logits": local}, labels, True, num_items_in_batch=items)
             else:
                 found = loss(local, labels, 8 * world, num_items_in_batch=items)
             (found * 3).backward()

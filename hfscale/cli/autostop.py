@@ -84,20 +84,19 @@ def file_activity(output_dir: Path) -> ActivityCheck:
     return changed
 
 
-def process_activity(pid: int, now: Callable[[], float] = time.monotonic) -> ActivityCheck:
+def process_activity(pid: int) -> ActivityCheck:
     """Make a check of whether a process and its children have used a core for 5% of the time; False once it has ended.
 
     Args:
         pid (`int`): the id of the process.
-        now (`Callable`): the clock, in seconds.
     """
     last_cpu_s = _cpu_seconds(pid)
-    last_time = now()
+    last_time = time.monotonic()
 
     def used() -> bool:
         nonlocal last_cpu_s, last_time
         cpu_s = _cpu_seconds(pid)
-        time_now = now()
+        time_now = time.monotonic()
         percent = (cpu_s - last_cpu_s) / max(time_now - last_time, 1e-3) * 100
         last_cpu_s = cpu_s
         last_time = time_now
@@ -145,7 +144,6 @@ def wait_until_idle(
     *,
     idle_s: float,
     output_dir: Path | None = None,
-    poll_s: float | None = None,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
@@ -155,14 +153,13 @@ def wait_until_idle(
         checks (`Sequence[ActivityCheck]`): called at every poll.
         idle_s (`float`): seconds without activity.
         output_dir (`Path`, *optional*): a run whose status file is watched.
-        poll_s (`float`, *optional*): seconds between polls; by default a tenth of the idle time, 10 at most.
         now (`Callable`): the clock, in seconds.
         sleep (`Callable`): waits for a number of seconds.
 
     Returns:
         The reason why the wait has ended, as text for a log line.
     """
-    poll_s = poll_s or min(10.0, idle_s / 10)
+    poll_s = min(10.0, idle_s / 10)
     idle_since = now()
     # A run that had ended before the watch began is not the one that is waited for.
     had_completed = _has_completed(output_dir)

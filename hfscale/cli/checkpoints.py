@@ -10,7 +10,8 @@ import typer
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.store import GOOD, CheckpointInfo, inspect, is_checkpoint, latest_checkpoint, verify
 from hfscale.cli import COMMANDS
-from hfscale.errors import CheckpointError, StorageError, UsageError
+from hfscale.errors import CheckpointError, UsageError
+from hfscale.utils.disk_errors import writing
 
 if TYPE_CHECKING:
     from hfscale.checkpoint.manifest import Manifest
@@ -74,10 +75,8 @@ def convert(
     if (to == "single") != (ranks == 1) and to in ("single", "ddp"):
         raise UsageError(f"--to is {to} with --world-size {ranks}: use 'single' for one process, 'ddp' for several")
     _check_new(target)
-    try:
+    with writing(target, "make room or give another folder"):
         converted = convert(source, target, manifest=manifest, strategy=to, world_size=ranks)
-    except OSError as error:
-        raise StorageError(f"{target} cannot be written: {error.strerror or error}") from None
     summary = {
         "path": str(target),
         "step": converted.step,
@@ -118,12 +117,10 @@ def export(
     shard_bytes = _bytes(max_shard_size)
     checkpoint, manifest = _open(checkpoint, global_batch_size or 1)  # the weights do not depend on it
     _check_new(target)
-    try:
+    with writing(target, "make room or give another folder"):
         files = export(
             checkpoint, target, strategy=manifest.strategy, model=model, dtype=dtype, max_shard_bytes=shard_bytes
         )
-    except OSError as error:
-        raise StorageError(f"{target} cannot be written: {error.strerror or error}") from None
     if as_json:
         print(json.dumps({"path": str(target), "step": manifest.step, "files": files}))
     else:
@@ -158,18 +155,15 @@ def _show(found: list[CheckpointInfo], path: Path, as_json: bool) -> None:
     if not found:
         print(f"{path} has no checkpoints")
         return
-    from rich.console import Console
-    from rich.table import Table
+    from hfscale.cli.terminal import make_console, make_table
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("checkpoint", "state", "step", "strategy", "processes", "global batch", "size", "age", "best"):
-        table.add_column(title, justify="right" if title in ("step", "processes", "global batch", "size") else "left")
+    columns = ("checkpoint", "state", "step", "strategy", "processes", "global batch", "size", "age", "best")
+    table = make_table(*columns, right=("step", "processes", "global batch", "size"))
     for info in found:
         state = f"[{_STATE_STYLES[info.state]}]{info.state}[/]"
         known = [_or_dash(v) for v in (info.step, info.strategy, info.world_size, info.global_batch_size)]
         table.add_row(info.name, state, *known, _size(info.bytes), _age(info.age_s), "best" if info.best else "")
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=120)
+    console = make_console()
     console.print(table)
     for info in found:
         if info.reason:

@@ -13,7 +13,7 @@ from hfscale.cli import COMMANDS
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.job import Method, Optimizer, Precision
-from hfscale.planner.plan import Objective, Plan, plan
+from hfscale.planner.plan import Objective, plan
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
@@ -105,7 +105,11 @@ def run(
         hardware=hardware,
         top=top,
     )
-    written = _emit(result, emit, choice) if emit is not None and result.choices else []
+    written = []
+    if emit is not None and result.choices:
+        from hfscale.planner.emit import emit as write_files
+
+        written += write_files(result, emit, number=choice)
     if plot is not None and result.choices:
         from hfscale.planner.plot import draw
 
@@ -118,12 +122,6 @@ def run(
 
         show(result, written)
     return 0 if result.choices else 1
-
-
-def _emit(result: Plan, folder: Path, choice: int) -> list[Path]:
-    from hfscale.planner.emit import emit
-
-    return emit(result, folder, number=choice)
 
 
 def run_calibration(file: Path | None, *, as_json: bool) -> int:
@@ -176,6 +174,7 @@ def parse_tokens(text: str) -> float:
         UsageError: the text is not such a number, or is not above 0 and below 1e18.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBGT]?)", text.strip().replace(",", ""), flags=re.IGNORECASE)
-    if not found or not 0 < float(found[1]) * _UNITS[found[2].upper()] < 1e18:
+    tokens = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+    if not 0 < tokens < 1e18:
         raise UsageError(f"--tokens is {text!r}: write a number of tokens such as 500M, 20B or 1T")
-    return float(found[1]) * _UNITS[found[2].upper()]
+    return tokens

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hfscale.cli.terminal import make_console, make_table
 from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import Choice, Plan
 
@@ -13,8 +14,6 @@ REJECTED_SHOWN = 5
 """Number of rejected layouts that are printed."""
 COSTS_SHOWN = 6
 """Number of offers that are printed."""
-WIDTH_WITHOUT_TERMINAL = 120
-"""Columns used if the output is not a terminal."""
 
 
 def show(plan: Plan, written: Sequence[Path]) -> None:
@@ -24,9 +23,7 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
         plan (`Plan`): the plan.
         written (`Sequence[Path]`): files that were written, to be listed.
     """
-    console = Console(highlight=False, soft_wrap=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+    console = make_console()
     shape = plan.request.shape
     request = plan.request
     console.print(
@@ -77,15 +74,11 @@ def _layout(choice: Choice) -> str:
 
 
 def _choices(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False)
     has_hours = plan.tokens is not None
     has_usd = any(choice.usd is not None for choice in plan.choices)
-    for name in ("#", "strategy", "layout", "ZeRO"):
-        table.add_column(name)
-    for name in ("batch", "recompute", "GiB", "step s", "tokens/s/GPU", "MFU", *(("days",) if has_hours else ())):
-        table.add_column(name, justify="right")
-    if has_usd:
-        table.add_column("USD", justify="right")
+    numbers = ["batch", "recompute", "GiB", "step s", "tokens/s/GPU", "MFU"]
+    numbers += ["days"] * has_hours + ["USD"] * has_usd
+    table = make_table("#", "strategy", "layout", "ZeRO", *numbers, right=numbers)
     for number, choice in enumerate(plan.choices, 1):
         estimate = choice.estimate
         job = choice.estimate.job
@@ -114,20 +107,16 @@ def _choices(plan: Plan) -> Table:
 
 def _parts(title: str, rows: Sequence[Mapping[str, float]], form: str) -> Table:
     """Return a table with a row for each choice and a column for each part."""
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="")
-    for name in ("#", *rows[0]):
-        table.add_column(name, justify="right")
+    columns = ("#", *rows[0])
+    table = make_table(*columns, right=columns, title=title)
     for number, row in enumerate(rows, 1):
         table.add_row(str(number), *(form.format(value) for value in row.values()))
     return table
 
 
 def _costs(choice: Choice) -> Table:
-    table = Table(box=None, pad_edge=False, title="Cost of the first choice", title_justify="left", title_style="")
-    for name in ("provider", "kind", "region"):
-        table.add_column(name)
-    for name in ("USD/GPU-hour", "goodput", "days", "GPU-hours", "USD", "USD/M tokens", "read"):
-        table.add_column(name, justify="right")
+    numbers = ("USD/GPU-hour", "goodput", "days", "GPU-hours", "USD", "USD/M tokens", "read")
+    table = make_table("provider", "kind", "region", *numbers, right=numbers, title="Cost of the first choice")
     for cost in choice.costs[:COSTS_SHOWN]:
         table.add_row(
             cost.provider,

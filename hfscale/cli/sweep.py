@@ -129,18 +129,13 @@ def to_dict(found: Sequence[Measurement], mode: str) -> dict[str, Any]:
 
 
 def _show(answer: dict[str, Any], path: Path, html: Path | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from hfscale.cli.terminal import make_console, make_table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+    console = make_console()
     meaning = "equal work per process" if answer["mode"] == "weak" else "equal work in total"
     console.print(f"{answer['mode']} scaling ({meaning})")
-    table = Table(box=None, pad_edge=False)
-    for name in ("GPUs", "batch", "tokens/s", "tokens/s/GPU", "spread", "efficiency"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    numbers = ("GPUs", "batch", "tokens/s", "tokens/s/GPU", "spread", "efficiency")
+    table = make_table(*numbers, "", right=numbers)
     for row in answer["rows"]:
         full = round(_BAR_LENGTH * min(row["efficiency"], 1.0))
         lost = "".join(_LETTERS[cause] * round(_BAR_LENGTH * share) for cause, share in row["losses"].items())

@@ -22,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfscale.errors import StorageError, UsageError
+from hfscale.checkpoint.store import write_atomically
+from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, match_device_name, read_hardware_document, read_hardware_file
 from hfscale.health import measure
 from hfscale.utils import distributed
+from hfscale.utils.disk_errors import writing
 
 GIB = 2**30
 SECONDS = 0.3
@@ -118,13 +120,9 @@ def write(calibration: Calibration, path: Path) -> Accelerator:
     tables += [("measurement", {"gpu": gpu.name, **row}) for row in calibration.measurements]
     text = "# Written by `hfscale plan --calibrate`; plans find its accelerators by their names.\n"
     text += "".join(f"\n[[{key}]]\n" + "".join(_toml_lines(row)) for key, row in tables)
-    try:
+    with writing(path, "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}; name another file") from None
+        write_atomically(path, text)
     return gpu
 
 

@@ -14,7 +14,7 @@ once per accumulated micro-batch.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,16 +120,27 @@ class VocabParallelLoss:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         return self._mean(logits, shift_labels, num_items_in_batch, ignore_index)
 
-    def smoother(self, epsilon: float) -> "VocabParallelLabelSmoother":
-        """Make the label smoother that a Trainer calls, for the same logits.
+    def of_output(
+        self,
+        model_output: Mapping[str, torch.Tensor],
+        labels: torch.Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Compute the loss of a causal language model's output, as a Trainer calls its label smoother.
 
         Args:
-            epsilon (`float`): label smoothing, from 0 to 1.
+            model_output (`Mapping`): its `logits` are (batch, sequence, vocabulary / tp).
+            labels (`torch.Tensor`): (batch, sequence).
+            shift_labels (`bool`): whether the labels are still to be shifted.
+            num_items_in_batch (`int` or `torch.Tensor`, *optional*): tokens to divide the sum by; absent: those here.
 
         Returns:
-            The smoother. It uses a copy of this loss with another `epsilon`.
+            The loss, a scalar.
         """
-        return VocabParallelLabelSmoother(loss=replace(self, epsilon=epsilon))
+        logits = model_output["logits"]
+        vocabulary = logits.shape[-1] * self.group.size()
+        return self(logits, labels, vocabulary, num_items_in_batch, shift_labels=None if shift_labels else labels)
 
     def _mean(
         self, logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | int | None, ignored: int
@@ -141,62 +152,17 @@ class VocabParallelLoss:
         return total / (counts.sum() if items is None else torch.as_tensor(items).to(total.device))
 
 
-@dataclass(frozen=True, kw_only=True)
-class VocabParallelLabelSmoother:
-    """What a Trainer with `label_smoothing_factor` calls instead of transformers' `LabelSmoother`."""
-
-    loss: VocabParallelLoss
-    """The loss, with its `epsilon`."""
-
-    def __call__(
-        self,
-        model_output: Mapping[str, torch.Tensor],
-        labels: torch.Tensor,
-        shift_labels: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor:
-        """Compute the smoothed loss of a causal language model's output.
-
-        Args:
-            model_output (`Mapping`): its `logits` are (batch, sequence, vocabulary / tp).
-            labels (`torch.Tensor`): (batch, sequence).
-            shift_labels (`bool`): whether the labels are still to be shifted.
-            num_items_in_batch (`int` or `torch.Tensor`, *optional*): tokens to divide the sum by; absent: those here.
-
-        Returns:
-            The loss, a scalar.
-
-        Raises:
-            UnsupportedModelError: the logits are not this rank's part of the vocabulary.
-        """
-        logits = model_output["logits"]
-        vocabulary = logits.shape[-1] * self.loss.group.size()
-        return self.loss(logits, labels, vocabulary, num_items_in_batch, shift_labels=None if shift_labels else labels)
-
-
-class PreshiftedLabelSmoother:
-    """A Trainer's label smoother for labels that were shifted before the sequences were split over ranks.
+def without_shifting(smoother: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a Trainer's label smoother for labels that were shifted before the sequences were split over ranks.
 
     Args:
         smoother (`callable`): the smoother for complete sequences.
     """
 
-    def __init__(self, smoother: Callable[..., torch.Tensor]) -> None:
-        self._smoother = smoother
+    def smooth(model_output: Any, labels: torch.Tensor, shift_labels: bool = False, **options: Any) -> torch.Tensor:
+        return smoother(model_output, labels, shift_labels=False, **options)
 
-    def __call__(self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, **options: Any) -> Any:
-        """Compute the smoothed loss without shifting the labels again.
-
-        Args:
-            model_output: as for the smoother.
-            labels (`torch.Tensor`): (batch, sequence), already shifted.
-            shift_labels (`bool`): ignored.
-            options: further keywords of the smoother.
-
-        Returns:
-            The loss, a scalar.
-        """
-        return self._smoother(model_output, labels, shift_labels=False, **options)
+    return smooth
 
 
 def keep_logits_sharded(model: PreTrainedModel, plan: dict[str, str], head: str) -> bool:

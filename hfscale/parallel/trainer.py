@@ -9,6 +9,7 @@ checkpoints, resuming. The differences are internal:
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from hfscale.parallel import gradients
 from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
-from hfscale.parallel.losses import PreshiftedLabelSmoother
+from hfscale.parallel.losses import without_shifting
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches
@@ -98,9 +99,10 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         )
         super().__init__(model, args, *positional, **kwargs)
         if self.parallelized.vocab_loss is not None and self.label_smoother is not None:
-            self.label_smoother = self.parallelized.vocab_loss.smoother(self.label_smoother.epsilon)
+            smoothed = replace(self.parallelized.vocab_loss, epsilon=self.label_smoother.epsilon)
+            self.label_smoother = smoothed.of_output
         if self.parallelized.context is not None and self.label_smoother is not None:
-            self.label_smoother = PreshiftedLabelSmoother(self.label_smoother)
+            self.label_smoother = without_shifting(self.label_smoother)
         # Trainer's own switch for a model that it should neither wrap nor move.
         self.is_distributed_loading_by_transformers = True
         self.accelerator.prepare_data_loader = self._prepare_data_loader

@@ -7,11 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from hfscale.errors import StorageError, UsageError
+from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
 from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.launchable import OPTIMIZERS, recipe_of, uses_deepspeed, why_not
 from hfscale.planner.plan import Choice, Plan
+from hfscale.utils.disk_errors import writing
 from hfscale.utils.shipped import shipped_root
 
 LEARNING_RATE = 1e-5
@@ -50,12 +51,10 @@ def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
     }
     if uses_deepspeed(choice.estimate.job):
         files["deepspeed.json"] = json.dumps(deepspeed_config(choice.estimate.job), indent=2) + "\n"
-    try:
+    with writing(f"--emit {folder}", "give another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"--emit {folder} cannot be written: {error.strerror}; give another folder") from None
     return [folder / name for name in files]
 
 

@@ -4,11 +4,12 @@ pipeline. Needs matplotlib."""
 from pathlib import Path
 from typing import Any
 
-from hfscale.errors import MissingDependencyError, StorageError, UsageError
+from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import Choice, Plan
 from hfscale.planner.search import HEADROOM
+from hfscale.utils.disk_errors import writing
 
 SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -45,10 +46,8 @@ def draw(plan: Plan, path: Path) -> None:
     _draw_cost(cost, plan)
     _draw_pipeline(pipeline, plan.choices[0])
     figure.suptitle(f"{plan.model} on {plan.request.gpus} {plan.request.gpu.name}")
-    try:
+    with writing(f"--plot {path}", "give another file"):
         figure.savefig(path)
-    except OSError as error:
-        raise StorageError(f"--plot {path} cannot be written: {error.strerror}; give another file") from None
 
 
 def _label(choice: Choice) -> str:

@@ -9,13 +9,14 @@ import platform
 import sysconfig
 import tokenize
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from hfscale.errors import DataError, StorageError
+from hfscale.checkpoint.store import write_atomically
+from hfscale.errors import DataError
+from hfscale.utils.disk_errors import writing
 
 VOCAB_SIZE = 4096
 EOS_TOKEN = "<|endoftext|>"  # noqa: S105 (not a password)
@@ -77,17 +78,9 @@ def default_tokenizer() -> PreTrainedTokenizerFast:
     path = _cache_folder() / f"{fingerprint()}-bpe{VOCAB_SIZE}.json"
     if not path.is_file():
         content = _train_bpe().to_str(pretty=True)
-        temporary = path.with_suffix(f".{os.getpid()}")  # other runs may write it at the same time
-        try:
+        with writing(f"the cache {path.parent}", "set XDG_CACHE_HOME to a folder that can"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(content, encoding="utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise StorageError(
-                f"the cache {path.parent} cannot be written: {error.strerror}: set XDG_CACHE_HOME to a folder that can"
-            ) from error
+            write_atomically(path, content)  # other runs may write it at the same time
     return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=EOS_TOKEN, pad_token=EOS_TOKEN)
 
 

@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 
 from hfscale import __version__
-from hfscale.errors import StorageError
 from hfscale.report.formatting import count
+from hfscale.utils.disk_errors import writing
 
 Point = tuple[float, float]
 MAX_POINTS = 300
@@ -52,11 +52,9 @@ def save_page(text: str, path: Path) -> None:
     Raises:
         StorageError: The file cannot be written.
     """
-    try:
+    with writing(f"--html {path}", "give another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"--html {path} cannot be written: {error.strerror}; give another file") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hfscale.errors import StorageError
 
@@ -19,6 +20,23 @@ _ERRNO_IN_TEXT = re.compile(r"\bOs \{ code: (\d+)|\(os error (\d+)\)")
 _TORCH_WRITE_FAILED = re.compile(
     r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos|write\(\): fd \d+ failed"
 )
+
+
+@contextmanager
+def writing(target: object, fix: str) -> Iterator[None]:
+    """Raise one clear error if the code inside cannot write a file.
+
+    Args:
+        target (`object`): the file or folder, with the flag that names it, for the message.
+        fix (`str`): what the user can do about it.
+
+    Raises:
+        StorageError: the code inside raised an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{target} cannot be written: {error.strerror or error}; {fix}") from None
 
 
 def is_failed_torch_write(message: str) -> bool:
