@@ -111,7 +111,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(StorageError, match="Not a directory: set XDG_CACHE_HOME") as caught:
+    with pytest.raises(StorageError, match="Not a directory; set XDG_CACHE_HOME") as caught:
         corpus.default_tokenizer()
     assert str(tmp_path / "file" / "hfscale") in str(caught.value)
 
