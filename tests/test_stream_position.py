@@ -1,9 +1,13 @@
 """A resumed run continues in its stream at the recorded position, and reads no more than it needs."""
 
+import json
 import logging
+import random
 
+import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY
 from datasets import IterableDataset
 from tiny import LENGTH, VOCAB, logged, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
@@ -32,24 +36,23 @@ class Stream:
 
 
 def make_trainer(folder, dataset, *callbacks, **arguments):
-    args = tiny_arguments(
-        folder,
-        max_steps=STEPS,
-        save_strategy="steps",
-        save_steps=1,
-        save_total_limit=2,
-        lr_scheduler_type="linear",
-        per_device_train_batch_size=BATCH,
-        **arguments,
-    )
+    defaults = {
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "lr_scheduler_type": "linear",
+        "per_device_train_batch_size": BATCH,
+    }
+    args = tiny_arguments(folder, **(defaults | arguments))
     model = tiny_model(attention_dropout=0.1)
-    callbacks = [SpotCheckpointCallback(), *callbacks]
-    return Trainer(model=model, args=args, train_dataset=dataset, callbacks=callbacks)
+    return Trainer(model=model, args=args, train_dataset=dataset, callbacks=list(callbacks))
 
 
-def train(folder, prepare=lambda dataset: dataset, *, stop_at=-1, resume=None, **arguments):
+def train(folder, prepare=lambda dataset: dataset, *, stop_at=-1, resume=None, spot=None, **arguments):
     stream = Stream()
-    trainer = make_trainer(folder, prepare(stream.dataset), StopAt(stop_at), **arguments)
+    callbacks = [SpotCheckpointCallback()] if spot is None else spot
+    trainer = make_trainer(folder, prepare(stream.dataset), *callbacks, StopAt(stop_at), **arguments)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, stream
 
@@ -67,31 +70,66 @@ def batched(dataset):
     return dataset.map(lambda rows: {name: list(reversed(rows[name])) for name in rows}, batched=True, batch_size=6)
 
 
-@pytest.mark.parametrize("stop_at", [7, 20, 23])
-@pytest.mark.parametrize("prepare", [lambda dataset: dataset, batched], ids=["plain", "batched"])
-def test_a_resumed_run_continues_with_the_next_sample(tmp_path, prepare, stop_at, caplog):
+def noisy(row):
+    """Masks tokens, with numbers of all generators that a checkpoint contains."""
+    masked = torch.rand(LENGTH) < (0.2 if random.random() < 0.5 else np.random.rand())
+    return {"input_ids": torch.where(masked, 3, torch.tensor(row["input_ids"])).tolist()}
+
+
+def noisy_in_batches(dataset):
+    """A batch of the map has more samples than a step."""
+
+    def mask(rows):
+        return {"input_ids": [noisy({"input_ids": ids})["input_ids"] for ids in rows["input_ids"]]}
+
+    return dataset.map(mask, batched=True, batch_size=6)
+
+
+IN_TWO_PASSES = [(batched, 7), (batched, 20), (batched, 23), (noisy_in_batches, 7), (noisy_in_batches, 23)]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "stop_at", "arguments"),
+    [
+        *((prepare, stop_at, {}) for prepare, stop_at in IN_TWO_PASSES),
+        (lambda dataset: dataset.map(noisy), 5, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+    ],
+)
+def test_a_resumed_run_is_the_one_without_the_callback(tmp_path, prepare, stop_at, arguments, caplog):
     """In the first pass, at its end, and in the second; dropout shows that random numbers continue too."""
-    uninterrupted, _ = train(tmp_path / "uninterrupted", prepare)
-    train(tmp_path / "cut", prepare, stop_at=stop_at)
+    plain, _ = train(tmp_path / "plain", prepare, spot=[], save_strategy="no", **arguments)
+    train(tmp_path / "cut", prepare, stop_at=stop_at, **arguments)
     with caplog.at_level(logging.INFO, logger="hfscale"):
-        resumed, _ = train(tmp_path / "cut", prepare, resume=latest_checkpoint(tmp_path / "cut"))
+        resumed, _ = train(tmp_path / "cut", prepare, resume=latest_checkpoint(tmp_path / "cut"), **arguments)
     for key in ("loss", "grad_norm", "learning_rate"):
-        assert logged(resumed, key) == logged(uninterrupted, key), key
-    assert logged(resumed, "epoch") == pytest.approx(logged(uninterrupted, "epoch"), rel=1e-12)
+        assert logged(resumed, key) == logged(plain, key), key
+    assert logged(resumed, "epoch") == pytest.approx(logged(plain, "epoch"), rel=1e-12)
     assert "the stream continues after" in caplog.text
+    assert "read again" not in caplog.text
     if stop_at == 23:
         assert "after 12 sequences of pass 2" in caplog.text
 
 
+@pytest.mark.world(2)
+def test_two_processes_read_what_they_read_without_the_callback(launch, tmp_path):
+    """Also where Accelerate gives each process its own files, and where it splits a batch between the processes."""
+    cases = [f"datasets with a random map, {loader}, 0 workers" for loader in ("not dispatched", "split")]
+    done = launch(2, REPOSITORY / "tests" / "workers" / "streams.py", *cases)
+    assert done.code == 0, done.err
+    own_files, split = (json.loads((tmp_path / "streams.json").read_text())[case] for case in cases)
+    assert own_files["first"]
+    assert split == {"first": True, "resumed": True}
+
+
 def test_a_resumed_run_reads_only_what_follows(tmp_path):
-    """Of 80,000 sequences; a thread reads a little ahead, and a batch of the map is read again."""
+    """Of 80,000 sequences; the data loader reads a batch ahead, and a batch of the map is read again."""
 
     def prepare(dataset):
         return batched(dataset.repeat(1000))
 
     train(tmp_path, prepare, stop_at=STEPS - 2)
     _, stream = train(tmp_path, prepare, resume=latest_checkpoint(tmp_path))
-    assert stream.read < 112
+    assert stream.read < 32
 
 
 def test_with_a_shuffle_buffer_the_stream_is_read_again(tmp_path, caplog):
@@ -120,7 +158,7 @@ def test_only_the_positions_that_a_step_may_need_are_remembered(tmp_path):
             (position,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, StreamPosition)]
             seen.update(is_trained_on=trainer.train_dataset is position.stream, kept=len(position.stream._positions))
 
-    trainer = make_trainer(tmp_path, Stream().dataset, Look(-1))
+    trainer = make_trainer(tmp_path, Stream().dataset, SpotCheckpointCallback(), Look(-1))
     trainer.train()
     assert seen["is_trained_on"]
     assert seen["kept"] <= 4 * BATCH

@@ -15,8 +15,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.errors import HfScaleError
-from hfscale.integrations.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.utils.versions import has_epoch_methods
+
+LogSource = Callable[[TrainerState], dict[str, float]]
 
 _ATTRIBUTE = "_hfscale_adapter"
 _STATE_KEY = "hfscale"
@@ -214,7 +215,7 @@ class TrainerAdapter:
         """
         self.trainer._load_rng_state(checkpoint)
 
-    # --- data, optimizer, evaluation, arguments ---------------------------------------------------------------------
+    # --- data, evaluation, arguments --------------------------------------------------------------------------------
 
     def replace_train_dataset(self, dataset: Any) -> None:
         """Train on `dataset` until the end of the training. Call it before the training's data loader is made.
@@ -233,16 +234,6 @@ class TrainerAdapter:
         accelerator = self.trainer.accelerator
         adapt = accelerator.deepspeed_ulysses_dl_adapter
         self._replace(accelerator, "deepspeed_ulysses_dl_adapter", lambda loader, model: wrap(adapt(loader, model)))
-
-    def wrap_create_optimizer(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `create_optimizer`: there is no event between the making of the optimizer and of its scheduler.
-
-        Args:
-            wrap (`Callable`): called with the Trainer's `create_optimizer`; returns the function to use, which takes
-                the same arguments.
-        """
-        self._undo_one((id(self.trainer), "create_optimizer"))
-        self._replace(self.trainer, "create_optimizer", wrap(self.trainer.create_optimizer))
 
     def wrap_evaluate(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace `evaluate` of the Trainer, because an evaluation has no flag that ends it early.
@@ -438,6 +429,85 @@ class AdapterCallback(TrainerCallback):
         """
 
 
+class MetricInjector(TrainerCallback):
+    """Completes each training log with the keys of its sources, as the first of a Trainer's callbacks.
+
+    A metric therefore needs no log record of its own: it is in the same record as the loss of its step, in
+    `log_history`, on the console and in every integration of `report_to`. Use it through `TrainerAdapter.add_metrics`.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[LogSource] = []
+        self._last_calls: list[Callable[[], None]] = []
+
+    def add(self, source: LogSource) -> None:
+        """Have `source(state)` called for metric keys at each training log.
+
+        Args:
+            source (`Callable`): returns values by metric key; adding it twice has no effect.
+        """
+        if source not in self._sources:
+            self._sources.append(source)
+
+    def before_last(self, call: Callable[[], None]) -> None:
+        """Have `call()` made before the sources are called for the record that ends a training.
+
+        Args:
+            call (`Callable`): called without arguments; adding it twice has no effect.
+        """
+        if call not in self._last_calls:
+            self._last_calls.append(call)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        if logs is None or not ("loss" in logs or "train_runtime" in logs):
+            return  # an evaluation's own record
+        for call in self._last_calls if "train_runtime" in logs else ():
+            call()
+        for source in self._sources:
+            keys = source(state)
+            logs.update(keys)
+            state.log_history[-1].update(keys)  # Trainer appended a copy of `logs` just before
+
+
+class DataFetchHook:
+    """Replaces a Trainer's `get_batch_samples` and calls its listeners after each batch.
+
+    Use it through `TrainerAdapter.on_batch`.
+
+    Args:
+        fetch (`Callable`): the Trainer's own `get_batch_samples`.
+    """
+
+    def __init__(self, fetch: Callable[..., Any]) -> None:
+        self._fetch = fetch
+        self._listeners: list[Callable[[], object]] = []
+
+    def add(self, listener: Callable[[], object]) -> None:
+        """Have `listener()` called after each batch.
+
+        Args:
+            listener (`Callable`): called without arguments; adding it twice has no effect.
+        """
+        if listener not in self._listeners:
+            self._listeners.append(listener)
+
+    def __call__(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        return self._fetch(self._notify_after_each(epoch_iterator), *args, **kwargs)
+
+    def _notify_after_each(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            for listener in self._listeners:
+                listener()
+            yield batch
+
+
 # --- what is read from the Trainer's frames and state ---------------------------------------------------------------
 
 
@@ -515,8 +585,11 @@ def global_batch_size(trainer: Trainer) -> int:
     """Return the sequences per optimizer step: per-device batch x accumulation x data-parallel size.
 
     Args:
-        trainer (`Trainer`): ranks that share a sequence or a matrix count as one data-parallel rank.
+        trainer (`Trainer`): ranks that share a sequence or a matrix count as one data-parallel rank. With
+            `split_batches` the ranks share a batch, which transformers counts once per rank.
     """
+    if trainer.args.accelerator_config.split_batches:
+        return trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
     if not has_epoch_methods() and "_train_batch_size" not in vars(trainer):
         trainer._train_batch_size = trainer.args.train_batch_size  # as Trainer does after `on_init_end`
     return trainer.get_total_train_batch_size(trainer.args)
