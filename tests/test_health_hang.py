@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 from conftest import REPOSITORY
-from tiny import tiny_trainer
-from transformers import TrainerCallback
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
+from transformers import Trainer, TrainerCallback
 from workers.health_hang import run
 
 from hfscale.health.diagnosis import (
@@ -163,12 +163,13 @@ def test_compiling_is_detected_on_the_stack():
 class WithWatchdog(TrainerCallback):
     """Starts a watchdog of its own for a training."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, outside_s=60.0):
         self.folder = folder
+        self.outside_s = outside_s
 
     def on_train_begin(self, args, state, control, **kwargs):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        limits = Limits(floor_s=0.5, factor=5, grace_s=0.2, poll_s=0.05)
+        limits = Limits(floor_s=0.5, factor=5, outside_s=self.outside_s, grace_s=0.2, poll_s=0.05)
         self.watchdog = HangWatchdog(RankStore(store, 0, 1), self.folder, limits=limits, inside=training_frame())
         self.watchdog.start()
 
@@ -179,14 +180,31 @@ class WithWatchdog(TrainerCallback):
         self.watchdog.step_ended()
 
 
+@pytest.mark.parametrize(
+    ("source", "activity"),
+    [
+        ("class LLM:\n def generate(self, wait):\n  wait()\ncall = LLM().generate", "generating"),
+        ("class GRPO:\n def _prepare_inputs(self, wait):\n  wait()\ncall = GRPO()._prepare_inputs", "generating"),
+        ("def generate(wait):\n wait()\ncall = generate", None),  # of rows of a data set
+    ],
+)
+def test_generation_is_detected_on_the_stack(source, activity):
+    scope, found = {}, []
+    exec(source, scope)  # noqa: S102
+    scope["call"](lambda: found.append(slow_activity(frames_of(threading.get_ident()))))
+    assert found == [activity]
+
+
 class SlowCallback(WithWatchdog):
-    """Sleeps in a save and in an evaluation, and with `hang` in a step too."""
+    """Sleeps in the first step, in a save and in an evaluation, and with `hang` in a step too."""
 
     def __init__(self, folder, hang):
         super().__init__(folder)
         self.hang = hang
 
     def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            time.sleep(1.0)
         if state.global_step == 6 and self.hang:
             time.sleep(2.5)
         super().on_step_end(args, state, control, **kwargs)
@@ -211,6 +229,28 @@ def test_a_long_step_is_a_hang_and_a_long_save_or_evaluation_is_not(tmp_path, ha
         verdict = json.loads((watchdog.folder / "verdict.json").read_text())
         assert "on_step_end" in verdict["findings"][0]["message"]
         assert "on_step_end" in (watchdog.folder / "rank-0.txt").read_text()
+
+
+class RewardingTrainer(Trainer):
+    """Computes rewards at the sixth step, as TRL's GRPOTrainer does."""
+
+    takes_s = 0.0
+
+    def _prepare_inputs(self, inputs):
+        if self.state.global_step == 5:
+            time.sleep(self.takes_s)
+        return super()._prepare_inputs(inputs)
+
+
+@pytest.mark.parametrize(("takes_s", "is_hang"), [(1.0, False), (3.0, True)])
+def test_a_slow_reward_is_no_hang_until_the_longer_deadline(tmp_path, takes_s, is_hang):
+    watching = WithWatchdog(tmp_path, outside_s=2.0)
+    arguments = {"model": tiny_model(), "args": tiny_arguments(tmp_path, max_steps=7), "callbacks": [watching]}
+    trainer = RewardingTrainer(train_dataset=RandomTokens(), **arguments)
+    trainer.takes_s = takes_s
+    trainer.train()
+    found = [finding.message for finding in watching.watchdog.findings]
+    assert ["_prepare_inputs" in message for message in found] == [True] * is_hang
 
 
 class FailingCallback(WithWatchdog):

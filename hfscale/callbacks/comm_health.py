@@ -61,7 +61,9 @@ class CommHealthCallback(AdapterCallback):
     Args:
         preflight (`bool`): whether ranks check each other before the first step.
         hang_after_s (`float`, *optional*): seconds of silence that count as a hang, or ten steps where that is longer;
-            None: hangs are not watched for.
+            None: hangs are not watched for. In the first three steps, and while a rank compiles, saves, evaluates,
+            generates or computes rewards, it is 30 minutes without any progress, or `10 * hang_after_s` where that is
+            longer.
         on_hang (`str`): `report`, or `abort`: after the report the processes end, so that the launcher restarts them.
         stragglers (`bool`): whether each rank's own work is timed.
         on_bad_training (`str`): what happens at a NaN or infinite loss and where replicas differ: `warn`, or `stop`:
@@ -214,7 +216,7 @@ class CommHealthCallback(AdapterCallback):
         self._watchdog = HangWatchdog(
             rank_store,
             Path(args.output_dir),
-            limits=Limits(floor_s=hang_after_s),
+            limits=Limits(floor_s=hang_after_s, outside_s=max(Limits.outside_s, 10 * hang_after_s)),
             abort=self.on_hang == "abort",
             inside=training_frame(),
         )

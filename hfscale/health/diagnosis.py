@@ -29,12 +29,21 @@ from hfscale.utils.findings import Finding, rank_error
 
 POINT_TO_POINT = "/p2p"
 """Suffix of a group's name for its sends and receives, which are numbered separately."""
-COMPILING = ("torch/_dynamo/", "torch/_inductor/", "torch/utils/cpp_extension", "/triton/compiler/")
+COMPILING = (
+    "torch/_dynamo/",
+    "torch/_inductor/",
+    "torch/utils/cpp_extension",
+    "/triton/compiler/",
+    "/triton/testing",  # autotuning
+)
 """Files on the stack of a thread that compiles: it may be slow, and does so rarely."""
 _TRAINER = "transformers/trainer"
 SAVING = ("_save_checkpoint", "save_model", "on_save", "_save_optimizer_and_scheduler")
 EVALUATING = ("evaluate", "predict", "evaluation_loop", "on_evaluate")
 """Names of Trainer's functions and of callback events; they are only compared with the names on the stack."""
+GENERATING = ("generate", "_prepare_inputs")
+"""Names of methods of any library: models and inference engines generate in `generate`, and the trainers of TRL
+generate and call reward functions in `_prepare_inputs`, which in other trainers takes no time."""
 _WAITING_FILES = ("threading.py", "selectors.py", "contextlib.py", "queue.py")
 _CAUSED_BY_A_PEER = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out")
 _MUST_MATCH = "one of them skipped a collective or called them in another order: all ranks must run the same code"
@@ -157,7 +166,7 @@ def slow_activity(frames: list[FrameType]) -> str | None:
         frames (`list[FrameType]`): the frames of the thread, innermost first.
 
     Returns:
-        `str | None`: `compiling`, `saving` or `evaluating`; None otherwise.
+        `str | None`: `compiling`, `saving`, `evaluating` or `generating`; None otherwise.
     """
     for frame in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -168,6 +177,8 @@ def slow_activity(frames: list[FrameType]) -> str | None:
                 return "saving"
             if name in EVALUATING:
                 return "evaluating"
+        if name in GENERATING and frame.f_code.co_varnames[:1] == ("self",):
+            return "generating"
     return None
 
 
@@ -212,7 +223,8 @@ class Snapshot:
     idle_s: float
     """Seconds since its last progress."""
     occupation: str | None
-    """`compiling`, `saving` or `evaluating`, which may take long; None otherwise."""
+    """`compiling`, `saving`, `evaluating` or `generating`, which may take long; None otherwise and if it takes longer
+    than even that may take."""
     place: str
     """Where its main thread is: `file.py:12 function`."""
     positions: tuple[Position, ...]

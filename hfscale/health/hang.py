@@ -52,7 +52,7 @@ class Limits:
     factor: float = 10.0
     """Least silence as a multiple of the recent median step time."""
     outside_s: float = 1800.0
-    """Seconds of silence during the first steps, and while a rank compiles, saves or evaluates."""
+    """Seconds of silence during the first steps, and while a rank compiles, saves, evaluates or generates."""
     grace_s: float = 3.0
     """Seconds that the ranks have to answer an alarm."""
     poll_s: float = 1.0
@@ -210,12 +210,13 @@ class HangWatchdog(threading.Thread):
             os._exit(_EXIT_CODE)
 
     def _snapshot(self, frames: list[FrameType]) -> Snapshot:
+        idle_s = time.monotonic() - self._last_progress_at
         return Snapshot(
             host=socket.gethostname(),
             step=self._step,
             phase=self._phase,
-            idle_s=time.monotonic() - self._last_progress_at,
-            occupation=slow_activity(frames),
+            idle_s=idle_s,
+            occupation=slow_activity(frames) if idle_s <= self.limits.outside_s else None,
             place=code_position(frames),
             positions=tuple(positions()),
             error=self._error or None,
