@@ -1,35 +1,54 @@
 """Learning rate scaling with the global batch, for any optimizer and scheduler, also after a resume."""
 
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
-from torch.optim import Optimizer
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.errors import UsageError
 from hfscale.facts.lr_rules import LRScaling, scale_learning_rate
+from hfscale.integrations.learning_rate import (
+    foreign_rates,
+    given_rates,
+    optimizer_name,
+    rates_in_use,
+    scale_deepspeed_config,
+    scale_to,
+)
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, global_batch_size, saved_state
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-_DEEPSPEED_LR_KEYS = {
-    "optimizer": ("lr",),
-    "scheduler": ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"),
-}
+_WARMUP_ARGUMENTS = ("warmup_steps", "warmup_ratio")  # transformers 4 has both
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Created:
+    """An optimizer that has been made and scaled, between `create_optimizer` and the beginning of the training."""
+
+    rates: list[float]
+    """Its scaled learning rates, by parameter group; empty: unknown."""
+    restore_config: Callable[[], None]
+    """Restores DeepSpeed's config."""
 
 
 class LRScalingCallback(AdapterCallback):
     """Multiplies the learning rate by a factor that depends on how much larger the global batch has become.
 
-    The factor is computed when the Trainer is made, before the optimizer and the scheduler exist, so that they are
-    built with the scaled values. It is kept in every checkpoint: on a resume it is not applied a second time, and if
-    it has changed (another global batch) the restored optimizer and scheduler are rescaled by the ratio.
+    The factor is computed for each training, from the batch and the optimizer that it runs with, and is applied to all
+    learning rates of the optimizer when that has been made, wherever they come from: `TrainingArguments`, a trial of
+    `hyperparameter_search`, an overridden `create_optimizer`, or the user's own optimizer and scheduler. The training
+    arguments are scaled only while the scheduler is made. The factor is kept in every checkpoint: on a resume it is
+    not applied a second time, and if it has changed (another global batch) the restored optimizer and scheduler are
+    rescaled by the ratio.
 
     | metric key | unit | meaning |
     |---|---|---|
-    | `lr_scaling/factor` | ratio | learning rate in use / learning rate given by the user |
+    | `lr_scaling/factor` | ratio | learning rate in use / learning rate given; absent where it cannot be applied |
 
     Args:
         rule (`str`): `auto`, `linear`, `sqrt`, `rubric` or `none`; see `hfscale.facts.lr_rules`.
@@ -41,8 +60,9 @@ class LRScalingCallback(AdapterCallback):
         warmup_scale (`float`): factor for the number of warm-up steps; 1 keeps it.
 
     Raises:
-        UsageError: when the Trainer is made, the rule or the optimizer is unknown, or a size is not positive. When
-            training begins under DeepSpeed, the callback was added by `add_callback` after the Trainer was made.
+        UsageError: when the Trainer is made, the rule is unknown or a size is not positive. When training begins, no
+            rule is known for the optimizer, or, under DeepSpeed, the callback was added by `add_callback` after the
+            Trainer was made.
     """
 
     def __init__(
@@ -62,55 +82,117 @@ class LRScalingCallback(AdapterCallback):
         self.critical_batch_size = critical_batch_size
         self.warmup_scale = warmup_scale
         self.scaling: LRScaling | None = None
-        """The factor and its reason; None until the Trainer is made."""
+        """The factor and its reason in the last training; None before the first."""
+        self._created: _Created | None = None
+        self._factor: float | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = TrainerAdapter.current().trainer
-        self.scaling = scaling = self._decide(trainer)
-        given = args.learning_rate
-        args.learning_rate *= scaling.factor
-        args.warmup_steps = _scaled_warmup(args.warmup_steps, scaling.warmup_factor)
-        if trainer.optimizer is not None:
-            given = _scale_built(trainer.optimizer, trainer.lr_scheduler, scaling.factor)
-        if trainer.is_deepspeed_enabled:
-            _scale_deepspeed_config(trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config, scaling)
-        self._log(args, scaling, given)
+        super().on_init_end(args, state, control, **kwargs)
+        self._decide(optimizer="adamw", batch_size=1)  # checks what is known before the optimizer and the batch are
+
+    def before_train(self, adapter: TrainerAdapter) -> None:
+        """Scale the optimizer as soon as it has been made."""
+        self._created = None
+        adapter.prepend_callback(_ArgumentRestorer(adapter))
+        adapter.wrap_create_optimizer(lambda create: functools.partial(self._create_scaled, adapter, create))
+
+    def _create_scaled(self, adapter: TrainerAdapter, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the Trainer's `create_optimizer`, and scale what it has made."""
+        trainer = adapter.trainer
+        self._restore(adapter)  # DeepSpeed's start calls this twice
+        optimizer = create(*args, **kwargs)
+        self.scaling = scaling = self._decide(optimizer_name(trainer), global_batch_size(trainer))
+        scale_to(trainer, scaling.factor)
+        restore_config = scale_deepspeed_config(trainer, factor=scaling.factor, warmup_factor=scaling.warmup_factor)
+        self._created = _Created(rates=given_rates(trainer), restore_config=restore_config)
+        # A scheduler that an overridden `create_scheduler` makes from the arguments must have the scaled rate too.
+        adapter.set_argument("learning_rate", trainer.args.learning_rate * scaling.factor)
+        for name in _WARMUP_ARGUMENTS:
+            steps = vars(trainer.args).get(name)
+            if steps:
+                adapter.set_argument(name, _scaled_warmup(steps, scaling.warmup_factor))
+        return optimizer
+
+    def _restore(self, adapter: TrainerAdapter) -> None:
+        restore_arguments(adapter)
+        if self._created is not None:
+            self._created.restore_config()
+            self._created = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         adapter = TrainerAdapter.current()
         trainer = adapter.trainer
-        saved = saved_state(state, "lr_scaling")
-        # The factor that optimizer and scheduler have now: those of a fresh run were built with ours (or, if this
-        # callback was added after the Trainer was made, with none); those of a resumed run have the checkpoint's.
-        built_with = self.scaling.factor if self.scaling else 1.0
-        if self.scaling is None:
+        created = self._created
+        self._restore(adapter)
+        if created is None:  # the callback was added when the optimizer existed, or nothing called create_optimizer
             if trainer.is_deepspeed_enabled:
                 raise UsageError(
                     "with DeepSpeed give LRScalingCallback to Trainer(callbacks=[...]), not add_callback()"
                 )
-            self.scaling = self._decide(trainer)
-            self._log(args, self.scaling, args.learning_rate)
-        current = saved.get("factor", 1.0) if state.global_step > 0 else built_with
+            self.scaling = self._decide(optimizer_name(trainer), global_batch_size(trainer))
+            if state.global_step == 0:
+                scale_to(trainer, self.scaling.factor)
+        assert self.scaling is not None
         factor = self.scaling.factor
-        if current != factor:
-            _scale_built(trainer.optimizer, trainer.lr_scheduler, factor / current)
-            if state.global_step > 0:
-                logger.info("lr_scaling: resumed with factor %.4g, rescaled to %.4g", current, factor)
+        saved = saved_state(state, "lr_scaling")
+        if state.global_step > 0 and (created is None or rates_in_use(trainer.optimizer) != created.rates):
+            restored_factor = saved.get("factor", 1.0)  # of a checkpoint with its optimizer
+            if restored_factor != factor:
+                scale_to(trainer, factor, contained=restored_factor)
+                logger.info("lr_scaling: resumed with factor %.4g, rescaled to %.4g", restored_factor, factor)
+        rates = created.rates if created is not None else rates_in_use(trainer.optimizer)
+        self._announce(trainer, state, rates)
         saved.update(factor=factor, kappa=self.scaling.kappa, rule=self.scaling.rule)
         adapter.add_metrics(self._keys)
 
-    def _keys(self, state: TrainerState) -> dict[str, float]:
-        return {"lr_scaling/factor": self.scaling.factor} if self.scaling else {}
+    def _announce(self, trainer: Trainer, state: TrainerState, rates: list[float]) -> None:
+        """Log what was done, or warn that the factor does not hold for the rates that are used.
 
-    def _decide(self, trainer: Trainer) -> LRScaling:
+        Args:
+            trainer (`Trainer`): prepared for training.
+            state (`TrainerState`): the state of the Trainer when training begins.
+            rates (`list[float]`): the scaled rates of the optimizer, by parameter group.
+        """
+        scaling = self.scaling
+        assert scaling is not None
+        self._factor = scaling.factor
+        given = [rate / scaling.factor for rate in rates]
+        whose = " of this trial" if state.is_hyper_param_search else ""
+        if scaling.factor == 1:
+            logger.info("lr_scaling: learning rate%s stays %s: %s", whose, _range(given), scaling.reason)
+            return
+        foreign = foreign_rates(trainer.lr_scheduler, rates) if state.global_step == 0 else []
+        if foreign or not rates:
+            sets = type(trainer.lr_scheduler).__name__ if foreign else optimizer_name(trainer)
+            its_own = f", {_range(foreign)}," if foreign else ""
+            logger.warning(
+                "lr_scaling: the learning rates%s are set by %s itself: they are not scaled by %.4g (%s); give it "
+                "rates for this batch, or use the rule 'none'",
+                its_own,
+                sets,
+                scaling.factor,
+                scaling.reason,
+            )
+            self._factor = None
+            return
+        steps = _scaled_warmup(trainer.args.warmup_steps, scaling.warmup_factor)
+        warmup = f"warm-up {steps:g}" + (" steps kept" if scaling.warmup_factor == 1 else " steps")
+        logger.info(
+            "lr_scaling: learning rate%s %s -> %s, %s: %s", whose, _range(given), _range(rates), warmup, scaling.reason
+        )
+
+    def _keys(self, state: TrainerState) -> dict[str, float]:
+        return {"lr_scaling/factor": self._factor} if self._factor is not None else {}
+
+    def _decide(self, optimizer: str, batch_size: int) -> LRScaling:
         return scale_learning_rate(
             rule=self.rule,
-            optimizer=_optimizer_name(trainer),
-            global_batch_size=global_batch_size(trainer),
+            optimizer=optimizer,
+            global_batch_size=batch_size,
             base_global_batch_size=self.base_global_batch_size,
             block_size=self.block_size,
             base_block_size=self.base_block_size,
@@ -118,64 +200,40 @@ class LRScalingCallback(AdapterCallback):
             warmup_scale=self.warmup_scale,
         )
 
-    def _log(self, args: TrainingArguments, scaling: LRScaling, given: float) -> None:
-        if scaling.factor == 1:
-            logger.info("lr_scaling: learning rate stays %.4g: %s", given, scaling.reason)
-            return
-        warmup = f"warm-up {args.warmup_steps:g}" + (" steps kept" if scaling.warmup_factor == 1 else " steps")
-        scaled = given * scaling.factor
-        logger.info("lr_scaling: learning rate %.4g -> %.4g, %s: %s", given, scaled, warmup, scaling.reason)
+
+class _ArgumentRestorer(TrainerCallback):
+    """Restores the training arguments before any other callback, such as those that report them, can read them."""
+
+    def __init__(self, adapter: TrainerAdapter) -> None:
+        self._adapter = adapter
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        restore_arguments(self._adapter)
 
 
-def _optimizer_name(trainer: Trainer) -> str:
-    """Return the optimizer's name, from the optimizer itself, from DeepSpeed's config, or from the arguments."""
-    optimizer = trainer.optimizer
-    if optimizer is not None:
-        return type(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer).__name__
-    if trainer.is_deepspeed_enabled:
-        config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-        if "optimizer" in config:
-            return str(config["optimizer"]["type"])
-    return str(getattr(trainer.args.optim, "value", trainer.args.optim))
+def restore_arguments(adapter: TrainerAdapter) -> None:
+    """Give the training arguments that scaling has changed the user's values again.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer.
+    """
+    for name in ("learning_rate", *_WARMUP_ARGUMENTS):
+        adapter.restore_argument(name)
 
 
 def _scaled_warmup(warmup_steps: float, factor: float) -> float:
-    """Scale `warmup_steps`, which below 1 is a share of all steps (at most 1) and otherwise a number of steps."""
+    """Scale `warmup_steps`, which below 1 is a share of all steps and otherwise a number of steps."""
     if factor == 1:
         return warmup_steps
-    return min(1.0, warmup_steps * factor) if warmup_steps < 1 else round(warmup_steps * factor)
+    all_steps = math.nextafter(1.0, 0.0)  # 1.0 would be one step
+    return min(all_steps, warmup_steps * factor) if warmup_steps < 1 else round(warmup_steps * factor)
 
 
-def _scale_built(optimizer: Optimizer, scheduler: Any, ratio: float) -> float:
-    """Multiply the learning rates of an existing optimizer and scheduler by `ratio`.
-
-    A DeepSpeed scheduler restores only its position, and takes its learning rates from the current config, which is
-    scaled already: of its attributes only the last learning rate needs the ratio.
-
-    Returns:
-        `float`: the learning rate of the first parameter group before the change.
-    """
-    before = float(optimizer.param_groups[0]["lr"])
-    for group in optimizer.param_groups:
-        for key in ("lr", "initial_lr"):
-            if key in group:
-                group[key] *= ratio
-    if isinstance(scheduler, AcceleratedScheduler):
-        scheduler = scheduler.scheduler
-    if scheduler is not None:
-        for name in ("base_lrs", "_last_lr"):  # not every scheduler has both; Trainer logs `_last_lr`
-            if name in vars(scheduler):
-                setattr(scheduler, name, [lr * ratio for lr in getattr(scheduler, name)])
-    return before
-
-
-def _scale_deepspeed_config(config: dict[str, Any], scaling: LRScaling) -> None:
-    """Scale the values from which DeepSpeed will build optimizer and scheduler; "auto" values follow `args`."""
-    for section, keys in _DEEPSPEED_LR_KEYS.items():
-        params = config.get(section, {}).get("params", {})
-        for key in keys:
-            if isinstance(params.get(key), int | float):
-                params[key] *= scaling.factor
-    scheduler = config.get("scheduler", {}).get("params", {})
-    if isinstance(scheduler.get("warmup_num_steps"), int | float):
-        scheduler["warmup_num_steps"] = round(scheduler["warmup_num_steps"] * scaling.warmup_factor)
+def _range(rates: list[float]) -> str:
+    """Return "0.01" for equal rates, else "0.001 to 0.01"; "unknown" for none."""
+    if not rates:
+        return "unknown"
+    low, high = f"{min(rates):.4g}", f"{max(rates):.4g}"
+    return low if low == high else f"{low} to {high}"

@@ -158,13 +158,13 @@ class SpotCheckpointCallback(AdapterCallback):
         """Write checkpoints instead of Trainer, and delete old ones instead of Trainer.
 
         Trainer deletes inside its save, before the new checkpoint is committed: with a limit of 1, a machine lost
-        between the two leaves nothing. So the limit is taken from it and applied after the commit.
+        between the two leaves nothing. So the limit is applied after the commit; Trainer's save sees only the hidden
+        folder that it writes to. At the end Trainer would delete the newest checkpoint if the best is another one.
         """
         args = adapter.trainer.args
         self._output_dir = Path(args.output_dir)
-        if args.save_total_limit is not None:
-            self._limit = args.save_total_limit
-            adapter.set_argument("save_total_limit", None)
+        self._limit = args.save_total_limit
+        adapter.before_last_log(lambda: adapter.set_argument("save_total_limit", None))
         self._saving = TrainerSaving(adapter, asynchronous=self.asynchronous, committed=self._committed)
         adapter.before_last_log(self._wait)
 
@@ -243,8 +243,10 @@ class SpotCheckpointCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._wait()
+        adapter = TrainerAdapter.current()
+        adapter.restore_argument("save_total_limit")
         if args.load_best_model_at_end:
-            finish_merged_load(TrainerAdapter.current().trainer, state.best_model_checkpoint)
+            finish_merged_load(adapter.trainer, state.best_model_checkpoint)
         self.preemption.end()
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"

@@ -24,6 +24,8 @@ Replaced until the end of the training
   writing. Test: test_checkpoint_writer.py.
 - `Trainer._get_output_dir`. By: `output_dir`, `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder.
   Test: test_checkpoint_writer.py.
+- `Trainer.create_optimizer` (public). By: `wrap_create_optimizer`. Reason: there is no event between the making of
+  the optimizer and of its scheduler. Test: test_lr_scaling_callback.py.
 - `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation. Test:
   test_preemption.py.
 - `Trainer.get_eval_dataloader` (public), as long as `train`. By: `wrap_eval_dataloader`. Reason: no argument sets
@@ -55,6 +57,8 @@ Read, called, or set once
   look for universal files in every later load. Test: test_reshape.py.
 - `PartialState._shared_state` of Accelerate. By: `let_fsdp_run_on_cpu`. Reason: Accelerate runs FSDP on accelerators
   only. Test: test_strategies.py.
+- `_last_lr` and `_schedulers` of torch's schedulers. By: learning_rate.py. Reason: a scheduler that exists has no
+  method that changes its rates. Test: test_lr_scaling_callback.py.
 - `_orig_mod` of a compiled module. By: strategy.py. Reason: torch has no public way from a compiled module to the
   original. Test: test_integrations.py, test_a_compiled_module_is_unwrapped.
 """

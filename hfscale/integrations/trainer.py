@@ -215,7 +215,7 @@ class TrainerAdapter:
         """
         self.trainer._load_rng_state(checkpoint)
 
-    # --- data, evaluation, arguments --------------------------------------------------------------------------------
+    # --- data, optimizer, evaluation, arguments ---------------------------------------------------------------------
 
     def replace_train_dataset(self, dataset: Any) -> None:
         """Train on `dataset` until the end of the training. Call it before the training's data loader is made.
@@ -234,6 +234,16 @@ class TrainerAdapter:
         accelerator = self.trainer.accelerator
         adapt = accelerator.deepspeed_ulysses_dl_adapter
         self._replace(accelerator, "deepspeed_ulysses_dl_adapter", lambda loader, model: wrap(adapt(loader, model)))
+
+    def wrap_create_optimizer(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `create_optimizer`: there is no event between the making of the optimizer and of its scheduler.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `create_optimizer`; returns the function to use, which takes
+                the same arguments.
+        """
+        self._undo_one((id(self.trainer), "create_optimizer"))
+        self._replace(self.trainer, "create_optimizer", wrap(self.trainer.create_optimizer))
 
     def wrap_evaluate(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace `evaluate` of the Trainer, because an evaluation has no flag that ends it early.
