@@ -95,10 +95,17 @@ class LRScalingCallback(AdapterCallback):
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Scale the optimizer as soon as it has been made."""
         self._created = None
-        adapter.prepend_callback(_ArgumentRestorer(adapter))
-        adapter.wrap_create_optimizer(lambda create: functools.partial(self._create_scaled, adapter, create))
+        restorer = _ArgumentRestorer(adapter)
+        adapter.wrap_create_optimizer(lambda create: functools.partial(self._create_scaled, adapter, restorer, create))
 
-    def _create_scaled(self, adapter: TrainerAdapter, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _create_scaled(
+        self,
+        adapter: TrainerAdapter,
+        restorer: "_ArgumentRestorer",
+        create: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call the Trainer's `create_optimizer`, and scale what it has made."""
         trainer = adapter.trainer
         self._restore(adapter)  # DeepSpeed's start calls this twice
@@ -107,7 +114,10 @@ class LRScalingCallback(AdapterCallback):
         scale_to(trainer, scaling.factor)
         restore_config = scale_deepspeed_config(trainer, factor=scaling.factor, warmup_factor=scaling.warmup_factor)
         self._created = _Created(rates=given_rates(trainer), restore_config=restore_config)
+        if scaling.factor == scaling.warmup_factor == 1:
+            return optimizer
         # A scheduler that an overridden `create_scheduler` makes from the arguments must have the scaled rate too.
+        adapter.prepend_callback(restorer)
         adapter.set_argument("learning_rate", trainer.args.learning_rate * scaling.factor)
         for name in _WARMUP_ARGUMENTS:
             steps = vars(trainer.args).get(name)
