@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hfscale import CommHealthCallback, ScalingCallback, ScalingMetricsCallback
 from hfscale.health.local_time import LocalTimer
-from hfscale.integrations.trainer import MetricInjector
+from hfscale.integrations.hooks import MetricInjector
 from hfscale.metrics.clocks import PhaseClock
 from hfscale.metrics.noise_scale import LeafProbe
 from hfscale.metrics.throughput import TokenCounter

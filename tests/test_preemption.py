@@ -1,6 +1,8 @@
 """Preemption notices: their collection, signals, DataLoader workers, and the reaction of a training on one process."""
 
+import functools
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -11,6 +13,7 @@ import threading
 import time
 
 import pytest
+import torch
 from test_checkpoint_writer import paused_saves
 from tiny import RandomTokens, logged, tiny_trainer
 from torch.utils.data import DataLoader
@@ -35,6 +38,7 @@ from hfscale.preemption import (
 )
 
 SAVING = {"save_strategy": "steps", "save_steps": 100, "max_steps": 8}
+returning = functools.partial(SpotCheckpointCallback, on_preemption="return")
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1}
 
 
@@ -243,7 +247,7 @@ class TestProtectedWorkers:
 class TestTraining:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
     def test_a_signal_saves_the_step_and_stops(self, tmp_path, number):
-        spot = SpotCheckpointCallback()
+        spot = returning()
         trainer = tiny_trainer(tmp_path, At("on_step_begin", 3, kill(number)), spot, **SAVING)
         trainer.train()
         assert trainer.state.global_step == 3
@@ -261,12 +265,12 @@ class TestTraining:
     )
     def test_the_resumed_run_has_the_losses_of_an_uninterrupted_one(self, tmp_path, event, count):
         arguments = SAVING | {"gradient_accumulation_steps": 2, "lr_scheduler_type": "linear"}
-        uninterrupted = tiny_trainer(tmp_path / "uninterrupted", SpotCheckpointCallback(), **arguments)
+        uninterrupted = tiny_trainer(tmp_path / "uninterrupted", returning(), **arguments)
         uninterrupted.train()
-        first = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), At(event, count, kill()), **arguments)
+        first = tiny_trainer(tmp_path / "run", returning(), At(event, count, kill()), **arguments)
         first.train()
         assert 1 <= first.state.global_step <= 3
-        again = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), **arguments)
+        again = tiny_trainer(tmp_path / "run", returning(), **arguments)
         again.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "run"))
         assert logged(again, "loss") == logged(uninterrupted, "loss")
         assert status(tmp_path / "run")["status"] == "completed"
@@ -274,7 +278,7 @@ class TestTraining:
     @pytest.mark.parametrize("save_strategy", ["steps", "best", "epoch"])
     def test_an_evaluation_is_cut_short_and_gives_no_metrics(self, tmp_path, save_strategy):
         arguments = SAVING | EVALUATING | {"save_strategy": save_strategy, "metric_for_best_model": "loss"}
-        spot, steps = SpotCheckpointCallback(), []
+        spot, steps = returning(), []
         count = At("on_prediction_step", -1, lambda: None)
         trainer = tiny_trainer(tmp_path, At("on_prediction_step", 9, kill()), spot, count, **arguments)
         trainer.train()
@@ -288,23 +292,19 @@ class TestTraining:
         assert spot.preempted == "SIGTERM: checkpoint-4 is committed"
 
     def test_an_evaluation_due_at_the_stop_costs_one_batch(self, tmp_path):
-        uninterrupted = tiny_trainer(tmp_path / "uninterrupted", SpotCheckpointCallback(), **(SAVING | EVALUATING))
+        uninterrupted = tiny_trainer(tmp_path / "uninterrupted", returning(), **(SAVING | EVALUATING))
         uninterrupted.train()
         count = At("on_prediction_step", -1, lambda: None)
         arguments = SAVING | EVALUATING
-        tiny_trainer(
-            tmp_path / "run", At("on_step_begin", 2, kill()), count, SpotCheckpointCallback(), **arguments
-        ).train()
+        tiny_trainer(tmp_path / "run", At("on_step_begin", 2, kill()), count, returning(), **arguments).train()
         assert count.left == -2
-        again = tiny_trainer(tmp_path / "run", SpotCheckpointCallback(), **arguments)
+        again = tiny_trainer(tmp_path / "run", returning(), **arguments)
         again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
         assert logged(again, "loss") == logged(uninterrupted, "loss")
         assert logged(again, "eval_loss") == logged(uninterrupted, "eval_loss")[1:]
 
     def test_several_evaluation_sets_are_all_cut_short(self, tmp_path):
-        trainer = tiny_trainer(
-            tmp_path, At("on_prediction_step", 1, kill()), SpotCheckpointCallback(), **(SAVING | EVALUATING)
-        )
+        trainer = tiny_trainer(tmp_path, At("on_prediction_step", 1, kill()), returning(), **(SAVING | EVALUATING))
         trainer.eval_dataset = {"one": RandomTokens(8), "two": RandomTokens(8)}
         trainer.train()
         assert trainer.state.global_step == 2
@@ -312,7 +312,7 @@ class TestTraining:
         assert trainer.evaluate(), "after the training, evaluate() must work as before"
 
     def test_a_signal_during_a_save_uses_that_save(self, tmp_path):
-        spot = SpotCheckpointCallback()
+        spot = returning()
         arguments = SAVING | {"save_steps": 3}
         trainer = tiny_trainer(tmp_path, At("on_save", 1, kill()), spot, **arguments)
         trainer.train()
@@ -323,20 +323,20 @@ class TestTraining:
         """Neither the evaluation that is due at the end of an epoch is made, nor a second save of the step."""
         saves = At("on_save", -1, lambda: None)
         arguments = {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": 30}
-        trainer = tiny_trainer(tmp_path, At("on_step_begin", 5, kill()), SpotCheckpointCallback(), saves, **arguments)
+        trainer = tiny_trainer(tmp_path, At("on_step_begin", 5, kill()), returning(), saves, **arguments)
         trainer.train()
         assert (trainer.state.global_step, saves.left) == (5, -2)
         assert logged(trainer, "eval_loss") == []
 
     def test_the_best_model_is_not_loaded_after_a_stop(self, tmp_path):
         arguments = SAVING | EVALUATING | {"save_steps": 2, "load_best_model_at_end": True}
-        trainer = tiny_trainer(tmp_path, At("on_step_begin", 5, kill()), SpotCheckpointCallback(), **arguments)
+        trainer = tiny_trainer(tmp_path, At("on_step_begin", 5, kill()), returning(), **arguments)
         trainer._load_best_model = lambda: pytest.fail("it was loaded")
         trainer.train()
         assert trainer.args.load_best_model_at_end
 
     def test_a_signal_in_the_last_step_has_no_effect(self, tmp_path):
-        spot = SpotCheckpointCallback()
+        spot = returning()
         tiny_trainer(tmp_path, At("on_step_begin", 8, kill()), spot, **SAVING).train()
         assert spot.preempted is None
         assert status(tmp_path)["status"] == "completed"
@@ -344,14 +344,12 @@ class TestTraining:
     def test_an_evaluation_after_the_last_step_is_left_for_the_last_save(self, tmp_path):
         count = At("on_prediction_step", -1, lambda: None)
         arguments = SAVING | EVALUATING | {"eval_steps": 8}
-        tiny_trainer(
-            tmp_path, At("on_prediction_step", 2, kill()), count, SpotCheckpointCallback(), **arguments
-        ).train()
+        tiny_trainer(tmp_path, At("on_prediction_step", 2, kill()), count, returning(), **arguments).train()
         assert count.left >= -4, "the evaluation was not cut short"
         assert status(tmp_path) == {"status": "completed", "step": 8, "checkpoint": "checkpoint-8", "reason": None}
 
     def test_the_reason_says_that_nothing_is_saved(self, tmp_path):
-        spot = SpotCheckpointCallback()
+        spot = returning()
         tiny_trainer(tmp_path, At("on_step_begin", 2, kill()), spot, max_steps=8).train()
         assert status(tmp_path)["reason"].startswith("SIGTERM: save_strategy is 'no'")
         assert list(tmp_path.glob("checkpoint-*")) == []
@@ -360,7 +358,7 @@ class TestTraining:
         def fail():
             raise RuntimeError("the machine is gone")
 
-        trainer = tiny_trainer(tmp_path, At("on_step_begin", 2, fail), SpotCheckpointCallback(), **SAVING)
+        trainer = tiny_trainer(tmp_path, At("on_step_begin", 2, fail), returning(), **SAVING)
         with pytest.raises(RuntimeError):
             trainer.train()
         with pytest.raises(KeyboardInterrupt):
@@ -376,17 +374,56 @@ class TestTraining:
             subprocess.run(["kill", "-TERM", str(os.getpid()), *(str(worker.pid) for worker in workers)], check=True)
 
         arguments = SAVING | EVALUATING | {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
-        trainer = tiny_trainer(
-            tmp_path, At("on_prediction_step", 2, group_kill), SpotCheckpointCallback(), **arguments
-        )
+        trainer = tiny_trainer(tmp_path, At("on_prediction_step", 2, group_kill), returning(), **arguments)
         trainer.train()
         assert seen == [4]
         assert status(tmp_path)["reason"] == "SIGTERM: checkpoint-2 is committed"
 
 
+class TestEndOfTheProcess:
+    """By default nothing after `train` runs: neither in a script nor in the next cells of a notebook."""
+
+    @pytest.mark.parametrize(("number", "raises"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+    @pytest.mark.parametrize("added_later", [False, True])
+    def test_train_raises_when_all_is_saved_and_done(self, tmp_path, number, raises, added_later):
+        ended = At("on_train_end", -1, lambda: None)
+        arguments = SAVING | EVALUATING | {"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2}
+        before = [At("on_step_begin", 3, kill(number)), ended]
+        callback = SpotCheckpointCallback()
+        trainer = tiny_trainer(tmp_path, *before, *([] if added_later else [callback]), **arguments)
+        if added_later:
+            trainer.add_callback(callback)
+        given = trainer.args.to_dict()
+        with pytest.raises(raises) as raised:
+            trainer.train()
+        assert raised.type is (raises if raises is KeyboardInterrupt else Preempted)
+        assert getattr(raised.value, "code", 75) == 75
+        assert (trainer.state.global_step, ended.left, trainer.is_in_train) == (3, -2, False)
+        assert status(tmp_path)["status"] == "preempted"
+        assert callback.preempted == f"{number.name}: checkpoint-3 is committed"
+        assert trainer.args.to_dict() == given
+        saved = torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False)
+        assert saved.to_dict() == given
+        trainer.train(resume_from_checkpoint=latest_checkpoint(tmp_path))
+        assert trainer.state.global_step == 8
+
+    def test_a_start_at_step_0_beside_checkpoints_names_the_argument(self, tmp_path, caplog):
+        logging.getLogger("hfscale").propagate = True
+        arguments = SAVING | {"save_steps": 2, "max_steps": 4}
+        trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments)
+        trainer.train(resume_from_checkpoint=latest_checkpoint(tmp_path))
+        trainer.train(resume_from_checkpoint=latest_checkpoint(tmp_path))
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert warnings == []
+        trainer.train()
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) == 1
+        assert "resume_from_checkpoint=" in warnings[0]
+
+
 class TestDeadline:
     def preempted(self, folder, *, write_s, **options):
-        spot = SpotCheckpointCallback(**options)
+        spot = returning(**options)
         set_write_s = lambda: setattr(spot.preemption, "last_write_s", write_s)  # noqa: E731
         tiny_trainer(
             folder, At("on_step_begin", 1, set_write_s), At("on_step_begin", 3, kill()), spot, **SAVING
@@ -403,7 +440,7 @@ class TestDeadline:
     @pytest.mark.parametrize(("around_s", "saves"), [(9.0, True), (13.0, False)])
     def test_waiting_and_copying_count_as_part_of_a_save(self, tmp_path, around_s, saves):
         """The wait for a save in flight, and the copy to a remote store."""
-        spot = SpotCheckpointCallback()
+        spot = returning()
 
         def set_times():
             spot.preemption.last_write_s = 8.0
@@ -416,7 +453,7 @@ class TestDeadline:
         assert (re.search(r"took 8\.0 s.*\b21\.0 s", spot.preempted) is not None) != saves
 
     def test_the_save_in_flight_counts(self, tmp_path, monkeypatch):
-        spot = SpotCheckpointCallback()
+        spot = returning()
         with paused_saves(monkeypatch) as (go, _):
 
             def signal_during_save():
@@ -436,13 +473,13 @@ class TestDeadline:
         reason = self.preempted(tmp_path, write_s=4.0, notice_s=5.0)
         assert re.match(r"SIGTERM: (5\.0|4\.9) s left.* 4\.0 s", reason)
 
-    @pytest.mark.parametrize("bad", [{"notice_s": 0}, {"notice_s": -3.0}, {"cloud": "gce"}])
+    @pytest.mark.parametrize("bad", [{"notice_s": 0}, {"notice_s": -3.0}, {"cloud": "gce"}, {"on_preemption": "stop"}])
     def test_wrong_options_are_usage_errors(self, bad):
-        with pytest.raises(UsageError, match=r"notice_s is (0|-3\.0)|cloud is 'gce'"):
+        with pytest.raises(UsageError, match=r"notice_s is (0|-3\.0)|cloud is 'gce'|on_preemption is 'stop'"):
             SpotCheckpointCallback(**bad)
 
     def test_the_time_of_a_save_is_measured(self, tmp_path):
-        spot = SpotCheckpointCallback()
+        spot = returning()
         tiny_trainer(tmp_path, spot, **(SAVING | {"save_steps": 3, "max_steps": 4})).train()
         assert 0 < spot.preemption.last_write_s < 30
 
@@ -451,27 +488,27 @@ class TestStopFile:
     @pytest.mark.parametrize("absolute", [False, True])
     def test_the_stop_file_stops_the_run_and_is_removed(self, tmp_path, absolute):
         path = tmp_path / ("elsewhere" if absolute else "out/hfscale_stop")
-        spot = SpotCheckpointCallback(stop_file=str(path) if absolute else "hfscale_stop")
+        spot = returning(stop_file=str(path) if absolute else "hfscale_stop")
         arguments = SAVING | {"max_steps": 40}
         trainer = tiny_trainer(tmp_path / "out", At("on_step_begin", 3, path.touch), spot, **arguments)
         trainer.train()
         assert 3 <= trainer.state.global_step < 40
         assert spot.preempted == f"stop file: checkpoint-{trainer.state.global_step} is committed"
         assert not path.exists()
-        again = tiny_trainer(tmp_path / "out", SpotCheckpointCallback(), **arguments)
+        again = tiny_trainer(tmp_path / "out", returning(), **arguments)
         again.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "out"))
         assert again.state.global_step == 40
 
     def test_the_stop_file_can_be_turned_off(self, tmp_path):
         (tmp_path / "hfscale_stop").touch()
-        trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(stop_file=None), **SAVING)
+        trainer = tiny_trainer(tmp_path, returning(stop_file=None), **SAVING)
         trainer.train()
         assert trainer.state.global_step == 8
 
 
 def test_a_notice_withdrawn_before_the_decision_does_not_stop_the_run(tmp_path):
     """Like a cancelled event of Azure: it is pending while the ranks vote, and withdrawn before they agree."""
-    spot = SpotCheckpointCallback()
+    spot = returning()
     agree = spot.preemption._agree_on_stop
 
     def after_withdrawal(*args):
@@ -486,7 +523,7 @@ def test_a_notice_withdrawn_before_the_decision_does_not_stop_the_run(tmp_path):
 
 
 def test_a_hint_saves_and_the_run_continues(tmp_path):
-    spot = SpotCheckpointCallback()
+    spot = returning()
     hint = lambda: NOTICES.add_hint("AWS spot notice")  # noqa: E731
     trainer = tiny_trainer(tmp_path, At("on_step_begin", 2, hint), spot, **(SAVING | {"max_steps": 40}))
     trainer.train()

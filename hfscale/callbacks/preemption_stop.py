@@ -29,9 +29,11 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hfscale.errors import UsageError
 from hfscale.integrations.trainer import TrainerAdapter, is_training_in
 from hfscale.preemption import (
+    EXIT_CODE,
     NOTICES,
     SOURCES,
     Notice,
+    Preempted,
     PreemptionNotices,
     Shielding,
     assumed_notice_s,
@@ -171,6 +173,7 @@ class PreemptionStop:
         self._listening.close()  # of a training loop that `auto_find_batch_size` has restarted
         self._listening = ExitStack()  # is closed by `end`, or when an exception ends the training
         adapter.at_training_end(self._listening.close)
+        adapter.before_last_log(self._skip_best_model)
         self.stop = None
         self._saved_step = None
         self._evaluation_agreement = None
@@ -271,11 +274,17 @@ class PreemptionStop:
             control.should_evaluate = False
             self._apply(args, state, control)
 
-    def end(self) -> None:
+    def end(self, *, exits: bool) -> None:
         """Stop collecting notices and remove the stop file.
 
         Call it when the training has ended and its checkpoints are committed.
+
+        Args:
+            exits (`bool`): whether a run that was stopped ends its process now. Then, with several processes, signals
+                are ignored from here on: as soon as one rank has ended, the launcher signals the others.
         """
+        if exits and self.stop is not None and distributed.is_distributed():
+            watch_signals().ignore()
         end_workers()
         self._agreement.finish()
         if self.stop is not None and distributed.rank() == 0 and self._stop_path is not None:
@@ -285,6 +294,22 @@ class PreemptionStop:
                 logger.warning("remove %s, or it stops the next launch too: %s", self._stop_path, error.strerror)
         self.notices.clear()
         self._listening.close()
+
+    def ending(self, last_committed: str | None) -> Preempted | KeyboardInterrupt | None:
+        """Return the exception that ends the process of a run that was stopped; None if it was not.
+
+        Args:
+            last_committed (`str`, *optional*): the name of the last committed checkpoint; None: there is none.
+
+        Returns:
+            `KeyboardInterrupt` after Ctrl-C, else `Preempted`, which is SystemExit with code 75.
+        """
+        if self.stop is None:
+            return None
+        reason = self.reason(last_committed)
+        if self.stop.source == signal.SIGINT.name:
+            return KeyboardInterrupt(f"stopped by {reason}; relaunch the same command to resume")
+        return Preempted(f"preempted by {reason}; relaunch the same command to resume (exit code {EXIT_CODE})")
 
     def reason(self, last_committed: str | None) -> str | None:
         """Return why the run stopped, for the status file.
@@ -372,7 +397,10 @@ class PreemptionStop:
             return
         control.should_training_stop = True
         control.should_save = self.stop.save and self._may_save(args, state)
-        if args.load_best_model_at_end:  # loading it takes as long as a save, and nothing uses it
+
+    def _skip_best_model(self) -> None:
+        """Do not load the best model after a stop: that takes as long as a save, and nothing uses it."""
+        if self.stop is not None:
             self._adapter.set_argument("load_best_model_at_end", False)
 
     def _may_save(self, args: TrainingArguments, state: TrainerState) -> bool:

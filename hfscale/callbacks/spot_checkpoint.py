@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
@@ -23,6 +23,7 @@ from hfscale.integrations.saving import TrainerSaving
 from hfscale.integrations.stream_position import track_stream
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, resumed_from
 from hfscale.metrics.clocks import StepPace
+from hfscale.preemption import Preempted
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import uses_jit_checkpoint
@@ -54,9 +55,10 @@ class SpotCheckpointCallback(AdapterCallback):
     the next save wait for the one in flight. If it fails, the run stops soon after, at the same step on all ranks.
 
     On a preemption notice (SIGTERM, SIGUSR1, Ctrl-C, one of the cloud provider, the stop file; on any rank) all ranks
-    stop at the same step boundary and save that step, if there is time for it. `Trainer.train` then returns as it does
-    at its end, the status is `preempted`, and `preempted` holds the reason; an evaluation under way is cut short. A
-    second Ctrl-C stops at once.
+    stop at the same step boundary and save that step, if there is time for it; an evaluation under way is cut short.
+    The training ends as usual, the status is `preempted`, and `preempted` holds the reason. Then `Trainer.train`
+    raises on every rank: KeyboardInterrupt after Ctrl-C, else SystemExit with code 75, so that nothing after it runs
+    and the scheduler starts the job again. A second Ctrl-C stops at once.
 
     | metric key | unit | meaning |
     |---|---|---|
@@ -75,6 +77,8 @@ class SpotCheckpointCallback(AdapterCallback):
             (`HFSCALE_CLOUD` in the environment overrides it); None: no polling.
         stop_file (`str`, *optional*): a file whose presence stops the run, in the output directory unless its path is
             absolute; it is removed when the run has stopped. None: no such file.
+        on_preemption (`str`): `exit`: after the save `Trainer.train` raises as above; `return`: it returns as it does
+            at its end, and you check `preempted`.
         asynchronous (`bool`): write in the background where that gives the same files; False: training waits.
         remote (`str`, *optional*): a folder of a remote store, such as `s3://bucket/run`, `gs://…` or `file://…`.
             Committed checkpoints are copied there in the background, and a newer one than the local is fetched from
@@ -82,8 +86,8 @@ class SpotCheckpointCallback(AdapterCallback):
             provider's tools look for them.
 
     Raises:
-        UsageError: a cadence or `notice_s` is not positive, the cloud is unknown, `remote` is not a valid URL, the
-            training arguments have `enable_jit_checkpoint`, or another run holds the output directory.
+        UsageError: a cadence or `notice_s` is not positive, the cloud or `on_preemption` is unknown, `remote` is not a
+            valid URL, the training arguments have `enable_jit_checkpoint`, or another run holds the output directory.
         MissingDependencyError: the package for the protocol of `remote` is not installed.
         StorageError: on every rank: a file of a checkpoint could not be written during training; or, when the Trainer
             is made, the remote store cannot be read and there is no local checkpoint, or a download failed.
@@ -99,9 +103,13 @@ class SpotCheckpointCallback(AdapterCallback):
         notice_s: float | None = None,
         cloud: str | None = "auto",
         stop_file: str | None = STOP_FILE_NAME,
+        on_preemption: Literal["exit", "return"] = "exit",
         asynchronous: bool = True,
         remote: str | None = None,
     ) -> None:
+        if on_preemption not in ("exit", "return"):
+            raise UsageError(f"on_preemption is {on_preemption!r}: use exit or return")
+        self.on_preemption = on_preemption
         self.cadence = SaveCadence(every_steps=every_steps, every_minutes=every_minutes)
         self.asynchronous = asynchronous
         self.remote = RemoteCopies(remote) if remote is not None else None
@@ -164,9 +172,9 @@ class SpotCheckpointCallback(AdapterCallback):
         args = adapter.trainer.args
         self._output_dir = Path(args.output_dir)
         self._limit = args.save_total_limit
-        adapter.before_last_log(lambda: adapter.set_argument("save_total_limit", None))
         self._saving = TrainerSaving(adapter, asynchronous=self.asynchronous, committed=self._committed)
         adapter.before_last_log(self._wait)
+        adapter.before_last_log(lambda: adapter.set_argument("save_total_limit", None))
 
     def _prepare_output_dir(self, args: TrainingArguments, state: TrainerState) -> None:
         """Remove what earlier launches left, and record the checkpoint that this one starts from.
@@ -174,8 +182,16 @@ class SpotCheckpointCallback(AdapterCallback):
         It is called only on the ranks that save.
         """
         clear_unfinished(self._output_dir)
-        for moved in archive(args.output_dir, after_step=state.global_step):
-            logger.info("archived a checkpoint of a later step than the one this run starts at: %s", moved)
+        archived = archive(args.output_dir, after_step=state.global_step)
+        if archived and state.global_step == 0:
+            logger.warning(
+                "training starts at step 0, and the checkpoints in %s are archived (the last as %s): to resume from "
+                "the newest one, call train(resume_from_checkpoint=latest_checkpoint(args.output_dir))",
+                args.output_dir,
+                archived[-1].name,
+            )
+        elif archived:
+            logger.info("archived checkpoints of later steps than step %d: %s", state.global_step, archived[-1])
         self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have reached it
         start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
@@ -247,7 +263,7 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter.restore_argument("save_total_limit")
         if args.load_best_model_at_end:
             finish_merged_load(adapter.trainer, state.best_model_checkpoint)
-        self.preemption.end()
+        self.preemption.end(exits=self.on_preemption == "exit")
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"
             self._set_status(args, status, state.global_step, reason=self.preempted)
@@ -256,6 +272,11 @@ class SpotCheckpointCallback(AdapterCallback):
         atexit.unregister(self._at_exit)
         if args.should_save:
             unlock_output_dir(args.output_dir)
+        ending = self.preemption.ending(self.last_committed)
+        if ending is not None and self.on_preemption == "exit":
+            if isinstance(ending, Preempted):  # Python prints nothing for a SystemExit
+                logger.info("%s", ending.words)
+            adapter.raise_after_training(ending)
 
     def _wait(self) -> None:
         """Wait until no save is in flight; if it failed, raise its error on all ranks."""

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hfscale.errors import HfScaleError
 from hfscale.integrations.hooks import DataFetchHook, LogSource, MetricInjector
+from hfscale.utils import distributed
 from hfscale.utils.versions import has_epoch_methods
 
 _ATTRIBUTE = "_hfscale_adapter"
@@ -55,6 +56,7 @@ class TrainerAdapter:
         self._wait_for_save: Callable[[], None] | None = None
         self._wraps_training = False
         self._skips_steps = False
+        self._final_error: BaseException | None = None
         self._replace(trainer, "train", self._restoring(trainer.train), undo=self._undo_lasting)
 
     @classmethod
@@ -298,6 +300,20 @@ class TrainerAdapter:
         """Have the next `train` load its checkpoint and end without a step, a loss or metrics of its own."""
         self._skips_steps = True
 
+    def raise_after_training(self, error: BaseException) -> None:
+        """Have `train` raise `error` instead of returning, when the training that is ending has done all its work.
+
+        Args:
+            error (`BaseException`): the exception. Every rank must give one: they wait for each other before.
+        """
+        self._final_error = error
+        self.at_training_end(lambda: setattr(self, "_final_error", None))
+
+    def _raise_final_error(self) -> None:
+        if self._final_error is not None:
+            distributed.barrier()  # a rank that ends first makes the launcher end the others
+            raise self._final_error
+
     def at_training_end(self, call: Callable[[], None]) -> None:
         """Have `call()` made when the training ends, also when it raises.
 
@@ -329,6 +345,7 @@ class TrainerAdapter:
                 if skips_steps:
                     self._skip_steps()
                 result = train(*args, **kwargs)
+                self._raise_final_error()
                 return result._replace(metrics={}) if skips_steps else result
             finally:
                 self._wraps_training = False
@@ -368,7 +385,9 @@ class TrainerAdapter:
         @functools.wraps(finalize)
         def finalize_and_restore(*args: Any, **kwargs: Any) -> Any:
             try:
-                return finalize(*args, **kwargs)
+                result = finalize(*args, **kwargs)
+                self._raise_final_error()
+                return result
             finally:
                 self.restore()
 

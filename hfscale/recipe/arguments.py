@@ -328,6 +328,7 @@ def scaling_callback(args: ScalingArguments, data_args: DataArguments) -> Scalin
             warmup_scale=args.warmup_scale,
         ),
         spot_checkpoint=SpotCheckpointCallback(
+            on_preemption="return",  # `end_if_preempted` ends the recipe
             every_minutes=args.save_minutes,
             asynchronous=args.asynchronous_save,
             remote=args.checkpoint_remote,

@@ -141,6 +141,8 @@ def missing_dependency(error: BaseException) -> MissingDependencyError | None:
 def end_if_preempted(scaling: "ScalingCallback") -> None:
     """End a preempted run. Call it after `Trainer.train`: only a completed run is evaluated and exported.
 
+    The callbacks of the recipes have `on_preemption="return"`, so that `run` ends all ranks in the same way.
+
     Args:
         scaling (`ScalingCallback`): the callback of the run.
 

@@ -94,7 +94,9 @@ def train(spec, phases):
     arguments = tiny_arguments("out", **spec["arguments"])
     set_up_parallelism(ParallelArguments(), arguments)
     checkpoint = resume_point(arguments) if arguments.resume_from_checkpoint else None
-    scaling = ScalingCallback(spot_checkpoint=SpotCheckpointCallback(**spec.get("spot", {})))
+    scaling = ScalingCallback(
+        spot_checkpoint=SpotCheckpointCallback(**({"on_preemption": "return"} | spec.get("spot", {})))
+    )
     trainer = SavingTrainer(
         model=tiny_model(attention_dropout=0.1, **spec.get("model", {})),
         args=arguments,
