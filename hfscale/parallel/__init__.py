@@ -41,3 +41,7 @@ Where no other test is named, tests/test_parallel_plan.py fails when a new versi
 - the fake process group of `torch.testing._internal`. By: `dry_run.py`. Reason: torch has no public one. Test:
   test_dry_run.py.
 """
+
+from hfscale.utils.versions import RECIPES_NEED, require
+
+require("transformers", RECIPES_NEED, "hfscale.parallel")

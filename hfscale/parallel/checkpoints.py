@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peft import PeftModel
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -46,6 +45,7 @@ from hfscale.parallel.model import ParallelizedModel
 from hfscale.parallel.tensor import PackedParameter
 from hfscale.utils import distributed
 from hfscale.utils.disk_errors import PROGRAM_ERRORS
+from hfscale.utils.versions import is_peft_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _FILE_BYTES = 5 * 10**9  # transformers' own size of a shard
@@ -435,7 +435,7 @@ class ParallelCheckpointTrainer(Trainer):
         if self._cached_model_files is None:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
-                if isinstance(self.model, PeftModel):
+                if is_peft_model(self.model):
                     self.model.peft_config[self.model.active_adapter].save_pretrained(name)
                 else:
                     self.parallelized.model.config.save_pretrained(name)

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
+from transformers.masking_utils import find_packed_sequence_indices
 
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.parallel.losses import IGNORED_LABEL
@@ -278,6 +278,8 @@ class ContextParallel:
         if self._original == "sdpa" and is_causal and (local_size is None or kv_length < local_size):
             return None
         if indices is not None:
+            from transformers.masking_utils import packed_sequence_compatibility_function  # from 5.23
+
             mask_function = packed_sequence_compatibility_function(mask_function, packed, indices)
         positions = local_positions(kv_length, self.rank, self.ranks, device)
 

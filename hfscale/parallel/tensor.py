@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
 
 from hfscale.errors import UnsupportedModelError
 from hfscale.parallel.partition import IdentityStage
@@ -80,6 +79,8 @@ def packed_parameters(model: PreTrainedModel) -> dict[str, PackedParameter]:
     """
     if not model.tp_plan:
         return {}
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES  # absent in 5.15
+
     plan = tensor_parallel_plan(model, 2)
     found = {}
     for name, parameter in model.named_parameters():
@@ -103,6 +104,8 @@ def apply_tensor_parallel(model: nn.Module, plan: dict[str, str], mesh: DeviceMe
     """
     if not plan:
         return set()
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # absent in 5.15
+
     parameters = dict(model.named_parameters())
     modules = {name for name, module in model.named_modules() if not isinstance(module, IdentityStage)}
     plan = {name: style for name, style in plan.items() if name in modules or name in parameters}

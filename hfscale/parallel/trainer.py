@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
-from peft import PeftModel
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
@@ -35,6 +34,7 @@ from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches
 from hfscale.parallel.weights import draw_weights, read_weights
+from hfscale.utils.versions import PARALLEL_TRAINER_NEEDS, is_peft_model, require
 
 
 class ParallelTrainer(ParallelCheckpointTrainer):
@@ -59,6 +59,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         kwargs: keywords of `Trainer`.
 
     Raises:
+        MissingDependencyError: transformers is older than 5.23.
         LayoutError: the sizes do not fit together, the world, or the model.
         UsageError: an argument is not supported, or the weights cannot be read.
         UnsupportedModelError: the model cannot be parallelized in this way.
@@ -73,12 +74,13 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         weights_from: str | None = None,
         **kwargs: Any,
     ) -> None:
+        require("transformers", PARALLEL_TRAINER_NEEDS, "ParallelTrainer")
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
         check_arguments(args, cp=self.layout.cp, **kwargs)
         check_config(model.config, self.layout, self.stage_plan, sequence_parallel=parallel.sequence_parallel)
         self.mesh = make_mesh(self.layout, args.device.type)
-        causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
+        causal_lm = model.get_base_model() if is_peft_model(model) else model
         self.parameter_counts = tuple(
             sum(p.numel() for p in model.parameters() if p.requires_grad or not only_trained)
             for only_trained in (False, True)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import xxhash
-from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -29,7 +28,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from hfscale.errors import UsageError
 from hfscale.parallel.mesh import copy_local_shard
 from hfscale.utils import distributed
-from hfscale.utils.versions import is_fsdp_enabled
+from hfscale.utils.versions import is_fsdp_enabled, is_lora_layer
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
@@ -71,7 +70,7 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
     """
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
-        if isinstance(module, LoraLayer):
+        if is_lora_layer(module):
             visit(module.get_base_layer(), name, owner)  # by the name that it has without adapters
             _draw_adapters(module, _seed_of(seed, f"{name}.lora"))
             return
@@ -111,7 +110,7 @@ def read_weights(
     Raises:
         UsageError: there are no safetensors files, or a parameter is in none of them or has another shape there.
     """
-    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    adapted = {name for name, module in model.named_modules() if is_lora_layer(module)}
     renamed = {rf"^{re.escape(name)}\.(weight|bias)$": rf"{name}.base_layer.\1" for name in adapted}
     with contextlib.ExitStack() as files:
         slices: dict[str, Any] = {}
@@ -150,7 +149,7 @@ def _weight_files(name_or_path: str) -> list[str]:
         ) from error
 
 
-def _draw_adapters(layer: LoraLayer, seed: int) -> None:
+def _draw_adapters(layer: Any, seed: int) -> None:
     """Draw adapters by peft's own rule (A random, B zero)."""
     parts = [half[name] for half in (layer.lora_A, layer.lora_B) for name in half]
     with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):

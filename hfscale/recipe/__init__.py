@@ -10,3 +10,7 @@
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
 | `models`, `compression` | loading of model, tokenizer and adapters; gradient compression of DDP |
 """
+
+from hfscale.utils.versions import RECIPES_NEED, require
+
+require("transformers", RECIPES_NEED, "a recipe")

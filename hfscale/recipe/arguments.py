@@ -30,6 +30,7 @@ from hfscale.facts.lr_rules import RULES
 from hfscale.parallel.arguments import ParallelArguments as ParallelArguments  # recipes once imported it from here
 from hfscale.recipe.compression import METHODS
 from hfscale.utils.flags import flag, require_from_0, require_positive
+from hfscale.utils.versions import pass_activation_checkpointing
 
 RECOMPUTE_POLICIES = ("full", "selective")
 """Values of `--recompute`."""
@@ -179,6 +180,17 @@ class RecipeTrainingArguments(TrainingArguments):
         default_factory=lambda: ["none"],
         metadata={"help": "Trackers that receive the metrics: wandb, tensorboard, … Files are always written."},
     )
+    activation_checkpointing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Recompute activations in the backward pass: less memory, about 20%% slower.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keywords of torch.utils.checkpoint, as JSON."}
+    )
     bf16: bool | None = flag("bf16 mixed precision. Default: on if the hardware has it.")
     recompute: str = flag(
         "What --activation_checkpointing recomputes: complete layers (full), or all but attention and every second "
@@ -238,6 +250,7 @@ class RecipeTrainingArguments(TrainingArguments):
         if self.deepspeed and importlib.util.find_spec("deepspeed") is None:
             raise MissingDependencyError('--deepspeed needs DeepSpeed: pip install "hfscale[deepspeed]"')
         _check_deepspeed_config(self.deepspeed)
+        pass_activation_checkpointing(self)
         super().__post_init__()
         for name in self.report_to or []:
             if name not in INTEGRATION_TO_CALLBACK:

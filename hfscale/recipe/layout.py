@@ -13,7 +13,6 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from accelerate import ParallelismConfig
-from accelerate.utils import DeepSpeedSequenceParallelConfig
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import SaveStrategy
 
@@ -22,6 +21,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.strategy import let_fsdp_run_on_cpu, requested_family
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.utils.logging import get_logger
+from hfscale.utils.versions import NATIVE_TP_NEEDS, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments
@@ -64,6 +64,9 @@ def set_up_parallelism(
     _check_family(layout, parallel, family, args)
     layout.check_world_size(args.world_size)
     if family == "zero" and layout.cp > 1:
+        require("accelerate", "1.12", "cp_size under DeepSpeed")
+        from accelerate.utils import DeepSpeedSequenceParallelConfig
+
         kernel = environ.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa")
         handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=kernel)
         args.parallelism_config = ParallelismConfig(
@@ -164,6 +167,7 @@ def distributed_config(layout: ParallelLayout, args: "TrainingArguments") -> Dis
     """
     if layout.tp == 1:
         return None
+    require("transformers", NATIVE_TP_NEEDS, "tp_size in this recipe")
     return DistributedConfig(
         tp_size=layout.tp,
         fsdp_size=layout.dp_shard,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,9 +25,10 @@ from hfscale.recipe import corpus
 from hfscale.recipe.arguments import ModelArguments, errors_name_flag
 from hfscale.recipe.layout import distributed_config
 from hfscale.utils import distributed
-from hfscale.utils.versions import is_fsdp_enabled, recomputes_activations
+from hfscale.utils.versions import PEFT_MINIMUM, is_fsdp_enabled, recomputes_activations, require
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import TrainingArguments
 
 
@@ -140,7 +140,7 @@ def load_empty_model(
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
 
 
-def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> PeftModel:
+def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> "PeftModel":
     """Add LoRA adapters to a model and freeze everything else. The same seed gives the same adapters.
 
     Args:
@@ -150,7 +150,11 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
 
     Raises:
         UsageError: the model has none of the target modules.
+        MissingDependencyError: PEFT is not installed or too old.
     """
+    require("peft", PEFT_MINIMUM, "--use_peft", extra="peft")
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha,

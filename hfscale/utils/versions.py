@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 RECIPES_NEED = "5.15"
 """Minimum transformers of the recipes."""
+PEFT_MINIMUM = "0.18"
+"""Minimum PEFT of LoRA adapters."""
+NATIVE_TP_NEEDS = "5.23"
+"""Minimum transformers of its own tensor parallelism in the recipes."""
 PARALLEL_TRAINER_NEEDS = "5.23"
 """Minimum transformers of `ParallelTrainer`: it uses its tensor-parallel plans and masks of packed sequences."""
 
@@ -83,6 +87,18 @@ def recomputes_activations(args: "TrainingArguments") -> bool:
         args (`TrainingArguments`): the training arguments; `activation_checkpointing` exists from transformers 5.23.
     """
     return bool(getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing)
+
+
+def pass_activation_checkpointing(args: Any) -> None:
+    """Give `activation_checkpointing` and its keywords the names that they have before transformers 5.23.
+
+    Args:
+        args (`RecipeTrainingArguments`): has the new names in every version; `TrainingArguments` may have only the
+            old ones.
+    """
+    if not is_at_least("transformers", "5.23"):
+        args.gradient_checkpointing = args.activation_checkpointing or args.gradient_checkpointing
+        args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs
 
 
 def uses_jit_checkpoint(args: "TrainingArguments") -> bool:
@@ -201,3 +217,13 @@ def is_peft_model(model: object) -> bool:
     """
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def is_lora_layer(module: object) -> bool:
+    """Return whether a module is a LoRA layer of PEFT.
+
+    Args:
+        module (`object`): a module of a model.
+    """
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.tuners.lora.LoraLayer)
