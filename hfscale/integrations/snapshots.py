@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
@@ -238,9 +237,8 @@ def is_sharded_fsdp2(trainer: Trainer) -> bool:
 class FsdpSnapshot:
     """Copies this rank's FSDP2 shards to host memory, into the same buffers each time.
 
-    torch's `DefaultStager` keeps the buffers: it handles DTensors, and with a new stager the copy takes four times as
-    long. Then torch's `save` writes, as inside its `async_save`, but on our thread: so model and optimizer follow
-    each other on one process group, and the manifest follows both. The layout is the one that accelerate reads,
+    Then torch's `save` writes, as inside its `async_save`, but on our thread: so model and optimizer follow each other
+    on one process group, and the manifest follows both. The layout is the one that accelerate reads,
     `pytorch_model_fsdp_0/` and `optimizer_0/` with one file per rank in each.
 
     Args:
@@ -249,15 +247,7 @@ class FsdpSnapshot:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        on_accelerator = trainer.args.device.type != "cpu"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_accelerator,
-                use_shared_memory=False,  # no other process reads it
-                use_async_staging=False,  # when `take` returns, the next step may change the parameters
-                use_non_blocking_copy=on_accelerator,
-            )
-        )
+        self._snapshot = HostSnapshot()
 
     def bytes(self) -> int:
         """Return the host memory in bytes that a snapshot takes on this rank."""
@@ -270,7 +260,7 @@ class FsdpSnapshot:
             `Callable`: to be called as `write(folder, group)` with the folder of the checkpoint and a process group
             (None: the default group, or one process). It must be called before the next `take`.
         """
-        copied = self._stager.stage(self._live())
+        copied = self._snapshot.take(self._live())
 
         def write(folder: Path, group: dist.ProcessGroup | None) -> None:
             for key, name in (("model", FSDP_MODEL_NAME), ("optimizer", OPTIMIZER_NAME)):
