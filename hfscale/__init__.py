@@ -33,6 +33,9 @@ def __getattr__(name: str) -> Any:
         return import_module("hfscale.errors")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'hfscale' has no attribute {name!r}")
+    feature = "ScalingCallback" if name.endswith("Callback") else name
+    if feature in ("ScalingCallback", "ParallelTrainer"):  # the modules cannot be imported without what they need
+        import_module("hfscale.utils.versions").require(feature)
     return getattr(import_module(_HOME_OF[name]), name)
 
 

@@ -41,9 +41,10 @@ FLAGS = [
 ]
 # Runs a recipe as on a machine without DeepSpeed.
 WITHOUT_DEEPSPEED = """
-import importlib.util, runpy, sys
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] == "deepspeed" else found(name, *rest)
+import runpy, sys
+from hfscale.utils import versions
+installed = versions.installed
+versions.installed = lambda package: None if package == "deepspeed" else installed(package)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -132,7 +133,7 @@ class TestMistakes:
 
 def test_deepspeed_that_is_not_installed(folder, python):
     done = python("-c", WITHOUT_DEEPSPEED, SHARDED, *FLAGS, "--deepspeed", "ds_configs/zero2.json")
-    reports(done, "--deepspeed needs DeepSpeed", 'pip install "hfscale[deepspeed]"')
+    reports(done, "--deepspeed: ", "deepspeed", "not installed", 'pip install --upgrade "hfscale[deepspeed]"')
     assert done.code == 1
 
 

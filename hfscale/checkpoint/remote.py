@@ -32,6 +32,7 @@ from hfscale.utils import distributed
 from hfscale.utils.disk_errors import PROGRAM_ERRORS
 from hfscale.utils.logging import get_logger
 from hfscale.utils.redaction import redact
+from hfscale.utils.versions import require
 
 logger = get_logger(__name__)
 
@@ -39,7 +40,8 @@ SUPERSEDED_MANIFEST_NAME = "hfscale_manifest.superseded.json"
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 1.0  # each later pause is twice as long: 15 s in all
 _MAX_DOWNLOAD_TIME = timedelta(hours=24)
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_FEATURES = dict.fromkeys(("s3", "s3a"), "s3:// remote checkpoints")
+_FEATURES |= dict.fromkeys(("gs", "gcs"), "gs:// remote checkpoints")
 _fetched: set[tuple[str, str]] = set()
 """Pairs of URL and output directory for which this process has called `fetch_newest`."""
 
@@ -226,9 +228,9 @@ def _open(url: str) -> tuple[Any, str]:
     try:
         filesystem, root = url_to_fs(url)
     except ImportError:
-        extra = _EXTRAS.get(protocol)
-        package = f'"hfscale[{extra}]"' if extra else f"the fsspec package for {protocol}://"
-        raise MissingDependencyError(f"the remote {url} needs pip install {package}") from None
+        if protocol in _FEATURES:
+            require(_FEATURES[protocol])
+        raise MissingDependencyError(f"the remote {url}: install the fsspec package for {protocol}://") from None
     except ValueError:
         raise UsageError(
             f"the remote {url} has the protocol {protocol}://, which fsspec does not know: use s3, gs, file or memory"

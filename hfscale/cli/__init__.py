@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 
 from hfscale import __version__
 from hfscale.errors import HfScaleError
+from hfscale.utils.versions import what_is_missing
 
 COMMANDS = {
     "plan": "Rank the layouts for a model on your GPUs: does it fit, how long, how much.",
@@ -23,6 +24,7 @@ COMMANDS = {
     "report": "Where the time and money of a run went, and what to change first.",
     "autostop": "Run a command once when training has ended or the GPUs idle.",
     "check": "Check this node, and under a launcher all ranks and links, before a run.",
+    "doctor": "What is installed here, whether it fits together, and what of hfscale works with it.",
     "configs": "List, show or copy the shipped Accelerate, DeepSpeed and recipe configs.",
 }
 
@@ -45,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TyperException as error:
         print(f"hfscale: error: {_usage_message(error)} (see hfscale {_help_path(arguments)}--help)", file=sys.stderr)
         return 2
+    except ImportError:
+        missing = what_is_missing("ScalingCallback")
+        if missing is None:
+            raise
+        print(f"hfscale: error: {missing} (see hfscale doctor)", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return int(code or 0)

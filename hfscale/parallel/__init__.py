@@ -42,6 +42,6 @@ Where no other test is named, tests/test_parallel_plan.py fails when a new versi
   test_dry_run.py.
 """
 
-from hfscale.utils.versions import RECIPES_NEED, require
+from hfscale.utils.versions import require
 
-require("transformers", RECIPES_NEED, "hfscale.parallel")
+require("recipes", "hfscale.parallel")

@@ -29,7 +29,7 @@ from hfscale.parallel.stages import StagePlan
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import kept_and_working, loss_bytes
-from hfscale.utils.versions import PARALLEL_TRAINER_NEEDS, recomputes_activations, require
+from hfscale.utils.versions import recomputes_activations, require
 
 _GIB = 2.0**30
 _ADAM_BYTES = 8  # two moments in fp32
@@ -91,7 +91,7 @@ def dry_run(
     """
     if dist.is_initialized():
         raise UsageError("--dry_run simulates all ranks in one process: start it with python, not accelerate launch")
-    require("transformers", PARALLEL_TRAINER_NEEDS, "--dry_run")
+    require("ParallelTrainer", "--dry_run")
     check_config(make_model().config, layout, plan, sequence_parallel=sequence_parallel)
     # Pipeline ranks whose stages have the same numbers of layers hold the same, so each kind is built once.
     built: dict[tuple[object, ...], ParallelizedModel] = {}

@@ -34,7 +34,7 @@ from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches
 from hfscale.parallel.weights import draw_weights, read_weights
-from hfscale.utils.versions import PARALLEL_TRAINER_NEEDS, is_peft_model, require
+from hfscale.utils.versions import is_peft_model, require
 
 
 class ParallelTrainer(ParallelCheckpointTrainer):
@@ -74,7 +74,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         weights_from: str | None = None,
         **kwargs: Any,
     ) -> None:
-        require("transformers", PARALLEL_TRAINER_NEEDS, "ParallelTrainer")
+        require("ParallelTrainer")
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
         check_arguments(args, cp=self.layout.cp, **kwargs)

@@ -4,12 +4,13 @@ pipeline. Needs matplotlib."""
 from pathlib import Path
 from typing import Any
 
-from hfscale.errors import MissingDependencyError, UsageError
+from hfscale.errors import UsageError
 from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import Choice, Plan
 from hfscale.planner.search import HEADROOM
 from hfscale.utils.disk_errors import writing
+from hfscale.utils.versions import require
 
 SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -30,10 +31,9 @@ def draw(plan: Plan, path: Path) -> None:
         raise UsageError(f"--plot is {path}: use a name that ends in {', '.join(SUFFIXES)}")
     if not plan.choices:
         raise UsageError("--plot: no layout fits, so there is nothing to draw; plan for more GPUs")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError('--plot needs matplotlib: pip install "hfscale[report]"') from None
+    require("hfscale plan --plot")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(15, 7), layout="constrained")
     (memory, time), (cost, pipeline) = figure.subplots(2, 2)
     labels = [f"{number} {_label(choice)}" for number, choice in enumerate(plan.choices, 1)]

@@ -11,6 +11,24 @@
 | `models`, `compression` | loading of model, tokenizer and adapters; gradient compression of DDP |
 """
 
-from hfscale.utils.versions import RECIPES_NEED, require
+import sys
+from types import TracebackType
 
-require("transformers", RECIPES_NEED, "a recipe")
+from hfscale.errors import MissingDependencyError
+from hfscale.utils.versions import require
+
+
+def _print_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, MissingDependencyError):
+        print(f"hfscale: error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+# The modules of this package cannot be imported where the requirements are not met. A recipe imports them before it
+# can call `entrypoint.run`, which prints errors as one line.
+try:
+    require("recipes")
+except MissingDependencyError:
+    sys.excepthook = _print_one_line
+    raise

@@ -4,7 +4,6 @@ Flag names are those of Hugging Face's `run_clm.py` where it has them. Every `Tr
 well.
 """
 
-import importlib.util
 import json
 import os
 from collections import Counter
@@ -25,12 +24,12 @@ from hfscale.callbacks.lr_scaling import LRScalingCallback
 from hfscale.callbacks.scaling import ScalingCallback
 from hfscale.callbacks.scaling_metrics import ScalingMetricsCallback
 from hfscale.callbacks.spot_checkpoint import SpotCheckpointCallback
-from hfscale.errors import HfScaleError, MissingDependencyError, UsageError
+from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.lr_rules import RULES
 from hfscale.parallel.arguments import ParallelArguments as ParallelArguments  # recipes once imported it from here
 from hfscale.recipe.compression import METHODS
 from hfscale.utils.flags import flag, require_from_0, require_positive
-from hfscale.utils.versions import pass_activation_checkpointing
+from hfscale.utils.versions import pass_activation_checkpointing, require
 
 RECOMPUTE_POLICIES = ("full", "selective")
 """Values of `--recompute`."""
@@ -247,8 +246,8 @@ class RecipeTrainingArguments(TrainingArguments):
                 f"--torch_compile_backend {self.torch_compile_backend} is not known: choose one of "
                 f"{', '.join(DynamoBackend.list()).lower()}"
             )
-        if self.deepspeed and importlib.util.find_spec("deepspeed") is None:
-            raise MissingDependencyError('--deepspeed needs DeepSpeed: pip install "hfscale[deepspeed]"')
+        if self.deepspeed:
+            require("DeepSpeed", "--deepspeed")
         _check_deepspeed_config(self.deepspeed)
         pass_activation_checkpointing(self)
         super().__post_init__()

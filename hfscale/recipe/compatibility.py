@@ -1,6 +1,5 @@
 """Combinations of model, method, strategy and machine that do not work, refused before anything is loaded."""
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.strategy import requested_family, requested_strategy
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingArguments
 from hfscale.recipe.compression import check_compression
+from hfscale.utils.versions import require
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -66,8 +66,7 @@ def _deepspeed_config(args: "TrainingArguments") -> dict[str, Any]:
 def _check_four_bits(family: str, config: dict[str, Any], layout: ParallelLayout | None) -> None:
     if not torch.cuda.is_available():
         raise UsageError("--load_in_4bit needs a CUDA GPU and this machine has none: leave it out (plain LoRA)")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingDependencyError("--load_in_4bit needs bitsandbytes: pip install bitsandbytes")
+    require("QLoRA", "--load_in_4bit")
     if layout is not None and layout.tp > 1:
         raise UsageError(
             f"--load_in_4bit and tp_size {layout.tp}: 4-bit matrices cannot be split; use FSDP2 or ZeRO-3"

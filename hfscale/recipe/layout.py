@@ -21,7 +21,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.strategy import let_fsdp_run_on_cpu, requested_family
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.utils.logging import get_logger
-from hfscale.utils.versions import NATIVE_TP_NEEDS, require
+from hfscale.utils.versions import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments
@@ -64,7 +64,7 @@ def set_up_parallelism(
     _check_family(layout, parallel, family, args)
     layout.check_world_size(args.world_size)
     if family == "zero" and layout.cp > 1:
-        require("accelerate", "1.12", "cp_size under DeepSpeed")
+        require("sequence parallelism of DeepSpeed", "cp_size")
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
         kernel = environ.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa")
@@ -167,7 +167,7 @@ def distributed_config(layout: ParallelLayout, args: "TrainingArguments") -> Dis
     """
     if layout.tp == 1:
         return None
-    require("transformers", NATIVE_TP_NEEDS, "tp_size in this recipe")
+    require("tensor parallelism of transformers", "tp_size")
     return DistributedConfig(
         tp_size=layout.tp,
         fsdp_size=layout.dp_shard,

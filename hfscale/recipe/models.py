@@ -25,7 +25,7 @@ from hfscale.recipe import corpus
 from hfscale.recipe.arguments import ModelArguments, errors_name_flag
 from hfscale.recipe.layout import distributed_config
 from hfscale.utils import distributed
-from hfscale.utils.versions import PEFT_MINIMUM, is_fsdp_enabled, recomputes_activations, require
+from hfscale.utils.versions import is_fsdp_enabled, recomputes_activations, require
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -152,7 +152,7 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         UsageError: the model has none of the target modules.
         MissingDependencyError: PEFT is not installed or too old.
     """
-    require("peft", PEFT_MINIMUM, "--use_peft", extra="peft")
+    require("LoRA", "--use_peft")
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(

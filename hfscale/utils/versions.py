@@ -9,6 +9,7 @@ A build of a vendor or of a nightly, such as torch 2.13.0a0+git1234, counts as t
 
 import importlib.metadata
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -18,14 +19,48 @@ from hfscale.errors import MissingDependencyError
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-RECIPES_NEED = "5.15"
-"""Minimum transformers of the recipes."""
-PEFT_MINIMUM = "0.18"
-"""Minimum PEFT of LoRA adapters."""
-NATIVE_TP_NEEDS = "5.23"
-"""Minimum transformers of its own tensor parallelism in the recipes."""
-PARALLEL_TRAINER_NEEDS = "5.23"
-"""Minimum transformers of `ParallelTrainer`: it uses its tensor-parallel plans and masks of packed sequences."""
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """A package that a feature needs."""
+
+    package: str
+    """Its name in the package index."""
+    minimum: str
+    """The first version that works."""
+    extra: str | None = None
+    """The extra of hfscale that installs it; None: hfscale itself does, or none."""
+
+
+_BASE = (
+    Requirement(package="torch", minimum="2.6"),
+    Requirement(package="transformers", minimum="4.57"),
+    Requirement(package="accelerate", minimum="1.10"),
+    Requirement(package="datasets", minimum="4.0"),
+)
+_RECIPES = (*_BASE, Requirement(package="transformers", minimum="5.15"))
+_NEWEST = Requirement(package="transformers", minimum="5.23")
+_DEEPSPEED = Requirement(package="deepspeed", minimum="0.19.8", extra="deepspeed")
+_PEFT = Requirement(package="peft", minimum="0.18", extra="peft")
+FEATURES = {
+    "ScalingCallback": _BASE,
+    "recipes": _RECIPES,
+    "tensor parallelism of transformers": (*_RECIPES, _NEWEST),
+    # It uses the tensor-parallel plans and the masks of packed sequences of transformers 5.23.
+    "ParallelTrainer": (*_RECIPES, _NEWEST, Requirement(package="torch", minimum="2.13")),
+    "DeepSpeed": (*_BASE, _DEEPSPEED),
+    "sequence parallelism of DeepSpeed": (*_RECIPES, _DEEPSPEED, Requirement(package="accelerate", minimum="1.12")),
+    "LoRA": (*_BASE, _PEFT),
+    "QLoRA": (*_BASE, _PEFT, Requirement(package="bitsandbytes", minimum="0.46")),
+    "W&B": (*_BASE, Requirement(package="wandb", minimum="0.31", extra="wandb")),
+    "TRL": (*_BASE, Requirement(package="trl", minimum="1.16", extra="trl")),
+    "GPU telemetry": (*_BASE, Requirement(package="nvidia-ml-py", minimum="12", extra="gpu")),
+    "Liger kernels": (*_BASE, Requirement(package="liger-kernel", minimum="0.6", extra="gpu")),
+    "hfscale plan --plot": (Requirement(package="matplotlib", minimum="3.9", extra="report"),),
+    "s3:// remote checkpoints": (*_BASE, Requirement(package="s3fs", minimum="2025.3", extra="s3")),
+    "gs:// remote checkpoints": (*_BASE, Requirement(package="gcsfs", minimum="2025.3", extra="gcs")),
+}
+"""What each feature needs; `hfscale doctor` prints it, and `require` checks it where the feature begins."""
 
 
 # ---- What is installed, and what is needed
@@ -54,27 +89,42 @@ def is_at_least(package: str, minimum: str) -> bool:
     return found is not None and Version(Version(found).base_version) >= Version(minimum)
 
 
-def require(package: str, minimum: str, feature: str, *, extra: str | None = None) -> None:
+def what_is_missing(feature: str) -> str | None:
+    """Return what a feature lacks here, or None if all that it needs is installed.
+
+    Args:
+        feature (`str`): one of `FEATURES`.
+
+    Returns:
+        `str` or `None`: one line with what is needed, what is installed and the command that installs it.
+    """
+    needs = {need.package: need for need in FEATURES[feature]}  # the later of two entries for a package is stricter
+    unmet = [need for need in needs.values() if not is_at_least(need.package, need.minimum)]
+    if not unmet:
+        return None
+    states, wanted = [], []
+    for need in unmet:
+        found = installed(need.package)
+        states.append(f"{need.package} {need.minimum} or later ({f'{found} is' if found else 'not'} installed)")
+        wanted.append(f'"hfscale[{need.extra}]"' if need.extra and not found else f'"{need.package}>={need.minimum}"')
+    command = f"pip install --upgrade {' '.join(wanted)}"
+    return f"{feature} cannot be used without {' and '.join(states)}: {command}"
+
+
+def require(feature: str, flag: str | None = None) -> None:
     """Raise an error if a feature needs a package that is not installed, or a later version of it.
 
     Args:
-        package (`str`): its name in the package index, such as `transformers`.
-        minimum (`str`): the first version that works.
-        feature (`str`): what needs it, the subject of the message, such as `ParallelTrainer`.
-        extra (`str`, *optional*): the extra of hfscale that installs the package.
+        feature (`str`): one of `FEATURES`.
+        flag (`str`, *optional*): the flag that asks for it, for the message.
 
     Raises:
-        MissingDependencyError: the package is not installed or too old. The message says what is installed, what is
+        MissingDependencyError: a package is not installed or too old. The message says what is installed, what is
             needed and the command that installs it.
     """
-    if is_at_least(package, minimum):
-        return
-    found = installed(package)
-    state = f"{package} {found} is installed" if found else f"{package} is not installed"
-    wanted = f"hfscale[{extra}]" if extra and found is None else f"{package}>={minimum}"
-    raise MissingDependencyError(
-        f'{feature} needs {package} {minimum} or later, and {state}: pip install --upgrade "{wanted}"'
-    )
+    missing = what_is_missing(feature)
+    if missing is not None:
+        raise MissingDependencyError(f"{flag}: {missing}" if flag else missing)
 
 
 # ---- transformers: arguments
