@@ -181,23 +181,20 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
         The printed fields: row, tokens per second and GPU, peak memory in GiB, MFU (0 to 1), error, and where cells
         were blank, the assumptions. In the line of a row with an error the other numbers are None.
     """
-    line: dict[str, Any] = {
-        "row": number,
-        "tokens_per_s_per_gpu": None,
-        "peak_mem_gib": None,
-        "mfu": None,
-        "error": None,
-    }
     try:
         if None in row:
             raise UsageError("the row has more cells than the table has columns: quote cells that contain a comma")
         result = estimate_job(job_of(row))
     except HfScaleError as error:
-        return {**line, "error": " ".join(str(error).split())}
+        numbers = dict.fromkeys(("tokens_per_s_per_gpu", "peak_mem_gib", "mfu"))
+        return {"row": number, **numbers, "error": " ".join(str(error).split())}
     mfu = result.mfu
-    line["tokens_per_s_per_gpu"] = round(result.tokens_per_s_per_gpu, 4)
-    line["peak_mem_gib"] = round(allocated_gib(result.memory) if is_allocated(row) else result.memory.total, 4)
-    line["mfu"] = None if mfu is None else round(mfu, 5)
-    if assumptions := assumed(row):
-        line["assumed"] = assumptions
-    return line
+    assumptions = assumed(row)
+    return {
+        "row": number,
+        "tokens_per_s_per_gpu": round(result.tokens_per_s_per_gpu, 4),
+        "peak_mem_gib": round(allocated_gib(result.memory) if is_allocated(row) else result.memory.total, 4),
+        "mfu": None if mfu is None else round(mfu, 5),
+        "error": None,
+        **({"assumed": assumptions} if assumptions else {}),
+    }

@@ -140,16 +140,10 @@ def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
     Raises:
         `UsageError`: `dtype` is not one of these formats.
     """
-    peaks: dict[str, float | None] = {
-        "bf16": accelerator.bf16_tflops,
-        "fp16": accelerator.fp16_tflops,
-        "fp8": accelerator.fp8_tflops,
-        "tf32": accelerator.tf32_tflops,
-        "fp32": accelerator.fp32_tflops,
-    }
-    if dtype not in peaks:
+    if dtype not in get_args(Dtype):
         raise UsageError(f"dtype is {dtype!r}: use one of {', '.join(get_args(Dtype))}")
-    return peaks[dtype]
+    peak: float | None = getattr(accelerator, f"{dtype}_tflops")
+    return peak
 
 
 def plain_name(name: str) -> str:

@@ -45,7 +45,7 @@ class ParallelArguments:
     )
 
     def __post_init__(self) -> None:
-        require_positive(self, *(n for n in vars(self) if n not in ("pipeline_schedule", "sequence_parallel")))
+        require_positive(self)
 
 
 def decide_layout(

@@ -18,8 +18,7 @@ from hfscale.planner.job import (
     Precision,
     Recompute,
     Schedule,
-    splits_logits,
-    splits_sequences,
+    splits_activations,
 )
 from hfscale.planner.memory import Memory, memory_of, trained_parameters
 from hfscale.planner.throughput import StepTime, step_time
@@ -169,8 +168,8 @@ def estimate(
         offload=offload,
         virtual_stages=virtual_stages,
         schedule=schedule,
-        sequence_parallel=splits_sequences(stack, axes) if sequence_parallel is None else sequence_parallel,
-        loss_parallel=splits_logits(stack, axes) if loss_parallel is None else loss_parallel,
+        sequence_parallel=splits_activations(stack, axes) if sequence_parallel is None else sequence_parallel,
+        loss_parallel=splits_activations(stack, axes) if loss_parallel is None else loss_parallel,
         expert_parallel=expert_parallel,
         overlapped_experts=overlapped_experts,
         reshard=reshard,

@@ -278,23 +278,12 @@ def strategy_of(job: Job) -> str:
     return ("ddp", "zero1", "zero2")[job.zero]
 
 
-def splits_sequences(framework: str, layout: ParallelLayout) -> bool:
-    """Returns whether a framework's tensor parallelism also splits norms and residuals along the sequence by default.
+def splits_activations(framework: str, layout: ParallelLayout) -> bool:
+    """Returns whether a framework's tensor parallelism also splits activations between the matrices by default.
 
-    transformers' tensor-parallel plans all-reduce the full activation instead. `ParallelTrainer` can split it
-    (`--sequence_parallel`), and plans for it do.
-
-    Args:
-        framework (`str`): The training framework: `hf`, `titan` or `megatron`.
-        layout (`ParallelLayout`): Ranks along each axis. In `hf`, a layout with a pipeline runs in `ParallelTrainer`.
-    """
-    return framework != "hf" or (layout.pp > 1 and layout.tp > 1)
-
-
-def splits_logits(framework: str, layout: ParallelLayout) -> bool:
-    """Returns whether a framework computes the loss on logits that stay split over the tensor-parallel ranks.
-
-    transformers' tensor-parallel plans gather the logits; `ParallelTrainer` does not.
+    These are norms and residuals, split along the sequence, and the logits, on which the loss is computed as they are.
+    transformers' tensor-parallel plans all-reduce the full activation and gather the logits instead.
+    `ParallelTrainer` keeps the logits split and can split the sequence (`--sequence_parallel`); plans for it do.
 
     Args:
         framework (`str`): The training framework: `hf`, `titan` or `megatron`.

@@ -128,7 +128,7 @@ def power_factor(gpu: Accelerator, shared: SharedConstants) -> float:
     return float((gpu.power_w / usual) ** shared.power_exponent)
 
 
-def matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precision: Precision = "bf16") -> float:
+def matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precision: Precision) -> float:
     """Computes the rate, FLOP/s, of the best large matrix product on a device.
 
     Args:

@@ -152,15 +152,6 @@ def _expert_part(job: Job, local: float) -> float:
     return min(1.0, here / local)
 
 
-def _megatron_gradient(job: Job, framework: Framework) -> float:
-    """Bytes per parameter of Megatron's bf16 gradients.
-
-    NeMo's recipes keep and reduce them in bf16. DeepSpeed's BF16_Optimizer, with which BLOOM was trained, accumulates
-    them in fp32 and keeps those of the current micro-batch in addition.
-    """
-    return 6.0 if job.is_megatron_deepspeed else framework.gradient_bytes
-
-
 def _formats(job: Job, framework: Framework) -> tuple[float, float, float]:
     """Bytes per trained parameter of the parameter itself, its gradient and its master copy."""
     if job.precision == "fp32":
@@ -169,10 +160,13 @@ def _formats(job: Job, framework: Framework) -> tuple[float, float, float]:
         return 2.0, 2.0, 0.0
     if framework.name == "megatron" or (job.zero in (1, 2) and framework.name == "hf"):
         # DeepSpeed and Megatron hold low-precision parameters, and a master copy with the moments. At the update fp16
-        # gradients get an fp32 copy of the rank's share.
+        # gradients get an fp32 copy of the rank's share. NeMo's recipes keep bf16 gradients; DeepSpeed's
+        # BF16_Optimizer, which trained BLOOM, accumulates them in fp32 and keeps those of the micro-batch too.
         if job.precision == "fp16":
             return 2.0, 2.0, 8.0
-        return 2.0, _megatron_gradient(job, framework) if framework.name == "megatron" else 2.0, 4.0
+        if job.is_megatron_deepspeed:
+            return 2.0, 6.0, 4.0
+        return 2.0, framework.gradient_bytes if framework.name == "megatron" else 2.0, 4.0
     return 4.0, 4.0, 0.0
 
 

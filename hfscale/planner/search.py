@@ -22,8 +22,7 @@ from hfscale.planner.job import (
     Schedule,
     can_overlap_experts,
     is_fine_grained,
-    splits_logits,
-    splits_sequences,
+    splits_activations,
     strategy_of,
 )
 from hfscale.planner.launchable import why_no_stages
@@ -108,8 +107,8 @@ class PlanRequest:
             global_batch=global_batch,
             zero=zero,
             offload=offload,
-            sequence_parallel=splits_sequences(self.framework, layout),
-            loss_parallel=splits_logits(self.framework, layout),
+            sequence_parallel=splits_activations(self.framework, layout),
+            loss_parallel=splits_activations(self.framework, layout),
         )
 
 

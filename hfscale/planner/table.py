@@ -394,7 +394,7 @@ def job_of(row: Mapping[str, str]) -> Job:
     if zero is None:
         is_sharded = layout.dp_shard > 1 or (layout.cp > 1 and framework == "titan")
         zero = 3 if is_sharded else 1 if framework == "megatron" and layout.dp_replicate > 1 else 0
-    micro, total = _batch(row, layout)
+    micro = integer(row, "micro_batch") or 1
     old = is_before_flash(row, gpu, framework)
     stages = integer(row, "virtual_stages") or (1 if old else _usual_virtual_stages(shape, layout, framework))
     job = Job(
@@ -403,7 +403,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         layout=layout,
         seq_len=seq_len,
         micro_batch=micro,
-        global_batch=total,
+        global_batch=integer(row, "global_batch_seqs") or micro * layout.data_parallel_size,
         framework=framework,
         zero=zero,
         precision=precision,
@@ -422,11 +422,12 @@ def job_of(row: Mapping[str, str]) -> Job:
     )
     job = _pipeline_batch(job)
     job.check()
-    if _all_blank(row, "zero", "dp_shard"):
+    if not text_of(row, "zero") and not text_of(row, "dp_shard"):
         job = _sharded_if_needed(job)
-    if _all_blank(row, "micro_batch"):
+    if not text_of(row, "micro_batch"):
         job = _largest_micro_batch(job)
-    job = _overlapped(job)
+    if is_fine_grained(job.shape) and can_overlap_experts(job):  # as DeepSeek-V3 in Megatron
+        job = replace(job, overlapped_experts=True)
     return job if recompute_of(row) else with_recompute_that_fits(job)
 
 
@@ -454,15 +455,6 @@ def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
     return layout
 
 
-def _batch(row: Mapping[str, str], layout: ParallelLayout) -> tuple[int, int]:
-    """Micro-batch and global batch in sequences; a blank global batch is one micro-batch per rank."""
-    ranks = layout.data_parallel_size
-    micro = integer(row, "micro_batch")
-    total = integer(row, "global_batch_seqs")
-    micro = micro or 1
-    return micro, total or micro * ranks
-
-
 def _pipeline_batch(job: Job) -> Job:
     """The job with its micro-batch divided for the pipeline, if it is the rank's full batch.
 
@@ -474,16 +466,6 @@ def _pipeline_batch(job: Job) -> Job:
         return job
     parts = max(part for part in range(1, pp + 1) if job.micro_batch % part == 0)
     return replace(job, micro_batch=job.micro_batch // parts)
-
-
-def _overlapped(job: Job) -> Job:
-    """The job with an overlapped exchange of experts, if it is of many small experts in Megatron, as DeepSeek-V3."""
-    is_hidden = is_fine_grained(job.shape) and can_overlap_experts(job)
-    return replace(job, overlapped_experts=True) if is_hidden else job
-
-
-def _all_blank(row: Mapping[str, str], *keys: str) -> bool:
-    return not any(text_of(row, key) for key in keys)
 
 
 # -- what is inferred -------------------------------------------------------------------------------------------------

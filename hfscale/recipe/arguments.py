@@ -149,14 +149,7 @@ class ScalingArguments:
     early_stopping_patience: int | None = flag("Stop after this many evaluations without a lower loss.")
 
     def __post_init__(self) -> None:
-        others = (
-            "lr_scaling_rule",
-            "asynchronous_save",
-            "checkpoint_remote",
-            "scaling_baseline",
-            "noise_scale",
-        )
-        require_positive(self, *(name for name in vars(self) if name not in others))
+        require_positive(self)
         if self.scaling_baseline is not None and not Path(self.scaling_baseline).is_file():
             raise UsageError(
                 f"--scaling_baseline {self.scaling_baseline} is not a file: record one with hfscale sweep"

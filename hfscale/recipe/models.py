@@ -101,9 +101,7 @@ def load_model(
     Raises:
         UsageError: the checkpoint cannot be loaded, or the model does not support the attention.
     """
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32}
-    if args.attn_implementation:
-        options["attn_implementation"] = args.attn_implementation
+    options = _model_options(args, training_args)
     sharding = distributed_config(layout, training_args) if layout is not None else None
     if args.model_name_or_path and not args.load_in_4bit and is_fsdp_enabled() and distributed.rank() > 0:
         # Rank 0 will send the shards, but transformers 5.23 would read the full checkpoint on every rank.
@@ -134,10 +132,8 @@ def load_empty_model(
     Raises:
         UsageError: the model does not support the attention.
     """
-    dtype = torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32
-    options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     with errors_name_flag("--attn_implementation", args.attn_implementation), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        return AutoModelForCausalLM.from_config(config, **_model_options(args, training_args))
 
 
 def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> "PeftModel":
@@ -168,6 +164,13 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
     if recomputes_activations(training_args):
         adapted.enable_input_require_grads()  # recomputed layers need an input that requires a gradient
     return adapted
+
+
+def _model_options(args: ModelArguments, training_args: "TrainingArguments") -> dict[str, Any]:
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32}
+    if args.attn_implementation:
+        options["attn_implementation"] = args.attn_implementation
+    return options
 
 
 def _four_bits(training_args: "TrainingArguments") -> dict[str, Any]:

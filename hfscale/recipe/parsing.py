@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, one_line
-from hfscale.utils.flags import nearest, read_yaml_mapping, split_off_config, to_argv
+from hfscale.utils.flags import nearest, plain_value, read_yaml_mapping, split_off_config, to_argv
 from hfscale.utils.logging import is_main_process
 
 EMBEDDED_DEFAULTS = {
@@ -168,19 +168,13 @@ def _section(title: str, group: type, flags: Iterable[Field[Any]]) -> list[str]:
             continue
         default = flag.default if flag.default_factory is MISSING else flag.default_factory()
         default = default.value if isinstance(default, Enum) else default
-        shown = "" if default in (None, MISSING, "") else f" [{_plain(default)}]"
+        values = default if isinstance(default, list | tuple) else (default,)
+        shown = "" if default in (None, MISSING, "") else f" [{' '.join(map(plain_value, values))}]"
         text = " ".join(str(flag.metadata.get("help", "")).replace("%%", "%").split()) + shown
         indent = " " * _HELP_INDENT
         lines.append(f"  --{flag.name} {_value_name(types[flag.name], flag)}")
         lines += textwrap.wrap(text, _HELP_WIDTH, initial_indent=indent, subsequent_indent=indent)
     return [*lines, ""]
-
-
-def _plain(value: object) -> str:
-    """A default value as it is written on the command line."""
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _value_name(kind: Any, flag: Field[Any]) -> str:

@@ -29,12 +29,12 @@ def require_positive(arguments: object, *names: str) -> None:
 
     Args:
         arguments (`object`): an object with these fields.
-        names (`str`): names of the fields, which are also the names of their flags.
+        names (`str`): names of the fields, which are also the names of their flags; by default all with a number.
 
     Raises:
         UsageError: a field is not greater than 0.
     """
-    for name in names:
+    for name in names or [name for name, value in vars(arguments).items() if type(value) in (int, float)]:
         value = getattr(arguments, name)
         if value is not None and not value > 0:  # so that nan does not pass
             raise UsageError(f"--{name} is {value}: it must be greater than 0")
@@ -111,11 +111,11 @@ def to_argv(path: str, values: Mapping[str, Any]) -> list[str]:
         if value is None:
             continue
         if not isinstance(value, list):
-            argv.append(f"--{key}={_plain(value)}")  # with "=", since a value may begin with "-"
+            argv.append(f"--{key}={plain_value(value)}")  # with "=", since a value may begin with "-"
         elif not value or any(isinstance(item, list | dict | None) for item in value):
             raise ConfigFileError(f"--config {path}: '{key}' must be a value or a list of values, not {value}")
         else:
-            argv += [f"--{key}", *(_plain(item) for item in value)]
+            argv += [f"--{key}", *(plain_value(item) for item in value)]
     return argv
 
 
@@ -192,7 +192,8 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _plain(value: Any) -> str:
+def plain_value(value: Any) -> str:
+    """Return a single value as it is written on the command line."""
     if isinstance(value, dict):
         return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,5 +1,6 @@
 """Trainer's own unsharded files, which one process or DDP's rank 0 writes: model.safetensors and optimizer.pt."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from hfscale.checkpoint.pickles import load_archive
 from hfscale.errors import CheckpointError
 
 OPTIMIZER_NAME = "optimizer.pt"
-_SCRATCH_NAME = ".optimizer-scratch"
 
 
 def read_unsharded(checkpoint: Path) -> CheckpointView:
@@ -91,44 +91,24 @@ def write_unsharded(view: CheckpointView, folder: Path) -> None:
     write_weights(folder, "adapter_model" if is_adapter else "model", weights)
     names = [name for group in view.groups for name in group.names]
     order = {name: number for number, name in enumerate(names)}
-    with _ScratchFiles(folder) as scratch:
+    # `torch.save` needs all tensors at once: they are kept in files instead of in memory.
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         state = {
-            order[name]: {key: scratch.keep(ref) for key, ref in view.state[name].items()}
-            for name in names
+            number: {
+                key: _memory_mapped(ref, Path(scratch, f"{number}.{key}")) for key, ref in view.state[name].items()
+            }
+            for name, number in order.items()
             if name in view.state
         }
         groups = [group.options | {"params": [order[name] for name in group.names]} for group in view.groups]
         torch.save({"state": state, "param_groups": groups}, folder / OPTIMIZER_NAME)
 
 
-class _ScratchFiles:
-    """Keeps the tensors of one `torch.save`, which needs all of them at once, in files instead of in memory.
-
-    Args:
-        folder (`Path`): folder in which a temporary folder for the files is created.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / _SCRATCH_NAME
-        self._number = 0
-
-    def __enter__(self) -> "_ScratchFiles":
-        self._path.mkdir()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for path in self._path.iterdir():
-            path.unlink()
-        self._path.rmdir()
-
-    def keep(self, ref: TensorRef) -> torch.Tensor:
-        """Write the tensor to a file and return it memory-mapped from there; small tensors stay in memory."""
-        tensor = ref.read()
-        if ref.bytes <= 2**16:
-            return tensor.clone()
-        self._number += 1
-        path = self._path / str(self._number)
-        elements = tensor.numel()
-        mapped = torch.from_file(str(path), shared=True, size=elements, dtype=tensor.dtype)
-        mapped.copy_(tensor.reshape(-1))
-        return mapped.view(tensor.shape)
+def _memory_mapped(ref: TensorRef, path: Path) -> torch.Tensor:
+    """Write a tensor to a file and return it memory-mapped from there; small tensors stay in memory."""
+    tensor = ref.read()
+    if ref.bytes <= 2**16:
+        return tensor.clone()
+    mapped = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    mapped.copy_(tensor.reshape(-1))
+    return mapped.view(tensor.shape)
