@@ -6,7 +6,7 @@ there is no sensor and there are no values.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,25 +14,15 @@ from typing import Any, Protocol
 import torch
 
 from hfscale.utils.findings import Finding
+from hfscale.utils.tables import read_table
 
 # nvml.h, nvmlClocksEventReason*: bits of nvmlDeviceGetCurrentClocksEventReasons.
 THERMAL = {0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown"}
 BRAKES = {0x08: "hardware slowdown", 0x80: "power brake"}
 """Power capping by software (0x04) is not a fault: a GPU at full load runs at its power limit."""
 ECC_KINDS = ("corrected", "uncorrected")
-# NVIDIA's XID catalogue (docs.nvidia.com/deploy/xid-errors): XIDs after which the GPU or the link is unusable.
-FATAL_XIDS = {
-    48: "double-bit memory error",
-    63: "row remapping",
-    64: "row remapping failed",
-    74: "NVLink error",
-    79: "fell off the bus",
-    92: "high rate of corrected memory errors",
-    94: "contained memory error",
-    95: "uncontained memory error",
-    119: "GSP timeout",
-    120: "GSP error",
-}
+FATAL_XIDS: Mapping[str, str] = read_table("health/tables.toml")["fatal_xids"]
+"""XIDs after which the GPU or the link is unusable, and their meaning."""
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
 
 
@@ -187,7 +177,7 @@ class GpuWatch:
             found["remap pending"] = ("the GPU needs a reset to replace a memory row", "reset it before the next run")
         for bus, number in sorted(set(self._read_xids()) - self._earlier_xids):
             if _same_bus(bus, now.bus):
-                meaning = f" ({FATAL_XIDS[number]})" if number in FATAL_XIDS else ""
+                meaning = f" ({FATAL_XIDS[str(number)]})" if str(number) in FATAL_XIDS else ""
                 found[f"xid {number}"] = (f"the driver reports XID {number}{meaning}", "see the kernel log")
         return found
 

@@ -20,23 +20,10 @@ import torch
 from hfscale.errors import StorageError, UsageError
 from hfscale.health.build_locks import abandoned_locks, lock_finding
 from hfscale.utils.findings import Finding, Level
+from hfscale.utils.tables import read_table
 
 GIB = 2**30
-RENAMED_VARIABLES = {
-    # ProcessGroupNCCL.hpp and FlightRecorder.hpp of torch 2.13 read the new name first, then the old one.
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
-    "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
-    "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
-    # NCCL 2.5 release notes: removed.
-    "NCCL_TREE_THRESHOLD": "NCCL_ALGO",
-    "NCCL_LL_THRESHOLD": "NCCL_PROTO",
-    "NCCL_MIN_NRINGS": "NCCL_MIN_NCHANNELS",
-    "NCCL_MAX_NRINGS": "NCCL_MAX_NCHANNELS",
-    "NCCL_RINGS": "NCCL_GRAPH_FILE",
-}
+RENAMED_VARIABLES: Mapping[str, str] = read_table("health/tables.toml")["renamed_variables"]
 """Old names of variables, and the names that are read now."""
 PROBE_BYTES = 64 * 2**20
 """Bytes written and flushed to measure the disk: more than most caches of disks, little enough for every start."""

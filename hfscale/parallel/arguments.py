@@ -130,6 +130,16 @@ def plan_stages(
     return layout, plan
 
 
+_UNSUPPORTED_FLAGS = {
+    "fp16": "it scales the loss per rank, which pipeline stages cannot share; use --bf16",
+    "auto_find_batch_size": "the model cannot be sharded twice; set --per_device_train_batch_size",
+    "torch_compile": "compiled pipeline stages are not supported; leave the flag out",
+    "use_liger_kernel": "its kernels do not support pipeline stages; leave the flag out",
+    "neftune_noise_alpha": "later pipeline stages have no embeddings; leave the flag out",
+}
+"""Flags of `TrainingArguments` that must be off -> the reason, and what to do instead."""
+
+
 def check_arguments(
     args: TrainingArguments,
     *,
@@ -159,7 +169,6 @@ def check_arguments(
         "accelerate_configs/tp_pp.yaml (ZeRO works with recipes/sharded)": family == "zero",
         "the launcher's config asks for FSDP, but ParallelTrainer shards the model itself: launch with "
         "accelerate_configs/tp_pp.yaml": family == "fsdp",
-        "--fp16 is set: it scales the loss per rank, which pipeline stages cannot share; use --bf16": args.fp16,
         "compute_metrics is given: it needs logits, which stay on the last stage; evaluate by eval_loss": (
             compute_metrics
         ),
@@ -172,16 +181,7 @@ def check_arguments(
         "--optim": optimizers[0],
         "--average_tokens_across_devices is false: ParallelTrainer always weighs every token equally; leave the flag "
         "out": not args.average_tokens_across_devices,
-        "--auto_find_batch_size is set: the model cannot be sharded twice; set --per_device_train_batch_size": (
-            args.auto_find_batch_size
-        ),
-        "--torch_compile is set: compiled pipeline stages are not supported; leave the flag out": args.torch_compile,
-        "--use_liger_kernel is set: its kernels do not support pipeline stages; leave the flag out": (
-            args.use_liger_kernel
-        ),
-        "--neftune_noise_alpha is set: later pipeline stages have no embeddings; leave the flag out": (
-            args.neftune_noise_alpha
-        ),
+        **{f"--{name} is set: {reason}": getattr(args, name) for name, reason in _UNSUPPORTED_FLAGS.items()},
         "--include_num_input_tokens_seen is set: it counts the tokens of each rank; use the metric "
         "scaling/tokens_seen instead": args.include_num_input_tokens_seen != "no",
         f"--lr_scheduler_type is {scheduler}: it cannot be resumed on another layout; use another one": (

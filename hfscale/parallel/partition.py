@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -196,23 +197,22 @@ def partition_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> 
     def cost(stage: int, start: int, stop: int) -> float:
         return totals[stop] - totals[start] + (head_cost if stage == last else 0.0)
 
-    # best[start]: (cost of the slowest stage, sum of squares, where the next stage starts) of this stage and all later
-    # ones, when this stage starts at layer `start`.
-    best = {start: (cost(last, start, depth), cost(last, start, depth) ** 2, depth) for start in range(depth)}
-    choices = [best]
-    for stage in range(stages - 2, -1, -1):
-        following = best
-        best = {}
-        for start in range(depth - (stages - stage) + 1):
-            best[start] = min(
-                (max(here, following[stop][0]), here**2 + following[stop][1], stop)
-                for stop in range(start + 1, depth - (last - stage) + 1)
-                for here in [cost(stage, start, stop)]
-            )
-        choices.insert(0, best)
+    @cache
+    def best(stage: int, start: int) -> tuple[float, float, int]:
+        """Cost of the slowest stage and sum of squares of this stage and all later ones, when this stage starts at
+        layer `start`, and where the next one starts."""
+        if stage == last:
+            return cost(last, start, depth), cost(last, start, depth) ** 2, depth
+        found = []
+        for stop in range(start + 1, depth - (last - stage) + 1):
+            here = cost(stage, start, stop)
+            slowest, squares, _ = best(stage + 1, stop)
+            found.append((max(here, slowest), here**2 + squares, stop))
+        return min(found)
+
     bounds = [0]
     for stage in range(stages):
-        bounds.append(choices[stage][bounds[-1]][2])
+        bounds.append(best(stage, bounds[-1])[2])
     return [
         StageSpec(index=index, stages=stages, layers=range(start, stop))
         for index, (start, stop) in enumerate(pairwise(bounds))

@@ -10,7 +10,7 @@ from typing import Any
 from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
 from hfscale.planner.job import Job, strategy_of
-from hfscale.planner.launchable import OPTIMIZERS, recipe_of, uses_deepspeed, why_not
+from hfscale.planner.launchable import TRAINER_OPTIMIZERS, recipe_of, uses_deepspeed, why_not
 from hfscale.planner.plan import Choice, Plan
 from hfscale.utils.disk_errors import writing
 from hfscale.utils.shipped import shipped_root
@@ -251,7 +251,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         values |= {"use_peft": True, "lora_r": job.lora_rank}
     if job.method == "qlora":
         values["load_in_4bit"] = True
-    values["optim"] = OPTIMIZERS[job.optimizer]
+    values["optim"] = TRAINER_OPTIMIZERS[job.optimizer]
     values["learning_rate"] = LEARNING_RATE if job.method == "full" else LORA_LEARNING_RATE
     if plan.tokens is not None:
         values["max_steps"] = math.ceil(plan.tokens / (job.global_batch * job.seq_len))

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SCHEDULES, rank_layers, schedule_name
+from hfscale.utils.tables import read_table
 
 Recompute = Literal["none", "selective", "full"]
 """Which activations are dropped in the forward pass and computed again in the backward pass."""
@@ -28,6 +29,9 @@ MOST = 10**9
 """Largest size of a run that is not taken for a typing mistake."""
 MOST_RANKS = 10**6
 """Largest number of ranks that is not taken for a typing mistake."""
+
+OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
+"""What is known about each `Optimizer`: `state_bytes`, `traffic_bytes`, and its name in Trainer, `trainer`, if any."""
 
 CHOICES = {
     "recompute": get_args(Recompute),

@@ -3,9 +3,9 @@
 import math
 
 from hfscale.facts.parallel_families import CONTEXT_PARALLEL_TESTED
-from hfscale.planner.job import Job, strategy_of
+from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 
-OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd", "adafactor": "adafactor"}
+TRAINER_OPTIMIZERS = {name: row["trainer"] for name, row in OPTIMIZERS.items() if "trainer" in row}
 """Trainer's names (`--optim`) of the planner's optimizers; Trainer does not have the others."""
 
 STAGE_OPTIMIZERS = ("adamw", "sgd")
@@ -37,8 +37,8 @@ def why_not(job: Job) -> str | None:
         return f"hfscale launches stack hf only, not {job.framework}"
     if job.layout.pp > 1 and (reason := why_no_stages(job)) is not None:
         return reason
-    if job.optimizer not in OPTIMIZERS:
-        return f"Trainer has no optimizer {job.optimizer}: use {', '.join(OPTIMIZERS)}"
+    if job.optimizer not in TRAINER_OPTIMIZERS:
+        return f"Trainer has no optimizer {job.optimizer}: use {', '.join(TRAINER_OPTIMIZERS)}"
     if job.offload != "none" and job.optimizer != "adamw":
         return f"DeepSpeed's offload supports AdamW only, not {job.optimizer}"
     if job.precision == "fp8" and uses_deepspeed(job):

@@ -17,23 +17,11 @@ from functools import lru_cache
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import in_flight
 from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
-from hfscale.planner.job import Job
+from hfscale.planner.job import OPTIMIZERS, Job
 
 # -- states: what a rank keeps between steps --------------------------------------------------------------------------
 
 
-MOMENTS = {
-    "adamw": 8.0,
-    "adamw_bf16": 4.0,
-    "adamw_8bit": 2.0 + 2 * 4 / 256,
-    "sgd": 0.0,
-    "sgd_momentum": 4.0,
-    "adafactor": 0.01,
-    "muon": 4.0,
-}
-"""Bytes of optimizer states per parameter. AdamW has two moments, in fp32 or bf16, or in 8 bits with an fp32 scale per
-256 elements (Dettmers et al., arXiv 2110.02861); Adafactor keeps only rows and columns (Shazeer & Stern, arXiv
-1804.04235); Muon has one moment."""
 QLORA_BYTES = 0.5 + 0.127 / 8 + 1 / 64 / 8
 """Bytes per frozen parameter in NF4 with double quantisation: 4 bits and 0.127 bits for the scales (Dettmers et al.,
 arXiv 2305.14314, section 3)."""
@@ -127,7 +115,7 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
         gradient_share = share_of(all_replicas) if job.zero == 2 else 1.0
         optimizer_share = share_of(all_replicas) if job.zero >= 1 else 1.0
     weight, gradient, master = _formats(job, framework)
-    moments = MOMENTS[job.optimizer] / (2 if job.pure and job.optimizer == "adamw" else 1)
+    moments = OPTIMIZERS[job.optimizer]["state_bytes"] / (2 if job.pure and job.optimizer == "adamw" else 1)
     frozen = {"full": 0.0, "lora": 2.0, "qlora": QLORA_BYTES}[job.method]
     trained = share * local
     parameters = (frozen * local + weight * trained) * parameter_share

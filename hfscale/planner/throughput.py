@@ -15,23 +15,11 @@ from dataclasses import dataclass
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import idle_relative_to_1f1b
 from hfscale.planner.frameworks import Framework, SharedConstants
-from hfscale.planner.job import Job
+from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.memory import trained_parameters
 from hfscale.planner.network import Group, Network, exposed_s
 
-OPTIMIZER_TRAFFIC = {
-    "adamw": 34.0,
-    "adamw_bf16": 18.0,
-    "adamw_8bit": 22.0,
-    "sgd": 18.0,
-    "sgd_momentum": 26.0,
-    "adafactor": 26.0,
-    "muon": 30.0,
-}
-"""Bytes of memory traffic per parameter of an update: parameter, gradient and states are read, parameter and states
-are written, the bf16 copy is written, and the gradient is read once more to clip its norm. AdamW in fp32: 4 x 4 + 3 x
-4 + 2 + 4."""
 CPU_BYTES_S = 40e9
 """Memory bandwidth, bytes/s, of a rank's share of the CPUs, for an optimizer on the CPU (eight ranks on two
 sockets)."""
@@ -268,7 +256,7 @@ def _optimizer_s(job: Job, rates: Rates) -> float:
     trained = trained_parameters(job) / (layout.tp * layout.pp)
     if job.zero:
         trained /= (layout.dp_shard * layout.cp) if job.zero == 3 else job.data_parallel * layout.cp
-    traffic = OPTIMIZER_TRAFFIC[job.optimizer] * (0.5 if job.pure and job.optimizer == "adamw" else 1.0)
+    traffic: float = OPTIMIZERS[job.optimizer]["traffic_bytes"] * (0.5 if job.pure and job.optimizer == "adamw" else 1.0)
     if job.offload == "none":
         return trained * traffic / rates.memory
     host = (job.gpu.host_gb_s or 16.0) * 1e9

@@ -3,7 +3,7 @@
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from enum import Enum
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -15,21 +15,10 @@ from hfscale.parallel.arguments import ParallelArguments
 from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, one_line
 from hfscale.utils.flags import nearest, plain_value, read_yaml_mapping, split_off_config, to_argv
 from hfscale.utils.logging import is_main_process
+from hfscale.utils.tables import read_table
 
-EMBEDDED_DEFAULTS = {
-    "block_size": "256",
-    "per_device_train_batch_size": "4",
-    "learning_rate": "2e-3",
-    "base_global_batch_size": "4",
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": "10",
-    "max_steps": "90",
-    "logging_steps": "10",
-    "save_steps": "45",
-    "max_eval_samples": "64",
-    "weight_decay": "0.1",
-}
-"""Flags of the embedded default run, unless the user gives others: it takes a minute on two CPU cores."""
+EMBEDDED_DEFAULTS: Mapping[str, str] = read_table("recipe/embedded.toml")
+"""Flags of the embedded default run, unless the user gives others."""
 
 _NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file")
 _EXCLUDES = {"num_train_epochs": "max_steps"}
