@@ -256,7 +256,9 @@ def _optimizer_s(job: Job, rates: Rates) -> float:
     trained = trained_parameters(job) / (layout.tp * layout.pp)
     if job.zero:
         trained /= (layout.dp_shard * layout.cp) if job.zero == 3 else job.data_parallel * layout.cp
-    traffic: float = OPTIMIZERS[job.optimizer]["traffic_bytes"] * (0.5 if job.pure and job.optimizer == "adamw" else 1.0)
+    traffic: float = OPTIMIZERS[job.optimizer]["traffic_bytes"]
+    if job.pure and job.optimizer == "adamw":
+        traffic *= 0.5
     if job.offload == "none":
         return trained * traffic / rates.memory
     host = (job.gpu.host_gb_s or 16.0) * 1e9
