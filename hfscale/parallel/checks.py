@@ -40,7 +40,7 @@ def check_config(
             one of the axes.
     """
     if plan.stages > 1:
-        _check_pipeline_family(config.model_type)
+        check_pipeline_family(config.model_type)
     text = config.get_text_config()
     if getattr(config, "quantization_config", None):
         raise UsageError(
@@ -53,24 +53,19 @@ def check_config(
             f"--pp_size is {plan.pp}: with {plan.per_rank} stages per rank it makes {plan.stages} stages, but the "
             f"model has {text.num_hidden_layers} layers: set --pp_size {max(1, possible)}"
         )
-    if layout.tp > 1:
-        _check_tensor_parallel(config, layout.tp)
+    check_tensor_family(config.model_type, layout.tp)
     if layout.cp > 1:
         check_context_family(config, layout.cp)
         implementation = attention_implementation(config)
         if implementation is not None:  # a bare config, which no model has been made from, names none
             check_attention_implementation(implementation, layout.cp)
     if sequence_parallel:
-        _check_sequence_family(config.model_type, layout.tp)
+        check_sequence_family(config.model_type, layout.tp)
+    if layout.tp > 1:
+        _check_tensor_sizes(config, layout.tp)
 
 
-def _check_tensor_parallel(config: PreTrainedConfig, tp: int) -> None:
-    """Make sure that the matrices of a model can be sharded over `tp` ranks."""
-    if config.model_type in TENSOR_PARALLEL_UNSUPPORTED:
-        raise UsageError(
-            f"--tp_size is {tp}: tensor parallelism does not work with {config.model_type} "
-            f"({TENSOR_PARALLEL_UNSUPPORTED[config.model_type]}); set --tp_size 1"
-        )
+def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
     text = config.get_text_config()
     if not text.base_model_tp_plan:
         raise UsageError(
@@ -93,8 +88,15 @@ def _check_tensor_parallel(config: PreTrainedConfig, tp: int) -> None:
             )
 
 
-def _check_pipeline_family(model_type: str) -> None:
-    """Make sure that a model family can be split into pipeline stages; warn where no test has compared it."""
+def check_pipeline_family(model_type: str) -> None:
+    """Make sure that a model family can be split into pipeline stages; warn where no test has compared it.
+
+    Args:
+        model_type (`str`): the family, `model_type` of the model's config.
+
+    Raises:
+        UsageError: the family is known not to compute the same in stages.
+    """
     if model_type in PIPELINE_UNSUPPORTED:
         raise UsageError(
             f"{model_type} cannot be split into pipeline stages ({PIPELINE_UNSUPPORTED[model_type]}): set --pp_size 1"
@@ -107,8 +109,33 @@ def _check_pipeline_family(model_type: str) -> None:
         )
 
 
-def _check_sequence_family(model_type: str, tp: int) -> None:
-    """Make sure that there are several tensor parallel ranks, and that sequence parallelism works for the family."""
+def check_tensor_family(model_type: str, tp: int) -> None:
+    """Make sure that the matrices of a model family can be sharded over `tp` ranks.
+
+    Args:
+        model_type (`str`): the family, `model_type` of the model's config.
+        tp (`int`): ranks that share each matrix.
+
+    Raises:
+        UsageError: transformers' tensor-parallel plan for the family is known to be wrong.
+    """
+    if tp > 1 and model_type in TENSOR_PARALLEL_UNSUPPORTED:
+        raise UsageError(
+            f"--tp_size is {tp}: tensor parallelism does not work with {model_type} "
+            f"({TENSOR_PARALLEL_UNSUPPORTED[model_type]}); set --tp_size 1"
+        )
+
+
+def check_sequence_family(model_type: str, tp: int) -> None:
+    """Make sure that sequence parallelism works for a model family.
+
+    Args:
+        model_type (`str`): the family, `model_type` of the model's config.
+        tp (`int`): ranks that share each matrix.
+
+    Raises:
+        UsageError: there is one tensor parallel rank only, or no test has shown that the family computes the same.
+    """
     if tp == 1:
         raise UsageError(
             "--sequence_parallel is true: it splits sequences over the ranks of --tp_size, which is 1; leave the flag "
