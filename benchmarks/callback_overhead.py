@@ -25,7 +25,7 @@ from hfscale.health.local_time import LocalTimer
 from hfscale.integrations.hooks import MetricInjector
 from hfscale.metrics.clocks import PhaseClock
 from hfscale.metrics.noise_scale import LeafProbe
-from hfscale.metrics.throughput import TokenCounter
+from hfscale.metrics.tokens import TokenCounter
 
 LOGGED_EVERY = 10
 UNTIMED_STEPS = 15  # they include the first log, which looks up what does not change afterwards
@@ -90,10 +90,18 @@ class OwnTime:
 
     def wrap_all(self) -> None:
         """Time everything that Trainer and the hooks of the model call during a step."""
-        for event in ("on_step_begin", "on_step_end", "on_substep_end", "on_log", "on_optimizer_step"):
+        for event in (
+            "on_step_begin",
+            "on_step_end",
+            "on_substep_end",
+            "on_pre_optimizer_step",
+            "on_log",
+            "on_optimizer_step",
+        ):
             self.wrap(ScalingCallback, event)
         self.wrap(MetricInjector, "on_log")
-        self.wrap(TokenCounter, "_count")
+        for hook in ("_enter", "_leave"):
+            self.wrap(TokenCounter, hook)
         self.wrap(LeafProbe, "_measure")
         self.wrap(PhaseClock, "end")  # called when a batch arrives
         for hook in ("_begin", "_end"):

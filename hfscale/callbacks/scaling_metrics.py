@@ -1,5 +1,6 @@
 """ScalingMetricsCallback: throughput, efficiency, and where time and money go, at each logging step."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,37 @@ from hfscale.callbacks.meters import (
     Window,
 )
 from hfscale.errors import UsageError
+from hfscale.integrations.batches import batch_entries
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, saved_state
 from hfscale.integrations.wandb_run import WandbRun
 from hfscale.metrics.clocks import PhaseClock
 from hfscale.metrics.records import RunRecorder, last_logged_step
-from hfscale.metrics.throughput import TokenCounter
+from hfscale.metrics.tokens import TokenCounter, TokenCounts
 from hfscale.metrics.triage import TriageWatch
 from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import context_parallel_size, sequence_parallel_size
 
+logger = get_logger(__name__)
 _OUTSIDE_TRAINING = ("evaluate", "save")
 
 
 class ScalingMetricsCallback(AdapterCallback):
     """Logs the keys below together with the Trainer's loss, and appends them to the run's `scaling.jsonl`.
 
-    Rates cover the time since the previous log, without evaluations and saves, and all processes. Tokens are counted
-    on the host, from the shapes of the model's inputs, padding included. Nothing synchronizes with the GPU between
-    logs, and the processes exchange a few numbers at each log. A key whose value is unknown is left out.
+    Rates cover the time since the previous log, without evaluations and saves, and all processes. Tokens are those of
+    forwards with gradients (`hfscale.metrics.tokens.TokenCounter`), padding included. Nothing synchronizes with the
+    GPU between logs, and the processes exchange a few numbers at each log. A key whose value is unknown is left out: a
+    model of images or audio has no tokens.
 
     | metric key | unit | meaning |
     |---|---|---|
     | `scaling/tokens_per_s` | tokens/s | tokens trained on by all processes together |
     | `scaling/tokens_per_s_per_gpu` | tokens/s | the same, divided by the number of processes |
     | `scaling/tokens_seen` | tokens | tokens trained on since step 0, over all resumes |
-    | `scaling/mfu` | ratio | model FLOPs utilization: model FLOPs (attention counted in full) / peak |
+    | `scaling/padding_fraction` | ratio | padding / tokens, where attention masks or labels tell what is padding |
+    | `scaling/samples_per_s` | samples/s | sequences, images or audio clips trained on by all processes together |
+    | `scaling/mfu` | ratio | model FLOPs utilization: model FLOPs (attention in full) / peak; see `UtilizationMeter` |
     | `scaling/hfu` | ratio | hardware FLOPs utilization: executed FLOPs, recomputation included / peak |
     | `scaling/efficiency` | ratio | tokens/s/GPU over those of a recorded baseline of the same work |
     | `scaling/data_wait_fraction` | ratio | time waiting for batches / time, on the rank that waits longest |
@@ -88,19 +95,20 @@ class ScalingMetricsCallback(AdapterCallback):
                 raise UsageError(f"{name} is {value}: it must be greater than 0, in {unit}")
         self.peak_tflops = peak_tflops
         self.usd_per_gpu_hour = usd_per_gpu_hour
+        self._counter = TokenCounter()
+        self._utilization = UtilizationMeter(peak_tflops, self._counter)
         self._communication = CommunicationMeter()
         self._efficiency = EfficiencyMeter(Path(baseline) if baseline is not None else None)
         self._goodput = GoodputMeter(usd_per_gpu_hour)
         self._noise = NoiseScaleMeter() if noise_scale else None
         self._meters: list[Meter] = [
-            UtilizationMeter(peak_tflops),
+            self._utilization,
             self._communication,
             self._efficiency,
             self._goodput,
         ]
         if self._noise is not None:
             self._meters.append(self._noise)
-        self._counter = TokenCounter()
         self._clock = PhaseClock()
         self._recorder = RunRecorder()
         self._triage = TriageWatch()
@@ -127,15 +135,16 @@ class ScalingMetricsCallback(AdapterCallback):
         self._sequence_parts = context_parallel_size(trainer) * sequence_parallel_size(trainer)
         for meter in self._meters:
             meter.begin(trainer, state)
-        self._step_meters = [meter for meter in self._meters if meter.watches_steps]
         self._goodput_tracker = self._recorder.begin(
             args, state, saved_goodput=saved_state(state, "goodput"), facts=self._efficiency.facts()
         )
         self._goodput.goodput_tracker = self._goodput_tracker
         self._clock.restart()  # the goodput tracker has accounted for the time until now
         self._triage.begin()
-        self._counter.attach(trainer.model_wrapped)
+        self._counter.attach(batch_entries(trainer))
+        self._counter.take()
         self._gathered_tokens = self._counter.tokens
+        self._is_first_log = True
         self._logged_step = state.global_step
         adapter.add_metrics(self._keys)
         adapter.on_batch(self._batch_fetched)
@@ -149,14 +158,27 @@ class ScalingMetricsCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._clock.end("compute")  # ranks that had their batches have waited here for the other ranks
-        for meter in self._step_meters:
-            meter.step_begin(state)
+        self._counter.step_begin()
+        for meter in self._meters:
+            if meter.watches_steps:
+                meter.step_begin(state)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._utilization.pause()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._utilization.pause()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        for meter in self._step_meters:
-            meter.step_end(state)
+        for meter in self._meters:
+            if meter.watches_steps:
+                meter.step_end(state)
         self._clock.end("compute")
         # A save may come before the next log, so keep what it stores up to date, estimated from this process alone.
         tokens = self._counter.tokens - self._gathered_tokens
@@ -185,7 +207,7 @@ class ScalingMetricsCallback(AdapterCallback):
             finding = self._triage.check(
                 logs,
                 comm_over_backward=self._communication.comm_over_backward,
-                tokens_per_gpu=workload.tokens_per_gpu if workload else None,
+                tokens_per_gpu=(workload.tokens_per_gpu or None) if workload else None,
             )
             if finding is not None:
                 self._recorder.found(state, finding)
@@ -216,19 +238,16 @@ class ScalingMetricsCallback(AdapterCallback):
             wait_s / training_s
             for wait_s, training_s in zip(columns["data_wait_s"], columns["training_s"], strict=True)
         ]
-        keys = {
-            "scaling/tokens_per_s": window.tokens / window.seconds,
-            "scaling/tokens_per_s_per_gpu": window.tokens_per_s_per_gpu,
-            "scaling/tokens_seen": self._tokens_seen,
-            "scaling/data_wait_fraction": max(waits),
-        }
+        keys = self._rates(columns, window)
+        keys["scaling/data_wait_fraction"] = max(waits)
         for meter in self._meters:
             keys |= meter.keys(columns, window, state)
         memory = columns["memory_peak_gib"]
         if max(memory) > 0:
             keys["gpu/memory_peak_gib"] = max(memory)
         if self._recorder.needs_workload:
-            self._recorder.workload(state, self._efficiency.facts(), self._goodput.rate)
+            facts = self._efficiency.facts() | self._utilization.facts()
+            self._recorder.workload(state, facts, self._goodput.rate)
         self._recorder.ranks(
             state,
             {
@@ -239,18 +258,38 @@ class ScalingMetricsCallback(AdapterCallback):
         )
         return keys
 
+    def _rates(self, columns: Columns, window: Window) -> dict[str, float]:
+        """Return tokens and samples per second, and the share of padding."""
+        keys: dict[str, float] = {}
+        samples = sum(columns["samples"]) / (self._ranks_with_same_tokens * self._sequence_parts)
+        if window.tokens:
+            keys["scaling/tokens_per_s"] = window.tokens / window.seconds
+            keys["scaling/tokens_per_s_per_gpu"] = window.tokens_per_s_per_gpu
+            keys["scaling/tokens_seen"] = self._tokens_seen
+            if sum(columns["unmasked"]) == 0:
+                keys["scaling/padding_fraction"] = sum(columns["padding"]) / sum(columns["tokens"])
+        elif self._is_first_log:
+            instead = "scaling/samples_per_s is" if samples else "no rate is"
+            batch = ", ".join(self._counter.inputs) or "no tensors that hfscale has seen"
+            logger.info("scaling/tokens_per_s is not logged: the batches are %s; %s logged instead", batch, instead)
+        if samples:
+            keys["scaling/samples_per_s"] = samples / window.seconds
+        self._is_first_log = False
+        return keys
+
     def _numbers(self, state: TrainerState) -> dict[str, float]:
         """End the window on this rank, and return what it contributes to the exchange."""
         self._clock.end("compute")  # Trainer has just waited for the loss, which means for the GPU
         seconds = self._clock.take()
         self._goodput_tracker.fold(seconds)
+        counts: TokenCounts = self._counter.take()
+        self._gathered_tokens = self._counter.tokens
         numbers: dict[str, float] = {
-            "tokens": self._counter.tokens - self._gathered_tokens,
+            **{name: float(value) for name, value in asdict(counts).items()},
             "training_s": sum(s for phase, s in seconds.items() if phase not in _OUTSIDE_TRAINING),
             "data_wait_s": seconds.get("data_wait", 0.0),
             "memory_peak_gib": _peak_memory_gib(),
         }
-        self._gathered_tokens = self._counter.tokens
         for meter in self._meters:
             numbers |= meter.numbers(state)
         return numbers
@@ -263,15 +302,16 @@ class ScalingMetricsCallback(AdapterCallback):
         self._tokens_seen += int(tokens)
         self._saved["tokens_seen"] = self._tokens_seen
         seconds = max(columns["training_s"])
-        if tokens == 0 or seconds == 0 or steps == 0:
+        if seconds == 0 or steps == 0:
             return None
+        mean_length = sum(columns["attended"]) / max(sum(columns["main_tokens"]), 1)
         return Window(
             steps=steps,
             seconds=seconds,
             tokens=tokens,
             tokens_seen=self._tokens_seen,
             tokens_per_s_per_gpu=tokens / seconds / len(columns["tokens"]),
-            sequence_length=self._counter.sequence_length * self._sequence_parts,
+            sequence_length=round(mean_length * self._sequence_parts),
         )
 
 

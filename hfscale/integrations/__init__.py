@@ -28,6 +28,8 @@ Replaced until the end of the training
   the optimizer and of its scheduler. Test: test_lr_scaling_callback.py.
 - `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation. Test:
   test_preemption.py.
+- `Trainer.compute_loss` (public). By: `wrap_compute_loss`. Reason: FLOPs are counted from here on, without the
+  generation that TRL's trainers do before; there is no event between the two. Test: test_flops.py.
 - `Trainer.get_eval_dataloader` (public), as long as `train`. By: `wrap_eval_dataloader`. Reason: no argument sets
   the start method of data loader workers. Test: test_preemption.py.
 - `Trainer.set_initial_training_values` and `Trainer.log` (public). By: `finish_without_steps`. Reason: Trainer takes
@@ -59,6 +61,12 @@ Read, called, or set once
   only. Test: test_strategies.py.
 - `_last_lr` and `_schedulers` of torch's schedulers. By: learning_rate.py. Reason: a scheduler that exists has no
   method that changes its rates. Test: test_lr_scaling_callback.py.
+- `PreTrainedConfig._attn_implementation`. By: `attention_implementation`. Reason: only its setter is public. Test:
+  test_parallel_context.py.
+- `TorchDispatchMode` in `torch.utils._python_dispatch`. By: `StepFlops`. Reason: torch documents it there; its
+  `FlopCounterMode` does not separate recomputation. Test: test_flops.py.
+- `_compiled_call_impl` of a module. By: `is_compiled`. Reason: torch has no public way to tell a module that is
+  compiled in place. Test: test_tokens.py.
 - `_orig_mod` of a compiled module. By: strategy.py. Reason: torch has no public way from a compiled module to the
   original. Test: test_integrations.py, test_a_compiled_module_is_unwrapped.
 """

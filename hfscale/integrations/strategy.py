@@ -76,7 +76,7 @@ def running_strategy(trainer: "Trainer") -> str:
     """
     state = trainer.accelerator.state
     by_transformers = getattr(trainer.model, "is_distributed_loading_by_transformers", False)
-    if by_transformers or _is_parallel_trainer(trainer):
+    if by_transformers or is_parallel_trainer(trainer):
         return "parallel"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
@@ -153,7 +153,7 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
         StrategyMismatchError: another strategy was set up, or the model is not wrapped for it.
     """
     asked, runs = requested_family(trainer.args, environ), running_strategy(trainer)
-    if asked in ("single", "ddp") and _is_parallel_trainer(trainer):
+    if asked in ("single", "ddp") and is_parallel_trainer(trainer):
         asked = "parallel"  # requested by the script, which the launcher does not know
     if not runs.startswith(asked):
         fix = {
@@ -162,7 +162,7 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
         }.get(asked, "check the --config_file given to accelerate launch")
         raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {fix}")
     wrapper = unwrap_compiled(trainer.model_wrapped)
-    if not _wraps(runs, wrapper) and not _is_parallel_trainer(trainer):
+    if not _wraps(runs, wrapper) and not is_parallel_trainer(trainer):
         raise StrategyMismatchError(
             f"{runs.upper()} was asked for but the model is a bare {type(wrapper).__name__}: "
             "let the Trainer wrap the model itself"
@@ -170,8 +170,12 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
     return runs
 
 
-def _is_parallel_trainer(trainer: "Trainer") -> bool:
-    """Return whether it is a `ParallelTrainer`, whose class is in a layer above this one."""
+def is_parallel_trainer(trainer: "Trainer") -> bool:
+    """Return whether a Trainer is a `ParallelTrainer`, whose class is in a layer above this one.
+
+    Args:
+        trainer (`Trainer`): a Trainer or a subclass of it.
+    """
     return getattr(trainer, "parallelized", None) is not None
 
 
@@ -186,7 +190,7 @@ def describe_strategy(trainer: "Trainer") -> str:
     """
     module = unwrap_compiled(trainer.model_wrapped)
     parts = [type(module).__name__]
-    if _is_parallel_trainer(trainer):
+    if is_parallel_trainer(trainer):
         sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
         parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
         if trainer.parallelized.sequence_parts > 1:
@@ -199,7 +203,7 @@ def describe_strategy(trainer: "Trainer") -> str:
         parts.append(f"{placements} over {' x '.join(f'{name}={size}' for name, size in axes)}")
         if trainer.is_fsdp_enabled and not trainer.accelerator.state.fsdp_plugin.reshard_after_forward:
             parts[-1] += ", kept from forward to backward"
-    share = _parameter_share(module, trainer.parameter_counts[0] if _is_parallel_trainer(trainer) else None)
+    share = _parameter_share(module, trainer.parameter_counts[0] if is_parallel_trainer(trainer) else None)
     parts.append(f"{share:.1%} of the parameters per rank")
     optimizer_share = _optimizer_share(module)
     if optimizer_share is not None:

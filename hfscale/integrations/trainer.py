@@ -267,6 +267,20 @@ class TrainerAdapter:
         if key not in self._undo_lasting:
             self._replace(self.trainer, key[1], wrap(self.trainer.get_eval_dataloader), undo=self._undo_lasting)
 
+    def wrap_compute_loss(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `compute_loss` of the Trainer, because no event separates a batch's preparation from its loss.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `compute_loss`; returns the function to use, which takes the
+                same arguments.
+        """
+        self.unwrap_compute_loss()
+        self._replace(self.trainer, "compute_loss", wrap(self.trainer.compute_loss))
+
+    def unwrap_compute_loss(self) -> None:
+        """Undo `wrap_compute_loss` before the end of the training."""
+        self._undo_one((id(self.trainer), "compute_loss"))
+
     def set_argument(self, name: str, value: Any) -> None:
         """Give a training argument another value until the end of the training.
 

@@ -1,7 +1,7 @@
-"""Counts tokens and FLOPs for speed and utilization (MFU, HFU), on the host so that no GPU has to wait."""
+"""Computes the FLOPs of known models for utilization (MFU, HFU), and describes what a run does."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,47 +14,6 @@ from hfscale.utils.versions import recomputes_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
-
-
-class TokenCounter:
-    """Counts the tokens that enter a model in training, by a hook on the module that the Trainer calls.
-
-    The hook reads shapes on the host, so nothing waits for a GPU. Padding counts, because it is computed on like any
-    token. Attach the counter to the outermost wrapper (DDP, DeepSpeed engine, compiled module): its hooks run once per
-    micro-batch, outside any compiled graph.
-    """
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        """Tokens that this process has counted."""
-        self.sequence_length = 0
-        """Tokens per sequence of the last micro-batch."""
-        self._handle: torch.utils.hooks.RemovableHandle | None = None
-
-    def attach(self, module: nn.Module) -> None:
-        """Count the tokens that enter a module from now on, instead of those of an earlier module.
-
-        Args:
-            module (`torch.nn.Module`): The outermost wrapper of the model.
-        """
-        self.detach()
-        self._handle = module.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def detach(self) -> None:
-        """Stop counting."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training:
-            return
-        inputs = kwargs.get("input_ids", kwargs.get("inputs_embeds"))  # (batch, sequence[, hidden])
-        if inputs is None and args and isinstance(args[0], torch.Tensor):
-            inputs = args[0]
-        if inputs is not None and inputs.ndim >= 2:
-            self.tokens += inputs.shape[0] * inputs.shape[1]
-            self.sequence_length = inputs.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +43,25 @@ class FlopsModel:
             `FlopsModel`: The FLOPs per token.
 
         Raises:
-            UnsupportedModelError: hfscale cannot count the FLOPs of this architecture.
+            UnsupportedModelError: The formula does not hold: the architecture is another one, or a part of the model
+                is frozen in another way than by LoRA.
         """
         config = getattr(model, "config", None)
         if config is None:
-            raise UnsupportedModelError(f"{type(model).__name__} has no config: its FLOPs cannot be counted")
+            raise UnsupportedModelError(f"{type(model).__name__} has no config")
         shape = ModelShape.from_config(config.to_dict())
-        is_peft = getattr(model, "peft_config", None) is not None
         parameters, trainable = sizes or count_parameters(model)
-        if not is_peft and parameters != shape.total_parameters:
+        is_peft = getattr(model, "peft_config", None) is not None
+        if is_peft:
+            parameters -= trainable
+            _check_adapters(model)
+        elif trainable != parameters:
+            raise UnsupportedModelError(f"only {trainable:,} of {parameters:,} parameters are trained")
+        if parameters != shape.total_parameters:
             # This is a classifier, or a changed model under a known config: its FLOPs are not those of the shape.
             raise UnsupportedModelError(
                 f"{type(model).__name__} has {parameters:,} parameters, but a {shape.model_type} language model with "
-                f"its config has {shape.total_parameters:,}: its FLOPs cannot be counted"
+                f"its config has {shape.total_parameters:,}"
             )
         return cls(
             shape=shape,
@@ -129,10 +94,18 @@ class FlopsModel:
         return self.shape.hardware_flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
 
 
+def _check_adapters(model: nn.Module) -> None:
+    """Raise if something besides LoRA matrices is trained, such as a new head, or a copy of the embedding."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_A." not in name and ".lora_B." not in name:
+            raise UnsupportedModelError(f"{name} is trained in addition to LoRA matrices, or instead of them")
+
+
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Count the parameters of a model.
 
-    Under ZeRO-3 the local part of a parameter is empty, and DeepSpeed keeps its full size in `ds_numel`.
+    Under ZeRO-3 the local part of a parameter is empty, and DeepSpeed keeps its full size in `ds_numel`. A weight that
+    bitsandbytes has quantized to 4 bits holds two parameters in each byte.
 
     Args:
         model (`torch.nn.Module`): The model, wrapped or not.
@@ -140,8 +113,13 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     Returns:
         `tuple[int, int]`: The total and the trainable parameters.
     """
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    sizes = [(_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+
+
+def _size(parameter: nn.Parameter) -> int:
+    size = int(getattr(parameter, "ds_numel", parameter.numel()))
+    return size * 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else size
 
 
 def training_dtype(model: nn.Module, args: "TrainingArguments") -> str:

@@ -28,7 +28,6 @@ Where no other test is named, tests/test_parallel_plan.py fails when a new versi
   `ParallelTrainer`. Reason: Accelerate counts all processes as data parallel ranks.
 - `PreTrainedModel._resolve_parallel_plans`. By: `tensor_parallel_plan`. Reason: transformers' plan is public, but not
   its expansion to the modules of a model.
-- `PreTrainedConfig._attn_implementation`. By: `attention_implementation`. Reason: only its setter is public.
 - `_can_record_outputs` of model classes. By: `RouterBalanceLoss`. Reason: nothing public tells which modules are the
   routers.
 - `PreTrainedModel._init_weights`. By: `draw_weights`. Reason: the public `initialize_weights` draws all modules from

@@ -25,10 +25,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from hfscale.errors import UnsupportedModelError, UsageError
+from hfscale.integrations.flops import attention_implementation
 from hfscale.parallel.losses import IGNORED_LABEL
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
@@ -68,12 +69,6 @@ def restore_order(gathered: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
     early = [chunks[2 * rank] for rank in range(ranks)]
     late = [chunks[2 * rank + 1] for rank in reversed(range(ranks))]
     return torch.cat([*early, *late], dim=dim)
-
-
-def attention_implementation(config: PreTrainedConfig) -> str | None:
-    """Return the name of the attention implementation that a config asks for; None where it names none."""
-    # No public way to read what `set_attn_implementation` sets. tests/test_parallel_context.py fails when it moves.
-    return config._attn_implementation
 
 
 def check_attention_implementation(name: str | None, cp: int) -> str:
