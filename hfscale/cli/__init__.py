@@ -1,7 +1,8 @@
 """The command line: one file per subcommand, imported only when its command runs.
 
-To add a subcommand, write `hfscale/cli/NAME.py` with a function `register(app)` that adds it to a typer app, and add a
-line to `COMMANDS`. Exit codes: 0 done, 1 the thing checked is bad, 2 wrong usage.
+To add a subcommand, write `hfscale/cli/NAME.py` with `COMMAND`, a function with typer's annotations or a dictionary of
+such functions by the names of their subcommands, and add a line to `COMMANDS`. Exit codes: 0 done, 1 the thing checked
+is bad, 2 wrong usage.
 """
 
 import re
@@ -84,10 +85,14 @@ def _build(requested: str) -> typer.Typer:
     )
     app.callback()(_global_options)
     for name, summary in COMMANDS.items():
-        if name == requested:
-            import_module(f"hfscale.cli.{name}").register(app)
-        else:
-            app.command(name, help=summary)(_not_loaded)
+        command = import_module(f"hfscale.cli.{name}").COMMAND if name == requested else _not_loaded
+        if callable(command):
+            app.command(name, help=summary)(command)
+            continue
+        group = typer.Typer(rich_markup_mode=None)
+        for subcommand, function in command.items():
+            group.command(subcommand)(function)
+        app.add_typer(group, name=name, help=summary)
     return app
 
 

@@ -20,7 +20,6 @@ import psutil
 import typer
 
 from hfscale.checkpoint.store import STATUS_NAME, read_status
-from hfscale.cli import COMMANDS
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.metrics.records import JSONL_NAME, TIMELINE_NAME, read_events
 from hfscale.utils.redaction import redact_argv
@@ -181,11 +180,6 @@ def _has_completed(output_dir: Path | None) -> bool:
     return output_dir is not None and (read_status(output_dir) or {}).get("status") == "completed"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("autostop", help=COMMANDS["autostop"])(run)
-
-
 def run(
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND …", help="Run without a shell.")] = None,
     idle: Annotated[str, typer.Option(help="Time without activity: 90s, 15m, 2h.")] = "15m",
@@ -228,3 +222,6 @@ def run(
     if done.returncode:
         print(f"hfscale: error: {command[0]} ended with exit code {done.returncode}", file=sys.stderr)
     return 1 if done.returncode else 0
+
+
+COMMAND = run

@@ -7,15 +7,9 @@ from typing import Annotated
 
 import typer
 
-from hfscale.cli import COMMANDS
 from hfscale.errors import UsageError
 
 DEFAULT_DEADLINE_S = 120.0
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("check", help=COMMANDS["check"])(run)
 
 
 def run(
@@ -56,3 +50,6 @@ def run(
     if report.is_reporter:
         print(json.dumps(report.to_dict()) if as_json else report.text(), flush=True)
     return leave(report)
+
+
+COMMAND = run

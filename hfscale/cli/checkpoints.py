@@ -9,7 +9,6 @@ import typer
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.store import GOOD, CheckpointInfo, inspect, is_checkpoint, latest_checkpoint, verify
-from hfscale.cli import COMMANDS
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.utils.disk_errors import writing
 
@@ -30,14 +29,6 @@ GlobalBatch = Annotated[
 
 _STATE_STYLES = {"good": "green", "incomplete": "yellow", "corrupt": "red"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
-    checkpoints = typer.Typer(rich_markup_mode=None)
-    for name, command in (("list", list_), ("verify", verify_), ("convert", convert), ("export", export)):
-        checkpoints.command(name)(command)
-    app.add_typer(checkpoints, name="checkpoints", help=COMMANDS["checkpoints"])
 
 
 def list_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) -> None:
@@ -196,3 +187,6 @@ def _bytes(text: str) -> int:
         raise UsageError(f"--max-shard-size is {text}: write a size like 5GB or 500MiB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+COMMAND = {"list": list_, "verify": verify_, "convert": convert, "export": export}

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from hfscale.cli import COMMANDS
 from hfscale.errors import StorageError, UsageError
 from hfscale.utils.shipped import ShippedConfig, find_config, list_configs, shipped_root
 
@@ -16,15 +15,6 @@ Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="A config as `list` prints it, or its file name with or without extension."),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
-    configs = typer.Typer(rich_markup_mode=None)
-    configs.command("list")(list_)
-    configs.command("show")(show)
-    configs.command("copy")(copy)
-    app.add_typer(configs, name="configs", help=COMMANDS["configs"])
 
 
 def list_(as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False) -> None:
@@ -75,3 +65,6 @@ def _referenced_files(config: ShippedConfig) -> list[tuple[str, Path]]:
         return []
     names = re.findall(r"^ *deepspeed_config_file: *(\S+)", config.path.read_text(encoding="utf-8"), re.MULTILINE)
     return [(name, shipped_root() / name) for name in names]
+
+
+COMMAND = {"list": list_, "show": show, "copy": copy}

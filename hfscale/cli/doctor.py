@@ -7,13 +7,7 @@ from typing import Annotated
 import typer
 
 from hfscale import __version__
-from hfscale.cli import COMMANDS
 from hfscale.health.doctor import DoctorReport, examine
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("doctor", help=COMMANDS["doctor"])(run)
 
 
 def run(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> int:
@@ -60,3 +54,6 @@ def _hardware(report: DoctorReport) -> list[str]:
         f"torch is built for: {', '.join(filter(None, build)) or 'CPU only'}",
         f"GPUs: {', '.join(counted) or 'none'}; NVIDIA driver: {report.driver or 'none'}",
     ]
+
+
+COMMAND = run

@@ -9,18 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from hfscale.cli import COMMANDS
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.estimate import Estimate, estimate, estimate_job
 from hfscale.planner.job import Method, Offload, Optimizer, Precision, Recompute, Schedule
 from hfscale.planner.memory import allocated_gib
 from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("estimate", help=COMMANDS["estimate"])(run)
 
 
 def run(
@@ -198,3 +192,6 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
         "error": None,
         **({"assumed": assumptions} if assumptions else {}),
     }
+
+
+COMMAND = run

@@ -9,18 +9,12 @@ from typing import Annotated
 
 import typer
 
-from hfscale.cli import COMMANDS
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.job import Method, Optimizer, Precision
 from hfscale.planner.plan import Objective, plan
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("plan", help=COMMANDS["plan"])(run)
 
 
 def run(
@@ -178,3 +172,6 @@ def parse_tokens(text: str) -> float:
     if not 0 < tokens < 1e18:
         raise UsageError(f"--tokens is {text!r}: write a number of tokens such as 500M, 20B or 1T")
     return tokens
+
+
+COMMAND = run

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfscale.cli import COMMANDS
 from hfscale.report.formatting import duration, percent, size
 from hfscale.report.page import write_page
 from hfscale.report.run_data import Run, load_run
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 _WIDTH = 110
 """Columns of the output if it is not a terminal."""
 _BAR_LENGTH = 30
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("report", help=COMMANDS["report"])(run)
 
 
 def run(
@@ -142,3 +136,6 @@ def _checkpoints(found: Run) -> "Table":
         state = "committed" if one.is_committed else "incomplete"
         table.add_row(Text(f"  {one.name}"), size(one.bytes) if one.bytes is not None else "", state)
     return table
+
+
+COMMAND = run

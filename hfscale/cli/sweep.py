@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from hfscale.cli import COMMANDS
 from hfscale.errors import UsageError
 from hfscale.metrics.baseline import record_baseline, user_file
 from hfscale.report.sweep import Measurement, Sweep, run_sweep
@@ -17,11 +16,6 @@ from hfscale.utils.shipped import find_config
 
 _BAR_LENGTH = 40
 _LETTERS = {"data wait": "d", "exposed communication": "c", "straggler": "s", "bubble": "b", "not measured": "·"}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("sweep", help=COMMANDS["sweep"])(run)
 
 
 def run(
@@ -161,3 +155,6 @@ def _show(answer: dict[str, Any], path: Path, html: Path | None) -> None:
     console.print(f"Baseline: {path}", markup=False)
     if html is not None:
         console.print(f"Written: {html}", markup=False)
+
+
+COMMAND = run

@@ -14,7 +14,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -114,8 +114,9 @@ def write(calibration: Calibration, path: Path) -> Accelerator:
         for old in read_hardware_file(path):
             if old.name == gpu.name and calibration.processes == 1:
                 gpu = replace(gpu, **{key: getattr(old, key) for key in _FROM_SEVERAL_PROCESSES})
+    known = {key: value for key, value in asdict(gpu).items() if value is not None}
     others = [row for row in document.pop("accelerator", []) if row["name"] != gpu.name]
-    tables = [("accelerator", row) for row in (*others, _as_dict(gpu))]
+    tables = [("accelerator", row) for row in (*others, known)]
     tables += [(key, row) for key, rows in document.items() for row in rows if row.get("gpu") != gpu.name]
     tables += [("measurement", {"gpu": gpu.name, **row}) for row in calibration.measurements]
     text = "# Written by `hfscale plan --calibrate`; plans find its accelerators by their names.\n"
@@ -124,13 +125,6 @@ def write(calibration: Calibration, path: Path) -> Accelerator:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     return gpu
-
-
-def _as_dict(gpu: Accelerator) -> dict[str, Any]:
-    values = {field.name: getattr(gpu, field.name) for field in fields(gpu)}
-    return {
-        key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value is not None
-    }
 
 
 def _toml_lines(row: dict[str, Any]) -> Iterator[str]:

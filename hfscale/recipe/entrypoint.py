@@ -91,11 +91,11 @@ def run(main: Callable[[], None]) -> None:
 def _exit_with_line(error: HfScaleError) -> None:
     sys.last_value = error  # as Python does for an uncaught error, so that exit handlers can read the reason
     message = " ".join(str(error).split())
+    where = ""
     if not is_main_process():
         time.sleep(_MAIN_PROCESS_GRACE_S)  # if the main process failed too, the launcher ends this one meanwhile
-        print(f"hfscale: error on rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
-    else:
-        print(f"hfscale: error: {message}", file=sys.stderr, flush=True)
+        where = f" on rank {os.environ['RANK']}"
+    print(f"hfscale: error{where}: {message}", file=sys.stderr, flush=True)
     sys.exit(error.exit_code)
 
 
