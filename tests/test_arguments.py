@@ -31,7 +31,7 @@ ON_FILE = ("--train_file", "text.txt")
 def test_no_checkpoint_contains_a_hub_token(tmp_path, monkeypatch):
     """Trainer saves its arguments unchanged in every checkpoint."""
     monkeypatch.setenv("HF_TOKEN", "before")
-    arguments = RecipeTrainingArguments(output_dir=str(tmp_path), hub_token="hf_planted")  # noqa: S106
+    arguments = RecipeTrainingArguments(output_dir=str(tmp_path), hub_token="hf_planted")
     torch.save(arguments, tmp_path / "training_args.bin")
     assert b"hf_planted" not in (tmp_path / "training_args.bin").read_bytes()
     assert os.environ["HF_TOKEN"] == "hf_planted"  # noqa: S105

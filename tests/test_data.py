@@ -39,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         vocab_size=320, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator([*DOCUMENTS, "blank lines\n\n\n" * 99], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")  # noqa: S106 (not a password)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
 @pytest.fixture(autouse=True)
@@ -420,10 +420,10 @@ def test_without_a_source_it_is_the_embedded_corpus(
 
 def test_a_beginning_of_text_token_starts_each_document(tmp_path: Path, load: Any) -> None:
     """The tokenizers of Llama 3 and Gemma add one; the tokenizer of these tests does not."""
-    backend = Tokenizer(models.WordLevel({"<b>": 0, "<e>": 1, "a": 2}, unk_token="a"))  # noqa: S106
+    backend = Tokenizer(models.WordLevel({"<b>": 0, "<e>": 1, "a": 2}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(single="<b> $A", special_tokens=[("<b>", 0)])
-    own = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<b>", eos_token="<e>")  # noqa: S106
+    own = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<b>", eos_token="<e>")
     path = write(tmp_path / "train.jsonl", ["a a"] * BLOCK)
     args = DataArguments(train_file=str(path), block_size=BLOCK, validation_split_percentage=0)
     train, _ = load_packed_datasets(args, own, seed=0)

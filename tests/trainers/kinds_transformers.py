@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from trainer_contract import PAD, VOCAB, Kind
+from trainer_contract import PAD, VOCAB, Kind, launched
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 ROWS = 64
@@ -76,7 +76,7 @@ def builder(
     def build(folder: Path, callbacks: list[TrainerCallback], **given: Any) -> Trainer:
         return trainer(
             model=model(),
-            args=arguments(**given),
+            args=launched(arguments(**given)),
             train_dataset=dataset(row),
             eval_dataset=Rows(row, 8),
             callbacks=callbacks,
@@ -307,6 +307,14 @@ def with_optimizer_class(folder: Path, callbacks: list[TrainerCallback], **given
     return builder(llama, text, optimizer_cls_and_kwargs=chosen)(folder, callbacks, **given)
 
 
+translating = builder(
+    t5,
+    translated,
+    trainer=transformers.Seq2SeqTrainer,
+    arguments=transformers.Seq2SeqTrainingArguments,
+    data_collator=padded,
+)
+
 ROTATION = {"checkpoints": "D9: a best checkpoint is kept beyond the limit"}
 COUNTS = {"tokens": "padding, decoders and inputs that are not token ids are not counted"}
 NO_FLOPS = {"flops": "the FLOPs of this model are not counted"}
@@ -402,13 +410,7 @@ KINDS = (
         name="seq2seq",
         trainer="`Seq2SeqTrainer`, `predict_with_generate`",
         model="encoder-decoder (T5)",
-        build=builder(
-            t5,
-            translated,
-            trainer=transformers.Seq2SeqTrainer,
-            arguments=transformers.Seq2SeqTrainingArguments,
-            data_collator=padded,
-        ),
+        build=translating,
         arguments={"predict_with_generate": True, "generation_max_length": 5},
         short=True,
         xfail=ROTATION | COUNTS | NO_FLOPS,
@@ -454,5 +456,28 @@ KINDS = (
         build=builder(llama, text),
         arguments={"torch_compile": True, "torch_compile_backend": "aot_eager"},
         xfail=ROTATION,
+    ),
+    Kind(
+        name="causal_lm_ddp",
+        trainer="`Trainer`, DDP",
+        model="causal LM (Llama)",
+        build=builder(llama, text),
+        processes=2,
+    ),
+    Kind(
+        name="causal_lm_fsdp2",
+        trainer="`Trainer`, FSDP2",
+        model="causal LM (Llama)",
+        build=builder(llama, text),
+        processes=2,
+        strategy="fsdp2",
+    ),
+    Kind(
+        name="seq2seq_ddp",
+        trainer="`Seq2SeqTrainer`, DDP",
+        model="encoder-decoder (T5)",
+        build=translating,
+        arguments={"predict_with_generate": True, "generation_max_length": 5},
+        processes=2,
     ),
 )

@@ -6,3 +6,4 @@ from trainer_contract import TrainerContract
 
 class TestTransformers(TrainerContract):
     kinds = KINDS
+    module = "kinds_transformers"

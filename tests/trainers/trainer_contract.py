@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import time
@@ -15,12 +16,16 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
+from conftest import REPOSITORY, accelerate_launch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hfscale import LRScalingCallback, ScalingCallback, ScalingMetricsCallback, latest_checkpoint
 from hfscale.checkpoint.store import verify
 from hfscale.errors import CheckpointError
+from hfscale.integrations.strategy import let_fsdp_run_on_cpu
+from hfscale.utils import distributed
 
 STEPS = 6
 SAVE_STEPS = 2
@@ -53,6 +58,8 @@ class Kind:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Training arguments that differ from `training_arguments()`."""
     processes: int = 1
+    strategy: str = "ddp"
+    """Strategy of several processes: `ddp` or `fsdp2`."""
     short: bool = False
     """Whether `make test` runs it too."""
     counts: str = "tokens"
@@ -95,6 +102,13 @@ def training_arguments(folder: Path, **others: Any) -> dict[str, Any]:
         "dataloader_pin_memory": False,
     }
     return defaults | others
+
+
+def launched(args: TrainingArguments) -> TrainingArguments:
+    """Return the arguments; under FSDP, have Accelerate really use it on a CPU."""
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        let_fsdp_run_on_cpu()
+    return args
 
 
 @dataclass
@@ -193,6 +207,22 @@ class Count(TrainerCallback):
         for hook in self._hooks:
             hook.remove()
 
+    def of_all_processes(self) -> tuple[dict[str, list[int]], dict[str, float]]:
+        """Return the sum of the tokens and the mean of the FLOPs over all processes."""
+        tokens, flops = {}, {}
+        for step, counted in self.flops.items():
+            columns = distributed.gather_columns(
+                {
+                    "flops": counted,
+                    "tokens": self.tokens.get(step, [0])[0],
+                    "padding": self.tokens.get(step, [0, 0])[1],
+                }
+            )
+            flops[step] = sum(columns["flops"]) / len(columns["flops"])
+            if step in self.tokens:
+                tokens[step] = [int(sum(columns["tokens"])), int(sum(columns["padding"]))]
+        return tokens, flops
+
     def _count(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if module.training and torch.is_grad_enabled():
             counted = self.tokens.setdefault(self._step, [0, 0])
@@ -277,7 +307,7 @@ def run_contract(kind: Kind, folder: Path) -> Runs:
     counting = Count()  # in its own training: torch's counter changes last digits
     unsaved = {"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False}
     make(kind, folder / "counted", counting, **unsaved, torch_compile=False).train()
-    plain.tokens, plain.flops = counting.tokens, counting.flops
+    plain.tokens, plain.flops = counting.of_all_processes()
 
     callback = scaling_callback()
     trainer = make(kind, folder / "scaled", callback)
@@ -289,7 +319,9 @@ def run_contract(kind: Kind, folder: Path) -> Runs:
     half = {"learning_rate": LEARNING_RATE / 2}
     crash(make(kind, folder / "crashed", doubling(kind), Crash(), **half))
     wait_for_checkpoint(folder / "crashed")
-    shutil.copytree(folder / "crashed", folder / "unplugged", ignore=shutil.ignore_patterns(".*"))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.copytree(folder / "crashed", folder / "unplugged", ignore=shutil.ignore_patterns(".hfscale*"))
+    distributed.barrier()
     trainer = make(kind, folder / "crashed", doubling(kind), **half)
     trainer.train(resume_from_checkpoint=latest_checkpoint(folder / "crashed"))
     resumed = described(trainer, folder / "crashed")
@@ -333,14 +365,20 @@ def wait_for_checkpoint(folder: Path) -> None:
 
 
 def last_steps(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return the logs of the steps after the crash."""
-    return {step: entry for step, entry in logs.items() if int(step) >= CRASH_STEP}
+    """Return the logs of the steps after the crash, without what TRL counts from the beginning of each process."""
+    return {
+        step: {key: value for key, value in entry.items() if key != "num_tokens"}
+        for step, entry in logs.items()
+        if int(step) >= CRASH_STEP
+    }
 
 
 class TrainerContract:
     """What holds for each kind of `kinds`: a subclass with that attribute runs these tests on them."""
 
     kinds: tuple[Kind, ...] = ()
+    module = ""
+    """Module of the kinds."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each test on each kind, marked by whether it belongs to `make test` and by whether it must fail."""
@@ -359,7 +397,14 @@ class TrainerContract:
     @classmethod
     def runs(cls, kind, tmp_path_factory) -> Runs:
         """The trainings of one kind."""
-        return run_contract(kind, tmp_path_factory.mktemp(kind.name))
+        folder = tmp_path_factory.mktemp(kind.name)
+        if kind.processes == 1:
+            return run_contract(kind, folder)
+        config = REPOSITORY / "accelerate_configs" / f"{kind.strategy}.yaml"
+        worker = REPOSITORY / "tests" / "workers" / "trainers.py"
+        done = accelerate_launch(folder, config, kind.processes, worker, cls.module, kind.name)
+        assert done.code == 0, done.err[-3000:]
+        return Runs.from_json((folder / "runs.json").read_text())
 
     def test_losses(self, kind, runs):
         assert runs.scaled.logs == runs.plain.logs
@@ -429,7 +474,7 @@ class TrainerContract:
                 seconds = runs.plain.tokens[step][0] / own["scaling/tokens_per_s"]
             else:
                 seconds = runs.plain.samples / STEPS / own["scaling/samples_per_s"]
-            flops = own["scaling/hfu"] * PEAK_TFLOPS * 1e12 * seconds
+            flops = own["scaling/hfu"] * PEAK_TFLOPS * 1e12 * seconds  # of one process
             assert flops == pytest.approx(counted, rel=0.05)
 
     def test_learning_rate(self, kind, runs):

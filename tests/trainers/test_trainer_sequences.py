@@ -1,0 +1,141 @@
+"""Several trainings in one process, as in a notebook, a K-fold loop or a search: each is what plain Trainer makes it."""
+
+from pathlib import Path
+
+import optuna
+import pytest
+import torch
+from kinds_transformers import Rows, builder, llama, text
+from tiny import logged
+from trainer_contract import LEARNING_RATE, training_arguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hfscale import LRScalingCallback, ScalingCallback
+
+pytestmark = pytest.mark.trainers
+build = builder(llama, text)
+
+
+def doubling() -> ScalingCallback:
+    return ScalingCallback(lr_scaling=LRScalingCallback(rule="linear", base_global_batch_size=2))
+
+
+def trainer_of(args: TrainingArguments, *callbacks: TrainerCallback) -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(
+        model=llama(), args=args, train_dataset=Rows(text), eval_dataset=Rows(text, 8), callbacks=list(callbacks)
+    )
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A finished training without the callback."""
+    trainer = trainer_of(TrainingArguments(**training_arguments(tmp_path / "plain")))
+    trainer.train()
+    return trainer
+
+
+def folders(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("checkpoint-*"))
+
+
+def test_trainers_that_share_their_arguments(tmp_path, plain):
+    args = TrainingArguments(**training_arguments(tmp_path / "run", learning_rate=LEARNING_RATE / 2))
+    before = args.to_dict()
+    trainers = [trainer_of(args, doubling()) for _ in range(2)]
+    trainers[0].train()
+    trainers[1].train()
+    later = trainer_of(args, doubling())
+    later.train()
+    for trainer in (*trainers, later):
+        assert logged(trainer, "loss") == logged(plain, "loss")
+        assert logged(trainer, "learning_rate") == logged(plain, "learning_rate")
+    assert args.to_dict() == before
+    assert folders(tmp_path / "run") == folders(tmp_path / "plain")
+
+
+def test_one_callback_in_two_trainers(tmp_path, plain):
+    callback = doubling()
+    half = {"learning_rate": LEARNING_RATE / 2}
+    trainer_of(
+        TrainingArguments(**training_arguments(tmp_path / "first", **half, save_total_limit=1)), callback
+    ).train()
+    trainer = trainer_of(
+        TrainingArguments(**training_arguments(tmp_path / "second", **half, save_total_limit=None)), callback
+    )
+    trainer.train()
+    assert logged(trainer, "loss") == logged(plain, "loss")
+    assert folders(tmp_path / "second") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_one_trainer_trains_twice(tmp_path, plain):
+    trainer = trainer_of(TrainingArguments(**training_arguments(tmp_path / "run")), ScalingCallback())
+    trainer.train()
+    assert logged(trainer, "loss") == logged(plain, "loss")
+    plain.train()
+    trainer.train()
+    assert logged(trainer, "loss") == logged(plain, "loss")
+    assert folders(tmp_path / "run") == folders(tmp_path / "plain")
+
+
+def test_hyperparameter_search(tmp_path):
+    """The trials' rates are those that the search chose, scaled by the factor; each trial has its own checkpoints."""
+
+    def search(folder, rates, *callbacks):
+        trainer = Trainer(
+            model_init=lambda trial: llama(),
+            args=TrainingArguments(**training_arguments(folder)),
+            train_dataset=Rows(text),
+            eval_dataset=Rows(text, 8),
+            callbacks=list(callbacks),
+        )
+        seen = []
+
+        class Look(TrainerCallback):
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                if "loss" in logs:
+                    seen.append((logs["learning_rate"], logs["loss"]))
+
+        trainer.add_callback(Look())
+        trainer.hyperparameter_search(
+            hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates)},
+            compute_objective=lambda metrics: metrics["eval_loss"],
+            n_trials=2,
+            sampler=optuna.samplers.GridSampler({"learning_rate": rates}, seed=0),
+        )
+        return seen
+
+    expected = search(tmp_path / "plain", [0.01, 0.02])
+    seen = search(tmp_path / "scaled", [0.005, 0.01], doubling())
+    assert sorted(seen) == sorted(expected)
+    assert folders(tmp_path / "scaled") == folders(tmp_path / "plain")
+
+
+class LlamaThatNeedsMemory(LlamaForCausalLM):
+    """Runs out of memory on more than four sequences."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        if len(input_ids) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more")
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+def test_auto_find_batch_size(tmp_path, plain):
+    """The factor is that of the batch that was found."""
+    big = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 4, "auto_find_batch_size": True}
+    half = {"learning_rate": LEARNING_RATE / 2}
+    trainers = {}
+    for name, callbacks, options in (("plain_found", [], {}), ("found", [doubling()], half)):
+        torch.manual_seed(0)
+        trainers[name] = Trainer(
+            model=LlamaThatNeedsMemory(LlamaConfig(**llama().config.to_dict())),
+            args=TrainingArguments(**training_arguments(tmp_path / name, **big, **options)),
+            train_dataset=Rows(text),
+            eval_dataset=Rows(text, 8),
+            callbacks=callbacks,
+        )
+        trainers[name].train()
+    assert trainers["found"]._train_batch_size == 4
+    assert logged(trainers["found"], "loss") == logged(trainers["plain_found"], "loss")
+    assert logged(trainers["found"], "learning_rate") == logged(trainers["plain_found"], "learning_rate")
+    assert set(logged(trainers["found"], "lr_scaling/factor")) == {2.0}
