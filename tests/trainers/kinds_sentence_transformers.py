@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 from datasets import Dataset
-from kinds_transformers import LAYERS
+from kinds_transformers import COUNTS, LAYERS, NO_FLOPS, NO_METRICS, ROTATION
 from kinds_trl import say, tokenizer
 from trainer_contract import VOCAB, Kind
 from transformers import Trainer, TrainerCallback
@@ -100,12 +100,16 @@ def builder(
     return build
 
 
+WAITS = {"background_save": "D12: sentence-transformers' Trainers have their own `_save`"}
+REST = ROTATION | WAITS | COUNTS | NO_FLOPS | NO_METRICS
+
 KINDS = (
     Kind(
         name="sentence_transformer",
         trainer="`SentenceTransformerTrainer`",
         model="embeddings (BERT)",
         build=builder("SentenceTransformer", embedding_model, embedding_loss, paired),
+        xfail=REST,
     ),
     Kind(
         name="sentence_transformer_rates",
@@ -114,11 +118,13 @@ KINDS = (
         build=builder(
             "SentenceTransformer", embedding_model, embedding_loss, paired, lambda rate: {r"embeddings\.": rate / 4}
         ),
+        xfail=REST,
     ),
     Kind(
         name="cross_encoder",
         trainer="`CrossEncoderTrainer`",
         model="sequence classification (BERT)",
         build=builder("CrossEncoder", cross_encoder, cross_encoder_loss, judged),
+        xfail=REST,
     ),
 )
