@@ -39,7 +39,7 @@ def folders(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("checkpoint-*"))
 
 
-not_yet = pytest.mark.xfail(strict=True, reason="D9: copies named `.superseded`, and no rotation in trials")
+not_yet = pytest.mark.xfail(strict=True, reason="D9: copies named `.superseded`, more checkpoints than the limit")
 
 
 @not_yet
@@ -117,7 +117,7 @@ def test_hyperparameter_search(tmp_path):
     assert folders(tmp_path / "scaled") == folders(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("strategy", ["best", "epoch"])
+@pytest.mark.parametrize("strategy", ["best", pytest.param("epoch", marks=not_yet)])
 def test_save_strategies(tmp_path, strategy):
     runs = {}
     for name, callbacks in (("plain", []), ("scaled", [ScalingCallback()])):

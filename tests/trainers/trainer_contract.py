@@ -374,7 +374,9 @@ def wait_for_checkpoint(folder: Path) -> None:
 def last_steps(logs: dict[str, Any]) -> dict[str, Any]:
     """Return the logs of the steps after the crash, without what TRL counts from the beginning of each process."""
     return {
-        step: {key: value for key, value in entry.items() if key != "num_tokens"}
+        step: {
+            key: round(value, 9) if key == "epoch" else value for key, value in entry.items() if key != "num_tokens"
+        }
         for step, entry in logs.items()
         if int(step) >= CRASH_STEP
     }
