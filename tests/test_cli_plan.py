@@ -69,6 +69,14 @@ class TestPlan:
         out = [line.rstrip() for line in run(capsys, *command.split()).out.splitlines()]
         assert out[: shown.count("\n")] == shown.splitlines()
 
+    def test_a_faster_layout_comes_second_for_a_reason(self, capsys):
+        argv = ["plan", "llama-3.1-8b", "--gpu", "A100-80GB", "--gpus", "4"]
+        found = json.loads(run(capsys, *argv, "--json").out)
+        first, second = (choice["tokens_per_s_per_gpu"] for choice in found["choices"][:2])
+        assert f"{1 - first / second:.1%} faster" in found["order"]
+        assert found["order"] in " ".join(run(capsys, *argv).out.split())
+        assert json.loads(run(capsys, *argv, "--objective", "gpus", "--json").out)["order"] is None
+
     def test_top(self, capsys):
         assert len(json.loads(run(capsys, *PLAN, "--top", "2", "--json").out)["choices"]) == 2
 

@@ -1,6 +1,7 @@
 """Wheel and sdist: their contents, and the wheel installed in an empty environment and used from another folder."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -124,9 +125,15 @@ def test_the_configs_come_with_an_installed_package(use, tmp_path):
         assert copied.read_bytes() == (REPOSITORY / name).read_bytes()
 
 
-def test_a_recipe_of_an_installed_package_trains(use, installed, tmp_path):
+def test_what_an_installed_package_emits_trains(use, tmp_path):
+    """The command that is printed, on one CPU instead of a GPU."""
+    use("hfscale", "configs", "copy", "ddp/train.py")
     make_workplace(tmp_path)
-    script = next(installed.parent.glob("lib/python*/site-packages/hfscale/shipped/recipes/ddp/train.py"))
-    use("python", str(script), *FLAGS, "--max_steps", "2", "--per_device_train_batch_size", "2")
+    use("hfscale", "plan", "model/config.json", "--gpu", "A100-80GB", "--gpus", "1", "--emit", "planned")
+    words = shlex.split((tmp_path / "planned" / "launch.sh").read_text().splitlines()[-1])
+    assert words[:2] == ["accelerate", "launch"]
+    assert (tmp_path / "train.py").read_bytes() == (tmp_path / "planned" / "train.py").read_bytes()
+    small = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1"]
+    use("python", "-m", "accelerate.commands.launch", *words[2:], *FLAGS, *small, "--activation_checkpointing", "false", "--optim", "adamw_torch")
     status = json.loads((tmp_path / "out" / "hfscale_status.json").read_text())
     assert (status["status"], status["step"]) == ("completed", 2)

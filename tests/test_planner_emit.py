@@ -97,7 +97,8 @@ def test_the_files_equal_the_shipped_ones(model, tmp_path, name):
     assert load_config_from_file(str(tmp_path / "accelerate.yaml")).num_processes > 1
     recipe = found.choices[0].to_dict()["recipe"]
     assert (REPOSITORY / recipe).is_file()
-    assert f" {recipe} --config " in (tmp_path / "launch.sh").read_text()
+    assert (tmp_path / "train.py").read_bytes() == (REPOSITORY / recipe).read_bytes()
+    assert f" {tmp_path / 'train.py'} --config " in (tmp_path / "launch.sh").read_text()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -26,7 +26,7 @@ COMMANDS = {
     "autostop": "Run a command once when training has ended or the GPUs idle.",
     "check": "Check this node, and under a launcher all ranks and links, before a run.",
     "doctor": "What is installed here, whether it fits together, and what of hfscale works with it.",
-    "configs": "List, show or copy the shipped Accelerate, DeepSpeed and recipe configs.",
+    "configs": "List, show or copy the shipped Accelerate and DeepSpeed configs, recipes and their scripts.",
 }
 
 

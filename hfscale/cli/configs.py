@@ -1,4 +1,4 @@
-"""`hfscale configs`: list, show or copy the shipped configs."""
+"""`hfscale configs`: list, show or copy the shipped configs and training scripts."""
 
 import json
 import re

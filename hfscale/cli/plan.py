@@ -48,7 +48,7 @@ def run(
     spot_interruptions: Annotated[float | None, typer.Option(help="Preemptions per spot node and hour.")] = None,
     prices: Annotated[Path | None, typer.Option(help="Your price list, rows as in hfscale/facts/prices.toml.")] = None,
     top: Annotated[int, typer.Option(help="Number of choices to show.")] = 5,
-    emit: Annotated[Path | None, typer.Option(help="Write configs and the launch command to this folder.")] = None,
+    emit: Annotated[Path | None, typer.Option(help="Write configs, script and launch command to this folder.")] = None,
     choice: Annotated[int, typer.Option(help="Number of the choice that --emit writes.")] = 1,
     plot: Annotated[
         Path | None, typer.Option(help="Draw memory, time and cost into this file (svg, png or pdf).")

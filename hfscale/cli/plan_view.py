@@ -14,6 +14,7 @@ REJECTED_SHOWN = 5
 """Number of rejected layouts that are printed."""
 COSTS_SHOWN = 6
 """Number of offers that are printed."""
+_COST_TITLE = "Cost of the first choice (goodput: share of the time that is training, without failures and saves)"
 
 
 def show(plan: Plan, written: Sequence[Path]) -> None:
@@ -28,15 +29,17 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
     request = plan.request
     console.print(
         f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {request.gpus} x {request.gpu.name}, "
-        f"sequences of {request.seq_len}, {request.method}, stack {request.framework}"
+        f"sequences of {request.seq_len}, {request.method}, framework {request.framework}"
     )
     if plan.choices:
         console.print(_choices(plan))
+        if plan.order is not None:
+            console.print(f"Order: {plan.order}.")
         memory = [{**vars(choice.estimate.memory), "total": choice.estimate.memory.total} for choice in plan.choices]
         console.print(_parts("GiB per GPU at the peak", memory, "{:.1f}"))
         times = [choice.estimate.time for choice in plan.choices]
         shares = [{name: part / time.total for name, part in vars(time).items()} for time in times]
-        console.print(_parts("Share of the step", shares, "{:.1%}"))
+        console.print(_parts("Share of the step (bubble: waiting stages)", shares, "{:.1%}"))
         if plan.choices[0].costs and plan.choices[0].usd is not None:
             console.print(_costs(plan.choices[0]))
     else:
@@ -116,7 +119,7 @@ def _parts(title: str, rows: Sequence[Mapping[str, float]], form: str) -> Table:
 
 def _costs(choice: Choice) -> Table:
     numbers = ("USD/GPU-hour", "goodput", "days", "GPU-hours", "USD", "USD/M tokens", "read")
-    table = make_table("provider", "kind", "region", *numbers, right=numbers, title="Cost of the first choice")
+    table = make_table("provider", "kind", "region", *numbers, right=numbers, title=_COST_TITLE)
     for cost in choice.costs[:COSTS_SHOWN]:
         table.add_row(
             cost.provider,

@@ -221,7 +221,7 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
     if gpu.achieved_link_gb_s:
         link = f"{gpu.achieved_link_gb_s:g} GB/s measured"
     found = [
-        f"stack {request.framework}: {find_framework(request.framework).about}",
+        f"framework {request.framework}: {find_framework(request.framework).about}",
         f"nodes of {request.gpus_per_node} GPUs: {link} inside a node, {network:g} GB/s per GPU and direction between "
         f"nodes ({origin})",
         f"{request.precision} matrix products, {request.optimizer} states, sequences packed to {request.seq_len} "

@@ -1,4 +1,4 @@
-"""Writes the files of a choice of a plan: Accelerate YAML, DeepSpeed JSON, recipe YAML and the launch command."""
+"""Writes the files of a choice of a plan: Accelerate YAML, DeepSpeed JSON, recipe and the launch command."""
 
 import json
 import math
@@ -47,6 +47,7 @@ def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
     files = {
         "accelerate.yaml": accelerate_yaml(plan, choice, folder),
         "recipe.yaml": recipe_yaml(plan, choice, folder),
+        "train.py": (shipped_root() / str(recipe_of(choice.estimate.job))).read_text(encoding="utf-8"),
         "launch.sh": launch_sh(choice, folder),
     }
     if uses_deepspeed(choice.estimate.job):
@@ -89,13 +90,13 @@ def launch_command(job: Job, folder: Path) -> list[str]:
 
     Args:
         job (`Job`): A run that a recipe can run (`launchable.why_not`).
-        folder (`Path`): The folder with `accelerate.yaml` and `recipe.yaml`.
+        folder (`Path`): The folder with `accelerate.yaml`, `train.py` and `recipe.yaml`.
     """
     nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
     command = ["accelerate", "launch", "--config_file", str(folder / "accelerate.yaml")]
     if nodes > 1:
         command += ["--machine_rank", "$MACHINE_RANK", "--main_process_ip", "$MAIN_IP", "--main_process_port", "29500"]
-    return [*command, str(recipe_of(job)), "--config", str(folder / "recipe.yaml")]
+    return [*command, str(folder / "train.py"), "--config", str(folder / "recipe.yaml")]
 
 
 def _shell(command: list[str]) -> str:

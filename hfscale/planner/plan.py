@@ -86,6 +86,8 @@ class Plan:
     """Tokens to train on."""
     choices: tuple[Choice, ...]
     """Layouts that fit, best first."""
+    order: str | None
+    """Why the first choice stands before one that is faster or costs less; None where it does not."""
     rejected: tuple[Rejected, ...]
     """Layouts that do not work."""
     min_gpus: int | None
@@ -133,6 +135,7 @@ class Plan:
                 "memory_gib": gpu.memory_gib,
             },
             "choices": [choice.to_dict() for choice in self.choices],
+            "order": self.order,
             "rejected": [{"layout": asdict(row.layout), "reason": row.reason} for row in self.rejected],
             "min_gpus": self.min_gpus,
             "advice": [asdict(item) for item in self.advice],
@@ -262,6 +265,7 @@ def plan(
         request=request,
         tokens=tokens,
         choices=tuple(choices),
+        order=_order(choices, objective),
         rejected=tuple(rejected),
         min_gpus=fewest,
         advice=tuple(advice(best, [choice.estimate for choice in choices])) if best else (),
@@ -371,22 +375,39 @@ def _fewer_gpus(gpus: int, node: int) -> list[int]:
 def _ranked(choices: Sequence[Choice], objective: Objective) -> list[Choice]:
     """Choices with the best first. Of those that the estimate cannot tell from the best, the simplest comes first."""
 
-    def by_time(choice: Choice) -> float:
-        job = choice.estimate.job
-        return choice.estimate.time.total / (job.global_batch * job.seq_len)
-
-    def by_usd(choice: Choice) -> float:
-        return choice.usd if choice.usd is not None else float("inf")
-
     if objective == "gpus":
-        return sorted(choices, key=lambda choice: (choice.estimate.job.layout.world_size, by_time(choice)))
-    measure = by_time if objective == "time" else by_usd
-    ranked = sorted(choices, key=lambda choice: (measure(choice), by_time(choice)))
+        return sorted(choices, key=lambda choice: (choice.estimate.job.layout.world_size, _time_per_token(choice)))
+    measure = _time_per_token if objective == "time" else _usd
+    ranked = sorted(choices, key=lambda choice: (measure(choice), _time_per_token(choice)))
     if ranked:
         close = [choice for choice in ranked if measure(choice) <= measure(ranked[0]) * (1 + TIE_TOLERANCE)]
-        first = min(close, key=lambda choice: (simplicity(choice.estimate), measure(choice), by_time(choice)))
+        first = min(close, key=lambda choice: (simplicity(choice.estimate), measure(choice), _time_per_token(choice)))
         ranked = [first, *(choice for choice in ranked if choice is not first)]
     return ranked
+
+
+def _time_per_token(choice: Choice) -> float:
+    job = choice.estimate.job
+    return choice.estimate.time.total / (job.global_batch * job.seq_len)
+
+
+def _usd(choice: Choice) -> float:
+    return choice.usd if choice.usd is not None else float("inf")
+
+
+def _order(choices: Sequence[Choice], objective: Objective) -> str | None:
+    """Why `_ranked` puts the first choice before one that is faster or costs less; None where it does not."""
+    if objective == "gpus" or len(choices) < 2:
+        return None
+    measure, better = (_time_per_token, "faster") if objective == "time" else (_usd, "cheaper")
+    gain = 1 - measure(choices[1]) / measure(choices[0])
+    if not gain > 0:
+        return None
+    return (
+        f"choice 1 stands before choice 2, which is {gain:.1%} {better}, because it is simpler (fewer kinds of "
+        "parallelism, then no sharding, FSDP2, DeepSpeed) and the estimate cannot tell times within "
+        f"{TIE_TOLERANCE:.0%} apart"
+    )
 
 
 def _offers(request: PlanRequest, prices: tuple[Price, ...]) -> tuple[tuple[Price, ...], list[str]]:

@@ -10,17 +10,18 @@ _KINDS = {
     "accelerate": ("accelerate_configs", "*.yaml"),
     "deepspeed": ("ds_configs", "*.json"),
     "recipe": ("recipes", "*.yaml"),
+    "script": ("recipes", "train.py"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShippedConfig:
-    """A config file that comes with hfscale."""
+    """A config file, or the training script of a recipe, that comes with hfscale."""
 
     name: str
     """Path as in the repository, `accelerate_configs/ddp.yaml`; its short names are `ddp.yaml` and `ddp`."""
     kind: str
-    """`accelerate`, `deepspeed` or `recipe`."""
+    """`accelerate`, `deepspeed`, `recipe` or `script`."""
     path: Path
     """Its path on this machine."""
 
@@ -32,8 +33,11 @@ class ShippedConfig:
 
     @property
     def summary(self) -> str:
-        """Its first comment line that is not the launch command."""
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        """Its first comment line that is not the launch command, or the first line of its docstring."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        if self.kind == "script":
+            return lines[0].strip('"')
+        for line in lines:
             text = line.lstrip("# ").strip()
             if not line.startswith("#"):
                 break
@@ -59,7 +63,8 @@ def list_configs() -> list[ShippedConfig]:
 
 
 def find_config(name: str) -> ShippedConfig:
-    """Find a shipped config by name; kinds take precedence in the order `accelerate`, `deepspeed`, `recipe`.
+    """Find a shipped config by name; kinds take precedence in the order `accelerate`, `deepspeed`, `recipe`,
+    `script`.
 
     Args:
         name (`str`): one of its names (`ShippedConfig.names`).
