@@ -13,6 +13,7 @@ from conftest import REPOSITORY
 import hfscale
 from hfscale.errors import MissingDependencyError
 from hfscale.health import doctor
+from hfscale.integrations import loading
 from hfscale.utils import versions
 
 HIDDEN = ("torch", "functorch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "trl", "sentence", "_")
@@ -165,3 +166,17 @@ def test_why_torch_cannot_use_the_gpus(torch, visible, expected):
     assert [finding.level for finding in found] == [level for level, _ in expected]
     for finding, (_, part) in zip(found, expected, strict=True):
         assert part in finding.message
+
+
+def test_fsdp2_does_not_resume_where_accelerate_loses_the_optimizer(monkeypatch, tmp_path):
+    old = {"torch": "2.11", "transformers": "5.12", "accelerate": "1.12.0", "datasets": "5.2"}
+    monkeypatch.setattr(versions, "installed", old.get)
+    monkeypatch.setattr(loading, "running_strategy", lambda trainer: "fsdp2")
+    warnings = []
+    monkeypatch.setattr(loading.logger, "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(loading, "resumed_from", lambda: None)
+    loading.check_resumed(None)
+    assert "accelerate 1.13 or later (1.12.0 is installed)" in warnings[0]
+    monkeypatch.setattr(loading, "resumed_from", lambda: str(tmp_path))
+    with pytest.raises(MissingDependencyError, match=r"accelerate 1.13 or later \(1.12.0 is installed\)"):
+        loading.check_resumed(None)

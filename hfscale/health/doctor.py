@@ -51,6 +51,7 @@ PACKAGES = (
 # The modules that a feature needs beyond those of the callbacks. They are imported in this order.
 _MODULES = {
     "ScalingCallback": ("hfscale.callbacks.scaling",),
+    "FSDP2 checkpoints": ("torch.distributed.fsdp",),
     "recipes": ("hfscale.recipe.models", "hfscale.recipe.parsing", "hfscale.recipe.layout", "hfscale.recipe.data"),
     "tensor parallelism of transformers": ("transformers.distributed.tensor_parallel",),
     "ParallelTrainer": ("hfscale.parallel.trainer", "hfscale.parallel.dry_run"),

@@ -21,11 +21,12 @@ from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import UNIVERSAL_LATEST
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
-from hfscale.errors import CheckpointError, HfScaleError, LayoutError
+from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
 from hfscale.integrations.strategy import requested_strategy, running_strategy
 from hfscale.integrations.trainer import global_batch_size, resumed_from
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
+from hfscale.utils.versions import what_is_missing
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -200,11 +201,17 @@ def check_resumed(trainer: "Trainer") -> None:
     Raises:
         LayoutError: the checkpoint was written by a strategy whose files this one cannot read.
         CheckpointError: the manifest of the checkpoint cannot be read.
+        MissingDependencyError: Accelerate is too old to resume under FSDP2.
     """
-    path = resumed_from()
+    path, running = resumed_from(), running_strategy(trainer)
+    missing = what_is_missing("FSDP2 checkpoints") if running == "fsdp2" else None
+    if missing is not None:
+        if path is not None:
+            raise MissingDependencyError(f"{path}: {missing}")
+        logger.warning("%s; training starts, and cannot be resumed with this version", missing)
     if path is None or not (Path(path) / MANIFEST_NAME).is_file():
         return
-    manifest, running = read_manifest(path), running_strategy(trainer)
+    manifest = read_manifest(path)
     if layout_of(manifest.strategy) != layout_of(running):
         raise LayoutError(
             f"{path} was written under {manifest.strategy.upper()}: the Trainer, under {running.upper()}, loads no "

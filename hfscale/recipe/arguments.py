@@ -249,6 +249,8 @@ class RecipeTrainingArguments(TrainingArguments):
                 raise UsageError(
                     f"--report_to {name} is not known: choose one of all, none, {', '.join(INTEGRATION_TO_CALLBACK)}"
                 )
+            if name == "wandb":
+                require("W&B", "--report_to wandb")
         _check_scheduler(self)
 
     def _set_hardware_defaults(self) -> None:

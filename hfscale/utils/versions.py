@@ -44,6 +44,8 @@ _DEEPSPEED = Requirement(package="deepspeed", minimum="0.19.8", extra="deepspeed
 _PEFT = Requirement(package="peft", minimum="0.18", extra="peft")
 FEATURES = {
     "ScalingCallback": _BASE,
+    # Before 1.13 Accelerate does not restore the optimizer's state under FSDP2, and nothing reports it.
+    "FSDP2 checkpoints": (*_BASE, Requirement(package="accelerate", minimum="1.13")),
     "recipes": _RECIPES,
     "tensor parallelism of transformers": (*_RECIPES, _NEWEST),
     # It uses the tensor-parallel plans and the masks of packed sequences of transformers 5.23.
