@@ -97,9 +97,15 @@ class CommHealthCallback(AdapterCallback):
         self.on_hang = on_hang
         self.stragglers = stragglers
         self.on_bad_training = on_bad_training
+        self._begin_run()
+
+    def _begin_run(self) -> None:
         self._watchdog: HangWatchdog | None = None
         self._monitor: Monitor | None = None
         self._previous_hook: Any = None
+        self._losses = LossGuard()
+        self._healthy_step = 0
+        self._rank_lines: RankLines | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -126,13 +132,12 @@ class CommHealthCallback(AdapterCallback):
         if args.world_size > 1:
             logger.info("each rank: %s", describe_strategy(trainer))
         self._end()  # an earlier training may have ended by an exception
-        self._losses = LossGuard()
+        self._begin_run()
         self._healthy_step = state.global_step
-        self._args = args
         rank_store = connect_rank_store(args) if self.preflight or self.hang_after_s else None
         if self.preflight:
             check_ranks(trainer, rank_store)
-        self._rank_lines = RankLines(Path(args.output_dir)) if state.is_world_process_zero else None
+        self._rank_lines = RankLines(adapter.run_dir()) if state.is_world_process_zero else None
         self._start_monitor(trainer, strategy)
         if rank_store is not None and self.hang_after_s:
             self._start_watchdog(args, rank_store, self.hang_after_s)
@@ -259,13 +264,15 @@ class CommHealthCallback(AdapterCallback):
             HealthError: it is always raised, since it ends the run.
         """
         # A checkpoint that is still being written would be committed after the others have been archived.
-        TrainerAdapter.current().wait_for_save()
+        adapter = TrainerAdapter.current()
+        adapter.wait_for_save()
         distributed.barrier()
-        output_dir = self._args.output_dir
-        if self._args.should_save and Path(output_dir).is_dir():
+        output_dir = adapter.run_dir()
+        archives = adapter.trainer.args.should_save and output_dir.is_dir()
+        if archives:
             archive(output_dir, after_step=self._healthy_step)
         distributed.barrier()
-        good = latest_checkpoint(output_dir) if self._args.should_save and Path(output_dir).is_dir() else None
+        good = latest_checkpoint(output_dir) if archives else None
         self._end()
         resume = f"the relaunched command resumes from {Path(good).name}" if good else "no good checkpoint was written"
         raise HealthError(f"stopped: {join_errors(bad)}; {resume}")

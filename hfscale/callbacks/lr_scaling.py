@@ -83,6 +83,9 @@ class LRScalingCallback(AdapterCallback):
         self.warmup_scale = warmup_scale
         self.scaling: LRScaling | None = None
         """The factor and its reason in the last training; None before the first."""
+        self._begin_run()
+
+    def _begin_run(self) -> None:
         self._created: _Created | None = None
         self._factor: float | None = None
 
@@ -94,7 +97,7 @@ class LRScalingCallback(AdapterCallback):
 
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Scale the optimizer as soon as it has been made."""
-        self._created = None
+        self._begin_run()
         restorer = _ArgumentRestorer(adapter)
         adapter.wrap_create_optimizer(lambda create: functools.partial(self._create_scaled, adapter, restorer, create))
 
@@ -156,6 +159,7 @@ class LRScalingCallback(AdapterCallback):
                 logger.info("lr_scaling: resumed with factor %.4g, rescaled to %.4g", restored_factor, factor)
         rates = created.rates if created is not None else rates_in_use(trainer.optimizer)
         self._announce(trainer, state, rates)
+        adapter.when_unused("learning rate", lambda: scale_to(trainer, 1.0))
         saved.update(factor=factor, kappa=self.scaling.kappa, rule=self.scaling.rule)
         adapter.add_metrics(self._keys)
 

@@ -46,6 +46,7 @@ from hfscale.preemption.notice import AWS, STOP_FILE
 from hfscale.utils import distributed
 from hfscale.utils.distributed import StepAgreement
 from hfscale.utils.logging import get_logger
+from hfscale.utils.run_state import CopiedWithoutRun
 
 logger = get_logger(__name__)
 
@@ -113,7 +114,7 @@ class _Outlook:
         return self.write_s < 0 or (self.write_s + self.around_save_s) * SAFETY <= self.seconds_left
 
 
-class PreemptionStop:
+class PreemptionStop(CopiedWithoutRun):
     """Collects notices, makes the ranks agree on them, and applies the decision to the flags of `TrainerControl`.
 
     Args:
@@ -153,10 +154,16 @@ class PreemptionStop:
         self.around_save_s: Callable[[], float] = float
         """Seconds on this rank that a save started now would wait for an earlier one, and that its copy to a remote
         store would take after it."""
+        self._begin_run()
+
+    def _begin_run(self) -> None:
         self._agreement = self._new_agreement()
         self._evaluation_agreement: StepAgreement | None = None
         self._saved_step: int | None = None
-        self._listening = ExitStack()
+        self._listening = ExitStack()  # is closed by `end`, or when an exception ends the training
+        self._adapter: TrainerAdapter | None = None
+        self._stop_path: Path | None = None
+        self._metric_for_best_model: str | None = None
 
     def begin(self, adapter: TrainerAdapter, train_dataloader: Any) -> None:
         """Start collecting notices, at the beginning of a training and before its data loader workers start.
@@ -169,15 +176,13 @@ class PreemptionStop:
             UsageError: `HFSCALE_CLOUD` in the environment names an unknown cloud.
         """
         trainer = adapter.trainer
-        self._adapter = adapter
         self._listening.close()  # of a training loop that `auto_find_batch_size` has restarted
-        self._listening = ExitStack()  # is closed by `end`, or when an exception ends the training
+        self._begin_run()
+        self._adapter = adapter
         adapter.at_training_end(self._listening.close)
         adapter.before_last_log(self._skip_best_model)
         self.stop = None
-        self._saved_step = None
-        self._evaluation_agreement = None
-        self._agreement = self._new_agreement()
+        self.last_write_s = None
         self._stop_path = Path(trainer.args.output_dir) / self.stop_file if self.stop_file else None
         self._metric_for_best_model = trainer.args.metric_for_best_model
         watch = watch_signals()
@@ -400,7 +405,7 @@ class PreemptionStop:
 
     def _skip_best_model(self) -> None:
         """Do not load the best model after a stop: that takes as long as a save, and nothing uses it."""
-        if self.stop is not None:
+        if self.stop is not None and self._adapter is not None:
             self._adapter.set_argument("load_best_model_at_end", False)
 
     def _may_save(self, args: TrainingArguments, state: TrainerState) -> bool:

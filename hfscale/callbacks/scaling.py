@@ -46,6 +46,9 @@ class ScalingCallback(AdapterCallback):
         self.lr_scaling = lr_scaling or LRScalingCallback()
         self.spot_checkpoint = spot_checkpoint or SpotCheckpointCallback()
         self.metrics = metrics or ScalingMetricsCallback()
+        self._begin_run()
+
+    def _begin_run(self) -> None:
         self._handlers: dict[str, list[Callable[..., None]]] = {}
 
     @property
@@ -71,7 +74,7 @@ def _forward(event: str) -> Any:
         self: ScalingCallback, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if event == "on_train_begin":
-            self._handlers = {}  # found once per training, as events are frequent
+            self._begin_run()  # handlers are found once per training, as events are frequent
         if event not in self._handlers:
             self._handlers[event] = self._find_handlers(event)
         for handler in self._handlers[event]:

@@ -26,6 +26,7 @@ from hfscale.metrics.clocks import StepPace
 from hfscale.preemption import Preempted
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
+from hfscale.utils.run_state import CopiedWithoutRun
 from hfscale.utils.versions import uses_jit_checkpoint
 
 logger = get_logger(__name__)
@@ -116,6 +117,11 @@ class SpotCheckpointCallback(AdapterCallback):
         self.last_committed: str | None = None
         """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
         self.preemption = PreemptionStop(notice_s=notice_s, cloud=cloud, stop_file=stop_file)
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._output_dir = Path()
+        self._run_dir = Path()  # in a hyperparameter search, the folder of the trial in the output directory
         self._limit: int | None = None
         self._running_step: int | None = None
         self._pending_keys: dict[str, float] = {}
@@ -123,6 +129,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._saving: TrainerSaving | None = None
         self._watch: distributed.StepAgreement | None = None
         self._pace = StepPace()
+        self._idle_since = 0.0
 
     @property
     def preempted(self) -> str | None:
@@ -151,6 +158,8 @@ class SpotCheckpointCallback(AdapterCallback):
         _refuse_jit_checkpoint(args)
         lock_for_all_ranks(args.output_dir, is_holder=args.should_save)
         self._wait()  # for a save that a training left in flight when it broke off
+        self._begin_run()
+        self.last_committed = None
         _finish_load(adapter.trainer)
         self._take_over_saving(adapter)
         if args.save_strategy == "no":
@@ -170,6 +179,7 @@ class SpotCheckpointCallback(AdapterCallback):
         folder that it writes to. At the end Trainer would delete the newest checkpoint if the best is another one.
         """
         args = adapter.trainer.args
+        self._run_dir = adapter.run_dir()
         self._output_dir = Path(args.output_dir)
         self._limit = args.save_total_limit
         self._saving = TrainerSaving(adapter, asynchronous=self.asynchronous, committed=self._committed)
@@ -181,23 +191,25 @@ class SpotCheckpointCallback(AdapterCallback):
 
         It is called only on the ranks that save.
         """
-        clear_unfinished(self._output_dir)
-        archived = archive(args.output_dir, after_step=state.global_step)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        clear_unfinished(self._run_dir)
+        archived = archive(self._run_dir, after_step=state.global_step)
         if archived and state.global_step == 0:
             logger.warning(
                 "training starts at step 0, and the checkpoints in %s are archived (the last as %s): to resume from "
                 "the newest one, call train(resume_from_checkpoint=latest_checkpoint(args.output_dir))",
-                args.output_dir,
+                self._run_dir,
                 archived[-1].name,
             )
         elif archived:
             logger.info("archived checkpoints of later steps than step %d: %s", state.global_step, archived[-1])
         self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have reached it
-        start = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        start = self._run_dir / f"checkpoint-{state.global_step}"
         self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
         self._set_status(args, "running", state.global_step)
         if self.remote is not None:
-            self.remote.begin(self._output_dir, state, limit=self._limit, committed=self.last_committed)
+            trial = self._run_dir.relative_to(self._output_dir).as_posix()  # "." outside of a search
+            self.remote.begin(self._run_dir, state, limit=self._limit, committed=self.last_committed, below=trial)
 
     def _begin_counting(self, adapter: TrainerAdapter, state: TrainerState) -> None:
         """Start the cadence and the measurements."""
@@ -298,17 +310,17 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _rotate(self, best: str | os.PathLike[str] | None) -> None:
         if self._limit is not None:
-            rotate(self._output_dir, limit=self._limit, keep=Path(best) if best is not None else None)
+            rotate(self._run_dir, limit=self._limit, keep=Path(best) if best is not None else None)
 
     def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
         """Do what follows a commit, on the rank that made it, and in the background if the save is."""
         self.last_committed = checkpoint.name
         self.preemption.last_write_s = seconds
-        discard_conversions(self._output_dir)
+        discard_conversions(self._run_dir)
         if self.remote is not None:
             self.remote.offer(checkpoint, best)
         self._rotate(best)
-        write_status(self._output_dir, "running", step=manifest.step, checkpoint=checkpoint.name, reason=None)
+        write_status(self._output_dir, "running", step=manifest.step, checkpoint=self._committed_path(), reason=None)
         self._pending_keys = {
             "checkpoint/write_s": seconds,
             "checkpoint/bytes": float(sum(record.bytes for record in manifest.files.values())),
@@ -326,7 +338,13 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _set_status(self, args: TrainingArguments, status: str, step: int, reason: str | None = None) -> None:
         self._running_step = step if status == "running" else None
-        write_status(Path(args.output_dir), status, step=step, checkpoint=self.last_committed, reason=reason)
+        write_status(Path(args.output_dir), status, step=step, checkpoint=self._committed_path(), reason=reason)
+
+    def _committed_path(self) -> str | None:
+        """Return the path of the last committed checkpoint in the output directory."""
+        if self.last_committed is None:
+            return None
+        return (self._run_dir / self.last_committed).relative_to(self._output_dir).as_posix()
 
     def _at_exit(self, args: TrainingArguments) -> None:
         """Finish a save in flight and report the failure. It is called at interpreter exit if the run did not end."""
@@ -351,7 +369,7 @@ class SpotCheckpointCallback(AdapterCallback):
                 self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))
 
 
-class SaveCadence:
+class SaveCadence(CopiedWithoutRun):
     """Decides when a checkpoint is due: N steps or M minutes after the last save, at the same step on all ranks.
 
     Args:
@@ -369,6 +387,12 @@ class SaveCadence:
                 raise UsageError(f"{name} is {value}: it must be greater than 0, or None")
         self.every_steps = every_steps
         self.every_minutes = every_minutes
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._agreement = distributed.StepAgreement(every_s=_AGREE_ON_CADENCE_EVERY_S)
+        self._saved_step = 0
+        self._saved_at = 0.0
 
     def begin(self, state: TrainerState) -> None:
         """Start counting when training begins. Every rank must call it.
@@ -376,7 +400,7 @@ class SaveCadence:
         Args:
             state (`TrainerState`): the state of the Trainer; its step counts as saved.
         """
-        self._agreement = distributed.StepAgreement(every_s=_AGREE_ON_CADENCE_EVERY_S)
+        self._begin_run()
         self.saved(state)
 
     def saved(self, state: TrainerState) -> None:
@@ -408,7 +432,7 @@ class SaveCadence:
         return state.save_steps if by_steps else DEFAULT_EVERY_STEPS
 
 
-class RemoteCopies:
+class RemoteCopies(CopiedWithoutRun):
     """Fetches a newer checkpoint before a training, and copies each committed one in the background.
 
     Args:
@@ -421,8 +445,11 @@ class RemoteCopies:
 
     def __init__(self, url: str) -> None:
         self.store = RemoteStore(url)
+        self._begin_run()
+
+    def _begin_run(self) -> None:
         self._uploader: Uploader | None = None
-        self._output_dir = Path()
+        self._run_dir = Path()
 
     def fetch(self, output_dir: Path) -> None:
         """Fetch the newest checkpoint of the store, unless the local one is as new. Every rank must call it.
@@ -436,29 +463,34 @@ class RemoteCopies:
         """
         fetch_newest(self.store, output_dir)
 
-    def begin(self, output_dir: Path, state: TrainerState, *, limit: int | None, committed: str | None) -> None:
+    def begin(
+        self, run_dir: Path, state: TrainerState, *, limit: int | None, committed: str | None, below: str
+    ) -> None:
         """Archive what the store has of later steps, and offer it the checkpoint that the run starts from.
 
         Only rank 0 does this. A store that cannot be reached is logged as a warning, and training continues.
 
         Args:
-            output_dir (`Path`): output directory of the run.
+            run_dir (`Path`): the folder of the run's checkpoints.
             state (`TrainerState`): the state of the Trainer when training begins.
             limit (`int`, *optional*): number of checkpoints to keep in the store; None keeps all.
             committed (`str`, *optional*): name of the local checkpoint that the run starts from; None: there is none.
+            below (`str`): folder of the run in the store; `.`: the store itself.
         """
-        self._output_dir = output_dir
+        self._begin_run()
+        self._run_dir = run_dir
         if not state.is_world_process_zero:
             return
-        self._uploader = Uploader(self.store, limit=limit, links=output_dir / UNFINISHED / "upload")
+        store = self.store if below == "." else RemoteStore(f"{self.store.url}/{below}")
+        self._uploader = Uploader(store, limit=limit, links=run_dir / UNFINISHED / "upload")
         try:
-            for step in self.store.archive(after_step=state.global_step):
+            for step in store.archive(after_step=state.global_step):
                 logger.info(
                     "archived checkpoint-%d in %s: it is of a later step than the one this run starts at",
                     step,
-                    self.store.url,
+                    store.url,
                 )
-            is_there = state.global_step in self.store.committed_steps()
+            is_there = state.global_step in store.committed_steps()
         except StorageError as error:
             logger.warning(
                 "%s; training continues, and its checkpoints will be copied there when that is possible", error
@@ -467,7 +499,7 @@ class RemoteCopies:
         if committed is not None and is_there:
             self._uploader.last_uploaded = committed
         elif committed is not None:
-            self._uploader.offer(output_dir / committed)
+            self._uploader.offer(run_dir / committed)
 
     def offer(self, checkpoint: Path, best: Path | None) -> None:
         """Copy a checkpoint in the background, just after its commit and on the rank that committed it.
@@ -496,7 +528,7 @@ class RemoteCopies:
             if uploader is not None and not busy and not tried_again and last is not None:
                 tried_again = True
                 if uploader.last_uploaded != last:
-                    uploader.offer(self._output_dir / last)
+                    uploader.offer(self._run_dir / last)
                     busy = True
             if not distributed.all_max([float(busy)])[0]:
                 return

@@ -44,9 +44,9 @@ Replaced until the end of the training
 
 Read, called, or set once
 
-- the local variables `self` and `resume_from_checkpoint` of Trainer's frames, and the code object of
-  `Trainer.train`. By: `calling_trainer`, `resumed_from`, `training_frame`. Reason: a callback gets neither its
-  Trainer nor the checkpoint, and a signal handler gets a frame only. Test: test_integrations.py,
+- the local variables `self`, `resume_from_checkpoint` and `trial` of Trainer's frames, and the code object of
+  `Trainer.train`. By: `calling_trainer`, `resumed_from`, `training_frame`, `run_dir`. Reason: a callback gets neither
+  its Trainer nor the checkpoint, and a signal handler gets a frame only. Test: test_integrations.py,
   test_the_trainer_and_its_checkpoint_are_found_on_the_stack.
 - `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream
   continues. Test: test_stream_position.py.

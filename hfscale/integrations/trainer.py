@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hfscale.errors import HfScaleError
 from hfscale.integrations.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.utils import distributed
+from hfscale.utils.run_state import CopiedWithoutRun
 from hfscale.utils.versions import has_epoch_methods
 
 _ATTRIBUTE = "_hfscale_adapter"
@@ -33,9 +35,9 @@ class TrainerAdapter:
     callback was added after the Trainer was made, the first training is already running at that moment; then the
     adapter wraps the two methods of Trainer in which the rest of that training takes place.
 
-    Two changes last longer, because they must be there before or after a training: the wrapper of `train` and the
-    wrapper of `get_eval_dataloader`. They are undone at the end of the first training that finds no `AdapterCallback`
-    in the Trainer any more.
+    Some changes last longer, because they must be there before or after a training: the wrappers of `train` and
+    `get_eval_dataloader`, and a scaled optimizer. They are undone at the beginning of the first training that finds no
+    `AdapterCallback` in the Trainer any more.
 
     Calling a method again during one training replaces what the earlier call did. This happens when
     `auto_find_batch_size` restarts the training loop.
@@ -194,6 +196,11 @@ class TrainerAdapter:
         """
         return self.trainer._get_output_dir(trial)
 
+    def run_dir(self) -> Path:
+        """Return the folder of the running training's checkpoints; in a hyperparameter search, that of its trial."""
+        frame = training_frame()
+        return Path(self.output_dir(frame.f_locals["trial"] if frame is not None else None))
+
     @contextmanager
     def output_dir_replaced(self, folder: str) -> Iterator[None]:
         """Have Trainer write its checkpoints below another folder within the `with` block.
@@ -337,6 +344,15 @@ class TrainerAdapter:
         self._watch_running_training()
         self._undo[call] = call
 
+    def when_unused(self, name: str, call: Callable[[], None]) -> None:
+        """Have `call()` made when the Trainer has none of our callbacks any more, before its next training.
+
+        Args:
+            name (`str`): what is undone; a later call with the same name replaces this one.
+            call (`Callable`): called without arguments.
+        """
+        self._undo_lasting[name] = call
+
     def restore(self) -> None:
         """Undo every change that lasts until the end of the training."""
         undo, self._undo = self._undo, {}
@@ -347,6 +363,8 @@ class TrainerAdapter:
 
         @functools.wraps(train)
         def train_and_restore(*args: Any, **kwargs: Any) -> Any:
+            if self._leave_if_unused():
+                return train(*args, **kwargs)
             self.restore()  # a training that was not wrapped may have been broken off
             self._wraps_training = True
             skips_steps, self._skips_steps = self._skips_steps, False
@@ -368,12 +386,14 @@ class TrainerAdapter:
 
         return train_and_restore
 
-    def _leave_if_unused(self) -> None:
+    def _leave_if_unused(self) -> bool:
         """Undo the lasting changes too if no preparation and no `AdapterCallback` needs the adapter any more."""
         callbacks = self.trainer.callback_handler.callbacks
-        if not self._preparations and not any(isinstance(callback, AdapterCallback) for callback in callbacks):
-            _call_all(self._undo_lasting)
-            delattr(self.trainer, _ATTRIBUTE)
+        if self._preparations or any(isinstance(callback, AdapterCallback) for callback in callbacks):
+            return False
+        _call_all(self._undo_lasting)
+        delattr(self.trainer, _ATTRIBUTE)
+        return True
 
     def _watch_running_training(self) -> None:
         """If a training is running that began before this adapter wrapped `train`, restore at its end."""
@@ -452,8 +472,11 @@ def _call_all(undo: dict[Any, Callable[[], None]]) -> None:
             stack.callback(call)
 
 
-class AdapterCallback(TrainerCallback):
-    """Gives a callback access to its Trainer's `TrainerAdapter`: the base class of the callbacks of hfscale."""
+class AdapterCallback(CopiedWithoutRun, TrainerCallback):
+    """Gives a callback access to its Trainer's `TrainerAdapter`: the base class of the callbacks of hfscale.
+
+    One instance can serve several Trainers: see `CopiedWithoutRun`.
+    """
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

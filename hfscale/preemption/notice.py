@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any, SupportsIndex
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h, "try again later": the run was preempted, and the same command resumes it."""
@@ -59,6 +60,10 @@ class PreemptionNotices:
     def __init__(self) -> None:
         self._notices: dict[str, Notice] = {}
         self._hints: dict[str, None] = {}
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Keep the collection of this process, which the signal handlers add to, in copies of what refers to it."""
+        return "NOTICES" if self is NOTICES else super().__reduce_ex__(protocol)
 
     def add(self, notice: Notice) -> None:
         """Add a notice. Of several from one source only the first is kept, since its deadline is the correct one."""

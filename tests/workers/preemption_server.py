@@ -109,7 +109,12 @@ def train(spec, phases):
     trainer.phases = phases
     finish_on_cpu(trainer)
     if "write_s" in spec:
-        scaling.spot_checkpoint.preemption.last_write_s = spec["write_s"]
+
+        class SetTime(TrainerCallback):
+            def on_epoch_begin(self, *args, **kwargs):
+                scaling.spot_checkpoint.preemption.last_write_s = spec["write_s"]
+
+        trainer.add_callback(SetTime())
     trainer.train(resume_from_checkpoint=checkpoint)
     weights = [float(p.detach().double().sum()) for p in trainer.model.parameters()] if spec.get("weights") else []
     outcome = {
