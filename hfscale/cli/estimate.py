@@ -56,11 +56,11 @@ def run(
     if table is not None:
         if model is not None:
             raise UsageError(f"give a MODEL ({model}) or --table ({table}), not both")
-        run_table(table)
+        _run_table(table)
         return
     if model is None or gpu is None:
         raise UsageError("give a MODEL and --gpu, such as llama-3.1-8b --gpu H100-80GB, or --table FILE.csv")
-    layout = fill_layout(gpus, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, zero=zero)
+    layout = _fill_layout(gpus, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, zero=zero)
     result = estimate(
         model,
         gpu=gpu,
@@ -87,26 +87,13 @@ def run(
     if as_json:
         print(json.dumps(result.to_dict()))
     else:
-        print_estimate(result)
+        _print_estimate(result)
 
 
-def fill_layout(
+def _fill_layout(
     gpus: int, *, dp_replicate: int | None, dp_shard: int | None, cp: int, tp: int, pp: int, zero: int | None
 ) -> ParallelLayout:
-    """Complete the given axes. Remaining ranks shard the parameters; with a ZeRO stage below 3 they are replicas.
-
-    Args:
-        gpus (`int`): number of GPUs.
-        dp_replicate, dp_shard (`int`, *optional*): data-parallel axes; None if not given.
-        cp, tp, pp (`int`): sizes of the other axes.
-        zero (`int`, *optional*): ZeRO stage; None if not given.
-
-    Returns:
-        The layout.
-
-    Raises:
-        LayoutError: the product of the axes is not the number of GPUs.
-    """
+    """Complete the given axes: remaining ranks shard the parameters; with a ZeRO stage below 3 they are replicas."""
     named = ParallelLayout(
         dp_replicate=1 if dp_replicate is None else dp_replicate,
         dp_shard=1 if dp_shard is None else dp_shard,
@@ -124,7 +111,7 @@ def fill_layout(
     return named
 
 
-def print_estimate(result: Estimate) -> None:
+def _print_estimate(result: Estimate) -> None:
     """Print an estimate as two small tables: memory in GiB and time of a step in seconds."""
     job = result.job
     memory = result.memory
@@ -142,15 +129,8 @@ def print_estimate(result: Estimate) -> None:
     print(f"{result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{mfu}")
 
 
-def run_table(path: Path) -> None:
-    """Print a JSON line for every row of a table. The line of a wrong row contains an error.
-
-    Args:
-        path (`Path`): a CSV file in UTF-8, with the columns of `hfscale.planner.table`.
-
-    Raises:
-        UsageError: the table cannot be read, or columns are missing.
-    """
+def _run_table(path: Path) -> None:
+    """Print a JSON line for every row of a CSV table in UTF-8. The line of a wrong row contains an error."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)

@@ -68,7 +68,7 @@ def run(
     if calibrate:
         if gpu is not None or gpus is not None:
             raise UsageError("--calibrate measures this machine: leave out --gpu and --gpus, and plan afterwards")
-        return run_calibration(None if model is None else Path(model), as_json=as_json)
+        return _run_calibration(None if model is None else Path(model), as_json=as_json)
     if model is None or gpu is None or gpus is None:
         raise UsageError("give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8")
     if top < 1:
@@ -80,7 +80,7 @@ def run(
         gpus_per_node=gpus_per_node,
         seq_len=seq_len,
         global_batch=global_batch,
-        tokens=None if tokens is None else parse_tokens(tokens),
+        tokens=None if tokens is None else _parse_tokens(tokens),
         method=method,
         lora_rank=lora_rank,
         stack=stack,
@@ -118,21 +118,9 @@ def run(
     return 0 if result.choices else 1
 
 
-def run_calibration(file: Path | None, *, as_json: bool) -> int:
-    """Measure this machine. The main process writes the file and prints how to plan with it.
-
-    Args:
-        file (`Path`, *optional*): the file to write; by default the user's hardware file.
-        as_json (`bool`): whether to print JSON.
-
-    Returns:
-        `int`: the exit code.
-
-    Raises:
-        ConfigFileError: the file exists and is not a hardware file.
-        UsageError: the file's name does not end in .toml.
-        StorageError: the file cannot be written.
-    """
+def _run_calibration(file: Path | None, *, as_json: bool) -> int:
+    """Measure this machine. The main process writes the file, by default the user's, and prints how to plan with
+    it."""
     path = file or user_hardware_file()
     if path.suffix != ".toml":
         raise UsageError(f"--calibrate writes TOML, and the file is {path}: use a name such as hardware.toml")
@@ -158,15 +146,8 @@ def run_calibration(file: Path | None, *, as_json: bool) -> int:
     return 0
 
 
-def parse_tokens(text: str) -> float:
-    """Parse a number of tokens such as `500M`, `1.5T` or `1e12`.
-
-    Args:
-        text (`str`): the value of `--tokens`; K, M, B or G, and T stand for powers of 1000.
-
-    Raises:
-        UsageError: the text is not such a number, or is not above 0 and below 1e18.
-    """
+def _parse_tokens(text: str) -> float:
+    """Parse a number of tokens such as `500M`, `1.5T` or `1e12`; K, M, B or G, and T are powers of 1000."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBGT]?)", text.strip().replace(",", ""), flags=re.IGNORECASE)
     tokens = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
     if not 0 < tokens < 1e18:

@@ -129,25 +129,15 @@ def scale_learning_rate(
         reason = f"{batches}, rubric: linear up to {RUBRIC_TOKENS_PER_STEP:,} tokens per step, square root beyond"
         return LRScaling(rule="rubric", kappa=kappa, factor=factor, warmup_factor=warmup, reason=reason)
 
-    resolved = resolve_rule(rule, optimizer)
+    resolved = _resolve_rule(rule, optimizer)
     factor = kappa if resolved == "linear" else math.sqrt(kappa)
     reason = f"{batches}, {resolved} rule for {optimizer}"
     return LRScaling(rule=resolved, kappa=kappa, factor=factor, warmup_factor=warmup_scale, reason=reason)
 
 
-def resolve_rule(rule: str, optimizer: str) -> str:
-    """Returns the rule that `auto` stands for; other rules are returned as they are.
-
-    Args:
-        rule (`str`): One of `RULES`.
-        optimizer (`str`): Name of the optimizer as in `TrainingArguments.optim`, of its class, or of a DeepSpeed type.
-
-    Returns:
-        `str`: For `auto`, `linear` for SGD and `sqrt` for adaptive optimizers; otherwise `rule`.
-
-    Raises:
-        `UsageError`: The rule is `auto`, and no rule is known for the optimizer.
-    """
+def _resolve_rule(rule: str, optimizer: str) -> str:
+    """The rule that `auto` stands for: `linear` for SGD and `sqrt` for adaptive optimizers; other rules as they
+    are."""
     if rule != "auto":
         return rule
     name = optimizer.lower()

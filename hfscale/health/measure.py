@@ -225,16 +225,8 @@ class Collective:
         return RING_PASSES[self.kind] * self.full_bytes * (ranks - 1) / ranks
 
 
-def buffer_pattern(length: int, device: torch.device) -> torch.Tensor:
-    """Return the pattern p of this module's collectives.
-
-    Args:
-        length (`int`): the number of elements.
-        device (`torch.device`): where the pattern is.
-
-    Returns:
-        `torch.Tensor`: the pattern, (length,) fp32.
-    """
+def _buffer_pattern(length: int, device: torch.device) -> torch.Tensor:
+    """The pattern p of this module's collectives, (length,) fp32."""
     return (torch.arange(length, device=device) % _BUFFER_PERIOD).float()
 
 
@@ -254,7 +246,7 @@ def make_collective(kind: str, size_bytes: int, device: torch.device, group: dis
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     part = max(1, size_bytes // 4 // ranks)
     mine = slice(me * part, (me + 1) * part)
-    pattern = buffer_pattern(part * ranks, device)
+    pattern = _buffer_pattern(part * ranks, device)
     source = (me + 1) * (pattern[mine] if kind == "all_gather" else pattern)
     output = torch.empty_like(pattern[mine] if kind == "reduce_scatter" else pattern)
     sum_of_factors = ranks * (ranks + 1) // 2

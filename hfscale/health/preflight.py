@@ -122,7 +122,7 @@ def run(
     results = rank_store.read("results")
     hosts = {rank: note["host"] for rank, note in hello.items()}
     return PreflightResult(
-        findings=(*blamed, *compare_ranks(hello), *compare_results(results, hosts)),
+        findings=(*blamed, *compare_ranks(hello), *_compare_results(results, hosts)),
         ranks=hello,
         links=slowest_links(results),
         seconds=time.monotonic() - begun,
@@ -395,16 +395,8 @@ def _differing(
     ]
 
 
-def compare_results(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[Finding]:
-    """Compare the results of the ranks that finished their checks.
-
-    Args:
-        results (`Mapping[int, Mapping[str, Any]]`): the results by rank: `matmul`, `links` and `clock`.
-        hosts (`Mapping[int, str]`): the host of each rank.
-
-    Returns:
-        `list[Finding]`: the ranks that are slow, compute or communicate wrong values, or have a wrong clock.
-    """
+def _compare_results(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[Finding]:
+    """Compare the results of the ranks that finished their checks: `matmul`, `links` and `clock` of each."""
     if not results:
         return []
     found = measure.compare_matmul({rank: result["matmul"] for rank, result in results.items()}, hosts)

@@ -115,16 +115,10 @@ def shard_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
-def local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Compute, without communication, the part of a full tensor that this rank holds of a parameter.
-
-    Args:
-        full (`torch.Tensor`): values of the parameter's full shape.
-        parameter (`torch.Tensor`): a `DTensor` over axes of `AXES`, or a plain tensor, of which every rank holds all.
-
-    Returns:
-        The rank's shard: a view of `full` where it is contiguous, else a copy.
-    """
+def _local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a full tensor that this rank holds of a parameter, without communication: a view of `full` where it
+    is contiguous, else a copy. `parameter` is a `DTensor` over axes of `AXES`, or a tensor of which every rank holds
+    all."""
     if not isinstance(parameter, DTensor):
         return full
     mesh = parameter.device_mesh
@@ -159,7 +153,7 @@ def copy_local_shard(parameter: torch.Tensor, full: torch.Tensor) -> None:
         parameter (`torch.Tensor`): a `DTensor` over axes of `AXES`, or a plain tensor; changed in place.
         full (`torch.Tensor`): values of the parameter's full shape.
     """
-    local_tensor(parameter).copy_(local_shard(full, parameter))
+    local_tensor(parameter).copy_(_local_shard(full, parameter))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -288,18 +288,13 @@ def stage_flags(job: Job) -> dict[str, Any]:
     return flags
 
 
-def hub_id(model: str) -> str:
-    """Returns the hub id of a built-in model; any other name is returned as it is."""
-    entry = catalogue().get(model.casefold())
-    return str(entry["hub"][0]) if entry else model
-
-
 def _model_flags(model: str) -> dict[str, Any]:
     """The recipe flag of the model: a checkpoint, or a folder with only a config, which is trained from scratch."""
     path = Path(model)
     folder = path.parent if path.is_file() else path
     if not folder.is_dir() or (model.casefold() in catalogue() and not path.exists()):
-        return {"model_name_or_path": hub_id(model)}
+        built_in = catalogue().get(model.casefold())
+        return {"model_name_or_path": built_in["hub"][0] if built_in else model}
     has_weights = any(True for kind in WEIGHTS for _ in folder.glob(kind))
     return {"model_name_or_path" if has_weights else "config_name": str(folder)}
 

@@ -79,23 +79,19 @@ class Rates:
 
     def __init__(self, job: Job, framework: Framework, shared: SharedConstants) -> None:
         gpu = job.gpu
-        peak = bf16_like_peak(job)
-        self.matmul = matmul_rate(gpu, peak, shared, job.precision) * framework.matmul
+        peak = _bf16_like_peak(job)
+        self.matmul = _matmul_rate(gpu, peak, shared, job.precision) * framework.matmul
         self.bf16_matmul = self.matmul
         if job.precision == "fp8" and gpu.fp8_tflops:
             self.matmul *= framework.fp8_rowwise_gain if job.rowwise_fp8 else framework.fp8_gain
         is_hopper = peak >= HOPPER_TFLOPS
         share = framework.attention_hopper if is_hopper else framework.attention_ampere
-        self.attention = peak * 1e12 * share * power_factor(gpu, shared)
+        self.attention = peak * 1e12 * share * _power_factor(gpu, shared)
         self.memory = 1e12 * (gpu.achieved_memory_tb_s or gpu.memory_tb_s * shared.memory_rate)
 
 
-def bf16_like_peak(job: Job) -> float:
-    """Computes the dense peak, TFLOP/s, of the format of matrix products that are not in fp8.
-
-    Raises:
-        `UsageError`: No peak of that format is known for the device; the message names formats with a known peak.
-    """
+def _bf16_like_peak(job: Job) -> float:
+    """Dense peak, TFLOP/s, of the format of matrix products that are not in fp8; a UsageError if none is known."""
     gpu = job.gpu
     if job.precision == "fp32":
         peak = gpu.tf32_tflops or gpu.fp32_tflops
@@ -111,38 +107,23 @@ def bf16_like_peak(job: Job) -> float:
     return peak
 
 
-def power_factor(gpu: Accelerator, shared: SharedConstants) -> float:
-    """Computes the relative sustained rate of a device whose power limit is lower than usual in its series.
-
-    Args:
-        gpu (`Accelerator`): The device.
-        shared (`SharedConstants`): Constants of hardware and networks, of which `power_exponent` is used.
-
-    Returns:
-        `float`: A factor of at most 1. It is 1 for PCIe cards, from the usual power limit on, and where the power
-            limit or the usual one is not known.
-    """
+def _power_factor(gpu: Accelerator, shared: SharedConstants) -> float:
+    """Relative sustained rate of a device whose power limit is below the usual one of its series; 1 for PCIe cards,
+    and where one of the limits is not known."""
     usual = USUAL_POWER_W.get(gpu.name.partition("-")[0])
     if usual is None or gpu.power_w is None or "PCIe" in gpu.name or gpu.power_w >= usual:
         return 1.0
     return float((gpu.power_w / usual) ** shared.power_exponent)
 
 
-def matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precision: Precision) -> float:
-    """Computes the rate, FLOP/s, of the best large matrix product on a device.
-
-    Args:
-        gpu (`Accelerator`): The device. A rate measured on it is used if there is one.
-        peak (`float`): Dense peak in the format, TFLOP/s.
-        shared (`SharedConstants`): Constants of hardware and networks.
-        precision (`str`): Format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
-    """
+def _matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precision: Precision) -> float:
+    """Rate, FLOP/s, of the best large matrix product on a device, measured on it if possible; `peak` is in TFLOP/s."""
     measured = {"fp16": gpu.achieved_fp16_tflops, "fp32": gpu.achieved_fp32_tflops}.get(precision)
     if measured:
         return measured * 1e12
     best = gpu.achieved_bf16_tflops
     share = best / gpu.bf16_tflops if best and gpu.bf16_tflops else DEFAULT_ACHIEVED
-    return peak * 1e12 * share * power_factor(gpu, shared)
+    return peak * 1e12 * share * _power_factor(gpu, shared)
 
 
 def layer_forward(job: Job, framework: Framework, shared: SharedConstants, rates: Rates) -> LayerTime:

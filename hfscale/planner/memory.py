@@ -213,16 +213,12 @@ def selective_bytes(job: Job) -> float:
     return 2.0 * job.tokens * (boundary + inside + last)
 
 
-def megatron_dropped(job: Job, framework: Framework) -> float:
-    """Computes the bytes that Megatron's selective recomputation drops of one layer and micro-batch.
+def _megatron_dropped(job: Job, framework: Framework) -> float:
+    """Bytes that Megatron's selective recomputation drops of one layer and micro-batch, without attention scores.
 
-    Attention scores, which it drops too, are not counted. It drops nothing else of a dense model. Of a mixture of
-    experts it drops the outputs of norms and activation functions, and latent attention's queries, keys and values,
-    which are expanded again (`--recompute-modules layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3).
-
-    Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
+    It drops nothing else of a dense model. Of a mixture of experts it drops the outputs of norms and activation
+    functions, and latent attention's queries, keys and values, which are expanded again (`--recompute-modules
+    layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3).
     """
     shape = job.shape
     attention = shape.attention
@@ -259,7 +255,7 @@ def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
     if job.recompute == "full":
         return boundary, all_activations + scores
     if framework.name == "megatron":
-        return all_activations - megatron_dropped(job, framework), scores
+        return all_activations - _megatron_dropped(job, framework), scores
     kept = min(all_activations, selective_bytes(job))
     return kept, all_activations + scores - kept
 

@@ -172,7 +172,7 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
     batch = request.global_batch or usual_batch(request, gpus)
     fitting: list[Estimate] = []
     rejected: list[Rejected] = []
-    for candidates in (layouts(request, gpus), offloads(request, gpus)):
+    for candidates in (layouts(request, gpus), _offloads(request, gpus)):
         for layout, zero, offload in candidates:
             found = _try(request, request.job(layout, global_batch=batch, zero=zero, offload=offload))
             if isinstance(found, Estimate):
@@ -191,13 +191,8 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
 # -- layouts to try ---------------------------------------------------------------------------------------------------
 
 
-def offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
-    """Yields layouts that keep states in the CPU's memory: ZeRO-2 and ZeRO-3 with offload, in the framework `hf` only.
-
-    Args:
-        request (`PlanRequest`): What is planned for, of which the framework is used.
-        gpus (`int`): Number of GPUs that every layout uses.
-    """
+def _offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
+    """Layouts that keep states in the CPU's memory: ZeRO-2 and ZeRO-3 with offload, in the framework `hf` only."""
     if request.framework == "hf":
         yield ParallelLayout(dp_replicate=gpus), 2 if gpus > 1 else 0, "optimizer"
         yield ParallelLayout(dp_shard=gpus), 3, "full"

@@ -237,16 +237,9 @@ LARGEST_SHARE_GB_S = 200.0
 """A bandwidth above this, GB/s, is not that of a single GPU: 800 Gbit/s cards have 100 GB/s."""
 
 
-def precision_of(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
-    """Reads the precision of a row; a blank cell is `bf16-mixed`.
-
-    Returns:
-        `tuple[Precision, bool, bool]`: Format of the matrix products, whether states are in this format too, and
-            whether fp8 scales are per row.
-
-    Raises:
-        `UsageError`: The precision is unknown.
-    """
+def _precision_of(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
+    """Format of the matrix products, whether states are in this format too, and whether fp8 scales are per row; a
+    blank cell is `bf16-mixed`."""
     text = text_of(row, "precision").lower().replace("bfloat16", "bf16") or "bf16-mixed"
     pure = "pure" in text or text in ("bf16-true", "bf16")
     if "fp8" in text or "float8" in text:
@@ -260,12 +253,8 @@ def precision_of(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
     raise UsageError(f"precision is {text!r}: use bf16, fp16, fp8 or fp32, with -mixed or -pure")
 
 
-def recompute_of(row: Mapping[str, str]) -> Recompute | None:
-    """Reads the activation recomputation of a row; returns None where the column is blank.
-
-    Raises:
-        `UsageError`: The kind is unknown.
-    """
+def _recompute_of(row: Mapping[str, str]) -> Recompute | None:
+    """Activation recomputation of a row; None where the column is blank."""
     text = text_of(row, "ac").lower()
     if not text:
         return None
@@ -299,12 +288,8 @@ def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
     return "full", None
 
 
-def gpu_of(row: Mapping[str, str]) -> tuple[str, str | None]:
-    """Reads the name of the GPU; a power limit without a number is ignored.
-
-    Returns:
-        `tuple[str, str | None]`: The name, and an assumption about it, or None.
-    """
+def _gpu_of(row: Mapping[str, str]) -> tuple[str, str | None]:
+    """Name of the GPU without a power limit that has no number, and an assumption about it, or None."""
     text = text_of(row, "gpu_type")
     if "power" not in text.lower():
         return text, None
@@ -325,7 +310,7 @@ def assumed(row: Mapping[str, str]) -> list[str]:
     """Lists what was inferred from a row that no column of its own states, one line each."""
     method, column = method_of(row)
     assumptions = [f"method {method}, from the column {column}"] if column else []
-    power = gpu_of(row)[1]
+    power = _gpu_of(row)[1]
     return [*assumptions, power] if power else assumptions
 
 
@@ -375,7 +360,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         `UnsupportedModelError`: The model's widths do not fit together.
         `UsageError`: A cell is not a number, or a name is unknown.
     """
-    gpu = accelerator(gpu_of(row)[0])
+    gpu = accelerator(_gpu_of(row)[0])
     gpus = integer(row, "gpus") or _product(row)
     if gpus is None:
         raise LayoutError("gpus is blank: give the number of GPUs of the run")
@@ -384,7 +369,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         raise LayoutError("seq_len is blank: give the tokens per sequence")
     shape = row_shape(row)
     layout = _layout(row, gpus)
-    precision, pure, rowwise = precision_of(row)
+    precision, pure, rowwise = _precision_of(row)
     compiled = text_of(row, "compile").lower() in ("yes", "true", "1")
     framework = text_of(row, "stack") or infer_framework(row, layout)
     find_framework(framework)
@@ -395,7 +380,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         is_sharded = layout.dp_shard > 1 or (layout.cp > 1 and framework == "titan")
         zero = 3 if is_sharded else 1 if framework == "megatron" and layout.dp_replicate > 1 else 0
     micro = integer(row, "micro_batch") or 1
-    old = is_before_flash(row, gpu, framework)
+    old = _is_before_flash(row, gpu, framework)
     stages = integer(row, "virtual_stages") or (1 if old else _usual_virtual_stages(shape, layout, framework))
     job = Job(
         shape=shape,
@@ -411,7 +396,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         rowwise_fp8=rowwise,
         compile=compiled,
         compiled_loss=framework == "hf" or text_of(row, "loss").lower() == "compiled",
-        recompute=recompute_of(row) or "none",
+        recompute=_recompute_of(row) or "none",
         method=method_of(row)[0],
         virtual_stages=stages,
         sequence_parallel=(not old and framework != "hf") or "sp" in text_of(row, "ac").lower().split("+"),
@@ -428,7 +413,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         job = _largest_micro_batch(job)
     if is_fine_grained(job.shape) and can_overlap_experts(job):  # as DeepSeek-V3 in Megatron
         job = replace(job, overlapped_experts=True)
-    return job if recompute_of(row) else with_recompute_that_fits(job)
+    return job if _recompute_of(row) else with_recompute_that_fits(job)
 
 
 # -- one column at a time ---------------------------------------------------------------------------------------------
@@ -499,19 +484,9 @@ def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
     return "hf" if compiled in ("no", "false", "0") or layout.world_size == 1 else "titan"
 
 
-def is_before_flash(row: Mapping[str, str], gpu: Accelerator, framework: str) -> bool:
-    """Returns whether a run keeps attention scores in memory, as before flash attention (2022).
-
-    These are runs of Megatron on Ampere or Volta with fp16, or with full recomputation of short sequences.
-
-    Args:
-        row (`Mapping[str, str]`): The cells of a row by column.
-        gpu (`Accelerator`): The device.
-        framework (`str`): The training framework: `hf`, `titan` or `megatron`.
-
-    Raises:
-        `UsageError`: The sequence length is not an integer.
-    """
+def _is_before_flash(row: Mapping[str, str], gpu: Accelerator, framework: str) -> bool:
+    """Whether a run keeps attention scores in memory, as before flash attention (2022): a run of Megatron on Ampere or
+    Volta with fp16, or with full recomputation of short sequences."""
     if framework != "megatron" or (gpu.bf16_tflops or 0) > 400:
         return False
     precision = text_of(row, "precision").lower()

@@ -34,19 +34,8 @@ _GROUPS = "optimizer.param_groups."
 # ---- Any distributed checkpoint
 
 
-def read_value(folder: Path, chunk: Chunk) -> Any:
-    """Read one stored piece: a part of a tensor, or a value that is not a tensor.
-
-    Args:
-        folder (`Path`): folder of the distributed checkpoint.
-        chunk (`Chunk`): file, offset and length of the piece.
-
-    Returns:
-        `Any`: a tensor on the CPU, or the value.
-
-    Raises:
-        CheckpointError: the piece is broken or would have to be unpickled.
-    """
+def _read_value(folder: Path, chunk: Chunk) -> Any:
+    """Read one stored piece: a part of a tensor, on the CPU, or a value that is not a tensor."""
     with (folder / chunk.file).open("rb") as file:
         file.seek(chunk.start)
         stored = file.read(chunk.length)
@@ -77,7 +66,7 @@ def tensor_ref(folder: Path, name: str, entry: Entry) -> TensorRef:
         full = torch.empty(shape, dtype=dtype)
         covered = 0
         for chunk in entry.chunks:
-            piece = read_value(folder, chunk)
+            piece = _read_value(folder, chunk)
             if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != chunk.sizes:
                 raise CheckpointError(f"{folder / chunk.file}: '{name}' is not the piece that the metadata describes")
             slices = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -179,7 +168,7 @@ def read_fsdp2(checkpoint: Path) -> CheckpointView:
         if parameter not in known:
             raise CheckpointError(f"{optimizer} has states of '{parameter}', which is in none of its groups")
         if entry.shape is None:
-            value = torch.tensor(float(read_value(optimizer, entry.chunks[0])))
+            value = torch.tensor(float(_read_value(optimizer, entry.chunks[0])))
             state.setdefault(parameter, {})[key] = TensorRef.of(value)
         else:
             state.setdefault(parameter, {})[key] = tensor_ref(optimizer, name, entry)
@@ -193,7 +182,7 @@ def _groups(folder: Path, entries: Mapping[str, Entry]) -> list[ParameterGroup]:
         if name.startswith(_GROUPS):
             number, _, key = name.removeprefix(_GROUPS).partition(".")
             if entry.shape is None:
-                found.setdefault(int(number), {})[key] = read_value(folder, entry.chunks[0])
+                found.setdefault(int(number), {})[key] = _read_value(folder, entry.chunks[0])
             else:  # a learning rate that is a tensor
                 found.setdefault(int(number), {})[key] = tensor_ref(folder, name, entry).read()
     if not found or any("params" not in group for group in found.values()):
