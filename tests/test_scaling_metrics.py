@@ -8,14 +8,24 @@ import torch
 from conftest import REPOSITORY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import LENGTH, VOCAB, RandomTokens, logged, tiny_arguments, tiny_model, tiny_trainer
-from transformers import LlamaForSequenceClassification, TrainerCallback
+from transformers import (
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from wandb_file import artifact_types, config, history, run_files, run_id, step_metrics, summary
 
 from hfscale import ScalingMetricsCallback
+from hfscale.callbacks.progress import _line
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.metrics.clocks import PhaseClock, StepPace
 from hfscale.metrics.records import RankLines, read_records
 from hfscale.metrics.throughput import FlopsModel, training_dtype
+from hfscale.report.page import page
+from hfscale.report.run_data import load_run
+from hfscale.report.summary import headline, subtitle
 
 TOKENS_PER_STEP = 4 * LENGTH
 
@@ -181,6 +191,47 @@ class TestUtilization:
     def test_a_peak_must_be_positive(self, peak):
         with pytest.raises(UsageError, match="peak_tflops"):
             ScalingMetricsCallback(peak_tflops=peak)
+
+
+class TestWithoutTokens:
+    def test_everything_else_is_logged_and_reported_and_one_line_says_why(self, tmp_path, caplog):
+        config = ViTConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=8,
+        )
+        image = {"pixel_values": torch.zeros(3, 16, 16), "labels": torch.tensor(0)}
+        trainer = Trainer(
+            model=ViTForImageClassification(config),
+            args=tiny_arguments(tmp_path),
+            train_dataset=[image] * 16,
+            callbacks=[ScalingMetricsCallback(peak_tflops=0.01, usd_per_gpu_hour=1.0)],
+        )
+        with caplog.at_level("INFO"):
+            trainer.train()
+        for record in jsonl(tmp_path):
+            assert {key for key in record if key.startswith("scaling/")} == {
+                "scaling/samples_per_s",
+                "scaling/data_wait_fraction",
+                "scaling/mfu",
+                "scaling/hfu",
+                "scaling/goodput",
+                "scaling/usd",
+            }
+        assert [line for line in caplog.messages if "tokens_per_s is not logged" in line and "pixel_values" in line]
+        run = load_run(tmp_path)
+        assert "sequence_length" not in run.facts
+        tiles = {tile.name: tile for tile in headline(run)}
+        assert {"Steps", "Samples per second"} <= tiles.keys()
+        assert all(tile.is_known for tile in tiles.values())
+        assert "counted" in tiles["MFU"].note
+        assert "4 samples per step" in subtitle(run)
+        assert "Samples per second" in page(run)
+        shown = _line(trainer.state, trainer.state.log_history[0])
+        assert "samples/s" in shown
 
 
 class TestJsonl:

@@ -11,6 +11,7 @@ _SHOWN_KEYS = {
     "grad_norm": "grad_norm {:.2f}",
     "learning_rate": "lr {:.2e}",
     "scaling/tokens_per_s_per_gpu": "tokens/s/GPU {:,.0f}",
+    "scaling/samples_per_s": "samples/s {:,.1f}",
     "scaling/mfu": "MFU {:.1%}",
     "scaling/data_wait_fraction": "data wait {:.1%}",
 }
@@ -65,7 +66,10 @@ def use_compact_progress(trainer: Trainer) -> None:
 
 def _line(state: TrainerState, logs: dict[str, Any] | None) -> str:
     """Return the line of one log; it is empty on ranks other than 0, and if the log has none of the shown keys."""
-    shown = [form.format(float(logs[key])) for key, form in _SHOWN_KEYS.items() if logs and key in logs]
+    known = {key: logs[key] for key in _SHOWN_KEYS if logs and key in logs}
+    if "scaling/tokens_per_s_per_gpu" in known:
+        known.pop("scaling/samples_per_s", None)
+    shown = [_SHOWN_KEYS[key].format(float(value)) for key, value in known.items()]
     if not (state.is_world_process_zero and shown):
         return ""
     return f"step {state.global_step}/{state.max_steps}  " + "  ".join(shown)

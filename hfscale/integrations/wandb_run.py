@@ -23,6 +23,8 @@ REPORT_NAME = "hfscale_report.html"
 _SUMMARY_KEYS = (
     "scaling/tokens_seen",
     "scaling/tokens_per_s",
+    "scaling/samples_per_s",
+    "scaling/padding_fraction",
     "scaling/mfu",
     "scaling/efficiency",
     "scaling/goodput",
@@ -39,14 +41,16 @@ class WandbRun(TrainerCallback):
     continues the run that wrote the checkpoint, and a fresh one starts another run. A WANDB_RUN_ID that the user has
     set, and a run that the user has started, are left alone. W&B stores the command line, and gets it without secrets.
 
-    Every metric is drawn over tokens. The history of a W&B run only grows: after a resume from an earlier step than
-    was logged, the steps between are in it twice, which the config of the run records under `hfscale_rewound`.
+    Every metric is drawn over tokens, if the batches have tokens. The history of a W&B run only grows: after a resume
+    from an earlier step than was logged, the steps between are in it twice, which the config of the run records under
+    `hfscale_rewound`.
     """
 
     def __init__(self) -> None:
         self._set_variables: list[str] = []
         self._argv: list[str] | None = None
         self._drawn: set[str] = set()
+        self._has_tokens = False
         self._run: Any = None
 
     def on_train_begin(
@@ -86,6 +90,7 @@ class WandbRun(TrainerCallback):
         self.restore_environment()
         self._run = None
         self._drawn = set()
+        self._has_tokens = False
         if not state.is_world_process_zero:
             return
         import wandb
@@ -113,8 +118,13 @@ class WandbRun(TrainerCallback):
         logs: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Draw each metric over tokens from its first log on; transformers would draw it over steps."""
-        if self._run is None:
+        """Draw each metric over tokens from its first log on; transformers would draw it over steps.
+
+        Without tokens, the metrics are drawn over steps.
+        """
+        if logs is not None and "scaling/tokens_seen" in logs:
+            self._has_tokens = True
+        if self._run is None or not self._has_tokens:
             return
         for key in logs or ():
             name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"

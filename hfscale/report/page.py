@@ -169,8 +169,10 @@ def _loss(run: Run) -> str:
 
 
 def _throughput(run: Run) -> str:
-    series = [Series(name="tokens/s", points=run.series("scaling/tokens_per_s"), colour="teal")]
-    chart = line_chart(series, label="Tokens per second", x_name="step", from_zero=True, marks=_resumes(run))
+    unit = "tokens" if run.series("scaling/tokens_per_s") else "samples"
+    series = [Series(name=f"{unit}/s", points=run.series(f"scaling/{unit}_per_s"), colour="teal")]
+    label = f"{unit.capitalize()} per second"
+    chart = line_chart(series, label=label, x_name="step", from_zero=True, marks=_resumes(run))
     baseline = run.facts.get("baseline")
     note = f'<p class="note">Scaling efficiency is relative to {escape(str(baseline))}.</p>' if baseline else ""
     return chart + note if chart else ""

@@ -45,7 +45,7 @@ class Tile:
 
 
 def headline(run: Run) -> list[Tile]:
-    """Return the headline numbers: tokens, cost, goodput, MFU, speed and time."""
+    """Return the headline numbers: tokens (or steps), cost, goodput, MFU, speed and time."""
     return [_tokens(run), _cost(run), _goodput(run), _mfu(run), _speed(run), _time(run)]
 
 
@@ -61,6 +61,8 @@ def subtitle(run: Run) -> str:
     parts += [str(facts[key]) for key in ("device", "precision") if facts.get(key)]
     if facts.get("sequence_length") and facts.get("global_batch_size"):
         parts.append(f"{count(facts['global_batch_size'])} x {count(facts['sequence_length'])} tokens per step")
+    elif facts.get("global_batch_size"):
+        parts.append(f"{count(facts['global_batch_size'])} samples per step")
     return " · ".join(parts) or "the run has not recorded what it trains"
 
 
@@ -70,10 +72,14 @@ def _unknown(name: str, note: str) -> Tile:
 
 def _tokens(run: Run) -> Tile:
     tokens = run.last("scaling/tokens_seen")
-    note = f"{int(run.last('step') or 0):,} steps"
+    steps = int(run.last("step") or 0)
+    if tokens is None and run.last("scaling/samples_per_s") is not None:
+        return Tile(name="Steps", value=f"{steps:,}", note="the batches have no tokens")
     if tokens is None:
-        return _unknown("Tokens", note)
-    return Tile(name="Tokens", value=count(tokens), note=note)
+        return _unknown("Tokens", f"{steps:,} steps")
+    padding = run.median("scaling/padding_fraction")
+    padded = f", {percent(padding)} padding" if padding else ""
+    return Tile(name="Tokens", value=count(tokens), note=f"{steps:,} steps{padded}")
 
 
 def _cost(run: Run) -> Tile:
@@ -98,14 +104,19 @@ def _mfu(run: Run) -> Tile:
     mfu = run.median("scaling/mfu")
     hfu = run.median("scaling/hfu")
     if mfu is None:
-        return _unknown("MFU", "give --peak_tflops")
+        return _unknown("MFU", run.facts.get("mfu_absent") or "give --peak_tflops")
     note = f"HFU {percent(hfu)}" if hfu is not None and hfu > mfu * 1.005 else "of the dense peak"
-    return Tile(name="MFU", value=percent(mfu), note=note)
+    counted = ", counted FLOPs" if run.facts.get("flops_source") == "counted" else ""
+    return Tile(name="MFU", value=percent(mfu), note=note + counted)
 
 
 def _speed(run: Run) -> Tile:
     rate = run.median("scaling/tokens_per_s")
     per_gpu = run.median("scaling/tokens_per_s_per_gpu")
+    samples = run.median("scaling/samples_per_s")
+    if rate is None and samples is not None:
+        processes = int(run.facts.get("world_size", 1))
+        return Tile(name="Samples per second", value=count(samples), note=f"{count(samples / processes)} per GPU")
     if rate is None or per_gpu is None:
         return _unknown("Tokens per second", "nothing is logged yet")
     efficiency = run.median("scaling/efficiency")
