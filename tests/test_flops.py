@@ -116,11 +116,11 @@ class WithReference(Trainer):
         return super().compute_loss(model, inputs, **kwargs)
 
 
-def train(tmp_path, make, rows, *callbacks, trainer=Trainer, **arguments):
+def train(tmp_path, make, rows, *callbacks, trainer=Trainer, max_steps=6, **arguments):
     set_seed(0)
     training = trainer(
         model=make(),
-        args=tiny_arguments(tmp_path, max_steps=6, **arguments),
+        args=tiny_arguments(tmp_path, max_steps=max_steps, **arguments),
         train_dataset=Rows(rows),
         callbacks=list(callbacks),
     )
@@ -179,6 +179,8 @@ def test_executed_flops_are_those_that_torch_counts_and_losses_are_unchanged(
         assert 1.25 < executed / flops_per_step(trainer, "scaling/mfu") < 1.36
     else:
         assert executed == pytest.approx(flops_per_step(trainer, "scaling/mfu"))
+    if source == "formula":
+        return
     plain = train(tmp_path / "plain", make, rows, TorchCount(), **options)  # its counter changes a last digit
     for key in ("loss", "grad_norm"):
         assert logged(plain, key) == logged(trainer, key)
@@ -193,6 +195,7 @@ def test_fused_attention_is_counted_and_its_second_computation_of_the_scores_is_
             lambda name=name: ViTForImageClassification._from_config(config, attn_implementation=name),
             IMAGES,
             ScalingMetricsCallback(peak_tflops=PEAK),
+            max_steps=TorchCount.STEP,
         )
         by_implementation[name] = [flops_per_step(trainer, key) for key in ("scaling/mfu", "scaling/hfu")]
     assert by_implementation["sdpa"][0] == pytest.approx(by_implementation["eager"][0])
@@ -200,10 +203,10 @@ def test_fused_attention_is_counted_and_its_second_computation_of_the_scores_is_
 
 
 def test_mfu_of_a_compiled_model_without_a_formula_is_absent_and_the_reason_is_recorded(tmp_path):
-    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
     trainer = train(tmp_path, bert, CLASSES, ScalingMetricsCallback(peak_tflops=PEAK), **options)
     assert logged(trainer, "scaling/mfu") == []
-    assert logged(trainer, "scaling/tokens_seen") == [4 * LENGTH * step for step in range(1, 7)]
+    assert logged(trainer, "scaling/tokens_seen") == [4 * LENGTH, 8 * LENGTH]
     assert "compiled" in facts(tmp_path)["mfu_absent"]
 
 
