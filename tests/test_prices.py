@@ -91,11 +91,12 @@ class TestPrices:
             (ROW.replace("on_demand_usd = 4.0\n", "") + FROM, "has no price"),
             (ROW + FROM.replace("2026-11-01", "soon"), "date is 'soon'"),
             (ROW + FROM + "colour = 1\n", "unknown key 'colour'"),
+            ("# Preis in Z\u00fcrich", "is not UTF-8"),
         ],
     )
     def test_a_bad_file_is_one_line(self, tmp_path, text, message):
         path = tmp_path / "prices.toml"
-        path.write_text(text)
+        path.write_text(text, encoding="latin-1")
         with pytest.raises(ConfigFileError) as caught:
             all_prices(path)
         assert message in str(caught.value)
