@@ -12,13 +12,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hfscale.integrations.batches import is_compiled
 from hfscale.integrations.strategy import is_parallel_trainer
 from hfscale.utils.versions import context_parallel_size, sequence_parallel_size
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # its name from 5.0 on
+
     from hfscale.metrics.tokens import TokenCounter
 
 _WITHOUT_FLOPS = (
@@ -166,7 +168,7 @@ def reason_not_to_count(trainer: Trainer) -> str | None:
     return None
 
 
-def attention_implementation(config: PreTrainedConfig) -> str | None:
+def attention_implementation(config: "PreTrainedConfig") -> str | None:
     """Return the name of the attention implementation that a model's config asks for; None where it names none.
 
     Args:
