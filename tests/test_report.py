@@ -181,7 +181,7 @@ def test_unknown_numbers_of_a_run_that_has_just_begun_are_marked(tmp_path):
     html = page(load_run(tmp_path))
     text = ParsedPage(html).text
     assert html.count("class=unknown") == 6
-    assert "give --usd_per_gpu_hour" in text
+    assert "give usd_per_gpu_hour" in text
     assert "inf" not in text.split()
     assert "nan" not in text.lower().split()
 

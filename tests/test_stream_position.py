@@ -170,7 +170,7 @@ def test_with_data_loader_workers_the_stream_is_read_again(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="hfscale"):
         resumed, _ = train(tmp_path / "cut", dataloader_num_workers=1, resume=latest_checkpoint(tmp_path / "cut"))
     assert logged(resumed, "loss") == logged(uninterrupted, "loss")
-    assert "--dataloader_num_workers 0" in caplog.text
+    assert "dataloader_num_workers to 0" in caplog.text
     assert "the 28 sequences already seen are read again" in caplog.text
 
 

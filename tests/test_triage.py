@@ -47,6 +47,18 @@ def test_each_bottleneck_is_named_with_its_numbers(changed, cause, number):
     assert finding.fix
 
 
+def test_advice_names_flags_of_recipes_as_such():
+    """Arguments of TrainingArguments are named without dashes, as in a script."""
+    for changed in (
+        {"data_wait_fraction": 0.5},
+        {"comm_fraction": 0.5},
+        {"bubble_fraction": 0.5},
+        {"efficiency": 0.5},
+    ):
+        fix = triage(TriageInput(**changed)).fix
+        assert fix.count("--") == fix.count("of a recipe")
+
+
 def test_the_largest_of_several_bottlenecks_is_named():
     both = HEALTHY | {"data_wait_fraction": 0.2, "straggler_skew": 1.2, "comm_fraction": 0.3, "throttled": 1.0}
     assert triage(TriageInput(**both)).check == "exposed communication"
@@ -66,15 +78,19 @@ class TestWatch:
         return watch.check(logs, comm_over_backward=None, tokens_per_gpu=None)
 
     def test_reports_a_bottleneck_once_after_several_logs(self):
-        watch = TriageWatch()
+        watch = TriageWatch(after_s=0)
         found = [self.check(watch, SLOW) for _ in range(8)]
         assert [finding is not None for finding in found] == [False, False, False, True, False, False, False, False]
         assert found[3].check == "data wait"
         changed = [self.check(watch, {"scaling/comm_fraction": 0.6}) for _ in range(3)]
         assert changed[-1].check == "exposed communication"
 
-    def test_one_slow_log_is_not_reported(self):
+    def test_a_run_of_seconds_gets_no_advice(self):
         watch = TriageWatch()
+        assert [self.check(watch, SLOW) for _ in range(8)] == [None] * 8
+
+    def test_one_slow_log_is_not_reported(self):
+        watch = TriageWatch(after_s=0)
         fine = {"scaling/data_wait_fraction": 0.0}
         assert [self.check(watch, logs) for logs in (fine, fine, {"scaling/data_wait_fraction": 0.2}, fine, fine)] == (
             [None] * 5

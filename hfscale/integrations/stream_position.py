@@ -253,7 +253,7 @@ class StreamPosition(TrainerCallback):
         if args.dataloader_num_workers:
             logger.info(
                 "a resumed run reads again what was seen of a stream, because its position is not known where data "
-                "loader processes read it: set --dataloader_num_workers 0 to continue at the position"
+                "loader processes read it: set dataloader_num_workers to 0 to continue at the position"
             )
         position = saved_state(state, "stream")
         is_known = bool(position) and not args.dataloader_num_workers

@@ -6,6 +6,7 @@ loader, one slow rank or too little work per GPU look the same from outside (tor
 to 128 H100s, arXiv 2410.06511, so losing a third needs another reason).
 """
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ EXPLAINS = 0.5
 """The part of the missing efficiency that a share below its limit must account for, to be named as the bottleneck."""
 TRIAGE_LOGS = 3
 """Number of logs whose mean is judged, because one slow log is not enough for a diagnosis."""
+
+TRIAGE_AFTER_S = 60.0
+"""Seconds of training before a bottleneck is reported, because a run that ends sooner has nothing to gain from it."""
 
 TRIAGE_KEYS = (
     "scaling/efficiency",
@@ -119,7 +123,8 @@ def _largest_or_unknown(candidates: Sequence[Finding], efficiency: float) -> Fin
         check="not measured",
         share=None,
         problem=f"efficiency {efficiency:.0%}, and no measured share explains it{largest_text}",
-        fix="trace a few steps with --profile_steps, and look for gaps and for kernels that take longer than on 1 GPU",
+        fix="trace a few steps (torch.profiler; --profile_steps of a recipe), and look for gaps and for kernels that "
+        "take longer than on 1 GPU",
     )
 
 
@@ -130,7 +135,7 @@ def _data_wait(m: TriageInput) -> _Candidate | None:
         check="data wait",
         share=m.data_wait_fraction,
         problem=f"the rank with the slowest data loader waits for batches {m.data_wait_fraction:.0%} of the time",
-        fix="raise --dataloader_num_workers or --dataloader_prefetch_factor, or tokenize the data in advance",
+        fix="raise dataloader_num_workers or dataloader_prefetch_factor, or tokenize the data in advance",
     )
     return _Candidate(finding=finding, over_limit=m.data_wait_fraction > DATA_WAIT_LIMIT)
 
@@ -160,16 +165,17 @@ def _communication(m: TriageInput) -> _Candidate | None:
             share=m.comm_fraction,
             problem=f"{numbers}: with {m.tokens_per_gpu:,} tokens per GPU and step it takes "
             f"{m.comm_over_backward:.1f} times as long as the backward",
-            fix=f"give each GPU about {enough:,.0f} tokens per step (--per_device_train_batch_size, "
-            "--gradient_accumulation_steps), or use fewer GPUs",
+            fix=f"give each GPU about {enough:,.0f} tokens per step (per_device_train_batch_size, "
+            "gradient_accumulation_steps), or use fewer GPUs",
         )
     else:
         finding = Finding(
             check="exposed communication",
             share=m.comm_fraction,
             problem=numbers,
-            fix="compare the links with their expected speed (hfscale check); then try --ddp_bucket_cap_mb, "
-            "--gradient_compression bf16, or sharding inside the node only (fsdp2_hsdp)",
+            fix="compare the links with their expected speed (hfscale check); then try ddp_bucket_cap_mb, "
+            "gradients in bf16 (--gradient_compression bf16 of a recipe, bf16_compress_hook of torch), or sharding "
+            "inside the node only (fsdp2_hsdp)",
         )
     return _Candidate(finding=finding, over_limit=over_limit)
 
@@ -181,7 +187,7 @@ def _bubble(m: TriageInput) -> _Candidate | None:
         check="bubble",
         share=m.bubble_fraction,
         problem=f"pipeline stages idle {m.bubble_fraction:.0%} of the step",
-        fix="use more micro-batches (--gradient_accumulation_steps), an interleaved schedule, or fewer stages",
+        fix="use more micro-batches (gradient_accumulation_steps), an interleaved schedule, or fewer stages",
     )
     return _Candidate(finding=finding, over_limit=m.bubble_fraction > BUBBLE_LIMIT)
 
@@ -194,7 +200,7 @@ def _recompute(m: TriageInput) -> _Candidate | None:
         check="recompute",
         share=share,
         problem=f"{share:.0%} of the executed FLOPs compute activations a second time",
-        fix="use --recompute selective, or none if the memory peak leaves room",
+        fix="recompute less (--recompute selective of a recipe), or nothing if the memory peak leaves room",
     )
     return _Candidate(finding=finding, over_limit=share > RECOMPUTE_LIMIT)
 
@@ -218,15 +224,20 @@ class TriageWatch:
     """Runs the triage at each log, and reports a bottleneck once it has lasted for `TRIAGE_LOGS` logs.
 
     The same bottleneck is reported again only after another one has been.
+
+    Args:
+        after_s (`float`): Seconds of training before the first report.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after_s: float = TRIAGE_AFTER_S) -> None:
+        self._after_s = after_s
         self.begin()
 
     def begin(self) -> None:
         """Start a new training. Its first log, which includes start-up and warm-up, is not judged."""
         self._recent: deque[Mapping[str, float]] = deque(maxlen=TRIAGE_LOGS)
         self._is_first = True
+        self._began_at = time.monotonic()
         self._reported: str | None = None
 
     def check(
@@ -246,7 +257,7 @@ class TriageWatch:
             self._is_first = False
             return None
         self._recent.append({key: logs[key] for key in TRIAGE_KEYS if key in logs})
-        if len(self._recent) < TRIAGE_LOGS:
+        if len(self._recent) < TRIAGE_LOGS or time.monotonic() - self._began_at < self._after_s:
             return None
         in_all = set.intersection(*(set(keys) for keys in self._recent))
         mean = {key: sum(keys[key] for keys in self._recent) / TRIAGE_LOGS for key in in_all}

@@ -86,7 +86,7 @@ def _cost(run: Run) -> Tile:
     cost = run.last("scaling/usd")
     per_million = run.last("scaling/usd_per_million_tokens")
     if cost is None:
-        return _unknown("Cost", "give --usd_per_gpu_hour")
+        return _unknown("Cost", "give usd_per_gpu_hour")
     price = run.facts.get("usd_per_gpu_hour")
     notes = [f"{usd(per_million)} per million tokens"] if per_million is not None else []
     notes += [f"at {usd(price)} per GPU-hour"] if price is not None else []
@@ -104,7 +104,7 @@ def _mfu(run: Run) -> Tile:
     mfu = run.median("scaling/mfu")
     hfu = run.median("scaling/hfu")
     if mfu is None:
-        return _unknown("MFU", run.facts.get("mfu_absent") or "give --peak_tflops")
+        return _unknown("MFU", run.facts.get("mfu_absent") or "give peak_tflops")
     note = f"HFU {percent(hfu)}" if hfu is not None and hfu > mfu * 1.005 else "of the dense peak"
     counted = ", counted FLOPs" if run.facts.get("flops_source") == "counted" else ""
     return Tile(name="MFU", value=percent(mfu), note=note + counted)
@@ -189,7 +189,7 @@ def _outside_the_steps(run: Run) -> Sequence[Finding]:
             "evaluation",
             run.split.get("evaluate", 0.0),
             "evaluations during the training",
-            "evaluate less often, or on fewer sequences (--max_eval_samples)",
+            "evaluate less often, or on fewer sequences",
         ),
     )
     return [
