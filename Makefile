@@ -2,6 +2,7 @@
 # make test    the test suite                           make test-faults  the long fault suite
 # make docs    the documentation site -> site/          make test-gpu     what needs a CUDA GPU
 # make bench   paired measurements -> benchmarks/ make test-trainers  the Trainer matrix
+# make test-versions  other versions of torch and transformers
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -14,7 +15,7 @@ OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true HFSCALE_CLOUD=n
 # Modules are compiled to bytecode when they are first imported: compiling all of torch takes longer.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: train test check docs test-trainers test-faults test-gpu bench clean
+.PHONY: train test check docs test-trainers test-versions test-faults test-gpu bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -41,6 +42,9 @@ test-trainers: $(VENV)/installed-dev
 test-faults: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 HFSCALE_TEST_LAUNCH=agent $(BIN)/python -m pytest -q -m faults $(ARGS)
 
+test-versions: $(VENV)/installed-dev
+	$(OFFLINE) $(BIN)/python tests/versions $(ARGS)
+
 test-gpu: $(VENV)/installed-dev
 	$(OFFLINE) $(BIN)/python -m pytest -q -m gpu $(ARGS)
 
@@ -48,7 +52,7 @@ bench: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) runs dist build site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-versions runs dist build site .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # DeepSpeed, which the tests need, is built from source and looks for torch: torch is there before it.
@@ -56,7 +60,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with the pinned versions: a minute or two …"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) -e ".[wandb]"
+	$(PIP) -e ".[peft,wandb]"
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -57,11 +57,12 @@ class ForkServer:
     def __init__(self, preload: Path | None = None) -> None:
         env = os.environ | ({"LD_PRELOAD": str(preload)} if preload else {})
         repository = Path(__file__).parent.parent
+        layers = os.environ["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in os.environ else []  # of tests/versions
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / "fork_server.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=env | {"PYTHONPATH": str(repository)},
+            env=env | {"PYTHONPATH": os.pathsep.join([*layers, str(repository)])},
             cwd=repository,
         )
         self._jobs: dict[int, Job] = {}

@@ -7,6 +7,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from hfscale.utils.versions import is_at_least
+
 VOCAB = 64
 LENGTH = 16
 
@@ -38,6 +40,14 @@ def tiny_model(**overrides: Any) -> LlamaForCausalLM:
         "max_position_embeddings": 64,
     }
     return LlamaForCausalLM(LlamaConfig(**(sizes | overrides)))
+
+
+def let_old_transformers_resume_on_cpu() -> None:
+    """Let torch load what is to be put on `cpu:0`: before 5.22, Trainer asks for it under DDP on a CPU."""
+    if not is_at_least("transformers", "5.22"):
+        torch.serialization.register_package(
+            0, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None
+        )
 
 
 def tiny_arguments(output_dir: Path | str, **overrides: Any) -> TrainingArguments:

@@ -10,12 +10,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
-from tiny import logged, tiny_trainer
+from tiny import let_old_transformers_resume_on_cpu, logged, tiny_trainer
 
 import hfscale
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_scheduler_type": "constant"}
 
+let_old_transformers_resume_on_cpu()
 for name in sys.argv[1:]:
     uninterrupted = tiny_trainer(f"{name}-uninterrupted", getattr(hfscale, name)(), **SAVING)
     uninterrupted.train()

@@ -1,0 +1,200 @@
+"""Runs the package with other versions of its dependencies: python tests/versions [--short] [CORNER ...].
+
+A corner is a row of `CORNERS`. A layered corner puts its packages in front of those of this Python; the others have an
+environment of their own. Both are kept in `.venv-versions/` and made again when their pins change. Each corner imports
+every module, trains on one process, under DDP and under FSDP2 with two, and passes the contract tests of the
+callbacks (not with `--short`).
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from ports import free_port  # noqa: E402
+
+FOLDER = REPOSITORY / ".venv-versions"
+TRAINING = "tests/versions/training.py"
+OLDEST = "constraints-oldest.txt"
+LAYERED = (
+    "transformers",
+    "tokenizers",
+    "huggingface-hub",
+    "accelerate",
+    "datasets",
+    "peft",
+    "dill",
+    "multiprocess",
+    "fsspec",
+)
+"""Packages of `constraints-oldest.txt` that a layered corner takes from there."""
+TEST_PACKAGES = ("pytest", "pytest-timeout", "tensorboard", "wandb", "matplotlib", "optuna")
+CONTRACT = (
+    "tests/test_callbacks_contract.py",
+    "tests/test_spot_checkpoint.py",
+    "tests/test_scaling_metrics.py",
+    "tests/test_lr_scaling_callback.py",
+    "tests/test_integrations.py",
+)
+TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corner:
+    """One set of versions."""
+
+    name: str
+    pins: tuple[str, ...] = ()
+    """Requirements, layered or as constraints; names without a version are the newest."""
+    oldest: bool = False
+    """Whether the pins of `constraints-oldest.txt` are added."""
+    python: str | None = None
+    """Interpreter of the corner's own environment; None: layered on this one."""
+    short: bool = False
+    """Whether `--short` runs it."""
+
+
+NEWEST = ("torch", "transformers<6", "accelerate", "datasets", "peft")
+CORNERS = (
+    Corner(name="transformers-4.57", oldest=True, short=True),
+    Corner(
+        name="transformers-5.0",
+        pins=("transformers==5.0.0", "tokenizers==0.22.2", "huggingface-hub==1.3.0", "accelerate==1.11.0"),
+    ),
+    Corner(
+        name="transformers-5.15",
+        pins=(
+            "transformers==5.15.1",
+            "tokenizers==0.22.2",
+            "huggingface-hub==1.33.0",
+            "accelerate==1.14.0",
+            "peft==0.19.0",
+        ),
+        short=True,
+    ),
+    Corner(name="pinned"),
+    Corner(name="oldest", oldest=True, python="python3.11"),
+    Corner(name="newest", pins=NEWEST, python="python3.11"),
+    Corner(name="newest-python-3.13", pins=NEWEST, python="python3.13"),
+)
+
+
+def main() -> int:
+    """Run the corners that the command line names, by default all; return 1 if one of them fails."""
+    parser = argparse.ArgumentParser(prog="python tests/versions")
+    parser.add_argument("--short", action="store_true", help="two layered corners, without the contract tests")
+    parser.add_argument("corners", nargs="*", metavar="CORNER", help=", ".join(corner.name for corner in CORNERS))
+    asked = parser.parse_args()
+    unknown = set(asked.corners) - {corner.name for corner in CORNERS}
+    if unknown:
+        parser.error(
+            f"no corner is called {', '.join(sorted(unknown))}: choose from {', '.join(c.name for c in CORNERS)}"
+        )
+    chosen = [
+        corner
+        for corner in CORNERS
+        if (corner.name in asked.corners or not asked.corners) and (corner.short or not asked.short)
+    ]
+    for corner in [corner for corner in chosen if corner.python is not None and shutil.which(corner.python) is None]:
+        print(f"{corner.name}: not run, because {corner.python} is not installed")
+        chosen.remove(corner)
+    failed = [corner.name for corner in chosen if not passes(corner, contract=not asked.short)]
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} corners passed" + "".join(f"\nfailed: {n}" for n in failed))
+    return 1 if failed else 0
+
+
+def passes(corner: Corner, *, contract: bool) -> bool:
+    """Set up one corner and run its checks; print one line for each."""
+    start = time.monotonic()
+    python, path = set_up(corner)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")} | {
+        "PYTHONPATH": os.pathsep.join([*path, str(REPOSITORY)]),
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "HFSCALE_CLOUD": "none",
+        "OMP_NUM_THREADS": "1",
+    }
+    print(f"{corner.name}: {versions(python, environ)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        good = [run(corner, "imports and one process", [python, TRAINING, "single", folder], environ)]
+        for strategy in ("ddp", "fsdp2"):
+            launch = [python, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+            launch += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", str(free_port())]
+            argv = [*launch, TRAINING, strategy, f"{folder}/{strategy}"]
+            good.append(run(corner, f"{strategy} on two processes", argv, environ))
+    if contract:
+        argv = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not (gpu or faults or timing)"]
+        good.append(run(corner, "contract tests", [*argv, *CONTRACT], environ))
+    print(f"{corner.name}: {time.monotonic() - start:.0f} s", flush=True)
+    return all(good)
+
+
+def set_up(corner: Corner) -> tuple[str, list[str]]:
+    """Install a corner's packages if that has not been done, and return its Python and its search path."""
+    pins = [*corner.pins]
+    if corner.oldest:
+        lines = (REPOSITORY / OLDEST).read_text(encoding="utf-8").splitlines()
+        oldest = [line for line in lines if line and not line.startswith("#")]
+        pins += [pin for pin in oldest if corner.python or pin.partition("==")[0] in LAYERED]
+    folder = FOLDER / corner.name
+    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8") if corner.python else ""
+    key = hashlib.sha256("\n".join([*pins, sys.version, project]).encode()).hexdigest()
+    python = str(folder / "bin" / "python") if corner.python else sys.executable
+    if not (folder / "key").is_file() or (folder / "key").read_text() != key:
+        shutil.rmtree(folder, ignore_errors=True)
+        if corner.python:
+            subprocess.run([corner.python, "-m", "venv", str(folder)], check=True)
+            (folder / "pins.txt").write_text("\n".join(pin for pin in pins if "=" in pin or "<" in pin))
+            names = [pin for pin in pins if "=" not in pin and "<" not in pin]
+            install = [python, "-m", "pip", "install", "-c", str(folder / "pins.txt"), *names, *TEST_PACKAGES]
+            quietly([*install, "-e", f"{REPOSITORY}[peft]"])
+        elif pins:
+            quietly([python, "-m", "pip", "install", "--no-deps", "--target", str(folder), *pins])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "key").write_text(key)
+    return python, [] if corner.python else [str(folder)]
+
+
+def quietly(argv: list[str]) -> None:
+    """Run pip; its output is shown if it fails."""
+    done = subprocess.run(
+        [*argv, "--no-compile", "--disable-pip-version-check"], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    if done.returncode:
+        print(done.stdout[-2000:], done.stderr[-2000:], sep="\n")
+        raise SystemExit(1)
+
+
+def versions(python: str, environ: dict[str, str]) -> str:
+    """Return the versions that a corner really has."""
+    code = (
+        "import platform; from hfscale.utils.versions import installed; print('python', platform.python_version(), "
+        "*(f'{name} {installed(name)}' for name in ('torch', 'transformers', 'accelerate', 'datasets', 'peft')))"
+    )
+    done = subprocess.run(
+        [python, "-c", code], env=environ, cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def run(corner: Corner, check: str, argv: list[str], environ: dict[str, str]) -> bool:
+    """Run one check, print whether it passed, and its last lines if it did not."""
+    done = subprocess.run(argv, env=environ, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S)
+    print(f"{corner.name}: {check}: {'failed' if done.returncode else 'passed'}", flush=True)
+    if done.returncode:
+        print("\n".join((done.stdout + done.stderr).splitlines()[-40:]), flush=True)
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

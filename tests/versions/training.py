@@ -1,0 +1,71 @@
+"""What each corner of `make test-versions` must do: training.py single|ddp|fsdp2 FOLDER, on each rank.
+
+It trains without the callback and with it, and resumes both half-way; the losses must be equal, and the last
+checkpoint complete. `single` also imports every module.
+"""
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+NEED_MORE = ("hfscale.parallel", "hfscale.recipe")
+"""Packages that may say in one line which version they need."""
+
+
+def import_all() -> None:
+    import hfscale
+    from hfscale.errors import MissingDependencyError
+
+    for module in pkgutil.walk_packages(hfscale.__path__, "hfscale.", onerror=lambda name: None):
+        if module.name == "hfscale.__main__" or module.name.startswith("hfscale.shipped"):
+            continue
+        try:
+            importlib.import_module(module.name)
+        except MissingDependencyError as error:
+            assert module.name in NEED_MORE, module.name
+            print(error)
+
+
+def train(strategy: str, folder: Path) -> None:
+    import torch.distributed as dist
+    from tiny import RandomTokens, let_old_transformers_resume_on_cpu, logged, tiny_arguments, tiny_model
+    from transformers import Trainer
+
+    from hfscale import ScalingCallback, latest_checkpoint
+    from hfscale.checkpoint.manifest import read_manifest
+    from hfscale.integrations.strategy import let_fsdp_run_on_cpu
+    from hfscale.utils.versions import is_at_least
+
+    def run(name: str, callbacks: list, resume: str | None = None) -> list[float]:
+        args = tiny_arguments(folder / name, max_steps=4, save_strategy="steps", save_steps=2)
+        if strategy == "fsdp2":
+            let_fsdp_run_on_cpu()
+        trainer = Trainer(model=tiny_model(), args=args, train_dataset=RandomTokens(), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer, "loss")
+
+    let_old_transformers_resume_on_cpu()
+    plain = run("plain", [])
+    assert len(set(plain)) == 4, plain
+    assert run("ours", [ScalingCallback()]) == plain
+    resumed = run("plain", [], resume=str(folder / "plain" / "checkpoint-2"))
+    assert run("ours", [ScalingCallback()], resume=str(folder / "ours" / "checkpoint-2")) == resumed
+    if strategy != "fsdp2" or is_at_least("transformers", "5.15"):  # Trainer itself resumes wrongly before
+        assert resumed == plain, resumed
+    newest = latest_checkpoint(folder / "ours")
+    assert newest is not None
+    manifest = read_manifest(newest)
+    assert (manifest.step, manifest.strategy) == (4, strategy)
+    print(f"{strategy}: losses {plain}, files {sorted(manifest.files)}")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "single":
+        import_all()
+    train(sys.argv[1], Path(sys.argv[2]))
