@@ -56,7 +56,7 @@ class Corner:
     pins: tuple[str, ...] = ()
     """Requirements, layered or as constraints; names without a version are the newest."""
     oldest: bool = False
-    """Whether the pins of `constraints-oldest.txt` are added."""
+    """Whether the pins of `constraints-oldest.txt` are added for the other packages."""
     python: str | None = None
     """Interpreter of the corner's own environment; None: layered on this one."""
     short: bool = False
@@ -65,7 +65,7 @@ class Corner:
 
 NEWEST = ("torch", "transformers<6", "accelerate", "datasets", "peft")
 CORNERS = (
-    Corner(name="transformers-4.57", oldest=True, short=True),
+    Corner(name="transformers-4.57", pins=("accelerate==1.13.0",), oldest=True, short=True),
     Corner(
         name="transformers-5.0",
         pins=("transformers==5.0.0", "tokenizers==0.22.2", "huggingface-hub==1.3.0", "accelerate==1.11.0"),
@@ -145,7 +145,9 @@ def set_up(corner: Corner) -> tuple[str, list[str]]:
     if corner.oldest:
         lines = (REPOSITORY / OLDEST).read_text(encoding="utf-8").splitlines()
         oldest = [line for line in lines if line and not line.startswith("#")]
-        pins += [pin for pin in oldest if corner.python or pin.partition("==")[0] in LAYERED]
+        own = {pin.partition("==")[0] for pin in corner.pins}
+        wanted = {pin: pin.partition("==")[0] for pin in oldest}
+        pins += [pin for pin, name in wanted.items() if name not in own and (corner.python or name in LAYERED)]
     folder = FOLDER / corner.name
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8") if corner.python else ""
     key = hashlib.sha256("\n".join([*pins, sys.version, project]).encode()).hexdigest()
