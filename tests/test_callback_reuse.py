@@ -14,7 +14,7 @@ from hfscale.checkpoint.store import list_checkpoints, read_status
 from hfscale.preemption import NOTICES
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-NAMES = ["CommHealthCallback", "LRScalingCallback", "SpotCheckpointCallback"]
+NAMES = sorted(name for name in hfscale.__all__ if name.endswith("Callback"))
 
 
 def pickled(callback):
@@ -106,6 +106,7 @@ def test_trials_of_a_search_have_folders_limits_and_state_of_their_own(tmp_path)
     assert steps(tmp_path) == []
     for number in (0, 1):
         assert hfscale.latest_checkpoint(tmp_path / f"run-{number}") == str(tmp_path / f"run-{number}/checkpoint-3")
+        assert len((tmp_path / f"run-{number}" / "scaling.jsonl").read_text().splitlines()) == 3
         assert not list(tmp_path.glob(f"run-{number}/*superseded*"))
     assert read_status(tmp_path)["checkpoint"] == "run-1/checkpoint-3"
     assert trainer.args.save_total_limit == 2

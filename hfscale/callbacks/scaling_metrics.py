@@ -95,12 +95,17 @@ class ScalingMetricsCallback(AdapterCallback):
                 raise UsageError(f"{name} is {value}: it must be greater than 0, in {unit}")
         self.peak_tflops = peak_tflops
         self.usd_per_gpu_hour = usd_per_gpu_hour
+        self.baseline = Path(baseline) if baseline is not None else None
+        self.noise_scale = noise_scale
+        self._begin_run()
+
+    def _begin_run(self) -> None:
         self._counter = TokenCounter()
-        self._utilization = UtilizationMeter(peak_tflops, self._counter)
+        self._utilization = UtilizationMeter(self.peak_tflops, self._counter)
         self._communication = CommunicationMeter()
-        self._efficiency = EfficiencyMeter(Path(baseline) if baseline is not None else None)
-        self._goodput = GoodputMeter(usd_per_gpu_hour)
-        self._noise = NoiseScaleMeter() if noise_scale else None
+        self._efficiency = EfficiencyMeter(self.baseline)
+        self._goodput = GoodputMeter(self.usd_per_gpu_hour)
+        self._noise = NoiseScaleMeter() if self.noise_scale else None
         self._meters: list[Meter] = [
             self._utilization,
             self._communication,
@@ -116,6 +121,7 @@ class ScalingMetricsCallback(AdapterCallback):
 
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Make transformers' WandbCallback continue one W&B run, if the Trainer reports to W&B."""
+        self._wandb_run = None
         if "wandb" in adapter.trainer.args.report_to:
             self._wandb_run = WandbRun()
             adapter.prepend_callback(self._wandb_run)
@@ -126,8 +132,13 @@ class ScalingMetricsCallback(AdapterCallback):
     ) -> None:
         adapter = TrainerAdapter.current()
         trainer = adapter.trainer
-        if self._wandb_run is not None:
-            self._wandb_run.settle(state, last_logged_step=last_logged_step(Path(args.output_dir)))
+        self._release()  # of a training loop that `auto_find_batch_size` has restarted
+        wandb_run = self._wandb_run
+        self._begin_run()
+        self._wandb_run = wandb_run
+        if wandb_run is not None:
+            wandb_run.settle(state, last_logged_step=last_logged_step(adapter.run_dir()))
+        adapter.at_training_end(self._release)
         self._saved = saved_state(state, "metrics")
         self._tokens_seen = int(self._saved.setdefault("tokens_seen", 0))
         # Tensor-parallel ranks see the same tokens; ranks that share a sequence see a part of it each.
@@ -136,7 +147,7 @@ class ScalingMetricsCallback(AdapterCallback):
         for meter in self._meters:
             meter.begin(trainer, state)
         self._goodput_tracker = self._recorder.begin(
-            args, state, saved_goodput=saved_state(state, "goodput"), facts=self._efficiency.facts()
+            adapter.run_dir(), args, state, saved_goodput=saved_state(state, "goodput"), facts=self._efficiency.facts()
         )
         self._goodput.goodput_tracker = self._goodput_tracker
         self._clock.restart()  # the goodput tracker has accounted for the time until now
@@ -217,13 +228,17 @@ class ScalingMetricsCallback(AdapterCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._counter.detach()
-        for meter in self._meters:
-            meter.end()
+        self._release()
         advice = self._noise.advice if self._noise is not None else None
         self._recorder.ended(state, split=dict(saved_state(state, "goodput").get("seconds", {})), advice=advice)
         if self._wandb_run is not None:
             self._wandb_run.publish(args, state)
+
+    def _release(self) -> None:
+        """Remove what the counter and the meters have put on the model."""
+        self._counter.detach()
+        for meter in self._meters:
+            meter.end()
 
     def _batch_fetched(self) -> None:
         self._clock.end("data_wait")

@@ -203,6 +203,7 @@ class RunRecorder:
 
     def begin(
         self,
+        folder: Path,
         args: "TrainingArguments",
         state: "TrainerState",
         *,
@@ -212,6 +213,7 @@ class RunRecorder:
         """Prepare the files, record the launch, and start to account for its time.
 
         Args:
+            folder (`Path`): Output directory of the run, or of one trial of a hyperparameter search.
             args (`TrainingArguments`): Arguments of the training.
             state (`TrainerState`): State of the Trainer at the beginning of the training.
             saved_goodput (`dict[str, Any]`): The dictionary that `GoodputTracker` keeps its times in.
@@ -228,7 +230,6 @@ class RunRecorder:
             self._ranks = None
             goodput_tracker.begin(launched_at=launched, world_size=args.world_size)
             return goodput_tracker
-        folder = Path(str(args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._ranks = RankLines(folder)
