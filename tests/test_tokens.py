@@ -74,10 +74,21 @@ class Features(nn.Module):
 
     def __init__(self, encoder):
         super().__init__()
-        self.encoder = encoder
+        self.transformer = Transformer(encoder)
 
     def forward(self, features):
-        return self.encoder(**features).last_hidden_state.mean(1)
+        return self.transformer(features)
+
+
+class Transformer(nn.Module):
+    """Calls the forward of its model as a method, like the module of this name in sentence-transformers."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.model = encoder
+
+    def forward(self, features):
+        return self.model.forward(**features).last_hidden_state.mean(1)
 
 
 def test_a_sequence_counts_once_beside_reference_and_evaluation_passes(tmp_path):

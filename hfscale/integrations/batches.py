@@ -21,8 +21,9 @@ def is_compiled(module: nn.Module) -> bool:
 def batch_entries(trainer: Trainer) -> list[BatchEntry]:
     """Return the modules through which a batch can enter the model in training, the outermost first.
 
-    They are the model and each transformers model inside it, since trainers also call the model without its wrapper or
-    without its head. Of the wrappers, only those count whose inside is compiled, where hooks would be compiled too.
+    They are the model, each transformers model inside it, and the module that holds such a model, since trainers also
+    call the model without its wrapper or without its head. Of the wrappers, only those count whose inside is compiled,
+    where hooks would be compiled too.
 
     Args:
         trainer (`Trainer`): prepared for training.
@@ -39,7 +40,7 @@ def batch_entries(trainer: Trainer) -> list[BatchEntry]:
         part
         for root in {id(root): root for root in (module, unwrap_compiled(model))}.values()
         for part in root.modules()
-        if isinstance(part, PreTrainedModel) and part is not model
+        if part is not model and (isinstance(part, PreTrainedModel) or _holds_transformer(part))
     ]
     compiled = any(is_compiled(part) for part in (*wrappers, model))
     return [
@@ -47,6 +48,11 @@ def batch_entries(trainer: Trainer) -> list[BatchEntry]:
         _batch_entry(model, counts_nested=compiled or not inside),
         *(_batch_entry(part, counts_nested=True) for part in inside),
     ]
+
+
+def _holds_transformer(module: nn.Module) -> bool:
+    # sentence-transformers calls the forward of the model as a method, which does not run the hooks of the model.
+    return any(isinstance(child, PreTrainedModel) for child in module.children())
 
 
 def _batch_entry(module: nn.Module, *, counts_nested: bool) -> BatchEntry:
