@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 from datasets import Dataset
-from kinds_transformers import COUNTS, LAYERS, NO_FLOPS, NO_METRICS, ROTATION
+from kinds_transformers import LAYERS, ROTATION
 from kinds_trl import say, tokenizer
 from trainer_contract import VOCAB, Kind
 from transformers import Trainer, TrainerCallback
@@ -101,7 +101,7 @@ def builder(
 
 
 WAITS = {"background_save": "D12: sentence-transformers' Trainers have their own `_save`"}
-REST = ROTATION | WAITS | COUNTS | NO_FLOPS | NO_METRICS
+REST = ROTATION | WAITS
 
 KINDS = (
     Kind(

@@ -327,9 +327,7 @@ translating = builder(
 )
 
 ROTATION = {"checkpoints": "D9: a best checkpoint is kept beyond the limit"}
-COUNTS = {"tokens": "D7: padding, decoders and inputs that are not token ids are not counted"}
-NO_FLOPS = {"flops": "D7: the FLOPs of this model are not counted"}
-NO_METRICS = {"metrics": "D8: without tokens there are no metrics"}
+
 KINDS = (
     Kind(
         name="causal_lm",
@@ -352,7 +350,7 @@ KINDS = (
         trainer="`Trainer`, frozen layers",
         model="causal LM (Llama)",
         build=builder(lambda: frozen(llama()), text),
-        xfail=ROTATION | NO_FLOPS,
+        xfail=ROTATION,
     ),
     Kind(
         name="sequence_classification",
@@ -360,14 +358,14 @@ KINDS = (
         model="sequence classification (BERT)",
         build=builder(lambda: bert("BertForSequenceClassification", num_labels=3), classified, data_collator=padded),
         short=True,
-        xfail=ROTATION | COUNTS | NO_FLOPS,
+        xfail=ROTATION,
     ),
     Kind(
         name="token_classification",
         trainer="`Trainer`, padding",
         model="token classification (BERT)",
         build=builder(lambda: bert("BertForTokenClassification", num_labels=5), tagged, data_collator=padded),
-        xfail=ROTATION | COUNTS | NO_FLOPS,
+        xfail=ROTATION,
     ),
     Kind(
         name="image",
@@ -377,7 +375,7 @@ KINDS = (
         counts="samples",
         short=True,
         plain_drifts=True,
-        xfail=ROTATION | COUNTS | NO_FLOPS | NO_METRICS,
+        xfail=ROTATION,
     ),
     Kind(
         name="audio",
@@ -385,7 +383,7 @@ KINDS = (
         model="audio classification (wav2vec2)",
         build=builder(wav2vec2, sound),
         counts="samples",
-        xfail=ROTATION | COUNTS | NO_FLOPS | NO_METRICS,
+        xfail=ROTATION,
     ),
     Kind(
         name="speech",
@@ -394,7 +392,7 @@ KINDS = (
         build=builder(
             whisper, speech, trainer=transformers.Seq2SeqTrainer, arguments=transformers.Seq2SeqTrainingArguments
         ),
-        xfail=ROTATION | COUNTS | NO_FLOPS | NO_METRICS,
+        xfail=ROTATION,
     ),
     Kind(
         name="llava",
@@ -402,7 +400,7 @@ KINDS = (
         model="vision-language (LLaVA)",
         build=builder(llava, captioned),
         plain_drifts=True,
-        xfail=ROTATION | NO_FLOPS,
+        xfail=ROTATION,
     ),
     Kind(
         name="qwen2_vl",
@@ -410,7 +408,7 @@ KINDS = (
         model="vision-language (Qwen2-VL)",
         build=builder(qwen2_vl, qwen_captioned, data_collator=qwen_batch),
         plain_drifts=True,
-        xfail=ROTATION | NO_FLOPS,
+        xfail=ROTATION,
     ),
     Kind(
         name="seq2seq",
@@ -419,7 +417,7 @@ KINDS = (
         build=translating,
         arguments={"predict_with_generate": True, "generation_max_length": 5},
         short=True,
-        xfail=ROTATION | COUNTS | NO_FLOPS,
+        xfail=ROTATION,
     ),
     Kind(
         name="own_subclass",
@@ -493,6 +491,6 @@ KINDS = (
         build=translating,
         arguments={"predict_with_generate": True, "generation_max_length": 5},
         processes=2,
-        xfail=ROTATION | COUNTS | NO_FLOPS,
+        xfail=ROTATION,
     ),
 )
