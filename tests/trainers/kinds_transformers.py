@@ -326,8 +326,6 @@ translating = builder(
     data_collator=padded,
 )
 
-ROTATION = {"checkpoints": "D9: a best checkpoint is kept beyond the limit"}
-
 KINDS = (
     Kind(
         name="causal_lm",
@@ -335,7 +333,6 @@ KINDS = (
         model="causal LM (Llama)",
         build=builder(llama, text),
         short=True,
-        xfail=ROTATION,
     ),
     Kind(
         name="causal_lm_accumulation",
@@ -343,14 +340,12 @@ KINDS = (
         model="causal LM (Llama)",
         build=builder(llama, text),
         arguments={"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "max_grad_norm": 0.5},
-        xfail=ROTATION,
     ),
     Kind(
         name="frozen",
         trainer="`Trainer`, frozen layers",
         model="causal LM (Llama)",
         build=builder(lambda: frozen(llama()), text),
-        xfail=ROTATION,
     ),
     Kind(
         name="sequence_classification",
@@ -358,14 +353,12 @@ KINDS = (
         model="sequence classification (BERT)",
         build=builder(lambda: bert("BertForSequenceClassification", num_labels=3), classified, data_collator=padded),
         short=True,
-        xfail=ROTATION,
     ),
     Kind(
         name="token_classification",
         trainer="`Trainer`, padding",
         model="token classification (BERT)",
         build=builder(lambda: bert("BertForTokenClassification", num_labels=5), tagged, data_collator=padded),
-        xfail=ROTATION,
     ),
     Kind(
         name="image",
@@ -375,7 +368,6 @@ KINDS = (
         counts="samples",
         short=True,
         plain_drifts=True,
-        xfail=ROTATION,
     ),
     Kind(
         name="audio",
@@ -383,7 +375,6 @@ KINDS = (
         model="audio classification (wav2vec2)",
         build=builder(wav2vec2, sound),
         counts="samples",
-        xfail=ROTATION,
     ),
     Kind(
         name="speech",
@@ -392,7 +383,6 @@ KINDS = (
         build=builder(
             whisper, speech, trainer=transformers.Seq2SeqTrainer, arguments=transformers.Seq2SeqTrainingArguments
         ),
-        xfail=ROTATION,
     ),
     Kind(
         name="llava",
@@ -400,7 +390,6 @@ KINDS = (
         model="vision-language (LLaVA)",
         build=builder(llava, captioned),
         plain_drifts=True,
-        xfail=ROTATION,
     ),
     Kind(
         name="qwen2_vl",
@@ -408,16 +397,15 @@ KINDS = (
         model="vision-language (Qwen2-VL)",
         build=builder(qwen2_vl, qwen_captioned, data_collator=qwen_batch),
         plain_drifts=True,
-        xfail=ROTATION,
     ),
     Kind(
         name="seq2seq",
         trainer="`Seq2SeqTrainer`, `predict_with_generate`",
         model="encoder-decoder (T5)",
+        padding_is_known=False,
         build=translating,
         arguments={"predict_with_generate": True, "generation_max_length": 5},
         short=True,
-        xfail=ROTATION,
     ),
     Kind(
         name="own_subclass",
@@ -425,21 +413,19 @@ KINDS = (
         model="causal LM (Llama)",
         build=builder(llama, text, trainer=OwnTrainer),
         short=True,
-        xfail={"background_save": "D12: a subclass with its own `_save_checkpoint` waits for each save"},
+        background=False,  # it writes a file after Trainer has saved
     ),
     Kind(
         name="own_optimizer",
         trainer="`Trainer(optimizers=(optimizer, scheduler))`",
         model="causal LM (Llama)",
         build=with_own_optimizer,
-        xfail=ROTATION,
     ),
     Kind(
         name="create_optimizer",
         trainer="own subclass: `create_optimizer`",
         model="causal LM (Llama)",
         build=builder(llama, text, trainer=OwnOptimizerTrainer),
-        xfail=ROTATION,
     ),
     Kind(
         name="optimizer_class",
@@ -465,7 +451,6 @@ KINDS = (
         model="causal LM (Llama)",
         build=builder(llama, text),
         arguments={"torch_compile": True, "torch_compile_backend": "aot_eager"},
-        xfail=ROTATION,
     ),
     Kind(
         name="causal_lm_ddp",
@@ -473,7 +458,6 @@ KINDS = (
         model="causal LM (Llama)",
         build=builder(llama, text),
         processes=2,
-        xfail=ROTATION,
     ),
     Kind(
         name="causal_lm_fsdp2",
@@ -482,15 +466,14 @@ KINDS = (
         build=builder(llama, text),
         processes=2,
         strategy="fsdp2",
-        xfail=ROTATION,
     ),
     Kind(
         name="seq2seq_ddp",
         trainer="`Seq2SeqTrainer`, DDP",
         model="encoder-decoder (T5)",
+        padding_is_known=False,
         build=translating,
         arguments={"predict_with_generate": True, "generation_max_length": 5},
         processes=2,
-        xfail=ROTATION,
     ),
 )

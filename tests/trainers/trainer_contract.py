@@ -72,7 +72,7 @@ class Kind:
     counts: str = "tokens"
     """What is counted: `tokens`, or `samples` where the batches have no tokens."""
     padding_is_known: bool = True
-    """Whether `PAD` is padding only: a model may also generate it."""
+    """Whether `PAD` marks the padding: a model may also generate it, and a decoder reads labels shifted by one."""
     mfu: bool = True
     """Whether `scaling/mfu` is logged. Where it is, it must be right."""
     background: bool = True
