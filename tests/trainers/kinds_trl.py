@@ -229,7 +229,6 @@ KINDS = (
         model="causal LM (Llama)",
         build=builder("SFT", chat, options=lambda: {"peft_config": lora()}),
         processes=2,
-        xfail=HEAD,
     ),
     Kind(
         name="sft_fsdp2",
