@@ -6,10 +6,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers.trainer_utils import rotate_checkpoints
 
 from hfscale import latest_checkpoint
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hfscale.checkpoint.store import archive, commit, list_checkpoints, rotate, verify, write_atomically
+from hfscale.checkpoint.store import (
+    archive,
+    commit,
+    list_checkpoints,
+    rotate,
+    update_manifest,
+    verify,
+    write_atomically,
+)
 from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.errors import CheckpointError
 
@@ -115,12 +124,50 @@ def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
 
 
-def test_rotation_keeps_the_newest_the_best_and_the_uncommitted(tmp_path):
-    for step in (1, 2, 3, 4):
-        make_checkpoint(tmp_path, step)
-    make_checkpoint(tmp_path, 5, committed=False)
-    rotate(tmp_path, limit=2, keep=tmp_path / "checkpoint-1")
-    assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 3, 4, 5)]
+@pytest.mark.parametrize(
+    ("limit", "best", "temporary", "left"),
+    [
+        (2, None, (), [3, 4]),
+        (2, 1, (), [1, 4]),
+        (1, 1, (), [1, 4]),
+        (1, 4, (), [4]),
+        (None, 1, (), [1, 2, 3, 4]),
+        (None, 1, (1, 2, 4), [1, 3, 4]),
+        (2, None, (2, 4), [1, 3, 4]),
+        (1, 1, (4,), [1, 3, 4]),
+    ],
+)
+def test_rotation_keeps_what_trainer_keeps(tmp_path, limit, best, temporary, left):
+    """Where no checkpoint is temporary, transformers' own rotation leaves the same."""
+    plain = tmp_path / "plain"
+    for folder in (tmp_path / "ours", plain):
+        for step in (1, 2, 3, 4):
+            make_checkpoint(folder, step)
+    make_checkpoint(tmp_path / "ours", 5, committed=False)  # newer than every complete one
+    keep = f"checkpoint-{best}" if best else None
+    rotate(tmp_path / "ours", limit=limit, keep=tmp_path / "ours" / keep if keep else None, temporary=temporary)
+    assert [path.name for path in list_checkpoints(tmp_path / "ours")] == [f"checkpoint-{n}" for n in (*left, 5)]
+    if not temporary:
+        rotate_checkpoints(str(plain), limit, str(plain / keep) if keep else None)
+        assert [path.name for path in list_checkpoints(plain)] == [f"checkpoint-{n}" for n in left]
+
+
+def test_rotation_deletes_incomplete_checkpoints_first(tmp_path):
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path, step, committed=step != 2)
+    rotate(tmp_path, limit=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_files_added_after_the_commit_become_part_of_the_checkpoint(tmp_path):
+    checkpoint = make_checkpoint(tmp_path, 1)
+    (checkpoint / "added.txt").write_text("added")
+    (checkpoint / "trainer_state.json").write_text("{ }")
+    (checkpoint / "shards" / "rank_0.distcp").unlink()
+    with pytest.raises(CheckpointError):
+        verify(checkpoint)
+    update_manifest(checkpoint)
+    assert set(verify(checkpoint).files) == {"model.safetensors", "trainer_state.json", "added.txt"}
 
 
 def test_an_interrupted_rotation_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
@@ -142,17 +189,19 @@ def test_rotation_never_deletes_the_last_committed_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
 
 
-def test_checkpoints_of_later_steps_are_archived_and_none_is_lost(tmp_path):
-    for _ in range(2):
-        make_checkpoint(tmp_path, 5)
-        make_checkpoint(tmp_path, 9)
+def test_one_archive_of_each_later_step_is_kept(tmp_path):
+    for content in ("first", "second"):
+        for step in (5, 9):
+            (make_checkpoint(tmp_path, step) / "content").write_text(content)
         archive(tmp_path, after_step=4)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [
-        "checkpoint-5.superseded",
-        "checkpoint-5.superseded-2",
+    archives = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert archives == ["checkpoint-5.superseded", "checkpoint-9.superseded"]
+    assert (tmp_path / archives[0] / "content").read_text() == "second"
+    make_checkpoint(tmp_path, 7)
+    archive(tmp_path, after_step=4, limit=2)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-7.superseded",
         "checkpoint-9.superseded",
-        "checkpoint-9.superseded-2",
     ]
 
 

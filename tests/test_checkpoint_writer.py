@@ -429,11 +429,11 @@ class TestRepairAfterACrash:
 
     def test_incomplete_checkpoints_are_deleted_and_complete_ones_renamed(self, tmp_path):
         self.leave(tmp_path, "checkpoint-2", with_manifest=False)
-        self.leave(tmp_path, "checkpoint-3.replaced", with_manifest=True)
+        self.leave(tmp_path, "replaced-checkpoint-3", with_manifest=True)
         self.leave(tmp_path, "checkpoint-4", with_manifest=True)
         for step in (2, 3, 5):  # left by a subclass's save
             (tmp_path / f"checkpoint-{step}").symlink_to(Path(UNFINISHED, f"checkpoint-{step}"))
-        assert finish_renames(tmp_path) == [tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"]
+        assert sorted(finish_renames(tmp_path)) == [tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"]
         clear_unfinished(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
 

@@ -525,7 +525,14 @@ def test_a_notice_withdrawn_before_the_decision_does_not_stop_the_run(tmp_path):
 def test_a_hint_saves_and_the_run_continues(tmp_path):
     spot = returning()
     hint = lambda: NOTICES.add_hint("AWS spot notice")  # noqa: E731
-    trainer = tiny_trainer(tmp_path, At("on_step_begin", 2, hint), spot, **(SAVING | {"max_steps": 40}))
-    trainer.train()
-    early, last = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+    saved = []
+
+    class RecordSaves(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            saved.append(state.global_step)
+
+    at_hint = At("on_step_begin", 2, hint)
+    tiny_trainer(tmp_path, at_hint, spot, RecordSaves(), **(SAVING | {"max_steps": 40})).train()
+    early, last = saved
     assert (2 <= early < 40, last, spot.preempted) == (True, 40, None)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-40"]  # that of the hint is temporary

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from tiny import logged, tiny_trainer
+from tiny import logged, tiny_model, tiny_trainer
 from transformers import TrainerCallback
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
@@ -50,7 +50,8 @@ class InterruptSave(TrainerCallback):
 
 
 def saved_steps(output_dir):
-    return sorted(int(path.name.split("-")[1]) for path in Path(output_dir).glob("checkpoint-*"))
+    numbers = [path.name.removeprefix("checkpoint-") for path in Path(output_dir).glob("checkpoint-*")]
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def status(output_dir):
@@ -79,11 +80,27 @@ def test_every_steps_adds_to_another_save_strategy(tmp_path):
     assert saved_steps(tmp_path) == [3, 6, 7]  # 7: the end of the epoch
 
 
+class RecordSaves(TrainerCallback):
+    """Records the steps that are saved, and writes a file into each checkpoint."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        assert {"model.safetensors", "trainer_state.json", MANIFEST_NAME} <= {
+            path.name for path in checkpoint.iterdir()
+        }
+        (checkpoint / "added.txt").write_text("added")
+
+
 @pytest.mark.timing
 def test_minutes_decide_when_steps_are_slow(tmp_path):
     callback = SpotCheckpointCallback(every_steps=1000, every_minutes=0.3 / 60)
-    tiny_trainer(tmp_path, callback, Pause(0.1), save_strategy="steps", max_steps=10).train()
-    steps = saved_steps(tmp_path)
+    saves = RecordSaves()
+    tiny_trainer(tmp_path, callback, Pause(0.1), saves, save_strategy="steps", max_steps=10).train()
+    steps = saves.steps
     assert 2 <= len(steps) - 1 <= 4, steps  # Trainer saves the last step
     assert all(2 <= later - earlier <= 5 for earlier, later in pairwise(steps[:-1]))
 
@@ -116,23 +133,51 @@ class TestRotation:
         trainer.train()
         assert saved_steps(tmp_path) == [4, 5]
 
-    def test_keeps_the_best(self, tmp_path):
-        trainer = tiny_trainer(
-            tmp_path,
-            SpotCheckpointCallback(),
-            save_strategy="steps",
-            save_steps=1,
-            save_total_limit=1,
-            max_steps=4,
-            eval_strategy="steps",
-            eval_steps=1,
-            metric_for_best_model="loss",
-            greater_is_better=True,
-            learning_rate=0.1,
+    @pytest.mark.parametrize(
+        ("strategy", "limit"), [("steps", 1), ("steps", 2), ("best", 1), ("best", 2), ("epoch", 2), ("best", None)]
+    )
+    def test_the_checkpoints_at_the_end_are_those_of_trainer(self, tmp_path, monkeypatch, strategy, limit):
+        """A greater loss is "better", so that an early checkpoint is the best; temporary ones are saved between."""
+        monkeypatch.setattr("hfscale.callbacks.spot_checkpoint.DEFAULT_EVERY_STEPS", 1)
+        left = []
+        for name in ("plain", "ours"):
+            spot = SpotCheckpointCallback(every_minutes=1e-9)
+            trainer = tiny_trainer(
+                tmp_path / name,
+                *([spot] if name == "ours" else []),
+                save_strategy=strategy,
+                save_steps=2,
+                save_total_limit=limit,
+                max_steps=8,
+                per_device_train_batch_size=16,
+                eval_strategy=strategy if strategy != "best" else "steps",
+                eval_steps=2,
+                metric_for_best_model="loss",
+                greater_is_better=True,
+                load_best_model_at_end=strategy != "epoch",
+                learning_rate=0.1,
+            )
+            trainer.train()
+            left.append((saved_steps(tmp_path / name), Path(trainer.state.best_model_checkpoint).name))
+        assert left[0] == left[1]
+        assert status(tmp_path / "ours")["checkpoint"] == f"checkpoint-{left[1][0][-1]}"
+
+    def test_each_trial_of_a_search_obeys_the_limit(self, tmp_path):
+        earlier = tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", save_steps=2)
+        earlier.train()
+        (tmp_path / "run-0" / "checkpoint-4").mkdir(parents=True)
+        (tmp_path / "run-0" / "checkpoint-4" / "stale.txt").write_text("of an earlier search")
+        arguments = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "eval_strategy": "epoch"}
+        search = tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments)
+        search.model_init = lambda: tiny_model()
+        search.hyperparameter_search(
+            hp_space=lambda trial: {"weight_decay": trial.suggest_float("weight_decay", 0.0, 0.1)},
+            n_trials=2,
+            backend="optuna",
         )
-        trainer.train()  # a greater loss is "better", so that an early checkpoint is the best one
-        best = int(trainer.state.best_model_checkpoint.split("-")[-1])
-        assert saved_steps(tmp_path) == sorted({best, 4})
+        assert [saved_steps(tmp_path / f"run-{trial}") for trial in (0, 1)] == [[3, 4], [3, 4]]
+        assert not (tmp_path / "run-0" / "checkpoint-4" / "stale.txt").exists()
+        assert saved_steps(tmp_path) == [2, 4]
 
     @pytest.mark.parametrize("asynchronous", [False, True])
     def test_a_failure_before_the_commit_leaves_the_previous_checkpoint(self, tmp_path, monkeypatch, asynchronous):
@@ -215,6 +260,27 @@ class TestResume:
         plain = tiny_trainer(tmp_path, max_steps=6)
         plain.train(resume_from_checkpoint=True)
         assert plain.state.global_step == 6
+
+
+def test_a_temporary_checkpoint_is_replaced_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("hfscale.callbacks.spot_checkpoint.DEFAULT_EVERY_STEPS", 1)
+    arguments = {"save_strategy": "epoch", "max_steps": 8, "per_device_train_batch_size": 16}
+    saves, seen = RecordSaves(), []
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            seen.append(saved_steps(tmp_path))
+
+    spot = SpotCheckpointCallback()
+    interrupted = tiny_trainer(tmp_path, spot, Look(), saves, Interrupt(7), **arguments)
+    with pytest.raises(RuntimeError, match="simulated failure"):
+        interrupted.train()
+    assert saves.steps == [1, 2, 3, 4, 4, 5, 6]  # an epoch has 4 steps
+    assert seen == [[], [1], [2], [3], [4], [4, 5], [4, 6]]
+    assert "added.txt" in verify(tmp_path / "checkpoint-6").files
+    resumed = tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments)
+    resumed.train(resume_from_checkpoint=latest_checkpoint(tmp_path))
+    assert saved_steps(tmp_path) == [4, 8]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

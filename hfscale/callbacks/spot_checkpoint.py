@@ -8,20 +8,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest
-from hfscale.checkpoint.store import UNFINISHED, archive, checkpoint_step, read_status, rotate, write_status
+from hfscale.checkpoint.store import (
+    UNFINISHED,
+    archive,
+    checkpoint_step,
+    delete_newest,
+    keep_only,
+    list_checkpoints,
+    read_status,
+    rotate,
+    update_manifest,
+    write_status,
+)
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.errors import CheckpointError, StorageError, UsageError
 from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.integrations.loading import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.integrations.saving import TrainerSaving
 from hfscale.integrations.stream_position import track_stream
-from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, resumed_from
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, resumed_from, saved_state
 from hfscale.metrics.clocks import StepPace
 from hfscale.preemption import Preempted
 from hfscale.utils import distributed
@@ -36,6 +47,7 @@ DEFAULT_EVERY_MINUTES = 15.0
 _AGREE_ON_CADENCE_EVERY_S = 5.0
 _CHECK_UPLOADER_EVERY_S = 5.0
 _CHECK_WRITER_EVERY_S = 1.0  # how soon all ranks learn that a save in the background has ended or failed
+_STATE_NAME, _TEMPORARY = "checkpoints", "temporary"  # in `trainer_state.json`
 _EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
 
@@ -44,9 +56,12 @@ class SpotCheckpointCallback(AdapterCallback):
 
     A checkpoint is what Trainer writes, in its layout. It is written in a hidden folder, flushed to the disk, gets a
     manifest with the hash of every file (`hfscale_manifest.json`), and only then its final name; after that, older
-    checkpoints beyond `save_total_limit` are deleted (Trainer itself deletes them before). `hfscale_status.json` holds
-    the state of the run. `hfscale.latest_checkpoint(output_dir)` then returns the newest complete checkpoint. With
-    `save_strategy="no"` nothing is saved.
+    checkpoints beyond `save_total_limit` are deleted, the same as by Trainer (which deletes them before).
+    `hfscale_status.json` holds the state of the run. `hfscale.latest_checkpoint(output_dir)` then returns the newest
+    complete checkpoint. With `save_strategy="no"` nothing is saved.
+
+    A checkpoint for which neither Trainer nor `every_steps` is the reason is temporary: it does not count toward the
+    limit, the next checkpoint replaces it, and it is removed at the end of the training. The best one is kept.
 
     On one process, under DDP, FSDP2 and `ParallelTrainer`, training waits only for a copy of its state to host
     memory; everything else happens in the background, one save at a time. Under DeepSpeed the partitions, which are
@@ -124,6 +139,8 @@ class SpotCheckpointCallback(AdapterCallback):
         self._run_dir = Path()  # in a hyperparameter search, the folder of the trial in the output directory
         self._limit: int | None = None
         self._running_step: int | None = None
+        self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
+        self._temporary: list[int] = []
         self._pending_keys: dict[str, float] = {}
         self._stalls_s: dict[int, float] = {}
         self._saving: TrainerSaving | None = None
@@ -182,9 +199,12 @@ class SpotCheckpointCallback(AdapterCallback):
         self._run_dir = adapter.run_dir()
         self._output_dir = Path(args.output_dir)
         self._limit = args.save_total_limit
-        self._saving = TrainerSaving(adapter, asynchronous=self.asynchronous, committed=self._committed)
+        self._saving = TrainerSaving(
+            adapter, asynchronous=self.asynchronous, begin=self._begin_save, committed=self._committed
+        )
         adapter.before_last_log(self._wait)
         adapter.before_last_log(lambda: adapter.set_argument("save_total_limit", None))
+        adapter.append_callback(_AfterOthers(self))
 
     def _prepare_output_dir(self, args: TrainingArguments, state: TrainerState) -> None:
         """Remove what earlier launches left, and record the checkpoint that this one starts from.
@@ -193,7 +213,7 @@ class SpotCheckpointCallback(AdapterCallback):
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         clear_unfinished(self._run_dir)
-        archived = archive(self._run_dir, after_step=state.global_step)
+        archived = archive(self._run_dir, after_step=state.global_step, limit=self._positive_limit)
         if archived and state.global_step == 0:
             logger.warning(
                 "training starts at step 0, and the checkpoints in %s are archived (the last as %s): to resume from "
@@ -203,13 +223,15 @@ class SpotCheckpointCallback(AdapterCallback):
             )
         elif archived:
             logger.info("archived checkpoints of later steps than step %d: %s", state.global_step, archived[-1])
+        self._temporary = _temporary_steps(state)
         self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have reached it
         start = self._run_dir / f"checkpoint-{state.global_step}"
         self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
         self._set_status(args, "running", state.global_step)
         if self.remote is not None:
             trial = self._run_dir.relative_to(self._output_dir).as_posix()  # "." outside of a search
-            self.remote.begin(self._run_dir, state, limit=self._limit, committed=self.last_committed, below=trial)
+            limit = self._positive_limit
+            self.remote.begin(self._run_dir, state, limit=limit, committed=self.last_committed, below=trial)
 
     def _begin_counting(self, adapter: TrainerAdapter, state: TrainerState) -> None:
         """Start the cadence and the measurements."""
@@ -237,8 +259,6 @@ class SpotCheckpointCallback(AdapterCallback):
             self._running_step = state.global_step
         if args.save_strategy != "no":
             self._watch_writer()
-            control.should_save = self.cadence.is_due(args, state) or control.should_save
-        self.preemption.at_step_end(args, state, control)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._idle_since = time.monotonic()
@@ -281,6 +301,8 @@ class SpotCheckpointCallback(AdapterCallback):
             self._set_status(args, status, state.global_step, reason=self.preempted)
         if self.remote is not None:
             self.remote.wait(self.last_committed)
+        if args.should_save and self.preempted is None:
+            self._rotate_at_end(args, state)
         atexit.unregister(self._at_exit)
         if args.should_save:
             unlock_output_dir(args.output_dir)
@@ -308,18 +330,80 @@ class SpotCheckpointCallback(AdapterCallback):
             self._wait()
             raise CheckpointError("a checkpoint could not be written on another rank, whose error names the reason")
 
+    def request_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Ask for a save if one is due or the run stops. It is called at the end of a step, after all others.
+
+        Args:
+            args (`TrainingArguments`): the training arguments.
+            state (`TrainerState`): the state of the Trainer.
+            control (`TrainerControl`): its flags are set.
+        """
+        requested_by_others = control.should_save
+        if args.save_strategy != "no":
+            due = self.cadence.is_due(args, state)
+            requested_by_others = requested_by_others or (due and self.cadence.is_steps_of_user)
+            control.should_save = due or control.should_save
+        self.preemption.at_step_end(args, state, control)
+        self._own_step = state.global_step if control.should_save and not requested_by_others else None
+
+    def _begin_save(self, state: TrainerState, args: TrainingArguments) -> None:
+        """Note in the state whether the checkpoint that is about to be written is temporary."""
+        is_temporary = self._own_step == state.global_step
+        self._own_step = None  # a second save of this step is one that others have asked for
+        if args.save_strategy == "best" and state.best_global_step == state.global_step:
+            is_temporary = False
+        steps = {step for step in _temporary_steps(state) if (self._run_dir / f"checkpoint-{step}").exists()}
+        steps = steps | {state.global_step} if is_temporary else steps - {state.global_step}
+        self._temporary = saved_state(state, _STATE_NAME)[_TEMPORARY] = sorted(steps)
+
+    def finish_save(self, state: TrainerState) -> None:
+        """Complete a checkpoint to which other callbacks may have added files in `on_save`.
+
+        Every rank must call it, after `on_save` of all other callbacks.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+        """
+        if self._saving is None or not self._saving.has_readers:
+            return
+        distributed.barrier()
+        checkpoint = self._run_dir / f"checkpoint-{state.global_step}"
+        if self._saving.commits and checkpoint.is_dir():
+            update_manifest(checkpoint)
+            best = state.best_model_checkpoint
+            self._offer_and_rotate(checkpoint, Path(best) if best else None)
+
+    def _offer_and_rotate(self, checkpoint: Path, best: Path | None) -> None:
+        if self.remote is not None:
+            self.remote.offer(checkpoint, best, self._temporary)
+        self._rotate(best)
+
+    @property
+    def _positive_limit(self) -> int | None:
+        return self._limit if self._limit is not None and self._limit > 0 else None
+
     def _rotate(self, best: str | os.PathLike[str] | None) -> None:
-        if self._limit is not None:
-            rotate(self._run_dir, limit=self._limit, keep=Path(best) if best is not None else None)
+        keep = Path(best) if best is not None else None
+        rotate(self._run_dir, limit=self._positive_limit, keep=keep, temporary=self._temporary)
+
+    def _rotate_at_end(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Leave the checkpoints that Trainer would leave at the end of a training, on the ranks that save."""
+        best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+        delete_newest(self._run_dir, temporary=self._temporary, best=best)
+        if self._limit == 1 and best is not None:
+            keep_only(self._run_dir, best)
+        left = [path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()]
+        if self.last_committed is not None and left and left[-1].name != self.last_committed:
+            self.last_committed = left[-1].name
+            self._set_status(args, "completed", state.global_step)
 
     def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
         """Do what follows a commit, on the rank that made it, and in the background if the save is."""
         self.last_committed = checkpoint.name
         self.preemption.last_write_s = seconds
         discard_conversions(self._run_dir)
-        if self.remote is not None:
-            self.remote.offer(checkpoint, best)
-        self._rotate(best)
+        if self._saving is not None and not self._saving.has_readers:
+            self._offer_and_rotate(checkpoint, best)
         write_status(self._output_dir, "running", step=manifest.step, checkpoint=self._committed_path(), reason=None)
         self._pending_keys = {
             "checkpoint/write_s": seconds,
@@ -367,6 +451,26 @@ class SpotCheckpointCallback(AdapterCallback):
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
             with suppress(OSError):  # a full disk may be why it failed, and that has been logged
                 self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))
+
+
+class _AfterOthers(TrainerCallback):
+    """Calls a `SpotCheckpointCallback` after the other callbacks of the Trainer have handled an event."""
+
+    def __init__(self, spot: SpotCheckpointCallback) -> None:
+        self._spot = spot
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._spot.request_save(args, state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._spot.finish_save(state)
+
+
+def _temporary_steps(state: TrainerState) -> list[int]:
+    """Return the steps of the temporary checkpoints that the state of the Trainer names."""
+    return saved_state(state, _STATE_NAME).get(_TEMPORARY, [])
 
 
 class SaveCadence(CopiedWithoutRun):
@@ -423,7 +527,9 @@ class SaveCadence(CopiedWithoutRun):
         overdue = self.every_minutes is not None and minutes >= self.every_minutes
         # Ranks read different clocks, but must save at the same step.
         agreed = self._agreement.step(lambda: float(overdue)) if self.every_minutes is not None else 0.0
-        return bool(agreed) or state.global_step - self._saved_step >= self._steps(args, state)
+        steps_are_due = state.global_step - self._saved_step >= self._steps(args, state)
+        self.is_steps_of_user = steps_are_due and self.every_steps is not None
+        return bool(agreed) or steps_are_due
 
     def _steps(self, args: TrainingArguments, state: TrainerState) -> int:
         if self.every_steps is not None:
@@ -501,15 +607,16 @@ class RemoteCopies(CopiedWithoutRun):
         elif committed is not None:
             self._uploader.offer(run_dir / committed)
 
-    def offer(self, checkpoint: Path, best: Path | None) -> None:
+    def offer(self, checkpoint: Path, best: Path | None, temporary: list[int]) -> None:
         """Copy a checkpoint in the background, just after its commit and on the rank that committed it.
 
         Args:
             checkpoint (`Path`): the committed checkpoint.
             best (`Path`, *optional*): the best checkpoint, which rotation leaves in the store.
+            temporary (`list[int]`): the steps of the temporary checkpoints.
         """
         if self._uploader is not None:
-            self._uploader.offer(checkpoint, best.name if best is not None else None)
+            self._uploader.offer(checkpoint, best.name if best is not None else None, temporary)
 
     @property
     def expected_s(self) -> float:

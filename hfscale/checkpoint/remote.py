@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from hfscale.checkpoint.store import (
     UNFINISHED,
     archive,
     checkpoint_step,
+    excess_steps,
     latest_checkpoint,
     verify,
 )
@@ -124,12 +125,13 @@ class RemoteStore:
             logger.info("archived in favour of the checkpoint from %s: %s", self.url, moved)
         return temporary.rename(output_dir / name)
 
-    def rotate(self, *, limit: int, keep: str | None = None) -> list[int]:
-        """Delete the oldest checkpoints beyond `limit`.
+    def rotate(self, *, limit: int | None, keep: str | None = None, temporary: Collection[int] = ()) -> list[int]:
+        """Delete the oldest checkpoints beyond `limit`, as `store.rotate` does locally.
 
         Args:
-            limit (`int`): checkpoints to keep, at least 1.
-            keep (`str`, *optional*): name of a checkpoint that is not deleted.
+            limit (`int`, *optional*): checkpoints to keep, at least 1; None: all that are not temporary.
+            keep (`str`, *optional*): name of the best checkpoint.
+            temporary (`Collection[int]`): the steps of the temporary checkpoints.
 
         Returns:
             `list[int]`: the steps of the deleted checkpoints.
@@ -138,7 +140,8 @@ class RemoteStore:
             StorageError: the store cannot be read, or a deletion failed in all attempts.
         """
         steps = self.committed_steps()
-        to_delete = [step for step in steps[: max(len(steps) - max(limit, 1), 0)] if f"checkpoint-{step}" != keep]
+        best = next((step for step in steps if f"checkpoint-{step}" == keep), None)
+        to_delete = excess_steps(steps, limit=limit, best=best, temporary=temporary)
         for step in to_delete:
             folder = f"{self._root}/checkpoint-{step}"
             self._retry("written", partial(self._remove, f"{folder}/{MANIFEST_NAME}"))
@@ -262,7 +265,7 @@ class Uploader:
         self.store = store
         self.limit = limit
         self._links = links
-        self._next: tuple[Path, str | None] | None = None
+        self._next: tuple[Path, str | None, Collection[int]] | None = None
         self._changed = threading.Condition()
         self._busy = False
         self._has_warned = False
@@ -271,17 +274,18 @@ class Uploader:
         self.last_upload_s = 0.0
         """Seconds that the last copy took; 0 before the first."""
 
-    def offer(self, checkpoint: Path, best: str | None = None) -> None:
+    def offer(self, checkpoint: Path, best: str | None = None, temporary: Collection[int] = ()) -> None:
         """Queue `checkpoint` for copying. It replaces one that is still waiting, because only the newest is needed.
 
         Args:
             checkpoint (`Path`): a committed checkpoint.
             best (`str`, *optional*): name of the best checkpoint, which rotation leaves in the store.
+            temporary (`Collection[int]`): the steps of the temporary checkpoints.
         """
         linked = _link(checkpoint, self._links)
         with self._changed:
             waiting = self._next
-            self._next = (linked, best)
+            self._next = (linked, best, temporary)
             if not self._busy:
                 self._busy = True
                 threading.Thread(target=self._work, name="hfscale-upload", daemon=True).start()
@@ -322,15 +326,15 @@ class Uploader:
                     return
             self._copy(*task)
 
-    def _copy(self, checkpoint: Path, best: str | None) -> None:
+    def _copy(self, checkpoint: Path, best: str | None, temporary: Collection[int]) -> None:
         started_at = time.monotonic()
         try:
             self.store.upload(checkpoint)
             self.last_uploaded = checkpoint.name
             self.last_upload_s = time.monotonic() - started_at
             logger.debug("%s has been copied to %s", checkpoint.name, self.store.url)
-            if self.limit is not None:
-                self.store.rotate(limit=self.limit, keep=best)
+            if self.limit is not None or temporary:
+                self.store.rotate(limit=self.limit, keep=best, temporary=temporary)
         except Exception as error:
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True

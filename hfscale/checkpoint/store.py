@@ -11,8 +11,8 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ INCOMPLETE = "incomplete"
 CORRUPT = "corrupt"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 """Name of a checkpoint's folder; the group is its step."""
+SUPERSEDED = ".superseded"
+"""Suffix of the folder of an archived checkpoint."""
+_ARCHIVE_NAME = re.compile(r"checkpoint-\d+\.superseded")
 _TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+-\d+\.tmp")
 
 
@@ -80,6 +83,25 @@ def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, globa
     write_atomically(checkpoint / MANIFEST_NAME, manifest.to_json())
     flush(checkpoint.parent)
     return manifest
+
+
+def update_manifest(checkpoint: Path) -> None:
+    """Record the files that were added, changed or removed since the commit, for example by a callback in `on_save`.
+
+    Args:
+        checkpoint (`Path`): a committed checkpoint, to which nobody writes.
+    """
+    manifest = read_manifest(checkpoint)
+    written_at = (checkpoint / MANIFEST_NAME).stat().st_mtime_ns
+    files = {}
+    for name in checkpoint_files(checkpoint):
+        stat, record = (checkpoint / name).stat(), manifest.files.get(name)
+        if record is None or record.bytes != stat.st_size or stat.st_mtime_ns >= written_at:
+            flush(checkpoint / name)
+            record = FileRecord.of(checkpoint / name)
+        files[name] = record
+    if files != manifest.files:
+        write_atomically(checkpoint / MANIFEST_NAME, replace(manifest, files=files).to_json())
 
 
 def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
@@ -179,62 +201,135 @@ def checkpoint_step(checkpoint: Path) -> int:
 # ---- Archiving and deleting
 
 
-def archive(output_dir: str | os.PathLike[str], *, after_step: int) -> list[Path]:
+def archive(output_dir: str | os.PathLike[str], *, after_step: int, limit: int | None = None) -> list[Path]:
     """Rename the checkpoints of later steps than `after_step` to `checkpoint-N.superseded`.
 
     A run that starts at `after_step` will write those steps again. If the old checkpoints stayed, the next relaunch
-    would take them for this run's own, or a crash could leave one half overwritten.
+    would take them for this run's own, or a crash could leave one half overwritten. One archive is kept of each step,
+    the last one.
 
     Args:
         output_dir (`str`): output directory of the run.
         after_step (`int`): optimizer step at which the run starts; its checkpoint and earlier ones are not renamed.
+        limit (`int`, *optional*): number of archives to keep, those of the latest steps; None: all.
 
     Returns:
         `list[Path]`: the new paths.
     """
     moved = []
     for checkpoint in list_checkpoints(output_dir):
-        if checkpoint_step(checkpoint) <= after_step:
-            continue
-        target = checkpoint.with_name(f"{checkpoint.name}.superseded")
-        number = 2
-        while target.exists():
-            target = checkpoint.with_name(f"{checkpoint.name}.superseded-{number}")
-            number += 1
-        moved.append(checkpoint.rename(target))
-    return moved
+        if checkpoint_step(checkpoint) > after_step:
+            target = checkpoint.with_name(f"{checkpoint.name}{SUPERSEDED}")
+            if target.exists():
+                _delete(target)
+            moved.append(checkpoint.rename(target))
+    archives = [
+        path for path in Path(output_dir).glob(f"checkpoint-*{SUPERSEDED}") if _ARCHIVE_NAME.fullmatch(path.name)
+    ]
+    archives.sort(key=lambda path: checkpoint_step(path.with_suffix("")))
+    for path in archives[: -limit if limit is not None else 0]:
+        _delete(path)
+    return [path for path in moved if path.exists()]
 
 
-def rotate(output_dir: str | os.PathLike[str], *, limit: int, keep: Path | None = None) -> list[Path]:
-    """Delete the oldest committed checkpoints beyond `limit`.
+def rotate(
+    output_dir: str | os.PathLike[str],
+    *,
+    limit: int | None,
+    keep: Path | None = None,
+    temporary: Collection[int] = (),
+) -> list[Path]:
+    """Delete the oldest checkpoints beyond `limit`, as Trainer does (see `excess_steps`).
 
-    Only committed checkpoints count, so an incomplete one never causes a good one to be deleted. A checkpoint is moved
-    to `.unfinished` in one rename before its files are deleted, so an interrupted deletion leaves no partial
-    checkpoint.
+    A checkpoint is moved to `.unfinished` in one rename before its files are deleted, so an interrupted deletion
+    leaves no partial checkpoint.
 
     Args:
         output_dir (`str`): output directory of the run.
-        limit (`int`): checkpoints to keep, at least 1.
-        keep (`Path`, *optional*): a checkpoint, such as the best one, to keep in addition to the newest `limit`.
+        limit (`int`, *optional*): checkpoints to keep, at least 1; None: all that are not temporary.
+        keep (`Path`, *optional*): the best checkpoint.
+        temporary (`Collection[int]`): the steps of the temporary checkpoints.
 
     Returns:
         `list[Path]`: the former paths of the deleted checkpoints.
     """
-    committed = [path for path in list_checkpoints(output_dir) if (path / MANIFEST_NAME).is_file()]
-    to_delete = list(_beyond(committed, limit, keep))
-    for checkpoint in to_delete:
-        moved = checkpoint.parent / UNFINISHED / f"{checkpoint.name}.deleted"
-        moved.parent.mkdir(exist_ok=True)
-        shutil.rmtree(moved, ignore_errors=True)
-        checkpoint.rename(moved)
-        shutil.rmtree(moved)
-    return to_delete
+    checkpoints = {checkpoint_step(path): path for path in list_checkpoints(output_dir)}
+    best = next((step for step, path in checkpoints.items() if keep and path.resolve() == keep.resolve()), None)
+    incomplete = [step for step, path in checkpoints.items() if not (path / MANIFEST_NAME).is_file()]
+    steps = excess_steps(list(checkpoints), limit=limit, best=best, temporary=temporary, incomplete=incomplete)
+    for step in steps:
+        _delete(checkpoints[step])
+    return [checkpoints[step] for step in steps]
 
 
-def _beyond(committed: list[Path], limit: int, keep: Path | None) -> Iterator[Path]:
-    for checkpoint in committed[: max(len(committed) - max(limit, 1), 0)]:
-        if keep is None or checkpoint.resolve() != keep.resolve():
-            yield checkpoint
+def excess_steps(
+    steps: list[int],
+    *,
+    limit: int | None,
+    best: int | None = None,
+    temporary: Collection[int] = (),
+    incomplete: Collection[int] = (),
+) -> list[int]:
+    """Return the steps of the checkpoints that rotation deletes.
+
+    The newest complete checkpoint and the best one are never deleted, and they count, as in transformers'
+    `rotate_checkpoints`. Incomplete ones are deleted first, but not those that are newer than every complete one. A
+    temporary checkpoint does not count, and it is deleted when there is a newer one, unless it is the best.
+
+    Args:
+        steps (`list[int]`): the steps of all checkpoints, in ascending order.
+        limit (`int`, *optional*): checkpoints to keep, at least 1; None: all that are not temporary.
+        best (`int`, *optional*): the step of the best checkpoint.
+        temporary (`Collection[int]`): the steps of the temporary ones.
+        incomplete (`Collection[int]`): the steps of those without a manifest.
+    """
+    complete = [step for step in steps if step not in incomplete]
+    if not complete:
+        return []
+    newest = complete[-1]
+    obsolete = [step for step in steps if step in temporary and step < newest and step != best]
+    if limit is None:
+        return obsolete
+    counted = [step for step in steps if step <= newest and (step not in temporary or step == best)]
+    kept = {step for step in counted if step == best} | set([step for step in counted if step in complete][-1:])
+    deletable = sorted(set(counted) - kept, key=lambda step: (step in complete, step))
+    return sorted(obsolete + deletable[: max(len(counted) - max(limit, len(kept)), 0)])
+
+
+def keep_only(output_dir: str | os.PathLike[str], checkpoint: Path) -> None:
+    """Delete every other checkpoint, as Trainer does at the end if `save_total_limit` is 1 and there is a best one.
+
+    Args:
+        output_dir (`str`): output directory of the run.
+        checkpoint (`Path`): the best checkpoint; if it does not exist, nothing is deleted.
+    """
+    if checkpoint.is_dir():
+        for other in list_checkpoints(output_dir):
+            if not other.samefile(checkpoint):
+                _delete(other)
+
+
+def delete_newest(output_dir: str | os.PathLike[str], *, temporary: Collection[int], best: Path | None) -> None:
+    """Delete the newest checkpoint at the end of a run if it is temporary, not the best and not the only one.
+
+    Args:
+        output_dir (`str`): output directory of the run.
+        temporary (`Collection[int]`): the steps of the temporary checkpoints.
+        best (`Path`, *optional*): the best checkpoint.
+    """
+    checkpoints = list_checkpoints(output_dir)
+    if len(checkpoints) < 2 or checkpoint_step(checkpoints[-1]) not in temporary:
+        return
+    if best is None or checkpoints[-1].resolve() != best.resolve():
+        _delete(checkpoints[-1])
+
+
+def _delete(checkpoint: Path) -> None:
+    moved = checkpoint.parent / UNFINISHED / f"{checkpoint.name}.deleted"
+    moved.parent.mkdir(exist_ok=True)
+    shutil.rmtree(moved, ignore_errors=True)
+    checkpoint.rename(moved)
+    shutil.rmtree(moved)
 
 
 # ---- Inspecting

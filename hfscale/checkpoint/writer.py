@@ -12,7 +12,7 @@ Files in the output directory:
     checkpoint-N/                      a committed checkpoint, with its hfscale_manifest.json
     checkpoint-N.superseded/           a committed checkpoint that a run which restarted before step N has archived
     .unfinished/checkpoint-N/          a checkpoint that is being written; with a manifest: complete, not yet renamed
-    .unfinished/checkpoint-N.replaced/ the earlier save of step N while a second save of that step replaces it
+    .unfinished/replaced-checkpoint-N/ the earlier save of step N while a second save of that step replaces it
     checkpoint-N -> .unfinished/checkpoint-N   a link, while a subclass's own saving methods run (`open_to_subclass`)
     .unfinished/checkpoint-N.deleted/  a checkpoint that rotation is deleting
     .unfinished/{upload,download}/     remote copies in transfer (hfscale.checkpoint.remote)
@@ -21,7 +21,7 @@ Files in the output directory:
 
 A Trainer subclass with a `_save_checkpoint` of its own may write into `checkpoint-N` itself, before or after it calls
 Trainer's method, and on any rank. So while its methods run, `checkpoint-N` is a link to `.unfinished/checkpoint-N`; an
-earlier save of step N is `.unfinished/checkpoint-N.replaced` from then on. A folder `checkpoint-N` that appears in
+earlier save of step N is `.unfinished/replaced-checkpoint-N` from then on. A folder `checkpoint-N` that appears in
 another way before the commit, for example because a callback has created it, is treated like an earlier save. Nothing
 in it is of an earlier attempt: those have been archived when training started (`store.archive`).
 
@@ -34,13 +34,13 @@ All ranks write one checkpoint in this order (`_write_and_commit`):
    files and calls fsync on each.
 4. The ranks exchange their errors, and the lengths and hashes of their files.
 5. The committing rank
-   a. copies what an existing `checkpoint-N` or `checkpoint-N.replaced` has and the new save has not, as if the new
+   a. copies what an existing `checkpoint-N` or `replaced-checkpoint-N` has and the new save has not, as if the new
       save had been written over it; then it calls fsync on each folder of the checkpoint;
    b. writes the manifest: to a temporary file, fsync, rename to `hfscale_manifest.json`, fsync of the folder;
-   c. renames an existing `checkpoint-N` to `.unfinished/checkpoint-N.replaced`;
+   c. renames an existing `checkpoint-N` to `.unfinished/replaced-checkpoint-N`;
    d. renames `.unfinished/checkpoint-N` to `checkpoint-N`: **this rename is the commit**;
    e. calls fsync on the output directory and on `.unfinished`;
-   f. deletes `.unfinished/checkpoint-N.replaced`, and calls `CheckpointJob.on_commit` (which rotates).
+   f. deletes `.unfinished/replaced-checkpoint-N`, and calls `CheckpointJob.on_commit` (which rotates).
 6. The ranks exchange their errors again.
 
 What a crash leaves behind, and how the next start repairs it (`finish_renames`, which any rank may call before it
@@ -53,12 +53,12 @@ looks for the newest checkpoint; then `clear_unfinished`, which the main process
 | after 5b | `checkpoint-N` with its manifest | renamed to `checkpoint-N` |
 | between 5c and 5d | both saves of step N, each with its manifest | the new one is renamed, the old one deleted |
 | a crash loses the rename of 5d before 5e | as after 5b or 5c | as there |
-| in step 5f | `checkpoint-N.replaced` | deleted |
+| in step 5f | `replaced-checkpoint-N` | deleted |
 | during rotation | `checkpoint-N.deleted` | deleted |
-| while `checkpoint-N` is a link | as in step 1, or `checkpoint-N.replaced` | the link is removed; then as above |
+| while `checkpoint-N` is a link | as in step 1, or `replaced-checkpoint-N` | the link is removed; then as above |
 
 An error that is not a crash follows the same rules. For example, if the rename of 5d fails after that of 5c, the
-committing rank deletes the new save, and the next start renames `checkpoint-N.replaced` back to `checkpoint-N`.
+committing rank deletes the new save, and the next start renames `replaced-checkpoint-N` back to `checkpoint-N`.
 
 If the machine loses power, files that were not flushed may lose their content. No committed file is among them, since
 each is flushed before its manifest is written. `store.verify` compares every file with the manifest before a
@@ -96,7 +96,7 @@ from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-_REPLACED = ".replaced"
+_REPLACED = "replaced-"
 # Files whose name has the number of the rank that writes them: Trainer's RNG states, torch's distributed checkpoints
 # and DeepSpeed's partitions. Rank 0 writes all others.
 _RANK_OF_FILE = re.compile(r"rng_state_(\d+)\.pth$|__(\d+)_\d+\.distcp$|zero_pp_rank_(\d+)_")
@@ -281,7 +281,7 @@ def open_to_subclass(run_dir: Path, step: int, *, is_holder: bool) -> Iterator[N
 
 def _replaced(folder: Path) -> Path:
     """Return where the earlier save of a step is until the one in the unfinished `folder` has replaced it."""
-    return folder.with_name(f"{folder.name}{_REPLACED}")
+    return folder.with_name(f"{_REPLACED}{folder.name}")  # Trainer's own rotation takes `checkpoint-*`
 
 
 def finish_renames(run_dir: Path) -> list[Path]:
@@ -298,14 +298,14 @@ def finish_renames(run_dir: Path) -> list[Path]:
     last_writer = _last_writers.get(run_dir.resolve())
     if last_writer is not None:
         last_writer.wait_without_raising()
-    left = sorted((run_dir / UNFINISHED).glob("checkpoint-*"))
+    left = sorted((run_dir / UNFINISHED).glob("*checkpoint-*"))
     links = [path for path in run_dir.glob("checkpoint-*") if is_link_to_unfinished(path)]
     if not (left or links) or is_locked_by_another_process(run_dir):
         return renamed
     for link in links:
         link.unlink(missing_ok=True)
     for folder in left:
-        name = folder.name.removesuffix(_REPLACED)
+        name = folder.name.removeprefix(_REPLACED)
         target = run_dir / name
         if CHECKPOINT_NAME.fullmatch(name) and (folder / MANIFEST_NAME).is_file() and not target.exists():
             with suppress(FileNotFoundError):  # another rank has renamed it already

@@ -22,10 +22,14 @@ Replaced until the end of the training
   the exchange of token counts. Test: test_integrations.py, test_listeners_hear_of_each_batch_before_the_step.
 - `Trainer._save_checkpoint`. By: `replace_saving`. Reason: there is no event between the decision to save and the
   writing. Test: test_checkpoint_writer.py.
-- `Trainer._get_output_dir`. By: `output_dir`, `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder.
-  Test: test_checkpoint_writer.py.
+- `Trainer._get_output_dir`, for the call in `Trainer._save_checkpoint`. By: `run_dir`, `output_dir`,
+  `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder. Test: test_checkpoint_writer.py.
 - `Trainer.create_optimizer` (public). By: `wrap_create_optimizer`. Reason: there is no event between the making of
   the optimizer and of its scheduler. Test: test_lr_scaling_callback.py.
+- `Trainer.push_to_hub` (public) and `Trainer._push_from_checkpoint`, as long as `train`; while they run,
+  `upload_folder` of the client that transformers shares. By: `TrainerAdapter.of`, `pushes_delayed`, `push`. Reason:
+  Trainer uploads its output directory with fixed patterns, and a checkpoint before it has its final name. Test:
+  test_hub.py.
 - `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation. Test:
   test_preemption.py.
 - `Trainer.compute_loss` (public). By: `wrap_compute_loss`. Reason: FLOPs are counted from here on, without the

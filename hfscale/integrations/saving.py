@@ -3,10 +3,11 @@
 The files are those that Trainer writes, in its layout, made by the same calls; a test compares them byte for byte.
 """
 
+import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hfscale.checkpoint.formats.dcp import dcp_errors
@@ -68,6 +69,7 @@ class TrainerSaving:
             make its `TrainerSaving` at the same point.
         asynchronous (`bool`): write in the background where the files are exactly the same; otherwise Trainer's own
             method writes while training waits. `synchronous_because` says why training waits.
+        begin (`Callable`): called as `begin(state, args)` before each save, on every rank.
         committed (`Callable`): called as `committed(checkpoint, manifest, best, seconds)` on the committing rank when
             a checkpoint is complete and has its final name; possibly on another thread.
     """
@@ -77,17 +79,23 @@ class TrainerSaving:
         adapter: TrainerAdapter,
         *,
         asynchronous: bool,
+        begin: Callable[[TrainerState, TrainingArguments], None],
         committed: Callable[[Path, Manifest, Path | None, float], None],
     ) -> None:
         trainer = adapter.trainer
         self.writer = CheckpointWriter()
         self._adapter = adapter
         self._trainer = trainer
+        self._begin = begin
         self._committed = committed
         self._strategy = running_strategy(trainer)
         self._global_batch_size = global_batch_size(trainer)
         self._original = adapter.replace_saving(self._save, self.writer.wait)
         self._own_methods = own_methods(trainer)
+        self.has_readers = any(map(_reader_of_saves, trainer.callback_handler.callbacks))
+        """Whether `on_save` of another callback may read or write files of the checkpoint."""
+        self.commits = trainer.args.should_save
+        """Whether this rank commits the checkpoints."""
         self._snapshot = HostSnapshot()
         self._has_fitted = False
         self._fsdp = FsdpSnapshot(trainer) if self._strategy == "fsdp2" else None
@@ -107,6 +115,7 @@ class TrainerSaving:
         """Save a checkpoint; this replaces `Trainer._save_checkpoint`."""
         begun = time.monotonic()
         self.writer.wait()  # one save at a time: the buffers are about to be filled again
+        self._begin(self._trainer.state, self._trainer.args)
         if self._deferred is not None:
             self.writer.start(self._job_of_trainer(model, trial, begun))
             return
@@ -115,8 +124,12 @@ class TrainerSaving:
             logger.warning("training waits for each save: %s", self.synchronous_because)
         if self.synchronous_because is None and trial is None:
             self.writer.start(self._job_of_snapshot(begun))
-        else:
-            self.writer.run(self._job_of_trainer(model, trial, begun))
+            return
+        with self._adapter.pushes_delayed() as pushed:
+            job = self._job_of_trainer(model, trial, begun)
+        self.writer.run(job)
+        if pushed:
+            self._adapter.push(str(job.target))
 
     # --- in the background ------------------------------------------------------------------------------------------
 
@@ -203,26 +216,24 @@ class TrainerSaving:
         failed = None
         deferring = self._deferred.collecting() if self._deferred is not None else nullcontext()
         try:
-            with deferring, self._unfinished_folder(run_dir):
+            with deferring, self._writing_to_unfinished(run_dir):
                 self._original(model, trial)
             _note_best(trainer, run_dir)
             if trainer.args.should_save:
                 folder = unfinished_folder(run_dir, trainer.state.global_step)
-                if not self._own_methods:  # the state may name the best checkpoint by the unfinished folder
-                    trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+                _name_best(folder / TRAINER_STATE_NAME, trainer.state.best_model_checkpoint)
                 complete_checkpoint(trainer, folder)
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         return self._job(run_dir, begun, error=failed, write=self._deferred.write if self._deferred else None)
 
-    def _unfinished_folder(self, run_dir: Path) -> AbstractContextManager[None]:
-        """Return the context in which Trainer's methods write into the unfinished folder.
-
-        A subclass's own methods find it under the path that they may compose themselves.
-        """
-        if self._own_methods:
-            return open_to_subclass(run_dir, self._trainer.state.global_step, is_holder=self._trainer.args.should_save)
-        return self._adapter.output_dir_replaced(str(run_dir / UNFINISHED))
+    @contextmanager
+    def _writing_to_unfinished(self, run_dir: Path) -> Iterator[None]:
+        """Have Trainer's method write into the unfinished folder, which a subclass's methods see as `checkpoint-N`."""
+        step = self._trainer.state.global_step
+        opened = open_to_subclass(run_dir, step, is_holder=self.commits) if self._own_methods else nullcontext()
+        with opened, self._adapter.output_dir_replaced(str(run_dir / UNFINISHED)):
+            yield
 
     def _job(self, run_dir: Path, begun: float, **parts: Any) -> CheckpointJob:
         args, state = self._trainer.args, self._trainer.state
@@ -264,7 +275,7 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return f"it is not tested on {args.device.type}"
     if not saves_safetensors(args):
         return "save_safetensors is False"
-    if args.push_to_hub:
+    if args.push_to_hub and args.hub_strategy != "end":
         return "push_to_hub uploads the folder at once"
     overridden = own_methods(trainer)
     if overridden:
@@ -329,3 +340,13 @@ def _note_best(trainer: Trainer, run_dir: Path) -> None:
     best = run_dir / f"checkpoint-{state.best_global_step}"
     if state.best_global_step == state.global_step or best.exists():
         state.best_model_checkpoint = str(best)
+
+
+def _name_best(trainer_state: Path, best: str | None) -> None:
+    """Correct the best checkpoint in `trainer_state.json`: Trainer may have named it by the unfinished folder."""
+    if not trainer_state.is_file():
+        return  # a subclass has not called Trainer's method
+    fields = json.loads(trainer_state.read_text(encoding="utf-8"))
+    if fields["best_model_checkpoint"] != best:
+        fields["best_model_checkpoint"] = best
+        trainer_state.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ finds the Trainer and has one named method for each thing that hfscale changes o
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,12 +16,19 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME
+from hfscale.checkpoint.lock import LOCK_NAME
+from hfscale.checkpoint.manifest import MANIFEST_NAME
+from hfscale.checkpoint.store import UNFINISHED
 from hfscale.errors import HfScaleError
 from hfscale.integrations.hooks import DataFetchHook, LogSource, MetricInjector
+from hfscale.metrics.records import JSONL_NAME
 from hfscale.utils import distributed
 from hfscale.utils.run_state import CopiedWithoutRun
-from hfscale.utils.versions import has_epoch_methods
+from hfscale.utils.versions import has_epoch_methods, hub_client
 
+WORKING_FILES = (LOCK_NAME, JSONL_NAME, "hfscale_*", f"{UNFINISHED}/*", ".*.tmp", ".initial-weights/*")
+"""Patterns of the files in the output directory that are not uploaded to the hub."""
 _ATTRIBUTE = "_hfscale_adapter"
 _STATE_KEY = "hfscale"
 _ABSENT = object()
@@ -35,9 +43,9 @@ class TrainerAdapter:
     callback was added after the Trainer was made, the first training is already running at that moment; then the
     adapter wraps the two methods of Trainer in which the rest of that training takes place.
 
-    Some changes last longer, because they must be there before or after a training: the wrappers of `train` and
-    `get_eval_dataloader`, and a scaled optimizer. They are undone at the beginning of the first training that finds no
-    `AdapterCallback` in the Trainer any more.
+    Some changes last longer, because they must be there before or after a training: the wrappers of `train`,
+    `get_eval_dataloader`, `push_to_hub` and `_push_from_checkpoint`, and a scaled optimizer. They are undone at the
+    beginning of the first training that finds no `AdapterCallback` in the Trainer any more.
 
     Calling a method again during one training replaces what the earlier call did. This happens when
     `auto_find_batch_size` restarts the training loop.
@@ -60,6 +68,9 @@ class TrainerAdapter:
         self._skips_steps = False
         self._final_error: BaseException | None = None
         self._replace(trainer, "train", self._restoring(trainer.train), undo=self._undo_lasting)
+        for name in ("push_to_hub", "_push_from_checkpoint"):
+            push = self._without_working_files(getattr(trainer, name))
+            self._replace(trainer, name, push, undo=self._undo_lasting)
 
     @classmethod
     def of(cls, trainer: Trainer) -> "TrainerAdapter":
@@ -203,17 +214,69 @@ class TrainerAdapter:
 
     @contextmanager
     def output_dir_replaced(self, folder: str) -> Iterator[None]:
-        """Have Trainer write its checkpoints below another folder within the `with` block.
+        """Have Trainer write its checkpoints below another folder, and delete none, within the `with` block.
+
+        The methods of a subclass get the same answers as before.
 
         Args:
             folder (`str`): the folder, in which Trainer creates `checkpoint-N`.
         """
         name = "_get_output_dir"
-        self._replace(self.trainer, name, lambda trial: folder)
+        original = self.trainer._get_output_dir
+
+        def output_dir(trial: Any = None) -> str:
+            caller = sys._getframe(1).f_code
+            return folder if caller is Trainer._save_checkpoint.__code__ else original(trial)
+
+        self._replace(self.trainer, name, output_dir)
         try:
             yield
         finally:
             self._undo_one((id(self.trainer), name))
+
+    @contextmanager
+    def pushes_delayed(self) -> Iterator[list[str]]:
+        """Keep Trainer from uploading a checkpoint within the `with` block; the list gets the folders to upload."""
+        name = "_push_from_checkpoint"
+        folders: list[str] = []
+        self._replace(self.trainer, name, folders.append)
+        try:
+            yield folders
+        finally:
+            self._undo_one((id(self.trainer), name))
+
+    def push(self, checkpoint: str) -> None:
+        """Upload a checkpoint to the hub, as Trainer does at the end of its save.
+
+        Args:
+            checkpoint (`str`): its folder.
+        """
+        self.trainer._push_from_checkpoint(checkpoint)
+        if self.trainer.is_world_process_zero():
+            for name in (MANIFEST_NAME, PARAMETERS_NAME):  # a subclass may copy all files of the checkpoint
+                Path(self.trainer.args.output_dir, name).unlink(missing_ok=True)
+
+    def _without_working_files(self, push: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that uploads, without the files that hfscale keeps in the output directory."""
+
+        @functools.wraps(push)
+        def push_without_working_files(*args: Any, **kwargs: Any) -> Any:
+            client = hub_client()
+            upload = client.upload_folder
+
+            def upload_folder(**options: Any) -> Any:
+                if options["folder_path"] == self.trainer.args.output_dir:
+                    options["ignore_patterns"] = [*(options.get("ignore_patterns") or ()), *WORKING_FILES]
+                return upload(**options)
+
+            undo: dict[Any, Callable[[], None]] = {}
+            self._replace(client, "upload_folder", upload_folder, undo=undo)
+            try:
+                return push(*args, **kwargs)
+            finally:
+                _call_all(undo)
+
+        return push_without_working_files
 
     def load_rng_state(self, checkpoint: str) -> None:
         """Restore the random number generators of this rank, as Trainer does after a resume.

@@ -210,6 +210,16 @@ def has_epoch_methods() -> bool:
     return is_at_least("transformers", "5.4")
 
 
+def hub_client() -> Any:
+    """Return the object whose `upload_folder` Trainer calls to upload to the hub.
+
+    It is a client that transformers shares; where there is none yet, the module of Trainer has the function.
+    """
+    from transformers import trainer
+
+    return trainer.hf_api() if hasattr(trainer, "hf_api") else trainer
+
+
 # ---- transformers: models
 
 
