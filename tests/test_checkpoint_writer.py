@@ -274,7 +274,57 @@ def more_trainer(folder, *callbacks, kind=WritesMore, **overrides):
     )
 
 
+class ModelCard(Trainer):
+    """Writes a model card before Trainer saves, as the trainers of TRL do, and a file into the checkpoint."""
+
+    def _save_checkpoint(self, model, trial):
+        Path(self.args.output_dir, "README.md").write_text(f"step {self.state.global_step}")
+        checkpoint = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        checkpoint.mkdir(exist_ok=True)
+        (checkpoint / "card.txt").write_text(f"step {self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+
+
+class OwnFormat(Trainer):
+    """Writes the model in a format of its own, as sentence-transformers does."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        Path(output_dir).mkdir(exist_ok=True)
+        self.model.save_pretrained(output_dir)
+        torch.save(self.model.lm_head.weight, Path(output_dir, "head.pt"))
+
+
 class TestFilesOfOthers:
+    @pytest.mark.parametrize("kind", [ModelCard, OwnFormat])
+    def test_saves_of_subclasses_are_asynchronous(self, tmp_path, monkeypatch, kind):
+        """The save of step 2 is completed when step 5 begins; every file has the bytes of a synchronous save."""
+        records = {}
+        arguments = {"save_steps": 100, "max_steps": 7, "logging_strategy": "no", "lr_scheduler_type": "linear"}
+        for asynchronous in (False, True):
+            folder = tmp_path / str(asynchronous)
+            folder.mkdir()
+            monkeypatch.chdir(folder)
+            with paused_saves(monkeypatch) as (go, _):
+                if not asynchronous:
+                    go.set()
+                spot = SpotCheckpointCallback(asynchronous=asynchronous)
+                trainer = more_trainer("run", spot, SaveAtSteps(2), CallAtStep(5, go.set), kind=kind, **arguments)
+                trainer.train()
+                assert spot._saving.synchronous_because == (None if asynchronous else "asynchronous is False")
+                assert "save_model" not in vars(trainer)
+            records[asynchronous] = verify(folder / "run" / "checkpoint-2").files
+        own = {"card.txt"} if kind is ModelCard else {"head.pt"}
+        assert own | {"model.safetensors", "optimizer.pt", "trainer_state.json"} <= set(records[True])
+        assert records[True] == records[False]
+        resumed = more_trainer("run", kind=kind, **(arguments | {"max_steps": 9}))  # without hfscale
+        resumed.train(resume_from_checkpoint="run/checkpoint-2")
+        assert resumed.state.global_step == 9
+
+    def test_training_waits_for_a_subclass_that_may_read_the_files(self, tmp_path):
+        spot = SpotCheckpointCallback()
+        more_trainer(tmp_path, spot, max_steps=2).train()
+        assert "may read the files" in spot._saving.synchronous_because
+
     def test_the_files_of_a_subclass_are_part_of_the_checkpoint(self, tmp_path):
         stale = tmp_path / "checkpoint-2"
         stale.mkdir()

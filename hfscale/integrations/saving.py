@@ -3,8 +3,11 @@
 The files are those that Trainer writes, in its layout, made by the same calls; a test compares them byte for byte.
 """
 
+import ast
+import inspect
 import json
 import os
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -56,6 +59,7 @@ _WRITING_METHODS = (
     "_save_scaler",
     "_save_rng_state",
 )
+_MODEL_METHODS = ("save_model", "_save")
 # Callbacks of transformers whose `on_save` reads no file of the checkpoint (wandb's only under WANDB_LOG_MODEL).
 _ON_SAVE_READS_NOTHING = ("WandbCallback", "TrackioCallback", "SwanLabCallback")
 _SHARDS = "shards"  # key of what `ParallelTrainer.sharded_state` returns
@@ -106,7 +110,14 @@ class TrainerSaving:
             self.synchronous_because = why_synchronous(trainer, self._strategy)
             if self.synchronous_because is not None:
                 logger.info("training waits for each save: %s", self.synchronous_because)
-            elif self._strategy.startswith("zero"):
+            elif self._writes_own_model:
+                method = next(name for name in self._own_methods if name in _MODEL_METHODS)
+                logger.info(
+                    "training waits in each save until %s.%s has written the model; the rest is in the background",
+                    type(trainer).__name__,
+                    method,
+                )
+            if self.synchronous_because is None and self._strategy.startswith("zero"):
                 self._deferred = DeferredWrites(trainer, self._snapshot)
         trainer_writes = self.synchronous_because is not None or self._deferred is not None
         self._processing_files = {} if trainer_writes or _hands_over(trainer) else processing_files(trainer)
@@ -123,7 +134,7 @@ class TrainerSaving:
             self.synchronous_because = "a copy of its state does not fit into the host's free memory"
             logger.warning("training waits for each save: %s", self.synchronous_because)
         if self.synchronous_because is None and trial is None:
-            self.writer.start(self._job_of_snapshot(begun))
+            self.writer.start(self._job_of_snapshot(model, begun))
             return
         with self._adapter.pushes_delayed() as pushed:
             job = self._job_of_trainer(model, trial, begun)
@@ -133,17 +144,42 @@ class TrainerSaving:
 
     # --- in the background ------------------------------------------------------------------------------------------
 
-    def _job_of_snapshot(self, begun: float) -> CheckpointJob:
+    def _job_of_snapshot(self, model: Any, begun: float) -> CheckpointJob:
         trainer = self._trainer
-        trainer.store_flos()
         run_dir = Path(trainer.args.output_dir)
-        _note_best(trainer, run_dir)
         failed, write, write_collectively = None, None, None
         try:
+            if self._own_methods:
+                self._run_own_methods(model, run_dir)
+            else:
+                trainer.store_flos()
+                _note_best(trainer, run_dir)
             write, write_collectively = self._capture()
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         return self._job(run_dir, begun, write=write, write_collectively=write_collectively, error=failed)
+
+    def _run_own_methods(self, model: Any, run_dir: Path) -> None:
+        """Call the subclass's `_save_checkpoint` without what is written in the background.
+
+        What its own methods write is written now, and so is `trainer_state.json`.
+        """
+        with self._writing_to_unfinished(run_dir), self._adapter.methods_skipped(self._deferred_methods):
+            self._original(model, None)
+        _note_best(self._trainer, run_dir)
+        if self.commits:
+            folder = unfinished_folder(run_dir, self._trainer.state.global_step)
+            _name_best(folder / TRAINER_STATE_NAME, self._trainer.state.best_model_checkpoint)
+
+    @property
+    def _deferred_methods(self) -> list[str]:
+        """Methods of Trainer that write, in a synchronous save, what a background save copies."""
+        model = [] if self._writes_own_model else ["save_model"]
+        return [*model, "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"]
+
+    @property
+    def _writes_own_model(self) -> bool:
+        return any(name in _MODEL_METHODS for name in self._own_methods)
 
     def _capture(self) -> tuple[Callable[[Path], None], Callable[[Path, Any], None] | None]:
         """Copy what the next step changes.
@@ -154,7 +190,7 @@ class TrainerSaving:
         """
         trainer, full = self._trainer, not self._trainer.args.save_only_model
         rng = rng_state(trainer) if full else None
-        state = frozen_state(trainer) if trainer.args.should_save else None
+        state = frozen_state(trainer) if trainer.args.should_save and not self._own_methods else None
         files = trainer.checkpoint_files() if _hands_over(trainer) and trainer.args.should_save else {}
         live = self._live_state()
         write_collectively = self._fsdp.take() if self._fsdp is not None else None
@@ -173,6 +209,7 @@ class TrainerSaving:
                 torch.save(rng, folder / rng_name(trainer))
             if state is not None:
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            if trainer.args.should_save:
                 complete_checkpoint(trainer, folder)
 
         return write, write_collectively
@@ -185,7 +222,7 @@ class TrainerSaving:
         if not trainer.args.should_save:
             return {}
         live: dict[str, Any] = {}
-        if self._fsdp is None:
+        if self._fsdp is None and not self._writes_own_model:
             live["model"] = model_state(trainer)
         if not trainer.args.save_only_model:
             if self._fsdp is None:
@@ -277,9 +314,12 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return "save_safetensors is False"
     if args.push_to_hub and args.hub_strategy != "end":
         return "push_to_hub uploads the folder at once"
-    overridden = own_methods(trainer)
-    if overridden:
-        return f"{type(trainer).__name__} has its own {overridden[0]}"
+    name, own = type(trainer).__name__, own_methods(trainer)
+    others = [method for method in own if method not in ("_save_checkpoint", *_MODEL_METHODS)]
+    if others or (own and hands_over):
+        return f"{name} has its own {(others or own)[0]}"
+    if "_save_checkpoint" in own and not _ends_with_trainers(type(trainer)):
+        return f"{name}._save_checkpoint may read the files after Trainer has written them"
     if is_peft_model(trainer.model):
         others = {str(config.peft_type.value) for config in trainer.model.peft_config.values()} - {"LORA"}
         if others:
@@ -302,6 +342,28 @@ def own_methods(trainer: Trainer) -> list[str]:
         trainer (`Trainer`): any Trainer.
     """
     return [name for name in _WRITING_METHODS if not _is_known(type(trainer), name)]
+
+
+def _ends_with_trainers(kind: type) -> bool:
+    """Return whether each `_save_checkpoint` of the class and its bases ends with the call of that of its base.
+
+    Then nothing in it can read what Trainer writes. It is False where the source is not available.
+    """
+    for base in kind.__mro__[: kind.__mro__.index(Trainer)]:
+        method = vars(base).get("_save_checkpoint")
+        if method is None:
+            continue
+        try:
+            (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+        except (OSError, TypeError, SyntaxError, ValueError):
+            return False
+        if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+            return False
+        last = function.body[-1]
+        call = last.value if isinstance(last, ast.Expr | ast.Return) else None
+        if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(")._save_checkpoint"):
+            return False
+    return True
 
 
 def _is_known(kind: type, method: str) -> bool:

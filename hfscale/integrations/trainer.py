@@ -8,7 +8,7 @@ finds the Trainer and has one named method for each thing that hfscale changes o
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -233,6 +233,21 @@ class TrainerAdapter:
             yield
         finally:
             self._undo_one((id(self.trainer), name))
+
+    @contextmanager
+    def methods_skipped(self, names: Sequence[str]) -> Iterator[None]:
+        """Have calls of methods of the Trainer do nothing within the `with` block.
+
+        Args:
+            names (`Sequence[str]`): names of methods that write a part of a checkpoint.
+        """
+        for name in names:
+            self._replace(self.trainer, name, lambda *args, **kwargs: None)
+        try:
+            yield
+        finally:
+            for name in names:
+                self._undo_one((id(self.trainer), name))
 
     @contextmanager
     def pushes_delayed(self) -> Iterator[list[str]]:
