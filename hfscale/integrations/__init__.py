@@ -26,6 +26,9 @@ Replaced until the end of the training
   `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder. Test: test_checkpoint_writer.py.
 - `Trainer.create_optimizer` (public). By: `wrap_create_optimizer`. Reason: there is no event between the making of
   the optimizer and of its scheduler. Test: test_lr_scaling_callback.py.
+- `Trainer.save_model` (public), `Trainer._save_optimizer_and_scheduler`, `Trainer._save_scaler` and
+  `Trainer._save_rng_state`, during a save. By: `methods_skipped`. Reason: a subclass's own `_save_checkpoint` must
+  run, and Trainer's part of it is written in the background. Test: test_checkpoint_writer.py.
 - `Trainer.push_to_hub` (public) and `Trainer._push_from_checkpoint`, as long as `train`; while they run,
   `upload_folder` of the client that transformers shares. By: `TrainerAdapter.of`, `pushes_delayed`, `push`. Reason:
   Trainer uploads its output directory with fixed patterns, and a checkpoint before it has its final name. Test:
