@@ -32,7 +32,7 @@ from hfscale.integrations.strategy import unwrap_compiled
 from hfscale.integrations.trainer import TrainerAdapter, resumed_from, training_frame
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-LASTING = {"train", "get_eval_dataloader", "_hfscale_adapter"}
+LASTING = {"train", "get_eval_dataloader", "push_to_hub", "_push_from_checkpoint", "_hfscale_adapter"}
 
 
 class Raise(TrainerCallback):
@@ -51,7 +51,7 @@ def changes(trainer):
     """Everything that can be replaced on a Trainer, by name."""
     methods = {name for name in vars(trainer) if hasattr(type(trainer), name)}
     return {
-        "methods": methods - {"train", "get_eval_dataloader"},
+        "methods": methods - LASTING,
         "adapter": "_hfscale_adapter" in vars(trainer),
         "callbacks": [type(callback).__name__ for callback in trainer.callback_handler.callbacks],
         "args": {name: value for name, value in vars(trainer.args).items() if name != "learning_rate"},
@@ -193,7 +193,7 @@ def test_the_order_of_the_users_callbacks_stays(tmp_path):
     trainer = tiny_trainer(tmp_path, Look(), ScalingCallback(), Raise("on_nothing"))
     before = changes(trainer)["callbacks"]
     trainer.train()
-    assert orders[-1] == ["MetricInjector", *before]
+    assert orders[-1] == ["MetricInjector", *before, "_AfterOthers"]
 
 
 def test_added_metrics_reach_callbacks_that_come_before(tmp_path):
