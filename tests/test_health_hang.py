@@ -23,7 +23,7 @@ from hfscale.health.diagnosis import (
 )
 from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.rank_store import RankStore
-from hfscale.integrations.trainer import training_frame
+from hfscale.integrations.frames import training_frame
 
 HOSTS = dict(enumerate("abcd"))
 QUICK = Limits(floor_s=1.5, factor=5, grace_s=1.5, poll_s=0.2)

@@ -27,9 +27,10 @@ from hfscale import (
     integrations,
 )
 from hfscale.errors import HfScaleError, UsageError
+from hfscale.integrations.frames import resumed_from, training_frame
 from hfscale.integrations.sequence_parallel import SkippableUlyssesLoader
 from hfscale.integrations.strategy import unwrap_compiled
-from hfscale.integrations.trainer import TrainerAdapter, resumed_from, training_frame
+from hfscale.integrations.trainer import TrainerAdapter
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
 LASTING = {"train", "get_eval_dataloader", "push_to_hub", "_push_from_checkpoint", "_hfscale_adapter"}

@@ -19,7 +19,7 @@ from hfscale.checkpoint.pickles import read_dcp_metadata
 from hfscale.checkpoint.store import list_checkpoints, verify
 from hfscale.cli import main
 from hfscale.errors import CheckpointError
-from hfscale.integrations.trainer import calling_trainer
+from hfscale.integrations.frames import calling_trainer
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer
 
 QUIET = {"logging_strategy": "no", "eval_strategy": "no", "max_steps": 6, "save_strategy": "steps", "save_steps": 100}

@@ -138,7 +138,7 @@ class TestRotation:
     )
     def test_the_checkpoints_at_the_end_are_those_of_trainer(self, tmp_path, monkeypatch, strategy, limit):
         """A greater loss is "better", so that an early checkpoint is the best; temporary ones are saved between."""
-        monkeypatch.setattr("hfscale.callbacks.spot_checkpoint.DEFAULT_EVERY_STEPS", 1)
+        monkeypatch.setattr("hfscale.callbacks.save_cadence.DEFAULT_EVERY_STEPS", 1)
         left = []
         for name in ("plain", "ours"):
             spot = SpotCheckpointCallback(every_minutes=1e-9)
@@ -263,7 +263,7 @@ class TestResume:
 
 
 def test_a_temporary_checkpoint_is_replaced_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr("hfscale.callbacks.spot_checkpoint.DEFAULT_EVERY_STEPS", 1)
+    monkeypatch.setattr("hfscale.callbacks.save_cadence.DEFAULT_EVERY_STEPS", 1)
     arguments = {"save_strategy": "epoch", "max_steps": 8, "per_device_train_batch_size": 16}
     saves, seen = RecordSaves(), []
 

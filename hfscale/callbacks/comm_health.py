@@ -25,8 +25,9 @@ from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
 from hfscale.health.rank_store import RankStore
+from hfscale.integrations.frames import training_frame
 from hfscale.integrations.strategy import check_launch, check_strategy, describe_strategy
-from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, training_frame
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
 from hfscale.metrics.records import RankLines
 from hfscale.utils import distributed
 from hfscale.utils.findings import Finding, join_errors

@@ -27,7 +27,8 @@ from typing import Any
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.errors import UsageError
-from hfscale.integrations.trainer import TrainerAdapter, is_training_in
+from hfscale.integrations.frames import is_training_in
+from hfscale.integrations.trainer import TrainerAdapter
 from hfscale.preemption import (
     EXIT_CODE,
     NOTICES,

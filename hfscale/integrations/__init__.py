@@ -30,7 +30,7 @@ Replaced until the end of the training
   `Trainer._save_rng_state`, during a save. By: `methods_skipped`. Reason: a subclass's own `_save_checkpoint` must
   run, and Trainer's part of it is written in the background. Test: test_checkpoint_writer.py.
 - `Trainer.push_to_hub` (public) and `Trainer._push_from_checkpoint`, as long as `train`; while they run,
-  `upload_folder` of the client that transformers shares. By: `TrainerAdapter.of`, `pushes_delayed`, `push`. Reason:
+  `upload_folder` of the client that transformers shares. By: hub.py, `pushes_delayed`. Reason:
   Trainer uploads its output directory with fixed patterns, and a checkpoint before it has its final name. Test:
   test_hub.py.
 - `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation. Test:

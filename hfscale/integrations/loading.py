@@ -22,8 +22,9 @@ from hfscale.checkpoint.formats.zero import UNIVERSAL_LATEST
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
+from hfscale.integrations.frames import resumed_from
 from hfscale.integrations.strategy import requested_strategy, running_strategy
-from hfscale.integrations.trainer import global_batch_size, resumed_from
+from hfscale.integrations.trainer import global_batch_size
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import what_is_missing

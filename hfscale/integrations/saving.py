@@ -26,6 +26,7 @@ from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
 from hfscale.checkpoint.store import UNFINISHED
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, open_to_subclass, unfinished_folder
+from hfscale.integrations.hub import push_checkpoint
 from hfscale.integrations.snapshots import (
     DeferredWrites,
     FsdpSnapshot,
@@ -136,11 +137,12 @@ class TrainerSaving:
         if self.synchronous_because is None and trial is None:
             self.writer.start(self._job_of_snapshot(model, begun))
             return
-        with self._adapter.pushes_delayed() as pushed:
+        pushed: list[str] = []
+        with self._adapter.pushes_delayed(pushed):
             job = self._job_of_trainer(model, trial, begun)
         self.writer.run(job)
         if pushed:
-            self._adapter.push(str(job.target))
+            push_checkpoint(self._trainer, job.target)
 
     # --- in the background ------------------------------------------------------------------------------------------
 

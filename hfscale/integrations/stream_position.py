@@ -26,7 +26,8 @@ import xxhash
 from torch.utils.data import get_worker_info
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.integrations.trainer import TrainerAdapter, global_batch_size, resumed_from, saved_state
+from hfscale.integrations.frames import resumed_from
+from hfscale.integrations.trainer import TrainerAdapter, global_batch_size, saved_state
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
 

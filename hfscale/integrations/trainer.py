@@ -6,29 +6,21 @@ finds the Trainer and has one named method for each thing that hfscale changes o
 """
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME
-from hfscale.checkpoint.lock import LOCK_NAME
-from hfscale.checkpoint.manifest import MANIFEST_NAME
-from hfscale.checkpoint.store import UNFINISHED
-from hfscale.errors import HfScaleError
+from hfscale.integrations.frames import calling_trainer, training_frame
 from hfscale.integrations.hooks import DataFetchHook, LogSource, MetricInjector
-from hfscale.metrics.records import JSONL_NAME
+from hfscale.integrations.hub import without_working_files
 from hfscale.utils import distributed
 from hfscale.utils.run_state import CopiedWithoutRun
-from hfscale.utils.versions import has_epoch_methods, hub_client
+from hfscale.utils.versions import has_epoch_methods
 
-WORKING_FILES = (LOCK_NAME, JSONL_NAME, "hfscale_*", f"{UNFINISHED}/*", ".*.tmp", ".initial-weights/*")
-"""Patterns of the files in the output directory that are not uploaded to the hub."""
 _ATTRIBUTE = "_hfscale_adapter"
 _STATE_KEY = "hfscale"
 _ABSENT = object()
@@ -69,7 +61,7 @@ class TrainerAdapter:
         self._final_error: BaseException | None = None
         self._replace(trainer, "train", self._restoring(trainer.train), undo=self._undo_lasting)
         for name in ("push_to_hub", "_push_from_checkpoint"):
-            push = self._without_working_files(getattr(trainer, name))
+            push = without_working_files(trainer, getattr(trainer, name))
             self._replace(trainer, name, push, undo=self._undo_lasting)
 
     @classmethod
@@ -212,8 +204,7 @@ class TrainerAdapter:
         frame = training_frame()
         return Path(self.output_dir(frame.f_locals["trial"] if frame is not None else None))
 
-    @contextmanager
-    def output_dir_replaced(self, folder: str) -> Iterator[None]:
+    def output_dir_replaced(self, folder: str) -> AbstractContextManager[None]:
         """Have Trainer write its checkpoints below another folder, and delete none, within the `with` block.
 
         The methods of a subclass get the same answers as before.
@@ -221,77 +212,39 @@ class TrainerAdapter:
         Args:
             folder (`str`): the folder, in which Trainer creates `checkpoint-N`.
         """
-        name = "_get_output_dir"
         original = self.trainer._get_output_dir
 
         def output_dir(trial: Any = None) -> str:
             caller = sys._getframe(1).f_code
             return folder if caller is Trainer._save_checkpoint.__code__ else original(trial)
 
-        self._replace(self.trainer, name, output_dir)
-        try:
-            yield
-        finally:
-            self._undo_one((id(self.trainer), name))
+        return self._methods_replaced({"_get_output_dir": output_dir})
 
-    @contextmanager
-    def methods_skipped(self, names: Sequence[str]) -> Iterator[None]:
+    def methods_skipped(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Have calls of methods of the Trainer do nothing within the `with` block.
 
         Args:
             names (`Sequence[str]`): names of methods that write a part of a checkpoint.
         """
-        for name in names:
-            self._replace(self.trainer, name, lambda *args, **kwargs: None)
+        return self._methods_replaced(dict.fromkeys(names, lambda *args, **kwargs: None))
+
+    def pushes_delayed(self, folders: list[str]) -> AbstractContextManager[None]:
+        """Keep Trainer from uploading checkpoints within the `with` block.
+
+        Args:
+            folders (`list[str]`): gets the folders that Trainer would have uploaded.
+        """
+        return self._methods_replaced({"_push_from_checkpoint": folders.append})
+
+    @contextmanager
+    def _methods_replaced(self, methods: dict[str, Callable[..., Any]]) -> Iterator[None]:
+        for name, method in methods.items():
+            self._replace(self.trainer, name, method)
         try:
             yield
         finally:
-            for name in names:
+            for name in methods:
                 self._undo_one((id(self.trainer), name))
-
-    @contextmanager
-    def pushes_delayed(self) -> Iterator[list[str]]:
-        """Keep Trainer from uploading a checkpoint within the `with` block; the list gets the folders to upload."""
-        name = "_push_from_checkpoint"
-        folders: list[str] = []
-        self._replace(self.trainer, name, folders.append)
-        try:
-            yield folders
-        finally:
-            self._undo_one((id(self.trainer), name))
-
-    def push(self, checkpoint: str) -> None:
-        """Upload a checkpoint to the hub, as Trainer does at the end of its save.
-
-        Args:
-            checkpoint (`str`): its folder.
-        """
-        self.trainer._push_from_checkpoint(checkpoint)
-        if self.trainer.is_world_process_zero():
-            for name in (MANIFEST_NAME, PARAMETERS_NAME):  # a subclass may copy all files of the checkpoint
-                Path(self.trainer.args.output_dir, name).unlink(missing_ok=True)
-
-    def _without_working_files(self, push: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that uploads, without the files that hfscale keeps in the output directory."""
-
-        @functools.wraps(push)
-        def push_without_working_files(*args: Any, **kwargs: Any) -> Any:
-            client = hub_client()
-            upload = client.upload_folder
-
-            def upload_folder(**options: Any) -> Any:
-                if options["folder_path"] == self.trainer.args.output_dir:
-                    options["ignore_patterns"] = [*(options.get("ignore_patterns") or ()), *WORKING_FILES]
-                return upload(**options)
-
-            undo: dict[Any, Callable[[], None]] = {}
-            self._replace(client, "upload_folder", upload_folder, undo=undo)
-            try:
-                return push(*args, **kwargs)
-            finally:
-                _call_all(undo)
-
-        return push_without_working_files
 
     def load_rng_state(self, checkpoint: str) -> None:
         """Restore the random number generators of this rank, as Trainer does after a resume.
@@ -572,60 +525,7 @@ class AdapterCallback(CopiedWithoutRun, TrainerCallback):
         """
 
 
-# --- what is read from the Trainer's frames and state ---------------------------------------------------------------
-
-
-def calling_trainer() -> Trainer:
-    """Return the Trainer whose callback event is being handled, found on the call stack.
-
-    Raises:
-        HfScaleError: no Trainer is on the call stack.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if isinstance(candidate, Trainer):
-            return candidate
-        frame = frame.f_back
-    raise HfScaleError("no Trainer is calling: pass this callback to transformers.Trainer(callbacks=[...])")
-
-
-def resumed_from() -> str | None:
-    """Return the checkpoint folder from which the calling Trainer has resumed; None for a fresh start.
-
-    It is found on the call stack, since Trainer passes it from method to method and does not store it.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), Trainer) and "resume_from_checkpoint" in frame.f_locals:
-            found = frame.f_locals["resume_from_checkpoint"]
-            return str(found) if found and not isinstance(found, bool) else None
-        frame = frame.f_back
-    return None
-
-
-def training_frame(frame: FrameType | None = None) -> FrameType | None:
-    """Return the frame of the call of `Trainer.train` that another frame is in.
-
-    Args:
-        frame (`FrameType`, *optional*): the innermost frame to look at; by default the caller's.
-
-    Returns:
-        `FrameType` or `None`: the frame of the innermost such call; None if there is none.
-    """
-    frame = frame or inspect.currentframe()
-    while frame is not None and frame.f_code is not Trainer.train.__code__:
-        frame = frame.f_back
-    return frame
-
-
-def is_training_in(frame: FrameType | None) -> bool:
-    """Return whether `Trainer.train` is running in a thread.
-
-    Args:
-        frame (`FrameType`, *optional*): the innermost frame of the thread; None: the result is False.
-    """
-    return frame is not None and training_frame(frame) is not None
+# --- what is read from the state of the Trainer ---------------------------------------------------------------------
 
 
 def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
