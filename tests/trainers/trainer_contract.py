@@ -46,11 +46,6 @@ FILES_THAT_DIFFER = (
     "optimizer_0/.metadata",
 )
 """They contain the state of our callbacks, the output directory, or a random id."""
-PENDING = {
-    "checkpoints": "a best checkpoint is kept beyond the limit",
-    "background_save": "Trainers with their own way to save wait for each save",
-}
-"""Tests that fail on some kinds until rotation and background saves of subclasses are fixed; delete it then."""
 MEASURED = re.compile(r"runtime|per_second|step_time|_flos")
 """Keys of logs whose values differ between two equal runs, because they are times."""
 STAYS = {"train", "get_eval_dataloader"}
@@ -422,8 +417,6 @@ class TrainerContract:
             test = metafunc.function.__name__.removeprefix("test_")
             if test in kind.xfail:
                 marks.append(pytest.mark.xfail(strict=True, reason=kind.xfail[test]))
-            elif test in PENDING:
-                marks.append(pytest.mark.xfail(reason=PENDING[test]))
             params.append(pytest.param(kind, marks=marks, id=kind.name))
         metafunc.parametrize("kind", params, scope="class")
 
