@@ -84,6 +84,7 @@ def builder(
             numbers = random.Random(0)
             return Dataset.from_list([row(numbers) for _ in range(size)])
 
+        model_folder()  # made once, from random numbers of its own
         transformers.set_seed(0)
         made = model()
         return getattr(sentence_transformers, f"{prefix}Trainer")(

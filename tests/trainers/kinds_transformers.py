@@ -131,6 +131,7 @@ def wav2vec2() -> torch.nn.Module:
             num_conv_pos_embeddings=8,
             num_conv_pos_embedding_groups=4,
             mask_time_length=2,
+            layerdrop=0.0,
             classifier_proj_size=16,
             num_labels=3,
         )

@@ -40,15 +40,16 @@ PEAK_TFLOPS = 1e-3
 
 OWN_KEYS = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
 FILES_THAT_DIFFER = (
+    "README.md",
     "trainer_state.json",
     "training_args.bin",
     "pytorch_model_fsdp_0/.metadata",
     "optimizer_0/.metadata",
 )
-"""They contain the state of our callbacks, the output directory, or a random id."""
+"""They contain measured times, the state of our callbacks, the output directory, or a random id."""
 MEASURED = re.compile(r"runtime|per_second|step_time|_flos")
 """Keys of logs whose values differ between two equal runs, because they are times."""
-STAYS = {"train", "get_eval_dataloader"}
+STAYS = {"train", "get_eval_dataloader", "push_to_hub", "_push_from_checkpoint"}
 """Methods that stay replaced after a training, until one without the callback (`TrainerAdapter`)."""
 
 
