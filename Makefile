@@ -60,7 +60,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with the pinned versions: a minute or two …"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) -e ".[peft,wandb]"
+	$(PIP) -e ".[recipes,wandb]"
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -33,7 +33,6 @@ from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.integrations.frames import resumed_from
 from hfscale.integrations.loading import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.integrations.saving import TrainerSaving
-from hfscale.integrations.stream_position import track_stream
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, saved_state
 from hfscale.metrics.clocks import StepPace
 from hfscale.preemption import Preempted
@@ -165,7 +164,10 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Keep the position in a streamed training dataset in the checkpoints."""
-        track_stream(adapter)
+        if "datasets" in sys.modules:  # Trainer works without it; a stream of it exists only where it is imported
+            from hfscale.integrations.stream_position import track_stream
+
+            track_stream(adapter)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

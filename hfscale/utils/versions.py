@@ -36,20 +36,23 @@ _BASE = (
     Requirement(package="torch", minimum="2.6"),
     Requirement(package="transformers", minimum="4.57"),
     Requirement(package="accelerate", minimum="1.10"),
-    Requirement(package="datasets", minimum="4.0"),
 )
-_RECIPES = (*_BASE, Requirement(package="transformers", minimum="5.15"))
+_RECIPES = (
+    *_BASE,
+    Requirement(package="transformers", minimum="5.15"),
+    Requirement(package="datasets", minimum="4.0", extra="recipes"),
+)
 _NEWEST = Requirement(package="transformers", minimum="5.23")
 _DEEPSPEED = Requirement(package="deepspeed", minimum="0.19.8", extra="deepspeed")
-_PEFT = Requirement(package="peft", minimum="0.18", extra="peft")
+_PEFT = Requirement(package="peft", minimum="0.18", extra="recipes")
 FEATURES = {
     "ScalingCallback": _BASE,
     # Before 1.13 Accelerate does not restore the optimizer's state under FSDP2, and nothing reports it.
     "FSDP2 checkpoints": (*_BASE, Requirement(package="accelerate", minimum="1.13")),
     "recipes": _RECIPES,
-    "tensor parallelism of transformers": (*_RECIPES, _NEWEST),
+    "tensor parallelism of transformers": (*_BASE, _NEWEST),
     # It uses the tensor-parallel plans and the masks of packed sequences of transformers 5.23.
-    "ParallelTrainer": (*_RECIPES, _NEWEST, Requirement(package="torch", minimum="2.13")),
+    "ParallelTrainer": (*_BASE, _NEWEST, Requirement(package="torch", minimum="2.13")),
     "DeepSpeed": (*_BASE, _DEEPSPEED),
     "sequence parallelism of DeepSpeed": (*_RECIPES, _DEEPSPEED, Requirement(package="accelerate", minimum="1.12")),
     "LoRA": (*_BASE, _PEFT),

@@ -162,7 +162,7 @@ def set_up(corner: Corner) -> tuple[str, list[str]]:
             (folder / "pins.txt").write_text("\n".join(pin for pin in pins if "=" in pin or "<" in pin))
             names = [pin for pin in pins if "=" not in pin and "<" not in pin]
             install = [python, "-m", "pip", "install", "-c", str(folder / "pins.txt"), *names, *TEST_PACKAGES]
-            quietly([*install, "-e", f"{REPOSITORY}[peft]"])
+            quietly([*install, "-e", f"{REPOSITORY}[recipes]"])
         elif pins:
             quietly([python, "-m", "pip", "install", "--no-deps", "--target", str(folder), *pins])
         folder.mkdir(parents=True, exist_ok=True)
