@@ -5,7 +5,7 @@ import torch
 from tiny import RandomTokens, logged, tiny_arguments, tiny_model, tiny_trainer
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hfscale import ScalingMetricsCallback
 from hfscale.metrics.noise_scale import NoiseScale, Sample, advice
@@ -40,13 +40,22 @@ class MeanOfInputs(nn.Module):
         return {"loss": (inputs_embeds @ self.w).mean()}
 
 
+class EachStep(TrainerCallback):
+    """Has the noise scale sampled in each logged step."""
+
+    def __init__(self, metrics):
+        self.metrics = metrics
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.metrics._noise.min_steps_between = 1
+
+
 def noise_trainer(output_dir, *, model=None, noise_scale=True, **overrides):
     arguments = tiny_arguments(output_dir, **overrides)
     steps = arguments.max_steps * arguments.gradient_accumulation_steps * arguments.world_size
     callback = ScalingMetricsCallback(noise_scale=noise_scale)
-    if noise_scale:
-        callback._noise.min_steps_between = 1
-    return Trainer(model=model or MeanOfInputs(), args=arguments, train_dataset=Rows(4 * steps), callbacks=[callback])
+    callbacks = [callback, EachStep(callback)] if noise_scale else [callback]
+    return Trainer(model=model or MeanOfInputs(), args=arguments, train_dataset=Rows(4 * steps), callbacks=callbacks)
 
 
 def test_the_known_noise_scale_is_measured(tmp_path):

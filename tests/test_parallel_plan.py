@@ -282,15 +282,15 @@ TRAINER_METHODS = (
 """Methods of Trainer that ParallelTrainer overrides or calls."""
 
 USED_IN = {
-    "_StridedShard": "mesh.py",
-    "_attn_implementation": "context.py",
-    "_dataloaders": "trainer.py",
-    "_init_weights": "weights.py",
-    "_modules": "partition.py",
-    "_prepare_for_training": "trainer.py",
-    "_resolve_parallel_plans": "tensor.py",
+    "_StridedShard": "parallel/mesh.py",
+    "_attn_implementation": "integrations/flops.py",
+    "_dataloaders": "parallel/trainer.py",
+    "_init_weights": "parallel/weights.py",
+    "_modules": "parallel/partition.py",
+    "_prepare_for_training": "parallel/trainer.py",
+    "_resolve_parallel_plans": "parallel/tensor.py",
 }
-"""Other internals of torch, transformers and Accelerate -> the one module of hfscale/parallel that uses them."""
+"""Other internals of torch, transformers and Accelerate -> the one module that uses them."""
 
 
 def test_internals_of_libraries_are_where_this_package_uses_them():
@@ -313,5 +313,5 @@ def names_in(path):
 @pytest.mark.parametrize("name", USED_IN)
 def test_internals_of_libraries_are_used_in_one_module(name):
     assert [path for path in (REPOSITORY / "hfscale").rglob("*.py") if name in names_in(path)] == [
-        REPOSITORY / "hfscale" / "parallel" / USED_IN[name]
+        REPOSITORY / "hfscale" / USED_IN[name]
     ]

@@ -158,7 +158,7 @@ class TestPairs:
     def gpu(self, monkeypatch):
         """Make these checks find a GPU and bitsandbytes."""
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+        monkeypatch.setattr("hfscale.utils.versions.is_at_least", lambda package, minimum: True)
 
     def test_qlora_without_a_gpu(self, monkeypatch):
         with pytest.raises(UsageError, match="--load_in_4bit needs a CUDA GPU"):

@@ -36,6 +36,7 @@ from hfscale.integrations.snapshots import (
     frozen_state,
     is_sharded_fsdp2,
     model_state,
+    parameter_names,
     processes_on_this_host,
     processing_files,
     rng_name,
@@ -193,6 +194,7 @@ class TrainerSaving:
         trainer, full = self._trainer, not self._trainer.args.save_only_model
         rng = rng_state(trainer) if full else None
         state = frozen_state(trainer) if trainer.args.should_save and not self._own_methods else None
+        names = parameter_names(trainer) if trainer.args.should_save else None
         files = trainer.checkpoint_files() if _hands_over(trainer) and trainer.args.should_save else {}
         live = self._live_state()
         write_collectively = self._fsdp.take() if self._fsdp is not None else None
@@ -212,7 +214,7 @@ class TrainerSaving:
             if state is not None:
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
             if trainer.args.should_save:
-                complete_checkpoint(trainer, folder)
+                complete_checkpoint(trainer, folder, names)
 
         return write, write_collectively
 
@@ -261,7 +263,7 @@ class TrainerSaving:
             if trainer.args.should_save:
                 folder = unfinished_folder(run_dir, trainer.state.global_step)
                 _name_best(folder / TRAINER_STATE_NAME, trainer.state.best_model_checkpoint)
-                complete_checkpoint(trainer, folder)
+                complete_checkpoint(trainer, folder, parameter_names(trainer))
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         return self._job(run_dir, begun, error=failed, write=self._deferred.write if self._deferred else None)

@@ -185,7 +185,33 @@ def rng_name(trainer: Trainer) -> str:
     return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
 
 
-def complete_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
+def parameter_names(trainer: Trainer) -> ParameterNames | None:
+    """Return the names of the optimizer's parameters, which another strategy needs and Trainer does not save.
+
+    Call it between two steps: during a forward, FSDP2 puts other tensors in the place of the model's parameters.
+
+    Args:
+        trainer (`Trainer`): the Trainer that is saved.
+
+    Returns:
+        `ParameterNames` or `None`: the names; None if the files of the strategy name the parameters themselves, or if
+        the optimizer steps tensors that are no parameters of the model, which is logged.
+    """
+    if is_distributed_by_transformers(trainer):
+        return None  # each rank has some of the parameters; `ParallelTrainer` writes all of this itself
+    if trainer.optimizer is None or trainer.is_deepspeed_enabled:  # DeepSpeed's files name them, its groups do not
+        return None
+    try:
+        return ParameterNames.of(trainer.model, trainer.optimizer.param_groups)
+    except KeyError:
+        logger.warning(
+            "the optimizer steps tensors that are no parameters of the model: this run's checkpoints cannot be "
+            "converted to another strategy"
+        )
+        return None
+
+
+def complete_checkpoint(trainer: Trainer, checkpoint: Path, names: ParameterNames | None) -> None:
     """Add the files that Trainer leaves out of a checkpoint and that another strategy or `from_pretrained` needs.
 
     These are the names of the optimizer's parameters and, under FSDP, the model's config and tokenizer. Call it on one
@@ -195,22 +221,13 @@ def complete_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
     Args:
         trainer (`Trainer`): the Trainer that is saved.
         checkpoint (`Path`): the folder of the checkpoint.
+        names (`ParameterNames`, *optional*): what `parameter_names` returned for this step.
     """
-    if is_distributed_by_transformers(trainer):
-        return  # each rank has some of the parameters; `ParallelTrainer` writes all of this itself
-    model, optimizer = trainer.model, trainer.optimizer
-    if optimizer is not None and not trainer.is_deepspeed_enabled:  # DeepSpeed's files name them, its groups do not
-        try:
-            names = ParameterNames.of(model, optimizer.param_groups)
-        except KeyError:
-            logger.warning(
-                "the optimizer steps tensors that are no parameters of the model: this run's checkpoints cannot be "
-                "converted to another strategy"
-            )
-        else:
-            write_atomically(checkpoint / PARAMETERS_NAME, names.to_json())
-    if not trainer.is_fsdp_enabled:
+    if names is not None:
+        write_atomically(checkpoint / PARAMETERS_NAME, names.to_json())
+    if not trainer.is_fsdp_enabled or is_distributed_by_transformers(trainer):
         return
+    model = trainer.model
     if is_peft_model(model):
         model.peft_config[model.active_adapter].save_pretrained(str(checkpoint))
     elif hasattr(model, "config"):

@@ -44,9 +44,9 @@ def under_ddp():
 
 def wide_ddp():
     trainer = noise_trainer("wide", model=Wide(), noise_scale=False, max_steps=8, logging_steps=4)
+    trainer.train()
     meter = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "_communication"))._communication
     assert isinstance(meter, CommunicationMeter)
-    trainer.train()
     share = logged(trainer, "scaling/comm_fraction")[-1]
     found = triage(
         TriageInput(
