@@ -19,9 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from hfscale.errors import DataError, StorageError
-from hfscale.recipe import corpus, data
+from hfscale.recipe import corpus, packing
 from hfscale.recipe.arguments import DataArguments
-from hfscale.recipe.data import load_packed_datasets, load_splits
+from hfscale.recipe.data import load_packed_datasets
+from hfscale.recipe.sources import load_splits
 
 BLOCK = 16
 KINDS = ("txt", "json", "jsonl", "csv", "parquet")
@@ -124,8 +125,8 @@ def test_every_file_format_packs_into_the_same_stream(
 def test_batches_drop_less_than_a_block_each(
     tmp_path: Path, load: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_BATCH_TOKENS", 40 * BLOCK)
-    monkeypatch.setattr(data, "_BATCH_BLOCKS", 1)
+    monkeypatch.setattr(packing, "_BATCH_TOKENS", 40 * BLOCK)
+    monkeypatch.setattr(packing, "_BATCH_BLOCKS", 1)
     train, _ = load(train_file=write(tmp_path / "train.jsonl", DOCUMENTS * 5), validation_split_percentage=0)
     everything = sum(len(tokenizer(text)["input_ids"]) + 1 for text in DOCUMENTS * 5)
     packed = len(tokens(train))

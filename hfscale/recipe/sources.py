@@ -1,0 +1,193 @@
+"""The raw records of a recipe: from the hub, from files or from the embedded corpus."""
+
+import codecs
+import errno
+import glob
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import Dataset, IterableDataset
+
+from hfscale.errors import DataError, HfScaleError, StorageError
+from hfscale.recipe import corpus
+from hfscale.recipe.arguments import DataArguments
+from hfscale.utils import disk_errors
+from hfscale.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+AnyDataset = Dataset | IterableDataset
+Splits = dict[str, AnyDataset]
+
+_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+"""The builder of `datasets` for each file name extension."""
+_BUILDER_OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True, "encoding": "utf-8-sig"}}
+
+
+def load_splits(args: DataArguments, *, seed: int) -> Splits:
+    """Load the raw records of the text.
+
+    Args:
+        args (`DataArguments`): the source of the text; without one, the embedded text is loaded.
+        seed (`int`): chooses the evaluation records of a source that has none of its own.
+
+    Returns:
+        `dict`: the records of `train`, and those of `validation` if the source has them or is large enough to be
+        split.
+
+    Raises:
+        DataError: a file or a dataset is missing, unreadable or not in the format of its extension.
+        StorageError: the cache of `datasets` cannot be written.
+    """
+    if args.train_file:
+        splits: Splits = {"train": _load_file(args, "train")}
+    elif args.dataset_name:
+        splits = _load_dataset(args)
+    else:
+        return _load_corpus(args)
+    if args.validation_file:
+        splits["validation"] = _load_file(args, "validation")
+    elif "validation" not in splits and args.validation_split_percentage:
+        splits |= _split(splits["train"], args, seed)
+    return splits
+
+
+def _load_corpus(args: DataArguments) -> Splits:
+    """Load the standard library's source files through the cache of `datasets`, whose key depends on the files."""
+    splits: Splits = {}
+    for split in ("train", "validation"):
+        with errors_name_source(args, split):
+            splits[split] = Dataset.from_generator(
+                corpus.read_sources, gen_kwargs={"split": split}, fingerprint=f"{corpus.fingerprint()}-{split}"
+            )
+    return splits
+
+
+def _load_file(args: DataArguments, split: str) -> AnyDataset:
+    path = Path(_file_of(args, split) or "")
+    source = source_name(args, split)
+    builder = _BUILDERS.get(path.suffix.lower())
+    if not path.exists():
+        raise DataError(f"{source} does not exist")
+    if not path.is_file():
+        raise DataError(f"{source} is not a file: name one, or give a folder to --dataset_name")
+    if builder is None:
+        raise DataError(f"{source} ends in none of {', '.join(_BUILDERS)}: rename or convert it")
+    if path.stat().st_size == 0:
+        raise DataError(f"{source} is empty")
+    files = {split: glob.escape(str(path))}
+    with errors_name_source(args, split):
+        return datasets.load_dataset(
+            builder, data_files=files, split=split, streaming=args.streaming, **_BUILDER_OPTIONS.get(builder, {})
+        )
+
+
+def _load_dataset(args: DataArguments) -> Splits:
+    with errors_name_source(args, "train"):
+        loaded = datasets.load_dataset(args.dataset_name, name=args.dataset_config_name, streaming=args.streaming)
+    if "train" not in loaded:
+        raise DataError(f"{source_name(args, 'train')} has no split 'train', only {', '.join(loaded)}")
+    return {split: loaded[split] for split in ("train", "validation") if split in loaded}
+
+
+def _split(train: AnyDataset, args: DataArguments, seed: int) -> Splits:
+    """Take a share of the records for evaluation: random ones, or the end of a continuous text."""
+    share = args.validation_split_percentage
+    if isinstance(train, IterableDataset):
+        logger.info("no evaluation: a streamed text is not split; give --validation_file")
+        return {}
+    count = len(train) * share // 100
+    if count == 0:
+        logger.info("no evaluation: %d%% of %d records is less than one; give --validation_file", share, len(train))
+        return {}
+    parts = train.train_test_split(test_size=count, seed=seed, shuffle=not is_continuous_text(args, "train"))
+    return {"train": parts["train"], "validation": parts["test"]}
+
+
+# The source of a text, and the one line that names it if it cannot be read.
+
+
+def _file_of(args: DataArguments, split: str) -> str | None:
+    """Return the file from which a split is read, None if it is not read from a file."""
+    return (args.validation_file if split == "validation" else None) or args.train_file
+
+
+def source_name(args: DataArguments, split: str) -> str:
+    """Return the flag and the value that name the records of a split, for error messages."""
+    if split == "validation" and args.validation_file:
+        return f"--validation_file {args.validation_file}"
+    if args.train_file:
+        return f"--train_file {args.train_file}"
+    return f"--dataset_name {args.dataset_name}" if args.dataset_name else "the embedded text"
+
+
+def is_continuous_text(args: DataArguments, split: str) -> bool:
+    """Return whether a split is one text in lines instead of one record per document."""
+    return Path(_file_of(args, split) or "").suffix.lower() == ".txt"
+
+
+@contextmanager
+def errors_name_source(args: DataArguments, split: str) -> Iterator[None]:
+    """Turn what `datasets` raises about a split's text into one line that names the text."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs a traceback before it raises
+    try:
+        yield
+    except HfScaleError:
+        raise
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise _explain(_root_cause(error), args, split) from error
+    finally:
+        datasets.logging.set_verbosity(level)
+
+
+def _explain(cause: BaseException, args: DataArguments, split: str) -> HfScaleError:
+    if isinstance(cause, OSError) and cause.errno in (*disk_errors.FULL, errno.EROFS):
+        return StorageError(
+            f"the cache {datasets.config.HF_DATASETS_CACHE} cannot be written: {cause.strerror}: make room, or set "
+            "HF_DATASETS_CACHE to a folder that has it"
+        )
+    source = source_name(args, split)
+    file = _file_of(args, split)
+    reason = shorten(" ".join(str(cause).split()).rstrip("."))
+    if "corresponds to no data" in reason:
+        return DataError(f"{source} has no records")
+    if file is None:
+        return DataError(f"{source} cannot be loaded: {type(cause).__name__}: {reason}")
+    builder = _BUILDERS[Path(file).suffix.lower()]
+    fault = _utf8_fault(Path(file)) if builder != "parquet" else None
+    if fault:
+        return DataError(f"{source} is not UTF-8 text: {fault}")
+    return DataError(f"{source} cannot be read as {builder}: {reason}: fix it, or rename it to the format that it has")
+
+
+def _utf8_fault(path: Path) -> str | None:
+    """Describe the first byte of a text file that is not UTF-8 and how to fix it; None if the file is UTF-8."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                byte = f"byte {offset + error.start} is 0x{line[error.start]:02x}"
+                if offset == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    return f"{byte}: convert it with iconv -f UTF-16 -t UTF-8"
+                if b"\0" in line:
+                    return f"{byte}, in binary data: is it in another format than its extension says?"
+                return f"{byte}: convert it, for instance with iconv -f LATIN1 -t UTF-8"
+            offset += len(line)
+    return None
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def shorten(text: str, most: int = 200) -> str:
+    """Return a text of at most `most` characters and an ellipsis."""
+    return text if len(text) <= most else f"{text[:most]}…"
