@@ -505,7 +505,8 @@ class TrainerContract:
             else:
                 seconds = runs.plain.samples / STEPS / own["scaling/samples_per_s"]
             flops = own["scaling/hfu"] * PEAK_TFLOPS * 1e12 * seconds  # of one process
-            assert flops == pytest.approx(counted, rel=0.05)
+            # Where TRL computes less than the formula, the difference is 4.5% and more.
+            assert flops == pytest.approx(counted, rel=0.04)
 
     def test_learning_rate(self, kind, runs):
         assert {own["lr_scaling/factor"] for own in runs.scaled.own.values()} == {1.0}
