@@ -2,7 +2,7 @@
 # make test    the test suite                           make test-faults  the long fault suite
 # make docs    the documentation site -> site/          make test-gpu     what needs a CUDA GPU
 # make bench   paired measurements -> benchmarks/ make test-trainers  the Trainer matrix
-# make test-versions  other versions of torch and transformers
+# make test-versions  other versions of torch and transformers        make test-finetuning  chat data and TRL recipes
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -15,7 +15,7 @@ OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true HFSCALE_CLOUD=n
 # Modules are compiled to bytecode when they are first imported: compiling all of torch takes longer.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: train test check docs test-trainers test-versions test-faults test-gpu bench clean
+.PHONY: train test check docs test-trainers test-finetuning test-versions test-faults test-gpu bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -24,7 +24,7 @@ train: $(VENV)/installed
 	  --num_processes $(PROCESSES) recipes/ddp/train.py --output_dir $(OUTPUT_DIR) --report_to wandb $(ARGS)
 
 test: $(VENV)/installed-dev
-	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not (gpu or faults or timing or trainers)" $(ARGS)
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not (gpu or faults or timing or trainers or finetuning)" $(ARGS)
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "timing and not gpu" $(ARGS)
 
 check: $(VENV)/installed-dev
@@ -38,6 +38,9 @@ docs: $(VENV)/installed-docs
 
 test-trainers: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m trainers tests/trainers $(ARGS)
+
+test-finetuning: $(VENV)/installed-dev
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m finetuning tests/finetuning $(ARGS)
 
 test-faults: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 HFSCALE_TEST_LAUNCH=agent $(BIN)/python -m pytest -q -m faults $(ARGS)
