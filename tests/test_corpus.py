@@ -123,3 +123,54 @@ def test_the_default_model_is_small_and_fits_the_tokenizer(tokenizer: PreTrained
     assert model.get_output_embeddings().weight.shape[0] == len(tokenizer)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert config.eos_token_id == tokenizer.eos_token_id
+
+
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a standard library of 21 modules with two documented functions each."""
+    for number in range(21):
+        functions = (
+            "".join(f'def f{k}(x, y={k}):\n    """Return {number}.{k}."""\n' for k in (1, 2))
+            + 'def _private():\n    """Nothing."""\n\ndef plain():\n    pass\n'
+        )
+        (tmp_path / f"m{number:02}.py").write_text(functions)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+
+
+def test_questions_are_answered_by_docstrings(documented: None) -> None:
+    records = {
+        kind: {split: list(make(split)) for split in ("train", "validation")} for kind, make in corpus.RECORDS.items()
+    }
+    assert {kind: len(splits["train"]) for kind, splits in records.items()} == {
+        "text": 19,
+        "chat": 38,
+        "preference": 37,
+        "prompt": 38,
+    }
+    question, answer = (
+        {"role": "user", "content": "What does m00.f2 do?"},
+        {"role": "assistant", "content": "Return 0.2."},
+    )
+    chat = records["chat"]["validation"][1]["messages"]
+    assert chat[1:3] == [question, answer]
+    assert chat[4] == {"role": "assistant", "content": "m00.f2(x, y=2)"}
+    assert records["preference"]["validation"][0] == {
+        "prompt": [question],
+        "chosen": [answer],
+        "rejected": [{"role": "assistant", "content": "Return 0.1."}],
+    }
+    assert records["prompt"]["validation"][1] == {"prompt": [question], "answer": "Return 0.2."}
+
+
+def test_the_chat_template_marks_what_the_assistant_says(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "content": "It is 2."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [token for token, mask in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(marked) == "It is 2.<|endoftext|>"
+    prompt = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(messages, tokenize=False).startswith(prompt + "It is 2.")
