@@ -232,6 +232,9 @@ def test_only_the_validation_split_of_a_dataset_is_evaluated(tmp_path: Path, loa
     assert tokenizer.decode(tokens(train)).count("train") == len(DOCUMENTS)
     assert tokenizer.decode(tokens(evaluation)).count("validation") == len(DOCUMENTS)
     assert set(load_splits(DataArguments(dataset_name=str(folder)), seed=0)) == {"train", "validation"}
+    train, evaluation = load(dataset_name=str(folder), dataset_train_split="test")
+    assert tokenizer.decode(tokens(train)).count("test") == len(DOCUMENTS)
+    assert tokenizer.decode(tokens(evaluation)).count("validation") == len(DOCUMENTS)
 
 
 def test_the_seed_decides_the_random_split_of_records(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def predicted_gb(recipe):
         method=method,
         optimizer="adamw_8bit" if "8bit" in flags.get("optim", "") else "adamw",
         recompute="full" if flags.get("activation_checkpointing") else "none",
+        virtual_stages=flags.get("virtual_stages", 1),
         sequence_parallel=False,
         fused_loss=bool(flags.get("use_liger_kernel")),
         **lora,

@@ -28,6 +28,8 @@ SHELL_BLOCK = re.compile(r"^ *```(?:bash|sh|shell|console)\n(.*?)^ *```", re.MUL
 REPOSITORY_PATH = re.compile(r"(?:accelerate_configs|ds_configs|recipes)/")
 SCRIPT = re.compile(r"recipes/.+\.py")
 SUMMARY_LENGTH = 100
+TEXT_DATASETS = ("HuggingFaceFW/", "Salesforce/wikitext", "wikimedia/")
+"""How the names of datasets begin that are plain text."""
 
 
 def named(path: Path) -> str:
@@ -119,6 +121,33 @@ def test_parses_and_is_flat(recipe):
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_the_batch_is_the_one_of_the_learning_rate(recipe):
     assert batch_problem(recipe) is None
+
+
+def rate_problem(text: str) -> str | None:
+    """Return what the text of a recipe leaves open about its learning rate, or None.
+
+    It must name a source, or say that the rate is a starting point; and a rate that was published for chats must train
+    on chats, not on plain text.
+    """
+    comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    if "Learning rate" not in comment:
+        return "no learning rate"
+    _, rate = comment.split("Learning rate", 1)
+    if not re.search(r"[\w.-]+/[\w.-]+", rate) and "starting point" not in rate:
+        return "no source"
+    has_text = any(f"dataset_name: {name}" in text for name in TEXT_DATASETS)
+    return "plain text" if has_text != ("re-training" in comment) else None
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def test_the_learning_rate_has_a_source_and_belongs_to_the_data(recipe):
+    assert rate_problem(recipe.read_text(encoding="utf-8")) is None
+
+
+def test_a_rate_of_chats_on_plain_text_is_found():
+    text = A_RECIPE.read_text(encoding="utf-8")
+    assert rate_problem(re.sub("dataset_name: .*", "dataset_name: Salesforce/wikitext", text)) == "plain text"
+    assert rate_problem(text.replace("Learning rate", "Rate")) == "no learning rate"
 
 
 @pytest.mark.parametrize(

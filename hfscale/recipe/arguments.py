@@ -91,6 +91,7 @@ class DataArguments:
 
     dataset_name: str | None = flag("Dataset of the hub, or a folder that `datasets` can load.")
     dataset_config_name: str | None = flag("Configuration of that dataset.")
+    dataset_train_split: str = flag("Split of that dataset to train on.", default="train")
     train_file: str | None = flag("Training text: .txt, .json, .jsonl, .csv or .parquet.")
     validation_file: str | None = flag("Evaluation text, in one of the same formats.")
     validation_split_percentage: int = flag(

@@ -88,9 +88,13 @@ def _load_file(args: DataArguments, split: str) -> AnyDataset:
 def _load_dataset(args: DataArguments) -> Splits:
     with errors_name_source(args, "train"):
         loaded = datasets.load_dataset(args.dataset_name, name=args.dataset_config_name, streaming=args.streaming)
-    if "train" not in loaded:
-        raise DataError(f"{source_name(args, 'train')} has no split 'train', only {', '.join(loaded)}")
-    return {split: loaded[split] for split in ("train", "validation") if split in loaded}
+    name = args.dataset_train_split
+    if name not in loaded:
+        raise DataError(
+            f"{source_name(args, 'train')} has no split '{name}', only {', '.join(loaded)}: give one of them as "
+            "--dataset_train_split"
+        )
+    return {"train": loaded[name]} | ({"validation": loaded["validation"]} if "validation" in loaded else {})
 
 
 def _split(train: AnyDataset, args: DataArguments, seed: int) -> Splits:
