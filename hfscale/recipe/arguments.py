@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DynamoBackend, parse_flag_from_env
@@ -30,6 +30,12 @@ from hfscale.parallel.arguments import ParallelArguments as ParallelArguments  #
 from hfscale.recipe.compression import METHODS
 from hfscale.utils.flags import flag, require_from_0, require_positive
 from hfscale.utils.versions import pass_activation_checkpointing, require
+
+# The mixin is used in front of subclasses of TrainingArguments; as a subclass itself it would reset their defaults.
+if TYPE_CHECKING:
+    _TrainingArguments = TrainingArguments
+else:
+    _TrainingArguments = object
 
 RECOMPUTE_POLICIES = ("full", "selective")
 """Values of `--recompute`."""
@@ -82,8 +88,8 @@ class ModelArguments:
 
 
 @dataclass(kw_only=True)
-class DataArguments:
-    """Which text the model is trained on.
+class SourceArguments:
+    """Which records the model is trained on.
 
     Raises:
         UsageError: two flags exclude each other, or a value is out of range.
@@ -98,10 +104,8 @@ class DataArguments:
         "Share of the training text used for evaluation if there is no evaluation text.", default=5
     )
     streaming: bool = flag("Read the dataset during training instead of preparing it first.", default=False)
-    block_size: int = flag("Tokens per sequence; text is packed into full blocks.", default=1024)
-    max_train_samples: int | None = flag("Limit on the number of training sequences.")
-    max_eval_samples: int | None = flag("Limit on the number of evaluation sequences.")
-    preprocessing_num_workers: int | None = flag("Number of processes that tokenise.")
+    max_train_samples: int | None = flag("Limit on the number of training sequences (TRL: records).")
+    max_eval_samples: int | None = flag("Limit on the number of evaluation sequences (TRL: records).")
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.train_file:
@@ -114,8 +118,24 @@ class DataArguments:
             raise UsageError(
                 f"--dataset_config_name {self.dataset_config_name} is given without --dataset_name: give both"
             )
-        require_positive(self, "block_size", "max_train_samples", "max_eval_samples", "preprocessing_num_workers")
+        require_positive(self, "max_train_samples", "max_eval_samples")
         require_from_0(self, validation_split_percentage=100)
+
+
+@dataclass(kw_only=True)
+class DataArguments(SourceArguments):
+    """Which text the model is trained on, and how it becomes sequences.
+
+    Raises:
+        UsageError: two flags exclude each other, or a value is out of range.
+    """
+
+    block_size: int = flag("Tokens per sequence; text is packed into full blocks.", default=1024)
+    preprocessing_num_workers: int | None = flag("Number of processes that tokenise.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "block_size", "preprocessing_num_workers")
 
 
 @dataclass(kw_only=True)
@@ -158,8 +178,11 @@ class ScalingArguments:
 
 
 @dataclass(kw_only=True)
-class RecipeTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the defaults of the recipes; every flag keeps the meaning it has in transformers.
+class RecipeTrainingMixin(_TrainingArguments):
+    """The flags, defaults and checks that the recipes add to `TrainingArguments` or to a subclass of a library.
+
+    It is the first base class: `class SFTArguments(RecipeTrainingMixin, SFTConfig)`. Every other flag keeps the
+    default and the meaning that it has in the library.
 
     Raises:
         UsageError: a value is unknown or out of range, or two flags exclude each other.
@@ -199,12 +222,6 @@ class RecipeTrainingArguments(TrainingArguments):
     profile_steps: list[int] | None = field(
         default=None, metadata={"help": "Optimizer steps whose trace is written to output_dir/profile."}
     )
-    gradient_compression: str = flag(
-        "How DDP compresses the gradients that it sends: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
-    )
-    powersgd_rank: int = flag("Rank of PowerSGD's approximation.", default=4)
-    topk_fraction: float = flag("Fraction of the gradient's elements that topk sends.", default=0.01)
-    compression_start_step: int = flag("Uncompressed steps before powersgd or topk starts.", default=1000)
     ddp_find_unused_parameters: bool | None = flag(
         "Search each backward pass for parameters without a gradient; only models that skip some need it.",
         default=False,
@@ -281,8 +298,6 @@ class RecipeTrainingArguments(TrainingArguments):
             "dataloader_prefetch_factor",
             "ddp_bucket_cap_mb",
             "ddp_timeout",
-            "powersgd_rank",
-            "topk_fraction",
         )
         require_from_0(
             self,
@@ -295,7 +310,6 @@ class RecipeTrainingArguments(TrainingArguments):
             "neftune_noise_alpha",
             "data_seed",
             "dataloader_num_workers",
-            "compression_start_step",
             adam_beta1=1,
             adam_beta2=1,
             label_smoothing_factor=1,
@@ -314,13 +328,38 @@ class RecipeTrainingArguments(TrainingArguments):
         return checkpointing_kwargs(self.recompute)
 
 
-def scaling_callback(args: ScalingArguments, data_args: DataArguments) -> ScalingCallback:
+@dataclass(kw_only=True)
+class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
+    """`TrainingArguments` with the defaults of the recipes; every flag keeps the meaning it has in transformers.
+
+    Raises:
+        UsageError: a value is unknown or out of range, or two flags exclude each other.
+        MissingDependencyError: `--deepspeed` is given and DeepSpeed is not installed.
+    """
+
+    gradient_compression: str = flag(
+        "How DDP compresses the gradients that it sends: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
+    )
+    powersgd_rank: int = flag("Rank of PowerSGD's approximation.", default=4)
+    topk_fraction: float = flag("Fraction of the gradient's elements that topk sends.", default=0.01)
+    compression_start_step: int = flag("Uncompressed steps before powersgd or topk starts.", default=1000)
+
+    def __post_init__(self) -> None:
+        require_positive(self, "powersgd_rank", "topk_fraction")
+        require_from_0(self, "compression_start_step")
+        super().__post_init__()
+
+
+def scaling_callback(
+    args: ScalingArguments, data_args: DataArguments | None = None, *, block_size: int | None = None
+) -> ScalingCallback:
     """Build the callback of a recipe from its flags: health, learning rate, checkpoints and metrics.
 
     Args:
         args (`ScalingArguments`): the options of the callbacks.
-        data_args (`DataArguments`): its `block_size` is the number of tokens per sequence, by which the learning
-            rate is scaled if `--base_block_size` is another.
+        data_args (`DataArguments`, *optional*): its `block_size` is the number of tokens per sequence, by which the
+            learning rate is scaled if `--base_block_size` is another.
+        block_size (`int`, *optional*): that number, if there are no `data_args`.
 
     Returns:
         `ScalingCallback`: to be passed to `Trainer(callbacks=[...])`.
@@ -330,7 +369,7 @@ def scaling_callback(args: ScalingArguments, data_args: DataArguments) -> Scalin
         lr_scaling=LRScalingCallback(
             rule=args.lr_scaling_rule,
             base_global_batch_size=args.base_global_batch_size,
-            block_size=data_args.block_size,
+            block_size=block_size if data_args is None else data_args.block_size,
             base_block_size=args.base_block_size,
             critical_batch_size=args.critical_batch_size,
             warmup_scale=args.warmup_scale,

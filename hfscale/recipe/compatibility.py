@@ -9,7 +9,7 @@ import torch
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.strategy import requested_family, requested_strategy
-from hfscale.recipe.arguments import ModelArguments, RecipeTrainingArguments
+from hfscale.recipe.arguments import ModelArguments, RecipeTrainingArguments, RecipeTrainingMixin
 from hfscale.recipe.compression import check_compression
 from hfscale.utils.versions import require
 
@@ -20,13 +20,13 @@ _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 def check_pairs(
-    model_args: ModelArguments, training_args: RecipeTrainingArguments, layout: ParallelLayout | None = None
+    model_args: ModelArguments, training_args: RecipeTrainingMixin, layout: ParallelLayout | None = None
 ) -> None:
     """Check that the training method, the strategy, the layout and the machine work together.
 
     Args:
         model_args (`ModelArguments`): the flags of the model and of the adapters.
-        training_args (`RecipeTrainingArguments`): the flags of the training.
+        training_args (`RecipeTrainingMixin`): the flags of the training.
         layout (`ParallelLayout`, *optional*): the sizes of the parallel axes, if the recipe has any.
 
     Raises:
@@ -40,9 +40,10 @@ def check_pairs(
             "convert the config to FSDP2 with `accelerate to-fsdp2`, or use accelerate_configs/fsdp2.yaml"
         )
     has_tp = layout is not None and layout.tp > 1
-    check_compression(
-        training_args.gradient_compression, is_ddp=family == "ddp" and not has_tp, use_cpu=training_args.use_cpu
-    )
+    if isinstance(training_args, RecipeTrainingArguments):
+        check_compression(
+            training_args.gradient_compression, is_ddp=family == "ddp" and not has_tp, use_cpu=training_args.use_cpu
+        )
     config = _deepspeed_config(training_args) if family == "zero" else {}
     if model_args.load_in_4bit:
         _check_four_bits(family, config, layout)

@@ -28,7 +28,7 @@ from hfscale.utils import distributed
 from hfscale.utils.versions import is_fsdp_enabled, recomputes_activations, require
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
     from transformers import TrainingArguments
 
 
@@ -136,6 +136,27 @@ def load_empty_model(
         return AutoModelForCausalLM.from_config(config, **_model_options(args, training_args))
 
 
+def lora_config(args: ModelArguments) -> "LoraConfig":
+    """Return the config of the LoRA adapters.
+
+    Args:
+        args (`ModelArguments`): rank, scaling, dropout and target modules of the adapters.
+
+    Raises:
+        MissingDependencyError: PEFT is not installed or too old.
+    """
+    require("LoRA", "--use_peft")
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=args.lora_target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+
+
 def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> "PeftModel":
     """Add LoRA adapters to a model and freeze everything else. The same seed gives the same adapters.
 
@@ -148,16 +169,9 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         UsageError: the model has none of the target modules.
         MissingDependencyError: PEFT is not installed or too old.
     """
-    require("LoRA", "--use_peft")
-    from peft import LoraConfig, get_peft_model
+    config = lora_config(args)
+    from peft import get_peft_model
 
-    config = LoraConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules=args.lora_target_modules or "all-linear",
-        task_type="CAUSAL_LM",
-    )
     set_seed(training_args.seed)  # the state of the generator after loading depends on the strategy
     with errors_name_flag("--lora_target_modules", args.lora_target_modules):
         adapted = get_peft_model(model, config)

@@ -8,11 +8,18 @@ from dataclasses import MISSING, Field, fields
 from enum import Enum
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.parallel.arguments import ParallelArguments
-from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments, one_line
+from hfscale.recipe.arguments import (
+    DataArguments,
+    ModelArguments,
+    RecipeTrainingArguments,
+    ScalingArguments,
+    SourceArguments,
+    one_line,
+)
 from hfscale.utils.flags import nearest, plain_value, read_yaml_mapping, split_off_config, to_argv
 from hfscale.utils.logging import is_main_process
 from hfscale.utils.tables import read_table
@@ -35,26 +42,36 @@ class _Parser(HfArgumentParser):
         raise UsageError(re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message))
 
 
-def parse_arguments(argv: Sequence[str] | None = None, *, also: Sequence[type] = ()) -> tuple[Any, ...]:
+def parse_arguments(
+    argv: Sequence[str] | None = None,
+    *,
+    data: type[SourceArguments] = DataArguments,
+    training: type[TrainingArguments] = RecipeTrainingArguments,
+    also: Sequence[type] = (),
+    embedded: Mapping[str, str] = EMBEDDED_DEFAULTS,
+) -> tuple[Any, ...]:
     """Read `--config FILE.yaml` and the command line, whose flags win. `--help` prints all flags and exits.
 
     Args:
         argv (`Sequence[str]`, *optional*): the flags. Default: those of this process.
+        data (`type`): the dataclass of the flags of the data.
+        training (`type`): the dataclass of the training arguments, with `RecipeTrainingMixin` as its first base class.
         also (`Sequence[type]`): further dataclasses of flags.
+        embedded (`Mapping[str, str]`): flags of the embedded default run, unless the user gives others.
 
     Returns:
-        `tuple`: one instance of each of `GROUPS`, then one of each of `also`.
+        `tuple`: a `ModelArguments`, a `data`, a `ScalingArguments` and a `training`, then one of each of `also`.
 
     Raises:
         ConfigFileError: the YAML file is missing, broken or has an unknown key.
         UsageError: a flag is unknown, a value has the wrong type or range, or two flags contradict each other.
         MissingDependencyError: a flag needs a package that is not installed.
     """
-    groups = (*GROUPS, *also)
+    groups = (ModelArguments, data, ScalingArguments, training, *also)
     rest, config = split_off_config(list(sys.argv[1:] if argv is None else argv))
     if "--help" in rest or "-h" in rest:
         if is_main_process():
-            print(help_text(also))
+            print(help_text(also, data=data, training=training, embedded=embedded))
         sys.exit(0)
     parser = _Parser(groups, allow_abbrev=False, add_help=False)
     known = {flag.name for group in groups for flag in fields(group) if flag.init}
@@ -64,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None, *, also: Sequence[type] =
         if flag.startswith("--") and not {name, name.removeprefix("no_")} & known:
             fix = nearest(flag[2:], known, prefix="--") or "; --help lists all"
             raise UsageError(f"unknown flag {flag}{fix}")
-    tokens = _embedded_defaults([*from_file, *rest]) + from_file + rest
+    tokens = _embedded_defaults([*from_file, *rest], embedded) + from_file + rest
     try:
         *parsed, left = parser.parse_args_into_dataclasses(args=tokens, return_remaining_strings=True)
     except HfScaleError:
@@ -75,14 +92,14 @@ def parse_arguments(argv: Sequence[str] | None = None, *, also: Sequence[type] =
         raise UsageError(
             f"'{left[0]}' is not a flag and belongs to none: flags begin with --, and most take one value"
         )
-    _, data, _, training, *_ = parsed
-    if data.streaming and training.max_steps < 0:
+    _, data_args, _, training_args, *_ = parsed
+    if data_args.streaming and training_args.max_steps < 0:
         raise UsageError("--streaming reads a text of unknown length: give --max_steps")
-    if data.streaming and "dataloader_num_workers" not in _given(tokens):
+    if data_args.streaming and "dataloader_num_workers" not in _given(tokens):
         # The positions of worker processes in a stream are unknown; a thread in this process reads ahead instead.
-        training.dataloader_num_workers = 0
-        training.dataloader_persistent_workers = False
-        training.dataloader_prefetch_factor = None
+        training_args.dataloader_num_workers = 0
+        training_args.dataloader_persistent_workers = False
+        training_args.dataloader_prefetch_factor = None
     return tuple(parsed)
 
 
@@ -91,13 +108,13 @@ def _given(tokens: Sequence[str]) -> set[str]:
     return {token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")}
 
 
-def _embedded_defaults(tokens: Sequence[str]) -> list[str]:
+def _embedded_defaults(tokens: Sequence[str], embedded: Mapping[str, str]) -> list[str]:
     """The flags of the embedded default run, if neither a model nor a text is named."""
     given = _given(tokens)
     if given.intersection(_NAMES_A_RUN):
         return []
     excluded = {_EXCLUDES[name] for name in given if name in _EXCLUDES}
-    defaults = {flag: value for flag, value in EMBEDDED_DEFAULTS.items() if flag not in excluded}
+    defaults = {flag: value for flag, value in embedded.items() if flag not in excluded}
     return [token for flag, value in defaults.items() for token in (f"--{flag}", value)]
 
 
@@ -119,32 +136,47 @@ the source files of the Python standard library, with these defaults:
 """
 _TITLES = {
     ModelArguments: "Model",
+    SourceArguments: "Data",
     DataArguments: "Data",
     ScalingArguments: "Learning rate, checkpoints and metrics (hfscale)",
     ParallelArguments: "Parallel axes",
 }
 
 
-def help_text(also: Sequence[type] = ()) -> str:
-    """Return the text of a recipe's `--help`: hfscale's flags by group first, then transformers' own.
+def help_text(
+    also: Sequence[type] = (),
+    *,
+    data: type[SourceArguments] = DataArguments,
+    training: type[TrainingArguments] = RecipeTrainingArguments,
+    embedded: Mapping[str, str] = EMBEDDED_DEFAULTS,
+) -> str:
+    """Return the text of a recipe's `--help`: hfscale's flags by group first, then those of the libraries.
 
     Args:
         also (`Sequence[type]`): further dataclasses of flags, as in `parse_arguments`.
+        data (`type`): the dataclass of the flags of the data.
+        training (`type`): the dataclass of the training arguments.
+        embedded (`Mapping[str, str]`): flags of the embedded default run.
     """
-    embedded = " ".join(f"--{flag} {value}" for flag, value in EMBEDDED_DEFAULTS.items())
-    sections = [_USAGE.format(script=sys.argv[0], embedded=textwrap.fill(embedded, _HELP_WIDTH))]
-    for group in (*GROUPS[:-1], *also):
+    defaults = " ".join(f"--{flag} {value}" for flag, value in embedded.items())
+    sections = [_USAGE.format(script=sys.argv[0], embedded=textwrap.fill(defaults, _HELP_WIDTH))]
+    for group in (ModelArguments, data, ScalingArguments, *also):
         sections += _section(_TITLES.get(group, group.__name__), group, fields(group))
-    own = [
-        flag
-        for flag in fields(RecipeTrainingArguments)
-        if flag.name in vars(RecipeTrainingArguments)["__annotations__"]
-    ]
-    inherited = [flag for flag in fields(RecipeTrainingArguments) if flag not in own]
-    sections += _section("Training: flags and defaults of the recipes", RecipeTrainingArguments, own)
-    sections += _section(
-        "Training: all other flags of transformers' TrainingArguments", RecipeTrainingArguments, inherited
-    )
+    of_recipes = {
+        name
+        for base in training.__mro__
+        if base.__module__.startswith("hfscale.")
+        for name in vars(base).get("__annotations__", ())
+    }
+    of_transformers = {flag.name for flag in fields(TrainingArguments)}
+    own = [flag for flag in fields(training) if flag.name in of_recipes]
+    others = [flag for flag in fields(training) if flag.name not in of_recipes]
+    of_library = [flag for flag in others if flag.name not in of_transformers]
+    sections += _section("Training: flags and defaults of the recipes", training, own)
+    if of_library:
+        sections += _section(f"Training: flags of {training.__mro__[2].__name__}", training, of_library)
+    inherited = [flag for flag in others if flag.name in of_transformers]
+    sections += _section("Training: all other flags of transformers' TrainingArguments", training, inherited)
     return "\n".join(sections)
 
 

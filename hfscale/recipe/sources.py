@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 
 from hfscale.errors import DataError, HfScaleError, StorageError
 from hfscale.recipe import corpus
-from hfscale.recipe.arguments import DataArguments
+from hfscale.recipe.arguments import SourceArguments
 from hfscale.utils import disk_errors
 from hfscale.utils.logging import get_logger
 
@@ -27,12 +27,13 @@ _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", "
 _BUILDER_OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True, "encoding": "utf-8-sig"}}
 
 
-def load_splits(args: DataArguments, *, seed: int) -> Splits:
+def load_splits(args: SourceArguments, *, seed: int, embedded: str = "text") -> Splits:
     """Load the raw records of the text.
 
     Args:
-        args (`DataArguments`): the source of the text; without one, the embedded text is loaded.
+        args (`SourceArguments`): the source of the text; without one, embedded records are loaded.
         seed (`int`): chooses the evaluation records of a source that has none of its own.
+        embedded (`str`): the kind of the embedded records, a key of `corpus.RECORDS`.
 
     Returns:
         `dict`: the records of `train`, and those of `validation` if the source has them or is large enough to be
@@ -47,7 +48,7 @@ def load_splits(args: DataArguments, *, seed: int) -> Splits:
     elif args.dataset_name:
         splits = _load_dataset(args)
     else:
-        return _load_corpus(args)
+        return _load_corpus(args, embedded)
     if args.validation_file:
         splits["validation"] = _load_file(args, "validation")
     elif "validation" not in splits and args.validation_split_percentage:
@@ -55,18 +56,20 @@ def load_splits(args: DataArguments, *, seed: int) -> Splits:
     return splits
 
 
-def _load_corpus(args: DataArguments) -> Splits:
-    """Load the standard library's source files through the cache of `datasets`, whose key depends on the files."""
+def _load_corpus(args: SourceArguments, kind: str) -> Splits:
+    """Load embedded records through the cache of `datasets`, whose key depends on the standard library's files."""
     splits: Splits = {}
     for split in ("train", "validation"):
         with errors_name_source(args, split):
             splits[split] = Dataset.from_generator(
-                corpus.read_sources, gen_kwargs={"split": split}, fingerprint=f"{corpus.fingerprint()}-{split}"
+                corpus.RECORDS[kind],
+                gen_kwargs={"split": split},
+                fingerprint=f"{corpus.fingerprint()}-{kind}-{split}",
             )
     return splits
 
 
-def _load_file(args: DataArguments, split: str) -> AnyDataset:
+def _load_file(args: SourceArguments, split: str) -> AnyDataset:
     path = Path(_file_of(args, split) or "")
     source = source_name(args, split)
     builder = _BUILDERS.get(path.suffix.lower())
@@ -85,7 +88,7 @@ def _load_file(args: DataArguments, split: str) -> AnyDataset:
         )
 
 
-def _load_dataset(args: DataArguments) -> Splits:
+def _load_dataset(args: SourceArguments) -> Splits:
     with errors_name_source(args, "train"):
         loaded = datasets.load_dataset(args.dataset_name, name=args.dataset_config_name, streaming=args.streaming)
     name = args.dataset_train_split
@@ -97,7 +100,7 @@ def _load_dataset(args: DataArguments) -> Splits:
     return {"train": loaded[name]} | ({"validation": loaded["validation"]} if "validation" in loaded else {})
 
 
-def _split(train: AnyDataset, args: DataArguments, seed: int) -> Splits:
+def _split(train: AnyDataset, args: SourceArguments, seed: int) -> Splits:
     """Take a share of the records for evaluation: random ones, or the end of a continuous text."""
     share = args.validation_split_percentage
     if isinstance(train, IterableDataset):
@@ -114,12 +117,12 @@ def _split(train: AnyDataset, args: DataArguments, seed: int) -> Splits:
 # The source of a text, and the one line that names it if it cannot be read.
 
 
-def _file_of(args: DataArguments, split: str) -> str | None:
+def _file_of(args: SourceArguments, split: str) -> str | None:
     """Return the file from which a split is read, None if it is not read from a file."""
     return (args.validation_file if split == "validation" else None) or args.train_file
 
 
-def source_name(args: DataArguments, split: str) -> str:
+def source_name(args: SourceArguments, split: str) -> str:
     """Return the flag and the value that name the records of a split, for error messages."""
     if split == "validation" and args.validation_file:
         return f"--validation_file {args.validation_file}"
@@ -128,13 +131,13 @@ def source_name(args: DataArguments, split: str) -> str:
     return f"--dataset_name {args.dataset_name}" if args.dataset_name else "the embedded text"
 
 
-def is_continuous_text(args: DataArguments, split: str) -> bool:
+def is_continuous_text(args: SourceArguments, split: str) -> bool:
     """Return whether a split is one text in lines instead of one record per document."""
     return Path(_file_of(args, split) or "").suffix.lower() == ".txt"
 
 
 @contextmanager
-def errors_name_source(args: DataArguments, split: str) -> Iterator[None]:
+def errors_name_source(args: SourceArguments, split: str) -> Iterator[None]:
     """Turn what `datasets` raises about a split's text into one line that names the text."""
     level = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs a traceback before it raises
@@ -148,7 +151,7 @@ def errors_name_source(args: DataArguments, split: str) -> Iterator[None]:
         datasets.logging.set_verbosity(level)
 
 
-def _explain(cause: BaseException, args: DataArguments, split: str) -> HfScaleError:
+def _explain(cause: BaseException, args: SourceArguments, split: str) -> HfScaleError:
     if isinstance(cause, OSError) and cause.errno in (*disk_errors.FULL, errno.EROFS):
         return StorageError(
             f"the cache {datasets.config.HF_DATASETS_CACHE} cannot be written: {cause.strerror}: make room, or set "
