@@ -311,3 +311,27 @@ class TestTraining:
         monkeypatch.setattr(spot.remote.store._fs, "ls", refuse)  # fsspec shares this object in the process
         with pytest.raises(StorageError, match="could not be read"):
             tiny_trainer(tmp_path / "fresh", spot)
+
+    @pytest.mark.parametrize("damage", ["missing", "changed"])
+    def test_a_checkpoint_of_the_store_that_is_not_complete_is_skipped(self, tmp_path, damage):
+        store = fast_store(f"file://{tmp_path}/remote")
+        for step in (3, 5):
+            store.upload(make_checkpoint(tmp_path / "first", step))
+
+        def spoil(step):
+            path = tmp_path / "remote" / f"checkpoint-{step}" / "model.safetensors"
+            path.unlink() if damage == "missing" else path.write_bytes(b"0" * path.stat().st_size)
+
+        spoil(5)
+        fetch_newest(store, tmp_path / "second")
+        assert latest_checkpoint(tmp_path / "second") == str(tmp_path / "second" / "checkpoint-3")
+        spoil(3)
+        with pytest.raises(StorageError, match="none of them is complete"):
+            fetch_newest(store, tmp_path / "third")
+
+    def test_a_newer_plain_checkpoint_is_not_replaced_by_an_older_copy(self, tmp_path):
+        store = fast_store(f"file://{tmp_path}/remote")
+        store.upload(make_checkpoint(tmp_path / "first", 1))
+        tiny_trainer(tmp_path / "plain", save_strategy="steps", save_steps=2).train()
+        fetch_newest(store, tmp_path / "plain")
+        assert not list((tmp_path / "plain").glob("*.superseded"))

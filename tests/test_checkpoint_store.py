@@ -13,6 +13,7 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.store import (
     archive,
     commit,
+    list_archives,
     list_checkpoints,
     rotate,
     update_manifest,
@@ -20,6 +21,7 @@ from hfscale.checkpoint.store import (
     write_atomically,
 )
 from hfscale.checkpoint.writer import clear_unfinished
+from hfscale.cli import main
 from hfscale.errors import CheckpointError
 
 
@@ -203,6 +205,29 @@ def test_one_archive_of_each_later_step_is_kept(tmp_path):
         "checkpoint-7.superseded",
         "checkpoint-9.superseded",
     ]
+
+
+def test_a_limit_never_deletes_what_has_just_been_archived(tmp_path):
+    for step in (1, 5):
+        make_checkpoint(tmp_path, step)
+    archive(tmp_path, after_step=0, limit=1)
+    assert [path.name for path in list_archives(tmp_path)] == ["checkpoint-1.superseded", "checkpoint-5.superseded"]
+    make_checkpoint(tmp_path, 3)
+    archive(tmp_path, after_step=0, limit=1)
+    assert [path.name for path in list_archives(tmp_path)] == ["checkpoint-3.superseded", "checkpoint-5.superseded"]
+
+
+def test_archives_are_listed_and_not_verified(tmp_path, capsys):
+    for step in (1, 5):
+        make_checkpoint(tmp_path, step)
+    archive(tmp_path, after_step=1)
+    assert main(["checkpoints", "list", str(tmp_path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(entry["name"], entry["state"], entry["step"]) for entry in listed] == [
+        ("checkpoint-1", "good", 1),
+        ("checkpoint-5.superseded", "superseded", 5),
+    ]
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
 
 
 def test_a_failed_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):

@@ -19,8 +19,8 @@ from tiny import RandomTokens, tiny_arguments, tiny_trainer
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import set_seed
 
-from hfscale import SpotCheckpointCallback
-from hfscale.checkpoint.store import commit, wait_until_visible
+from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.checkpoint.store import commit, list_archives, list_checkpoints, wait_until_visible
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.recipe.resume import RESULTS_NAME, is_finished, keep_global_batch, resume_point
 
@@ -42,6 +42,83 @@ def test_true_is_the_newest_verified_checkpoint_or_none(run, tmp_path, asked):
     (run / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
     assert point(run, asked) == str(run / "checkpoint-2")
     assert point(tmp_path / "empty", asked) is None
+
+
+def spoil(checkpoint):
+    (checkpoint / "optimizer.pt").unlink()
+
+
+def test_it_stops_where_no_checkpoint_is_usable(run):
+    for step in (2, 4):
+        spoil(run / f"checkpoint-{step}")
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.pt is missing \(and 1 more\).*resume_from_checkpoint false"
+    ):
+        point(run, "true")
+    assert point(run, "false") is None
+
+
+def test_a_training_after_latest_checkpoint_does_not_archive_what_it_skipped(run, tmp_path):
+    for step in (2, 4):
+        spoil(run / f"checkpoint-{step}")
+    resumed = tiny_trainer(run, SpotCheckpointCallback())
+    with pytest.raises(CheckpointError, match="none of them is verified"):
+        resumed.train(resume_from_checkpoint=latest_checkpoint(run))
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-2", "checkpoint-4"]
+    (run / "checkpoint-4").rename(tmp_path / "elsewhere")
+    (run / "checkpoint-2").rename(tmp_path / "moved")
+    resumed.train(resume_from_checkpoint=latest_checkpoint(run))
+
+
+@pytest.fixture
+def plain_run(tmp_path):
+    """Return a folder with the checkpoints 2 and 4 of a run of plain Trainer."""
+    tiny_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
+    return tmp_path
+
+
+def test_checkpoints_of_plain_trainer_are_used_with_a_warning(plain_run, caplog):
+    found = point(plain_run, "true")
+    assert found == str(plain_run / "checkpoint-4")
+    assert "without hashes" in caplog.text
+    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    tiny_trainer(plain_run, SpotCheckpointCallback(), **arguments).train(resume_from_checkpoint=found)
+    assert point(plain_run, "true") == str(plain_run / "checkpoint-6")
+    assert not list_archives(plain_run)
+
+
+def shorten(path):
+    os.truncate(path, path.stat().st_size - 50)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda c: (c / "trainer_state.json").unlink(), "no trainer_state"),
+        (lambda c: (c / "trainer_state.json").write_text("{"), "cannot be read"),
+        (lambda c: (c / "trainer_state.json").write_text('{"global_step": 3}'), "of step 3"),
+        (lambda c: shorten(c / "model.safetensors"), "not a safetensors file"),
+        (lambda c: (c / "model.safetensors").unlink(), "no weights"),
+        (lambda c: shorten(c / "optimizer.pt"), "not a complete file"),
+        (lambda c: (c / "scheduler.pt").unlink(), "no scheduler"),
+        (lambda c: (c / "latest").write_text("global_step4"), "names 'global_step4'"),
+    ],
+)
+def test_an_incomplete_checkpoint_of_plain_trainer_is_skipped(plain_run, caplog, damage, reason):
+    damage(plain_run / "checkpoint-4")
+    assert point(plain_run, "true") == str(plain_run / "checkpoint-2")
+    assert reason in caplog.text
+    damage(plain_run / "checkpoint-2")
+    if "of step 3" not in reason:
+        with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be resumed from"):
+            point(plain_run, "true")
+
+
+def test_a_plain_checkpoint_of_another_strategy_is_refused(plain_run):
+    (plain_run / "checkpoint-4" / "latest_universal").write_text("global_step4")
+    resumed = tiny_trainer(plain_run, SpotCheckpointCallback(), max_steps=5)
+    with pytest.raises(LayoutError, match=r"files of ZERO.*--to single"):
+        resumed.train(resume_from_checkpoint=str(plain_run / "checkpoint-4"))
 
 
 def _resume_late(folder, appears, limit_s):

@@ -25,6 +25,7 @@ from hfscale.checkpoint.store import (
     read_status,
     rotate,
     update_manifest,
+    without_verified,
     write_status,
 )
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
@@ -106,7 +107,8 @@ class SpotCheckpointCallback(AdapterCallback):
         StorageError: on every rank: a file of a checkpoint could not be written during training; or, when the Trainer
             is made, the remote store cannot be read and there is no local checkpoint, or a download failed.
         LayoutError: training resumes from a checkpoint of a strategy whose files the running one cannot read.
-        CheckpointError: training resumes from a checkpoint whose manifest or weights are broken.
+        CheckpointError: training resumes from a checkpoint whose manifest or weights are broken; or it starts from
+            scratch after `latest_checkpoint` has found checkpoints of which none is verified.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class SpotCheckpointCallback(AdapterCallback):
         finish_renames(Path(args.output_dir))  # so that plain `resume_from_checkpoint=True` finds them too
         if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for them before training begins
             remove_abandoned_locks(os.environ)
-        if self.remote is not None:
+        if self.remote is not None and str(args.resume_from_checkpoint).lower() != "false":
             self.remote.fetch(Path(args.output_dir))
 
     def before_train(self, adapter: TrainerAdapter) -> None:
@@ -175,6 +177,7 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter = TrainerAdapter.current()
         _refuse_jit_checkpoint(args)
         lock_for_all_ranks(args.output_dir, is_holder=args.should_save)
+        _refuse_to_discard(args, state)
         self._wait()  # for a save that a training left in flight when it broke off
         self._begin_run()
         self.last_committed = None
@@ -587,6 +590,20 @@ def _refuse_jit_checkpoint(args: TrainingArguments) -> None:
         raise UsageError(
             "--enable_jit_checkpoint true: its SIGTERM handler replaces the one of SpotCheckpointCallback, and its "
             "ranks do not agree on the step; remove the flag: the callback saves on SIGTERM by itself"
+        )
+
+
+def _refuse_to_discard(args: TrainingArguments, state: TrainerState) -> None:
+    """Reject a start from scratch after `latest_checkpoint` has skipped all the checkpoints. Every rank must call it.
+
+    Raises:
+        CheckpointError: on every rank: there are checkpoints, and none of them is verified.
+    """
+    discards = state.global_step == 0 and Path(args.output_dir).resolve() in without_verified
+    if distributed.all_max([float(discards)])[0]:
+        raise CheckpointError(
+            f"{args.output_dir} has checkpoints and none of them is verified, so latest_checkpoint has returned None: "
+            "pass the path of one as resume_from_checkpoint, or move them to start from scratch"
         )
 
 

@@ -25,9 +25,9 @@ from hfscale.checkpoint.store import (
     archive,
     checkpoint_step,
     excess_steps,
-    latest_checkpoint,
     verify,
 )
+from hfscale.checkpoint.usable import newest_usable
 from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.utils import distributed
 from hfscale.utils.disk_errors import PROGRAM_ERRORS
@@ -409,9 +409,17 @@ def _result_or_problem(operation: Callable[[], Result]) -> tuple[Result | None, 
 
 
 def _fetch_newest(store: RemoteStore, output_dir: Path) -> int | None:
-    """Fetch a checkpoint that is newer than the local ones; return its step, or None if there is none."""
-    local = latest_checkpoint(output_dir)
-    local_step = checkpoint_step(Path(local)) if local else -1
+    """Fetch a checkpoint that is newer than the local ones; return its step, or None if there is none.
+
+    Raises:
+        StorageError: the store cannot be read, and there is no usable local checkpoint.
+        CheckpointError: none of the store's checkpoints is good, and there is no usable local checkpoint.
+    """
+    try:
+        local = newest_usable(output_dir)
+    except CheckpointError:
+        local = None  # its reasons have been logged; a good one in the store takes their place
+    local_step = checkpoint_step(local) if local is not None else -1
     try:
         steps = store.committed_steps()
     except StorageError as error:
@@ -422,11 +430,13 @@ def _fetch_newest(store: RemoteStore, output_dir: Path) -> int | None:
     for step in reversed([step for step in steps if step > local_step]):
         try:
             fetched = store.download(step, output_dir, output_dir / UNFINISHED / "download")
-        except CheckpointError as error:
-            logger.warning("checkpoint in %s skipped: %s", store.url, error)
+        except (CheckpointError, FileNotFoundError) as error:
+            logger.warning("checkpoint in %s skipped: %s", store.url, redacted_message(error))
             continue
         logger.info("fetched %s from %s", fetched.name, store.url)
         return step
+    if steps and local is None:
+        raise CheckpointError(f"{store.url} has checkpoints, and none of them is complete and unchanged")
     return None
 
 

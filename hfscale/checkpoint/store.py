@@ -41,11 +41,14 @@ STATUSES = ("running", "completed", "preempted", "failed")
 GOOD = "good"
 INCOMPLETE = "incomplete"
 CORRUPT = "corrupt"
+ARCHIVED = "superseded"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 """Name of a checkpoint's folder; the group is its step."""
 SUPERSEDED = ".superseded"
 """Suffix of the folder of an archived checkpoint."""
-_ARCHIVE_NAME = re.compile(r"checkpoint-\d+\.superseded")
+_ARCHIVE_NAME = re.compile(r"checkpoint-(\d+)\.superseded")
+without_verified: set[Path] = set()
+"""The output directories in which the last `latest_checkpoint` of this process skipped all checkpoints."""
 _TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+-\d+\.tmp")
 
 
@@ -137,15 +140,22 @@ def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the newest checkpoint of `output_dir` whose files all match its manifest, or None if there is none.
 
-    Candidates are read completely, newest first. A warning says why a candidate was skipped.
+    Candidates are read completely, newest first. A warning says why a candidate was skipped. If all of them are
+    skipped, a training with `SpotCheckpointCallback` that starts from scratch in `output_dir` is refused afterwards,
+    so that `train(resume_from_checkpoint=latest_checkpoint(...))` never discards what the run has saved.
     """
-    for checkpoint in reversed(list_checkpoints(output_dir)):
+    folder = Path(output_dir).resolve()
+    without_verified.discard(folder)
+    checkpoints = list_checkpoints(output_dir)
+    for checkpoint in reversed(checkpoints):
         try:
             verify(checkpoint)
         except CheckpointError as error:
             logger.warning("checkpoint skipped: %s", error)
             continue
         return str(checkpoint)
+    if checkpoints:
+        without_verified.add(folder)
     return None
 
 
@@ -211,25 +221,30 @@ def archive(output_dir: str | os.PathLike[str], *, after_step: int, limit: int |
     Args:
         output_dir (`str`): output directory of the run.
         after_step (`int`): optimizer step at which the run starts; its checkpoint and earlier ones are not renamed.
-        limit (`int`, *optional*): number of archives to keep, those of the latest steps; None: all.
+        limit (`int`, *optional*): number of archives to keep, those of the latest steps, and in any case those that
+            this call makes; None: all.
 
     Returns:
         `list[Path]`: the new paths.
     """
-    moved = []
+    moved: list[Path] = []
     for checkpoint in list_checkpoints(output_dir):
         if checkpoint_step(checkpoint) > after_step:
             target = checkpoint.with_name(f"{checkpoint.name}{SUPERSEDED}")
             if target.exists():
                 _delete(target)
             moved.append(checkpoint.rename(target))
-    archives = [
-        path for path in Path(output_dir).glob(f"checkpoint-*{SUPERSEDED}") if _ARCHIVE_NAME.fullmatch(path.name)
-    ]
-    archives.sort(key=lambda path: checkpoint_step(path.with_suffix("")))
+    archives = list_archives(output_dir)
     for path in archives[: -limit if limit is not None else 0]:
-        _delete(path)
-    return [path for path in moved if path.exists()]
+        if path not in moved:
+            _delete(path)
+    return moved
+
+
+def list_archives(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """List every folder `checkpoint-N.superseded` of `output_dir`, in ascending order of N."""
+    found = [path for path in Path(output_dir).glob(f"checkpoint-*{SUPERSEDED}") if _ARCHIVE_NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: checkpoint_step(path.with_suffix("")))
 
 
 def rotate(
@@ -344,7 +359,8 @@ class CheckpointInfo:
     path: str
     """Path of its folder."""
     state: str
-    """`good` (every file matches the manifest), `incomplete` (no manifest) or `corrupt`."""
+    """`good` (every file matches the manifest), `incomplete` (no manifest), `corrupt`, or `superseded`: a launch that
+    started at an earlier step has archived it, and none resumes from it."""
     reason: str | None
     """Why it is not good; None if it is good."""
     step: int | None
@@ -367,12 +383,13 @@ class CheckpointInfo:
         return asdict(self)
 
 
-def inspect(path: Path, *, read_files: bool = True) -> list[CheckpointInfo]:
+def inspect(path: Path, *, read_files: bool = True, archives: bool = False) -> list[CheckpointInfo]:
     """Describe the checkpoint at `path`, or all checkpoints of the run at `path`, in ascending order of step.
 
     Args:
         path (`Path`): a checkpoint or the output directory of a run.
         read_files (`bool`): compare the content of every file with its hash; if False, compare only its length.
+        archives (`bool`): describe also the archived checkpoints of the run, after the others; they are not read.
 
     Returns:
         `list[CheckpointInfo]`: one description per checkpoint; empty if the run has none.
@@ -384,6 +401,7 @@ def inspect(path: Path, *, read_files: bool = True) -> list[CheckpointInfo]:
         raise UsageError(f"{path} is not a folder: name a run's output directory or one checkpoint")
     found = [path] if is_checkpoint(path) else list_checkpoints(path)
     best = _best_name(found)
+    found += list_archives(path) if archives else []
     return [_inspect(checkpoint, best, read_files) for checkpoint in found]
 
 
@@ -406,7 +424,7 @@ def _inspect(checkpoint: Path, best: str | None, read_files: bool) -> Checkpoint
     manifest, state, reason = _state_of(checkpoint, read_files)
     stats = [(checkpoint / name).stat() for name in checkpoint_files(checkpoint)]
     newest = max(stat.st_mtime for stat in stats or [checkpoint.stat()])
-    step = checkpoint.name.rpartition("-")[2]
+    step = checkpoint.name.removesuffix(SUPERSEDED).rpartition("-")[2]
     return CheckpointInfo(
         name=checkpoint.name,
         path=str(checkpoint),
@@ -423,6 +441,11 @@ def _inspect(checkpoint: Path, best: str | None, read_files: bool) -> Checkpoint
 
 
 def _state_of(checkpoint: Path, read_files: bool) -> tuple[Manifest | None, str, str | None]:
+    if _ARCHIVE_NAME.fullmatch(checkpoint.name):
+        reason = (
+            f"archived by a launch that started at an earlier step; to use it again, remove {SUPERSEDED} from its name"
+        )
+        return _manifest_or_none(checkpoint), ARCHIVED, reason
     if not (checkpoint / MANIFEST_NAME).is_file():
         return None, INCOMPLETE, f"it has no {MANIFEST_NAME}"
     manifest = None
@@ -435,6 +458,13 @@ def _state_of(checkpoint: Path, read_files: bool) -> tuple[Manifest | None, str,
     except CheckpointError as error:
         return manifest, CORRUPT, str(error).removeprefix(f"{checkpoint} is corrupt: ")
     return manifest, GOOD, None
+
+
+def _manifest_or_none(checkpoint: Path) -> Manifest | None:
+    try:
+        return read_manifest(checkpoint)
+    except CheckpointError:
+        return None
 
 
 def _compare_lengths(checkpoint: Path, manifest: Manifest) -> None:

@@ -27,13 +27,13 @@ GlobalBatch = Annotated[
     typer.Option("--global-batch-size", min=1, help="Sequences per optimizer step; needed if SRC has no manifest."),
 ]
 
-_STATE_STYLES = {"good": "green", "incomplete": "yellow", "corrupt": "red"}
+_STATE_STYLES = {"good": "green", "incomplete": "yellow", "corrupt": "red", "superseded": "dim"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 def list_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) -> None:
-    """List the checkpoints of a run with their state."""
-    _show(inspect(path, read_files=not quick), path, as_json)
+    """List the checkpoints of a run with their state, and the archived ones."""
+    _show(inspect(path, read_files=not quick, archives=True), path, as_json)
 
 
 def verify_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) -> int:

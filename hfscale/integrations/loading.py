@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hfscale.checkpoint.conversion import can_read, convert
 from hfscale.checkpoint.formats import STRATEGIES, layout_of
+from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
 from hfscale.checkpoint.formats.merged import load_merged
 from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import UNIVERSAL_LATEST
@@ -210,7 +211,10 @@ def check_resumed(trainer: "Trainer") -> None:
         if path is not None:
             raise MissingDependencyError(f"{path}: {missing}")
         logger.warning("%s; training starts, and cannot be resumed with this version", missing)
-    if path is None or not (Path(path) / MANIFEST_NAME).is_file():
+    if path is None:
+        return
+    if not (Path(path) / MANIFEST_NAME).is_file():
+        _check_plain(Path(path), running)
         return
     manifest = read_manifest(path)
     if layout_of(manifest.strategy) != layout_of(running):
@@ -230,4 +234,25 @@ def check_resumed(trainer: "Trainer") -> None:
             trainer.args.world_size,
             manifest.step * size,
             manifest.step * manifest.global_batch_size,
+        )
+
+
+def _check_plain(checkpoint: Path, running: str) -> None:
+    """Check that plain Trainer wrote the checkpoint, which has no manifest, under a strategy with the same files.
+
+    Raises:
+        LayoutError: its files are those of another strategy.
+    """
+    if (checkpoint / MODEL_FOLDER).is_dir():
+        written = "fsdp"
+    elif (checkpoint / "latest").is_file() or (checkpoint / UNIVERSAL_LATEST).is_file():
+        written = "zero"
+    else:
+        written = "ddp"
+    expected = "ddp" if layout_of(running) == "unsharded" else running.rstrip("0123456789")
+    if expected in ("ddp", "fsdp", "zero") and written != expected:
+        raise LayoutError(
+            f"{checkpoint} has the files of {written.upper()}: the Trainer, under {running.upper()}, loads no "
+            f"optimizer or schedule from it; convert it with `hfscale checkpoints convert {checkpoint} NEW_FOLDER "
+            f"--to {running} --global-batch-size N` and resume from that"
         )

@@ -9,7 +9,8 @@ from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.pickles import check_pickles
 from hfscale.checkpoint.remote import RemoteStore, fetch_newest
-from hfscale.checkpoint.store import checkpoint_step, latest_checkpoint, verify, wait_until_visible
+from hfscale.checkpoint.store import checkpoint_step, verify, wait_until_visible
+from hfscale.checkpoint.usable import newest_usable
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
@@ -32,9 +33,10 @@ TRAINER_STATE_NAME = "trainer_state.json"
 def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | None:
     """Return the checkpoint for `trainer.train(resume_from_checkpoint=…)`. Call it on every rank.
 
-    With `--resume_from_checkpoint true` it is the newest verified checkpoint of `output_dir`, or None if there is
-    none; with `false` it is None; any other value is the path of a checkpoint. The main process reads and verifies,
-    the others follow it. With `true`, a newer checkpoint in the remote store is fetched first.
+    With `--resume_from_checkpoint true` it is the newest checkpoint of `output_dir` that is verified, or that plain
+    Trainer has completed (which has no hashes: a warning says so), or None if there are no checkpoints; with `false`
+    it is None; any other value is the path of a checkpoint. The main process reads and verifies, the others follow
+    it. With `true`, a newer checkpoint in the remote store is fetched first.
 
     Args:
         args (`TrainingArguments`): `output_dir` and `resume_from_checkpoint`.
@@ -45,8 +47,9 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
 
     Raises:
         UsageError: the path is not a checkpoint.
-        CheckpointError: the checkpoint at the path is corrupt or has a pickle with more than tensors and plain values,
-            or a rank does not see the checkpoint that the main process has found.
+        CheckpointError: the checkpoint at the path is corrupt or has a pickle with more than tensors and plain values;
+            or there are checkpoints and none is usable; or a rank does not see the checkpoint that the main process
+            has found.
         StorageError: the remote store cannot be read, and there is no local checkpoint.
     """
     store = RemoteStore(remote) if remote is not None else None
@@ -63,10 +66,10 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         finish_renames(Path(args.output_dir))
     if store is not None:
         fetch_newest(store, Path(args.output_dir))
-    found = latest_checkpoint(args.output_dir) if distributed.rank() == 0 else None
+    found = newest_usable(Path(args.output_dir)) if distributed.rank() == 0 else None
     if found is not None:
-        check_pickles(Path(found))  # its files match its manifest, but anybody could have written both
-    step = int(distributed.all_max([checkpoint_step(Path(found)) if found else -1])[0])
+        check_pickles(found)  # its files match its manifest, but anybody could have written both
+    step = int(distributed.all_max([checkpoint_step(found) if found else -1])[0])
     if step < 0:
         return None
     checkpoint = Path(args.output_dir) / f"checkpoint-{step}"
@@ -77,11 +80,11 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
 
 def _check_visible(checkpoint: Path) -> None:
     """Raise a CheckpointError if a rank does not see, after some waiting, what the main process has verified."""
-    sees = wait_until_visible(checkpoint / MANIFEST_NAME)
+    sees = wait_until_visible(checkpoint / TRAINER_STATE_NAME)
     rank_without = int(distributed.all_max([float(-1 if sees else distributed.rank())])[0])
     if rank_without >= 0:
         raise CheckpointError(
-            f"rank {rank_without} does not see {checkpoint}, which rank 0 has verified: put output_dir on storage "
+            f"rank {rank_without} does not see {checkpoint}, which rank 0 has read: put output_dir on storage "
             "that every machine shares"
         )
 
