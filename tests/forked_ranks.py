@@ -19,6 +19,7 @@ def run_ranks(
     log: Path,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
+    ends_all: bool = True,
 ) -> list[int]:
     """Call `function(*args)` in `world_size` forked processes with the environment that torchrun would give them.
 
@@ -29,6 +30,7 @@ def run_ranks(
         log (`Path`): a folder; each rank's output is written to `rank-N.log` in it.
         env (`Mapping[str, str]`, *optional*): further environment variables, as a launcher's config would set them.
         timeout_s (`float`): time limit in seconds, after which the ranks are killed.
+        ends_all (`bool`): whether a rank that fails ends the others, as a launcher does.
 
     Returns:
         `list[int]`: the exit code of each rank.
@@ -45,7 +47,7 @@ def run_ranks(
         if pid == 0:
             _run_rank(rank, common, function, args, log)
         pids.append(pid)
-    return _wait(pids, timeout_s)
+    return _wait(pids, timeout_s, ends_all)
 
 
 def _run_rank(
@@ -82,7 +84,7 @@ def _log_to_standard_error() -> None:
             handler.setStream(sys.stderr)
 
 
-def _wait(pids: list[int], timeout_s: float) -> list[int]:
+def _wait(pids: list[int], timeout_s: float, ends_all: bool) -> list[int]:
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout_s
     while len(codes) < len(pids):
@@ -90,7 +92,7 @@ def _wait(pids: list[int], timeout_s: float) -> list[int]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline or any(codes.values()):  # as a launcher does, end all ranks when one has failed
+        if time.monotonic() > deadline or (ends_all and any(codes.values())):
             for pid in [pid for pid in pids if pid not in codes]:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)

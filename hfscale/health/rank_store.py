@@ -89,6 +89,11 @@ class RankStore:
         """Return whether all ranks have written under a topic."""
         return self.count(topic) >= self.world_size
 
+    def find(self, topic: str, rank: int) -> dict[str, Any] | None:
+        """Return a rank's note under a topic, or None if it has not written one yet."""
+        key = f"{topic}/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
     def read(self, topic: str) -> dict[int, dict[str, Any]]:
         """Return the notes that have been written under a topic, by rank, without waiting for more."""
         ranks = list(range(self.world_size))

@@ -23,6 +23,7 @@ from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run
 from hfscale.recipe.models import add_lora, load_config, load_model, load_tokenizer
 from hfscale.recipe.parsing import parse_arguments
+from hfscale.recipe.preparation import one_process_prepares
 from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
 
 
@@ -36,8 +37,8 @@ def main():
     checkpoint = readable_checkpoint(training_args, checkpoint)
     set_seed(training_args.seed)
 
-    # The main process prepares the tokenizer and the text; the others read its cache.
-    with training_args.main_process_first(desc="text"):
+    # One process prepares the tokenizer and the data; the others read its cache.
+    with one_process_prepares("the data"):
         tokenizer = load_tokenizer(model_args)
         train_dataset, eval_dataset = load_packed_datasets(data_args, tokenizer, seed=training_args.seed)
     patience = scaling_args.early_stopping_patience

@@ -30,6 +30,7 @@ from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
 from hfscale.recipe.models import add_lora, load_config, load_empty_model, load_tokenizer
 from hfscale.recipe.parsing import parse_arguments
+from hfscale.recipe.preparation import one_process_prepares
 from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
 
 
@@ -63,8 +64,8 @@ def main():
     keep_global_batch(training_args, checkpoint, data_parallel_size=layout.data_parallel_size)
     set_seed(training_args.seed)
 
-    # The main process prepares the text; the others read its cache.
-    with training_args.main_process_first(desc="text"):
+    # One process prepares the data; the others read its cache.
+    with one_process_prepares("the data"):
         train_dataset, eval_dataset = load_packed_datasets(data_args, tokenizer, seed=training_args.seed)
     patience = scaling_args.early_stopping_patience
     check_evaluation(training_args, has_evaluation=eval_dataset is not None, patience=patience)

@@ -1,0 +1,204 @@
+"""Data prepared by one process of each node while the others wait, outside any collective with a time limit.
+
+`TrainingArguments.main_process_first` lets the other ranks wait in a barrier of the default group: a tokenisation that
+takes longer than its time limit (10 minutes with NCCL, 30 with gloo) ends the run. Here they wait for notes in the
+launcher's store, which has no time limit, and see there at once that a rank has failed.
+"""
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import datasets
+import psutil
+import torch.distributed as dist
+
+from hfscale.errors import HealthError, HfScaleError
+from hfscale.health.rank_store import RankStore
+from hfscale.utils.disk_errors import writing
+from hfscale.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+LOG_EVERY_S = 60.0
+"""Seconds between two log lines about a preparation."""
+SILENCE_S = 120.0
+"""Seconds without a sign of life after which a process on another machine is taken to be dead."""
+_BEAT_S = 5.0
+_POLL_S = 0.1  # between two looks at the notes of the other ranks, for up to 64 of them
+_STORE_S = 60.0  # for one call of the store
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def one_process_prepares(what: str) -> Iterator[None]:
+    """Let one process of each node run a block first; the others then run it and find its results in the cache.
+
+    Use it around code that downloads or tokenises. If all nodes see the same cache folder of `datasets`, rank 0 runs
+    the block first for all of them. The others wait without a time limit; a line is logged every minute. A process
+    leaves the block when all have finished it, so that none of them waits for another in a collective later.
+
+    With one process the block just runs. All ranks must reach it.
+
+    Args:
+        what (`str`): what is prepared, for log lines and errors, for instance `"the training data"`.
+
+    Raises:
+        HealthError: another rank has failed or died, or the launcher's store does not answer.
+        StorageError: the cache folder cannot be written.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    name = f"prepare/{next(_numbers)}"
+    ranks = _Ranks(RankStore.connect(name, timeout_s=_STORE_S), what)
+    probe = Path(datasets.config.HF_DATASETS_CACHE, f".hfscale-shared-{socket.gethostname()}-{os.getpid()}")
+    try:
+        with _signs_of_life(RankStore.connect(name, timeout_s=_STORE_S), what):
+            if ranks.rank == 0:
+                with writing(f"the cache {probe.parent}", "set HF_DATASETS_CACHE to a folder that can"):
+                    probe.parent.mkdir(parents=True, exist_ok=True)
+                    probe.touch()
+            ranks.meet(probe)
+            ranks.wait_until_prepared()
+            yield
+            ranks.wait_until_all_are_done()
+    except BaseException as error:
+        ranks.report_failure(error)
+        raise
+    finally:
+        if ranks.rank == 0:
+            probe.unlink(missing_ok=True)
+
+
+class _Ranks:
+    """What the ranks tell each other about one block.
+
+    Args:
+        store (`RankStore`): the notes of the block.
+        what (`str`): what is prepared.
+    """
+
+    def __init__(self, store: RankStore, what: str) -> None:
+        self.rank = store.rank
+        self._store = store
+        self._what = what
+        self._prepares_here = store.rank  # the rank that runs the block before this one
+        self._neighbours: dict[int, dict[str, Any]] = {}  # processes of this machine
+        self._beats: dict[int, tuple[int, float]] = {}  # the last sign of life of other machines, and its time
+
+    def meet(self, probe: Path) -> None:
+        """Learn where the other ranks run and who prepares for this one.
+
+        Args:
+            probe (`Path`): a file in the cache folder of this process; rank 0 has written its own.
+        """
+        store, local_rank = self._store, int(os.environ.get("LOCAL_RANK", "0"))
+        process, first = psutil.Process(), store.rank - local_rank
+        place = {"host": socket.gethostname(), "pid": process.pid, "started": process.create_time()}
+        store.write("place", place | {"first": local_rank == 0, "probe": probe.name})
+        node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        places = {rank: self._note(rank) for rank in (range(store.world_size) if self.rank == 0 else {0, *node})}
+        for rank, other in places.items():
+            if rank != self.rank and other["host"] == place["host"] and _is_alive(other):
+                self._neighbours[rank] = other
+            elif rank != self.rank and local_rank == 0 and other["first"]:
+                self._beats[rank] = (0, time.monotonic())
+        self._prepares_here = 0 if (probe.parent / places[0]["probe"]).exists() else first
+
+    def wait_until_prepared(self) -> None:
+        """Wait until the process that runs the block first has finished it."""
+        while self._prepares_here != self.rank and not self._store.find("done", self._prepares_here):
+            self._look()
+
+    def wait_until_all_are_done(self) -> None:
+        """Tell the others that this process has finished the block, and wait until all have."""
+        self._store.write("done", {"rank": self.rank})
+        while not self._store.is_complete("done"):
+            self._look()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Let the block fail on all ranks."""
+        reason = str(error) if isinstance(error, HfScaleError) else f"{type(error).__name__}: {error}"
+        with suppress(dist.DistError, RuntimeError):  # without the store the others fail too
+            self._store.raise_flag("failed", f"rank {self.rank} could not prepare {self._what}: {reason}")
+
+    def _note(self, rank: int) -> dict[str, Any]:
+        while True:
+            note = self._store.find("place", rank)
+            if note is not None:
+                return note
+            self._look()
+
+    def _look(self) -> None:
+        """Pause for a moment, then raise an error if another rank has failed or died."""
+        time.sleep(_POLL_S * max(1.0, self._store.world_size / 64))
+        try:
+            dead = self._dead()
+            if dead is not None:
+                self._store.raise_flag("failed", f"{dead} while {self._what} was prepared: see its output")
+            reason = self._store.flag("failed")
+        except (dist.DistError, RuntimeError) as error:
+            raise HealthError(
+                f"the launcher's store does not answer any more while {self._what} is prepared "
+                f"({str(error).splitlines()[0]}): check the node of rank 0"
+            ) from None
+        if reason is not None:
+            raise HealthError(reason)
+
+    def _dead(self) -> str | None:
+        for rank, place in self._neighbours.items():
+            if not _is_alive(place):
+                return f"rank {rank} has died"
+        now = time.monotonic()
+        for rank, (last, since) in self._beats.items():
+            beat = int(self._store.store.add(f"beat/{rank}", 0))
+            if beat != last:
+                self._beats[rank] = (beat, now)
+            elif now - since > SILENCE_S:
+                return f"rank {rank} has shown no sign of life for {SILENCE_S:.0f} seconds"
+        return None
+
+
+def _is_alive(place: dict[str, Any]) -> bool:
+    """Return whether a process is running on this machine; False also for one of another container."""
+    try:
+        process = psutil.Process(place["pid"])
+        return process.create_time() == place["started"] and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def _signs_of_life(store: RankStore, what: str) -> Iterator[None]:
+    """Show other machines that this process is alive, and log every minute how far the ranks are."""
+    stop = threading.Event()
+    began_at = logged_at = time.monotonic()
+
+    def beat() -> None:
+        nonlocal logged_at
+        while not stop.wait(_BEAT_S):
+            store.store.add(f"beat/{store.rank}", 1)
+            if time.monotonic() - logged_at >= LOG_EVERY_S:
+                logged_at = time.monotonic()
+                minutes, done = (logged_at - began_at) / 60, f"{store.count('done')} of {store.world_size}"
+                logger.info("preparing %s for %.0f minutes: %s processes have it", what, minutes, done)
+
+    def beat_until_the_store_is_gone() -> None:
+        with suppress(dist.DistError, RuntimeError):  # the other ranks notice it
+            beat()
+
+    thread = threading.Thread(target=beat_until_the_store_is_gone, name="hfscale-preparation", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
