@@ -40,6 +40,9 @@ else:
 RECOMPUTE_POLICIES = ("full", "selective")
 """Values of `--recompute`."""
 
+LOSS_ON = ("assistant", "completion", "all")
+"""Values of `--loss_on`."""
+
 JSON_FLAGS = (
     "lr_scheduler_kwargs",
     "accelerator_config",
@@ -132,10 +135,20 @@ class DataArguments(SourceArguments):
 
     block_size: int = flag("Tokens per sequence; text is packed into full blocks.", default=1024)
     preprocessing_num_workers: int | None = flag("Number of processes that tokenise.")
+    loss_on: str | None = flag(
+        "Tokens to train on: " + ", ".join(LOSS_ON) + ". Default: assistant for conversations, completion for prompts "
+        "with completions, all for text.",
+        choices=LOSS_ON,
+    )
+    chat_template: str | None = flag("File with the Jinja template of conversations. Default: the tokenizer's.")
+    show_samples: int = flag("Number of training samples to print, with the tokens that are trained on.", default=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "block_size", "preprocessing_num_workers")
+        require_from_0(self, "show_samples")
+        if self.chat_template and not Path(self.chat_template).is_file():
+            raise UsageError(f"--chat_template {self.chat_template} is not a file: give one with a Jinja template")
 
 
 @dataclass(kw_only=True)

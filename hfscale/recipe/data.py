@@ -2,9 +2,11 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from hfscale.errors import DataError
+from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments
-from hfscale.recipe.packing import pack
+from hfscale.recipe.chat import chat_format, to_documents, use_chat_template
+from hfscale.recipe.packing import pack, pack_documents
+from hfscale.recipe.preview import describe_samples
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
 from hfscale.utils.logging import get_logger
 
@@ -14,19 +16,25 @@ logger = get_logger(__name__)
 def load_packed_datasets(
     args: DataArguments, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> tuple[AnyDataset, AnyDataset | None]:
-    """Load the text of a recipe and pack it into sequences of exactly `block_size` tokens, without padding.
+    """Load the text or the conversations of a recipe as sequences of exactly `block_size` tokens.
 
-    Documents are tokenised, ended with the tokenizer's end-of-text token (and started with its beginning-of-text
+    Text: documents are tokenised, ended with the tokenizer's end-of-text token (and started with its beginning-of-text
     token if the tokenizer itself adds one, as those of Llama 3 and Gemma do), concatenated and cut. Empty documents
-    are left out. The lines of a .txt file are one continuous text without marks between them.
+    are left out. The lines of a .txt file are one continuous text without marks between them. Packing works in
+    batches of about a million tokens (64 blocks, if those are more); what remains of each batch, less than one
+    block, is dropped.
 
-    Packing works in batches of about a million tokens (64 blocks, if those are more); what remains of each batch,
-    less than one block, is dropped. Call this on the main process first; the others then find the result in the
-    cache.
+    Records with `messages`, `conversations` (ShareGPT) or `prompt` and `completion` become one document each, rendered
+    with the chat template, whose labels mark the tokens that `--loss_on` names. Records that cannot be trained on are
+    left out, and reported with their number and the first row.
+
+    Without a source, the embedded text is used, or the embedded conversations if a flag for conversations is given.
+
+    Call this on the main process first; the others then find the result in the cache.
 
     Args:
-        args (`DataArguments`): the source of the text and the length of a sequence.
-        tokenizer (`PreTrainedTokenizerBase`): the tokenizer of the model.
+        args (`DataArguments`): the source of the text, the length of a sequence, and what is trained on.
+        tokenizer (`PreTrainedTokenizerBase`): the tokenizer of the model. `--chat_template` replaces its template.
         seed (`int`): chooses the evaluation records of a source that has none of its own.
 
     Returns:
@@ -34,24 +42,60 @@ def load_packed_datasets(
         `labels`, both lists of `block_size` tokens.
 
     Raises:
-        DataError: a file is missing, unreadable or not in the format of its extension, has no text column or too
-            little text.
+        DataError: a file is missing, unreadable or not in the format of its extension, has no known column, records of
+            several formats, an empty conversation or too little text.
+        UsageError: the tokenizer has no chat template, or `--loss_on` does not fit the format.
         StorageError: the cache of `datasets` cannot be written.
     """
+    if args.chat_template:
+        use_chat_template(tokenizer, args.chat_template)
+    formats: dict[str, str | None] = {}
+
+    def convert(records: AnyDataset, split: str) -> AnyDataset:
+        with errors_name_source(args, split):
+            formats[split] = chat_format(records)
+        return records if formats[split] is None else to_documents(records, tokenizer, args, split=split)
+
+    is_for_chat = args.chat_template or args.loss_on not in (None, "all")
+    splits = load_splits(args, seed=seed, embedded="chat" if is_for_chat else "text", convert=convert)
+    is_chat = formats["train"] is not None
+    _check_formats(args, formats, is_chat=is_chat)
     packed = {
-        split: pack(records, tokenizer, args, split=split) for split, records in load_splits(args, seed=seed).items()
+        split: (pack_documents if is_chat else pack)(records, tokenizer, args, split=split)
+        for split, records in splits.items()
     }
     train = packed["train"]
     evaluation = packed.get("validation")
     if _is_empty(train, args, "train"):
         raise DataError(
-            f"{source_name(args, 'train')} is shorter than one block of {args.block_size} tokens: give more text or "
-            "lower --block_size"
+            f"{source_name(args, 'train')} has no sample that can be trained on: see the warnings above"
+            if is_chat
+            else f"{source_name(args, 'train')} is shorter than one block of {args.block_size} tokens: give more text "
+            "or lower --block_size"
         )
     if evaluation is not None and _is_empty(evaluation, args, "validation"):
         logger.info("no evaluation: its text is shorter than one block of %d tokens", args.block_size)
         evaluation = None
+    if args.show_samples:
+        samples = splits["train"] if is_chat else train
+        logger.info("training data:\n%s", describe_samples(samples, tokenizer, args.show_samples))
     return _first(train, args.max_train_samples), _first(evaluation, args.max_eval_samples)
+
+
+def _check_formats(args: DataArguments, formats: dict[str, str | None], *, is_chat: bool) -> None:
+    """Check that training and evaluation data are of one kind, and that the flags fit it."""
+    if "validation" in formats and (formats["validation"] is not None) != is_chat:
+        kinds = ("conversations", "text") if is_chat else ("text", "conversations")
+        raise DataError(
+            f"{source_name(args, 'train')} has {kinds[0]} and {source_name(args, 'validation')} has {kinds[1]}: give "
+            "both in one format"
+        )
+    given = f"--chat_template {args.chat_template}" if args.chat_template else f"--loss_on {args.loss_on}"
+    if not is_chat and (args.chat_template or args.loss_on not in (None, "all")):
+        raise UsageError(
+            f"{given} is for conversations, and {source_name(args, 'train')} has text: leave it out, or give data "
+            "with 'messages', 'conversations' or 'prompt' and 'completion'"
+        )
 
 
 def _is_empty(dataset: AnyDataset, args: DataArguments, split: str) -> bool:

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfscale.errors import DataError
 from hfscale.recipe.arguments import DataArguments
+from hfscale.recipe.chat import IGNORED, document_marks
 from hfscale.recipe.sources import AnyDataset, errors_name_source, is_continuous_text, shorten, source_name
 from hfscale.utils.logging import get_logger
 
@@ -48,7 +49,7 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
         column = _text_column(dataset, sample, source=source_name(args, split))
         # `datasets` hashes the function's closure into the cache's name: keep it to values that change the result.
         block_size, is_continuous = args.block_size, is_continuous_text(args, split)
-        begin, end = ([], []) if is_continuous else _document_marks(tokenizer)
+        begin, end = ([], []) if is_continuous else document_marks(tokenizer)
 
         def tokenize_and_pack(batch: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
             texts = [text or "" for text in batch[column]]
@@ -66,13 +67,35 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
         return dataset.map(tokenize_and_pack, remove_columns=dataset.column_names or list(sample[0]), **options)
 
 
-def _document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the tokens before and after each document, the same as those that the model gets in use."""
-    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-    return (
-        [tokenizer.bos_token_id] if adds_bos else [],
-        [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
-    )
+def pack_documents(
+    documents: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str
+) -> AnyDataset:
+    """Pad each document at its end to a row of `block_size` tokens.
+
+    Args:
+        documents (`Dataset` or `IterableDataset`): records with `input_ids` and `labels`.
+        tokenizer (`PreTrainedTokenizerBase`): gives the token of the padding.
+        args (`DataArguments`): the length of a row, the number of processes, and the names for error messages.
+        split (`str`): `train` or `validation`.
+
+    Returns:
+        The rows: records with `input_ids` and `labels`, both lists of `block_size` tokens.
+    """
+    block_size = args.block_size
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+
+    def pad(document: dict[str, list[int]]) -> dict[str, list[int]]:
+        missing = block_size - len(document["input_ids"])
+        return {
+            "input_ids": document["input_ids"] + [padding] * missing,
+            "labels": document["labels"] + [IGNORED] * missing,
+        }
+
+    options: dict[str, Any] = {}
+    if isinstance(documents, Dataset):
+        options = {"num_proc": args.preprocessing_num_workers, "desc": f"Padding to {block_size} tokens"}
+    with errors_name_source(args, split):
+        return documents.map(pad, **options)
 
 
 def _join_lines(lines: list[str]) -> list[str]:
@@ -115,7 +138,12 @@ def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: s
         logger.info("reads the column '%s' of %s", strings[0], source.partition(" ")[2])
         return strings[0]
     named = ", ".join(f"'{name}'" for name in columns)
-    raise DataError(f"{source} has no column 'text', only {shorten(named)}: rename the one to train on")
+    if {"chosen", "rejected"} <= set(columns):
+        raise DataError(f"{source} has preferences ('chosen' and 'rejected'): train on them with recipes/dpo/train.py")
+    raise DataError(
+        f"{source} has no column 'text', only {shorten(named)}: rename the one to train on to 'text', 'messages' or "
+        "'conversations', or two to 'prompt' and 'completion'"
+    )
 
 
 def _batch_size(sample: list[dict[str, Any]], column: str, block_size: int) -> int:

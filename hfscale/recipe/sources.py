@@ -3,7 +3,7 @@
 import codecs
 import errno
 import glob
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,21 @@ _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", "
 _BUILDER_OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True, "encoding": "utf-8-sig"}}
 
 
-def load_splits(args: SourceArguments, *, seed: int, embedded: str = "text") -> Splits:
+def load_splits(
+    args: SourceArguments,
+    *,
+    seed: int,
+    embedded: str = "text",
+    convert: Callable[[AnyDataset, str], AnyDataset] | None = None,
+) -> Splits:
     """Load the raw records of the text.
 
     Args:
         args (`SourceArguments`): the source of the text; without one, embedded records are loaded.
         seed (`int`): chooses the evaluation records of a source that has none of its own.
         embedded (`str`): the kind of the embedded records, a key of `corpus.RECORDS`.
+        convert (`Callable`, *optional*): converts the records of a split, before evaluation records are taken from
+            those of `train`.
 
     Returns:
         `dict`: the records of `train`, and those of `validation` if the source has them or is large enough to be
@@ -48,10 +56,12 @@ def load_splits(args: SourceArguments, *, seed: int, embedded: str = "text") -> 
     elif args.dataset_name:
         splits = _load_dataset(args)
     else:
-        return _load_corpus(args, embedded)
+        splits = _load_corpus(args, embedded)
     if args.validation_file:
         splits["validation"] = _load_file(args, "validation")
-    elif "validation" not in splits and args.validation_split_percentage:
+    if convert is not None:
+        splits = {split: convert(records, split) for split, records in splits.items()}
+    if "validation" not in splits and args.validation_split_percentage:
         splits |= _split(splits["train"], args, seed)
     return splits
 
