@@ -96,7 +96,9 @@ def to_documents(
     """
     source = source_name(args, split)
     with errors_name_source(args, split):
-        first = next(iter(dataset))
+        first = next(iter(dataset), None)
+        if first is None:
+            raise DataError(f"{source} has no records")
         convert = _converter(first, chat_format(dataset), tokenizer, args, source=source)
         # `datasets` hashes this function with all that it refers to into the name of the cache.
         options: dict[str, Any] = {"with_indices": True, "remove_columns": dataset.column_names or list(first)}
