@@ -205,6 +205,8 @@ def _run_script(argv: list[str]) -> None:
 
 def _cache_cpu_info() -> None:
     """Let DeepSpeed's CPU Adam ask for the processor once: py-cpuinfo starts a process at each call."""
+    if "deepspeed" not in sys.modules:
+        return
     import cpuinfo
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

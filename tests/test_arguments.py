@@ -367,7 +367,10 @@ def test_an_error_of_a_library_names_the_flag_in_one_line(error: Exception) -> N
 
 def test_an_error_of_a_library_says_that_a_path_does_not_exist(tmp_path: Path) -> None:
     for path in (str(tmp_path / "gone"), "./gone", "~/gone-for-good"):
-        with pytest.raises(UsageError, match=r"does not exist$"), errors_name_flag("--config_name", path):
+        with (
+            pytest.raises(UsageError, match=r"does not exist: correct the path"),
+            errors_name_flag("--config_name", path),
+        ):
             raise OSError("a repo id must be in the form …")
     with pytest.raises(UsageError, match="must be in the form"), errors_name_flag("--config_name", str(tmp_path)):
         raise OSError("a repo id must be in the form …")

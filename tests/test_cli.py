@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import yaml
 from conftest import REPOSITORY
 
 from hfscale import __version__
@@ -98,6 +99,11 @@ class TestConfigs:
         copied = tmp_path / "ds_configs" / "zero2.json"
         assert capsys.readouterr().out.split() == [str(tmp_path / "mine.yaml"), str(copied)]
         assert copied.read_bytes() == (REPOSITORY / "ds_configs" / "zero2.json").read_bytes()
+        original = yaml.safe_load((REPOSITORY / "accelerate_configs" / "zero2.yaml").read_text())
+        mine = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+        assert mine["deepspeed_config"].pop("deepspeed_config_file") == str(copied)
+        assert original["deepspeed_config"].pop("deepspeed_config_file") == "ds_configs/zero2.json"
+        assert mine == original
         assert main(["configs", "copy", "zero2", str(tmp_path)]) == 0  # the same JSON file again is no conflict
         copied.write_text("{}")
         assert main(["configs", "copy", "zero2", str(tmp_path / "other.yaml")]) == 2

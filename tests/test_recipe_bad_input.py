@@ -80,8 +80,9 @@ def test_an_unknown_flag(recipe: Any) -> None:
     reports(recipe("--max_stepz", "3"), "unknown flag --max_stepz", "did you mean --max_steps?")
 
 
-def test_a_text_that_does_not_exist(recipe: Any, model: Path) -> None:
-    reports(recipe("--config_name", model, "--train_file", "gone.txt"), "--train_file gone.txt does not exist")
+def test_a_text_that_does_not_exist(recipe: Any, model: Path, tmp_path: Path) -> None:
+    done = recipe("--config_name", model, "--train_file", "gone.txt")
+    reports(done, f"--train_file gone.txt does not exist in {tmp_path}", "correct the path")
 
 
 def test_a_broken_config(recipe: Any, model: Path, tmp_path: Path) -> None:

@@ -337,6 +337,34 @@ class TestStatus:
             "reason": "RuntimeError: simulated failure",
         }
 
+    def test_failed_before_the_process_ends(self, tmp_path):
+        trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(), Interrupt(3))
+        with pytest.raises(RuntimeError, match="simulated"):
+            trainer.train()
+        expected = {"status": "failed", "step": 3, "checkpoint": None, "reason": "RuntimeError: simulated failure"}
+        assert status(tmp_path) == expected
+
+    def test_failed_during_a_save_stays_failed_when_the_save_is_committed(self, tmp_path, monkeypatch):
+        commit = writer._commit
+
+        def slowly(*args, **kwargs):
+            time.sleep(0.5)
+            return commit(*args, **kwargs)
+
+        monkeypatch.setattr(writer, "_commit", slowly)
+        spot = SpotCheckpointCallback()
+        trainer = tiny_trainer(tmp_path, spot, Interrupt(3), save_strategy="steps", save_steps=2)
+        with pytest.raises(RuntimeError, match="simulated"):
+            trainer.train()
+        assert (status(tmp_path)["status"], status(tmp_path)["checkpoint"]) == ("failed", None)
+        spot._wait()
+        assert status(tmp_path) == {
+            "status": "failed",
+            "step": 3,
+            "checkpoint": "checkpoint-2",
+            "reason": "RuntimeError: simulated failure",
+        }
+
     def test_a_failure_does_not_overwrite_the_status_of_a_later_training(self, tmp_path, python):
         done = python(REPOSITORY / "tests" / "workers" / "failing.py", "again")
         assert done.code == 0

@@ -64,7 +64,10 @@ def tiny_arguments(output_dir: Path | str, **overrides: Any) -> TrainingArgument
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(output_dir=str(output_dir), **(defaults | overrides))
+    arguments = defaults | overrides
+    if not is_at_least("transformers", "5.23"):  # which has the name of before, too
+        arguments = {name.replace("activation_ch", "gradient_ch"): value for name, value in arguments.items()}
+    return TrainingArguments(output_dir=str(output_dir), **arguments)
 
 
 def tiny_trainer(

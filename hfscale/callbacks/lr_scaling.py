@@ -193,7 +193,8 @@ class LRScalingCallback(AdapterCallback):
             )
             self._factor = None
             return
-        steps = _scaled_warmup(trainer.args.warmup_steps, scaling.warmup_factor)
+        given_steps = next((vars(trainer.args)[name] for name in _WARMUP_ARGUMENTS if vars(trainer.args).get(name)), 0)
+        steps = _scaled_warmup(given_steps, scaling.warmup_factor)
         warmup = f"warm-up {steps:g}" + (" steps kept" if scaling.warmup_factor == 1 else " steps")
         logger.info(
             "lr_scaling: learning rate%s %s -> %s, %s: %s", whose, _range(given), _range(rates), warmup, scaling.reason

@@ -136,6 +136,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._run_dir = Path()  # in a hyperparameter search, the folder of the trial in the output directory
         self._limit: int | None = None
         self._running_step: int | None = None
+        self._failure: str | None = None  # why the training raised
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
         self._temporary: list[int] = []
         self._pending_keys: dict[str, float] = {}
@@ -184,7 +185,8 @@ class SpotCheckpointCallback(AdapterCallback):
             logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
         if args.should_save:
             self._prepare_output_dir(args, state)
-        atexit.register(self._at_exit, args)
+        atexit.register(self._at_exit)
+        adapter.at_training_end(self._report_failure)
         distributed.barrier()  # no rank may begin to write what another is about to archive
         self._begin_counting(adapter, state)
         self.preemption.begin(adapter, kwargs.get("train_dataloader"))
@@ -228,7 +230,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have reached it
         start = self._run_dir / f"checkpoint-{state.global_step}"
         self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
-        self._set_status(args, "running", state.global_step)
+        self._set_status("running", state.global_step)
         if self.remote is not None:
             trial = self._run_dir.relative_to(self._output_dir).as_posix()  # "." outside of a search
             limit = self._positive_limit
@@ -299,11 +301,11 @@ class SpotCheckpointCallback(AdapterCallback):
         self.preemption.end(exits=self.on_preemption == "exit")
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"
-            self._set_status(args, status, state.global_step, reason=self.preempted)
+            self._set_status(status, state.global_step, reason=self.preempted)
         if self.remote is not None:
             self.remote.wait(self.last_committed)
         if args.should_save and self.preempted is None:
-            self._rotate_at_end(args, state)
+            self._rotate_at_end(state)
         atexit.unregister(self._at_exit)
         if args.should_save:
             unlock_output_dir(args.output_dir)
@@ -387,7 +389,7 @@ class SpotCheckpointCallback(AdapterCallback):
         keep = Path(best) if best is not None else None
         rotate(self._run_dir, limit=self._positive_limit, keep=keep, temporary=self._temporary)
 
-    def _rotate_at_end(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _rotate_at_end(self, state: TrainerState) -> None:
         """Leave the checkpoints that Trainer would leave at the end of a training, on the ranks that save."""
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         delete_newest(self._run_dir, temporary=self._temporary, best=best)
@@ -396,7 +398,7 @@ class SpotCheckpointCallback(AdapterCallback):
         left = [path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()]
         if self.last_committed is not None and left and left[-1].name != self.last_committed:
             self.last_committed = left[-1].name
-            self._set_status(args, "completed", state.global_step)
+            self._set_status("completed", state.global_step)
 
     def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
         """Do what follows a commit, on the rank that made it, and in the background if the save is."""
@@ -405,7 +407,10 @@ class SpotCheckpointCallback(AdapterCallback):
         discard_conversions(self._run_dir)
         if self._saving is not None and not self._saving.has_readers:
             self._offer_and_rotate(checkpoint, best)
-        write_status(self._output_dir, "running", step=manifest.step, checkpoint=self._committed_path(), reason=None)
+        if self._failure is None:
+            self._write_status("running", manifest.step)
+        else:
+            self._write_status("failed", self._running_step or manifest.step, self._failure)
         self._pending_keys = {
             "checkpoint/write_s": seconds,
             "checkpoint/bytes": float(sum(record.bytes for record in manifest.files.values())),
@@ -421,9 +426,12 @@ class SpotCheckpointCallback(AdapterCallback):
                 keys["checkpoint/slowdown"] = slowdown
         return keys
 
-    def _set_status(self, args: TrainingArguments, status: str, step: int, reason: str | None = None) -> None:
+    def _set_status(self, status: str, step: int, reason: str | None = None) -> None:
         self._running_step = step if status == "running" else None
-        write_status(Path(args.output_dir), status, step=step, checkpoint=self._committed_path(), reason=reason)
+        self._write_status(status, step, reason)
+
+    def _write_status(self, status: str, step: int, reason: str | None = None) -> None:
+        write_status(self._output_dir, status, step=step, checkpoint=self._committed_path(), reason=reason)
 
     def _committed_path(self) -> str | None:
         """Return the path of the last committed checkpoint in the output directory."""
@@ -431,27 +439,31 @@ class SpotCheckpointCallback(AdapterCallback):
             return None
         return (self._run_dir / self.last_committed).relative_to(self._output_dir).as_posix()
 
-    def _at_exit(self, args: TrainingArguments) -> None:
+    def _at_exit(self) -> None:
         """Finish a save in flight and report the failure. It is called at interpreter exit if the run did not end."""
         try:
             if self._saving is not None:
                 with suppress(StorageError, KeyboardInterrupt):
                     self._saving.writer.wait(_EXIT_WAIT_S)
         finally:
-            if args.should_save:
-                self._report_failure(args)
+            self._report_failure()
 
-    def _report_failure(self, args: TrainingArguments) -> None:
+    def _report_failure(self) -> None:
         """Set the status `failed` if the run neither completed nor was preempted.
 
-        A status that a later run has reported for its own end is left alone.
+        It is called when `train` raises, and at interpreter exit. A status that a later run has reported for its own
+        end is left alone.
         """
-        reported = read_status(Path(args.output_dir))
-        if self._running_step is not None and (reported is None or reported.get("status") == "running"):
-            error = getattr(sys, "last_value", None)
+        if self._running_step is None or self._saving is None or not self._saving.commits:
+            return
+        if self._failure is None:
+            error = sys.exc_info()[1] or getattr(sys, "last_value", None)
             reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
+            self._failure = " ".join(reason.split())
+        reported = read_status(self._output_dir)
+        if reported is None or reported.get("status") == "running":
             with suppress(OSError):  # a full disk may be why it failed, and that has been logged
-                self._set_status(args, "failed", self._running_step, reason=" ".join(reason.split()))
+                self._write_status("failed", self._running_step, self._failure)
 
 
 class _AfterOthers(TrainerCallback):

@@ -353,30 +353,30 @@ def check_pickles(checkpoint: Path) -> None:
         path = checkpoint / name
         if path.name in _NEVER_LOADED or not (path.suffix in _SUFFIXES or path.name == METADATA_NAME):
             continue
-        try:
-            if path.name == METADATA_NAME:
-                _check_distributed(path.parent)
-            else:
-                with path.open("rb") as file:
-                    _check_archive(file)
-        except _ForbiddenNameError as error:
-            raise CheckpointError(
-                f"{path} is refused: loading it would run '{error}', which no training writes into a checkpoint; do "
-                "not use this checkpoint"
-            ) from None
-        except CheckpointError:
-            raise
-        except Exception as error:  # a broken pickle raises exceptions of any type
-            raise CheckpointError(f"{path} cannot be read as a {path.suffix or path.name} file: {error}") from None
+        if path.name == METADATA_NAME:
+            _check_distributed(path.parent)
+        else:
+            _check_archive(path)
 
 
-def _check_archive(file: IO[bytes]) -> None:
-    """Check a file of `torch.save`: a zip archive that contains one pickle."""
-    with zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            if name.endswith(".pkl"):
-                with archive.open(name) as stream:
-                    _RestrictedUnpickler(stream, _inert_placeholder, _Inert).load()
+def _check_archive(path: Path, start: int = 0, length: int | None = None) -> None:
+    """Check an archive of `torch.save`, which contains one pickle: a file, or `length` bytes of one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            stored: IO[bytes] = file if length is None else io.BytesIO(file.read(length))
+            with zipfile.ZipFile(stored) as archive:
+                for name in archive.namelist():
+                    if name.endswith(".pkl"):
+                        with archive.open(name) as stream:
+                            _RestrictedUnpickler(stream, _inert_placeholder, _Inert).load()
+    except _ForbiddenNameError as error:
+        raise CheckpointError(
+            f"{path} is refused: loading it would run '{error}', which no training writes into a checkpoint; do not "
+            "use this checkpoint"
+        ) from None
+    except Exception as error:  # a broken pickle raises exceptions of any type
+        raise CheckpointError(f"{path} cannot be read as a {path.suffix or path.name} file: {error}") from None
 
 
 def _check_distributed(folder: Path) -> None:
@@ -388,6 +388,4 @@ def _check_distributed(folder: Path) -> None:
     for entry in read_dcp_metadata(folder).values():
         if entry.shape is None:
             for chunk in entry.chunks:
-                with (folder / chunk.file).open("rb") as file:
-                    file.seek(chunk.start)
-                    _check_archive(io.BytesIO(file.read(chunk.length)))
+                _check_archive(folder / chunk.file, chunk.start, chunk.length)

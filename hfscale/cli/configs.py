@@ -2,14 +2,15 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hfscale.errors import StorageError, UsageError
-from hfscale.utils.shipped import ShippedConfig, find_config, list_configs, shipped_root
+from hfscale.utils.shipped import find_config, list_configs, shipped_root
+
+_DEEPSPEED_FILE = re.compile(r"^( *deepspeed_config_file: *)(\S+)", re.MULTILINE)
 
 Name = Annotated[
     str,
@@ -41,30 +42,42 @@ def copy(
     dest: Annotated[Path, typer.Argument(metavar="[DEST]", help="A folder, or the path of a new file.")] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Copy a config to your own project, with the DeepSpeed JSON file that it refers to, in a folder ds_configs."""
+    """Copy a config to your own project, with the DeepSpeed JSON file that it refers to, in a folder ds_configs.
+
+    The copy of an Accelerate config names the JSON file by its absolute path.
+    """
     config = find_config(name)
     target = dest / config.path.name if dest.is_dir() else dest
-    copies = [(config.path, target), *((path, target.parent / name) for name, path in _referenced_files(config))]
-    for source, copied in copies:
-        is_same = copied.is_file() and source != config.path and copied.read_bytes() == source.read_bytes()
+    copies = {target: config.path.read_text(encoding="utf-8")}
+    if config.kind == "accelerate":
+        copies |= _with_deepspeed_files(copies[target], target)
+    for copied, text in copies.items():
+        is_same = copied.is_file() and copied != target and copied.read_text(encoding="utf-8") == text
         if copied.exists() and not force and not is_same:
             raise UsageError(f"{copied} exists: give another DEST, or --force to overwrite it")
-    for source, copied in copies:
+    for copied, text in copies.items():
         try:
-            if source != config.path:
+            if copied != target:
                 copied.parent.mkdir(exist_ok=True)
-            shutil.copyfile(source, copied)
+            copied.write_text(text, encoding="utf-8")
         except OSError as error:
             raise StorageError(f"{copied} cannot be written: {error.strerror}") from None
         print(copied)
 
 
-def _referenced_files(config: ShippedConfig) -> list[tuple[str, Path]]:
-    """The files that an Accelerate config reads from the folder where it is launched: their names there, and paths."""
-    if config.kind != "accelerate":
-        return []
-    names = re.findall(r"^ *deepspeed_config_file: *(\S+)", config.path.read_text(encoding="utf-8"), re.MULTILINE)
-    return [(name, shipped_root() / name) for name in names]
+def _with_deepspeed_files(text: str, target: Path) -> dict[Path, str]:
+    """Return an Accelerate config and the DeepSpeed files that it refers to, by the path of each copy.
+
+    Accelerate reads a relative path from the folder where it is launched, so the copied config has an absolute one.
+    """
+    files: dict[Path, str] = {}
+
+    def absolute(found: re.Match[str]) -> str:
+        copied = target.parent / found[2]
+        files[copied] = (shipped_root() / found[2]).read_text(encoding="utf-8")
+        return f"{found[1]}{json.dumps(str(copied.absolute()))} # absolute: you can launch from any folder"
+
+    return {target: _DEEPSPEED_FILE.sub(absolute, text), **files}
 
 
 COMMAND = {"list": list_, "show": show, "copy": copy}

@@ -119,7 +119,7 @@ def scale_learning_rate(
         batches += f" of {base_block_size} -> {block_size} tokens"
     if critical_batch_size and critical_batch_size < max(global_batch_size, base_batch):
         batches += f", capped at the critical batch of {critical_batch_size}"
-    batches += f" (kappa {kappa:.4g})"
+    batches += f" (tokens per step x {kappa:.4g})"
 
     if rule == "rubric":
         if block_size is None:

@@ -44,7 +44,7 @@ from hfscale.integrations.snapshots import (
     write_files,
     write_model,
 )
-from hfscale.integrations.strategy import running_strategy
+from hfscale.integrations.strategy import is_parallel_trainer, running_strategy
 from hfscale.integrations.trainer import TrainerAdapter, global_batch_size
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
@@ -122,7 +122,7 @@ class TrainerSaving:
             if self.synchronous_because is None and self._strategy.startswith("zero"):
                 self._deferred = DeferredWrites(trainer, self._snapshot)
         trainer_writes = self.synchronous_because is not None or self._deferred is not None
-        self._processing_files = {} if trainer_writes or _hands_over(trainer) else processing_files(trainer)
+        self._processing_files = {} if trainer_writes or is_parallel_trainer(trainer) else processing_files(trainer)
 
     def _save(self, model: Any, trial: Any) -> None:
         """Save a checkpoint; this replaces `Trainer._save_checkpoint`."""
@@ -195,7 +195,7 @@ class TrainerSaving:
         rng = rng_state(trainer) if full else None
         state = frozen_state(trainer) if trainer.args.should_save and not self._own_methods else None
         names = parameter_names(trainer) if trainer.args.should_save else None
-        files = trainer.checkpoint_files() if _hands_over(trainer) and trainer.args.should_save else {}
+        files = trainer.checkpoint_files() if is_parallel_trainer(trainer) and trainer.args.should_save else {}
         live = self._live_state()
         write_collectively = self._fsdp.take() if self._fsdp is not None else None
         copied = self._snapshot.take(live)
@@ -221,7 +221,7 @@ class TrainerSaving:
     def _live_state(self) -> dict[str, Any]:
         """Return what this rank has to copy, by the name of its file, without copying it."""
         trainer = self._trainer
-        if _hands_over(trainer):
+        if is_parallel_trainer(trainer):
             return {_SHARDS: trainer.sharded_state()}
         if not trainer.args.should_save:
             return {}
@@ -232,9 +232,8 @@ class TrainerSaving:
             if self._fsdp is None:
                 live[OPTIMIZER_NAME] = trainer.optimizer.state_dict()
             live[SCHEDULER_NAME] = trainer.lr_scheduler.state_dict()
-            scaler = getattr(trainer.accelerator, "scaler", None)
-            if scaler is not None:
-                live[SCALER_NAME] = scaler.state_dict()
+            if trainer.accelerator.scaler is not None:
+                live[SCALER_NAME] = trainer.accelerator.scaler.state_dict()
         return live
 
     def _fits_in_memory(self) -> bool:
@@ -306,9 +305,9 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     args = trainer.args
     if strategy.startswith("zero") and not can_defer(trainer):
         return "DeepSpeed's own engine writes"
-    hands_over = _hands_over(trainer)
+    is_parallel = is_parallel_trainer(trainer)
     gathers = strategy.startswith("fsdp") and not is_sharded_fsdp2(trainer)
-    if gathers or (strategy == "parallel" and not hands_over):
+    if gathers or (strategy == "parallel" and not is_parallel):
         return "the weights are gathered from all ranks to be written"
     if strategy == "fsdp2" and args.save_only_model:
         return "save_only_model under FSDP leaves no state to write"
@@ -320,7 +319,7 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return "push_to_hub uploads the folder at once"
     name, own = type(trainer).__name__, own_methods(trainer)
     others = [method for method in own if method not in ("_save_checkpoint", *_MODEL_METHODS)]
-    if others or (own and hands_over):
+    if others or (own and is_parallel):
         return f"{name} has its own {(others or own)[0]}"
     if "_save_checkpoint" in own and not _ends_with_trainers(type(trainer)):
         return f"{name}._save_checkpoint may read the files after Trainer has written them"
@@ -374,14 +373,6 @@ def _is_known(kind: type, method: str) -> bool:
     """Return whether the method is Trainer's own, or that of `ParallelTrainer`, which hands over its shards."""
     home = next(base for base in kind.__mro__ if method in vars(base))
     return home is Trainer or "sharded_state" in vars(home)
-
-
-def _hands_over(trainer: Trainer) -> bool:
-    """Return whether it is a `ParallelTrainer`, which itself returns what a checkpoint consists of.
-
-    It is recognised by a method, since its class is in a layer above this one.
-    """
-    return hasattr(trainer, "sharded_state")
 
 
 def _reader_of_saves(callback: TrainerCallback) -> str | None:

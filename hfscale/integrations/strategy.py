@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hfscale.errors import MissingDependencyError, StrategyMismatchError
-from hfscale.utils.versions import sequence_parallel_size
+from hfscale.utils.versions import is_distributed_by_transformers, sequence_parallel_size
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -75,8 +75,7 @@ def running_strategy(trainer: "Trainer") -> str:
         `ParallelTrainer` and for transformers' own tensor parallelism with sharding.
     """
     state = trainer.accelerator.state
-    by_transformers = getattr(trainer.model, "is_distributed_loading_by_transformers", False)
-    if by_transformers or is_parallel_trainer(trainer):
+    if is_distributed_by_transformers(trainer) or is_parallel_trainer(trainer):
         return "parallel"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
@@ -171,12 +170,14 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
 
 
 def is_parallel_trainer(trainer: "Trainer") -> bool:
-    """Return whether a Trainer is a `ParallelTrainer`, whose class is in a layer above this one.
+    """Return whether a Trainer is a `ParallelTrainer`, which itself returns what a checkpoint consists of.
+
+    It is recognised by a method, since its class is in a layer above this one.
 
     Args:
         trainer (`Trainer`): a Trainer or a subclass of it.
     """
-    return getattr(trainer, "parallelized", None) is not None
+    return hasattr(type(trainer), "sharded_state")
 
 
 def describe_strategy(trainer: "Trainer") -> str:

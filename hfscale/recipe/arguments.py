@@ -526,7 +526,7 @@ def errors_name_flag(flag: str, value: object) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) and not Path(value).exists():
-            raise UsageError(f"{flag} {value} does not exist") from error
+            raise UsageError(f"{flag} {value} does not exist: correct the path, or give a name on the hub") from error
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise UsageError(f"{flag} {value} cannot be used: {kind}{one_line(error)}") from error
 

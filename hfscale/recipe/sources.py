@@ -84,7 +84,8 @@ def _load_file(args: SourceArguments, split: str) -> AnyDataset:
     source = source_name(args, split)
     builder = _BUILDERS.get(path.suffix.lower())
     if not path.exists():
-        raise DataError(f"{source} does not exist")
+        looked = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(f"{source} does not exist{looked}: correct the path")
     if not path.is_file():
         raise DataError(f"{source} is not a file: name one, or give a folder to --dataset_name")
     if builder is None:

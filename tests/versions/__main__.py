@@ -136,7 +136,7 @@ def passes(corner: Corner, *, contract: bool) -> bool:
             argv = [*launch, TRAINING, strategy, f"{folder}/{strategy}"]
             good.append(run(corner, f"{strategy} on two processes", argv, environ))
     if contract:
-        argv = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not (gpu or faults or timing)"]
+        argv = [python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "not (gpu or faults or timing)"]
         good.append(run(corner, "contract tests", [*argv, *CONTRACT], environ))
     print(f"{corner.name}: {time.monotonic() - start:.0f} s", flush=True)
     return all(good)
@@ -193,11 +193,13 @@ def versions(python: str, environ: dict[str, str]) -> str:
 
 
 def run(corner: Corner, check: str, argv: list[str], environ: dict[str, str]) -> bool:
-    """Run one check, print whether it passed, and its last lines if it did not."""
+    """Run one check, print whether it passed, which tests it skipped and why, and its last lines if it failed."""
     done = subprocess.run(argv, env=environ, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S)
     print(f"{corner.name}: {check}: {'failed' if done.returncode else 'passed'}", flush=True)
-    if done.returncode:
-        print("\n".join((done.stdout + done.stderr).splitlines()[-40:]), flush=True)
+    lines = (done.stdout + done.stderr).splitlines()
+    shown = lines[-40:] if done.returncode else [line for line in lines if line.startswith("SKIPPED")]
+    if shown:
+        print("\n".join(shown), flush=True)
     return done.returncode == 0
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
-from tiny import tiny_trainer
+from tiny import let_old_transformers_resume_on_cpu, tiny_trainer
 from transformers import TrainerCallback
 
 from hfscale import LRScalingCallback
 
+let_old_transformers_resume_on_cpu()
 case = sys.argv[1]
 WARMUP = 2
 
