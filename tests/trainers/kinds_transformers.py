@@ -477,4 +477,19 @@ KINDS = (
         arguments={"predict_with_generate": True, "generation_max_length": 5},
         processes=2,
     ),
+    Kind(
+        name="sequence_classification_zero2",
+        trainer="`Trainer`, padding, ZeRO-2",
+        model="sequence classification (BERT)",
+        build=builder(
+            lambda: bert("BertForSequenceClassification", num_labels=3),
+            classified,
+            data_collator=padded,
+            # The contract calls `train` of one Trainer twice. Under DeepSpeed, Trainer itself cannot take another
+            # step in the second one; after two complete epochs it takes none.
+            dataset=lambda row: Rows(row, 24),
+        ),
+        processes=2,
+        strategy="zero2",
+    ),
 )

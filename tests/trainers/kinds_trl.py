@@ -255,6 +255,23 @@ KINDS = (
         strategy="fsdp2",
     ),
     Kind(
+        name="dpo_zero2",
+        trainer="`DPOTrainer`, ZeRO-2",
+        model="causal LM (Llama)",
+        build=builder("DPO", preferred, gradient_checkpointing=False),
+        processes=2,
+        strategy="zero2",
+    ),
+    Kind(
+        name="sft_zero3",
+        trainer="`SFTTrainer`, chat data, ZeRO-3",
+        model="causal LM (Llama)",
+        build=builder("SFT", chat, assistant_only_loss=True, gradient_checkpointing=False),
+        processes=2,
+        strategy="zero3",
+        xfail=HEAD,
+    ),
+    Kind(
         name="grpo_ddp",
         trainer="`GRPOTrainer`, DDP",
         model="causal LM (Llama)",

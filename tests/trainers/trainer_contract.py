@@ -319,7 +319,18 @@ def state(checkpoint: Path) -> str:
 def hashes(checkpoint: Path) -> dict[str, str]:
     """Return a hash of each file of a checkpoint, without the files of hfscale."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and not path.name.startswith("hfscale_")]
-    return {str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {str(path.relative_to(checkpoint)): hashlib.sha256(content(path)).hexdigest() for path in files}
+
+
+def content(path: Path) -> bytes:
+    """Return the bytes of a file, or the values in a file of DeepSpeed.
+
+    In such a file, a value that occurs twice is written once or twice, depending on whether it was copied before.
+    """
+    if not path.name.endswith("_states.pt"):
+        return path.read_bytes()
+    values = torch.load(path, weights_only=False)
+    return str(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, values)).encode()
 
 
 def run_contract(kind: Kind, folder: Path) -> Runs:
@@ -430,6 +441,7 @@ class TrainerContract:
             return run_contract(kind, folder)
         config = REPOSITORY / "accelerate_configs" / f"{kind.strategy}.yaml"
         worker = REPOSITORY / "tests" / "workers" / "trainers.py"
+        shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
         done = accelerate_launch(folder, config, kind.processes, worker, cls.module, kind.name)
         assert done.code == 0, done.err[-3000:]
         return Runs.from_json((folder / "runs.json").read_text())

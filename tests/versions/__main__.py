@@ -136,7 +136,7 @@ def passes(corner: Corner, *, contract: bool) -> bool:
             argv = [*launch, TRAINING, strategy, f"{folder}/{strategy}"]
             good.append(run(corner, f"{strategy} on two processes", argv, environ))
     if contract:
-        argv = [python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "not (gpu or faults or timing)"]
+        argv = [python, "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", "-m", "not (gpu or faults or timing)"]
         good.append(run(corner, "contract tests", [*argv, *CONTRACT], environ))
     print(f"{corner.name}: {time.monotonic() - start:.0f} s", flush=True)
     return all(good)
