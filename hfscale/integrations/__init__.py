@@ -70,6 +70,8 @@ Read, called, or set once
   method that changes its rates. Test: test_lr_scaling_callback.py.
 - `PreTrainedConfig._attn_implementation`. By: `attention_implementation`. Reason: only its setter is public. Test:
   test_parallel_context.py.
+- `PreTrainedModel._is_stateful`. By: `reason_not_to_cut`. Reason: nothing public tells that a model has layers that
+  pass a state along the sequence. Test: test_packing.py, test_models_that_do_not_cut_are_refused.
 - `TorchDispatchMode` in `torch.utils._python_dispatch`. By: `StepFlops`. Reason: torch documents it there; its
   `FlopCounterMode` does not separate recomputation. Test: test_flops.py.
 - `_compiled_call_impl` of a module. By: `is_compiled`. Reason: torch has no public way to tell a module that is

@@ -42,6 +42,8 @@ RECOMPUTE_POLICIES = ("full", "selective")
 
 LOSS_ON = ("assistant", "completion", "all")
 """Values of `--loss_on`."""
+PACKINGS = ("none", "concat", "bestfit")
+"""Values of `--packing`."""
 
 JSON_FLAGS = (
     "lr_scheduler_kwargs",
@@ -135,6 +137,14 @@ class DataArguments(SourceArguments):
 
     block_size: int = flag("Tokens per sequence; text is packed into full blocks.", default=1024)
     preprocessing_num_workers: int | None = flag("Number of processes that tokenise.")
+    packing: str | None = flag(
+        "How documents become sequences: none (one each, padded), concat (joined, then cut) or bestfit (complete "
+        "ones that fit together). Default: concat for text, bestfit for conversations.",
+        choices=PACKINGS,
+    )
+    document_attention: bool | None = flag(
+        "Whether attention is cut at the boundaries of packed documents. Default: true with bestfit."
+    )
     loss_on: str | None = flag(
         "Tokens to train on: " + ", ".join(LOSS_ON) + ". Default: assistant for conversations, completion for prompts "
         "with completions, all for text.",
@@ -149,6 +159,8 @@ class DataArguments(SourceArguments):
         require_from_0(self, "show_samples")
         if self.chat_template and not Path(self.chat_template).is_file():
             raise UsageError(f"--chat_template {self.chat_template} is not a file: give one with a Jinja template")
+        if self.document_attention and self.packing == "none":
+            raise UsageError("--document_attention true and --packing none: its rows hold one document; leave it out")
 
 
 @dataclass(kw_only=True)

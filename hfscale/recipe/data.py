@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.chat import chat_format, to_documents, use_chat_template
-from hfscale.recipe.packing import pack, pack_documents
+from hfscale.recipe.packing import pack, pack_documents, set_packing_defaults
 from hfscale.recipe.preview import describe_samples
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
 from hfscale.utils.logging import get_logger
@@ -16,7 +16,10 @@ logger = get_logger(__name__)
 def load_packed_datasets(
     args: DataArguments, tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> tuple[AnyDataset, AnyDataset | None]:
-    """Load the text or the conversations of a recipe as sequences of exactly `block_size` tokens.
+    """Load the text or the conversations of a recipe as rows of `block_size` tokens.
+
+    `args.packing` and `args.document_attention` are set where they were left out; `hfscale.recipe.packing` explains
+    them.
 
     Text: documents are tokenised, ended with the tokenizer's end-of-text token (and started with its beginning-of-text
     token if the tokenizer itself adds one, as those of Llama 3 and Gemma do), concatenated and cut. Empty documents
@@ -39,7 +42,8 @@ def load_packed_datasets(
 
     Returns:
         `tuple`: the training sequences, and the evaluation sequences or None. Each record has `input_ids` and
-        `labels`, both lists of `block_size` tokens.
+        `labels`, both lists of `block_size` tokens. With document attention they have `position_ids` too; with
+        `--packing none` their lengths differ, and `RowCollator` makes batches of them.
 
     Raises:
         DataError: a file is missing, unreadable or not in the format of its extension, has no known column, records of
@@ -60,6 +64,7 @@ def load_packed_datasets(
     splits = load_splits(args, seed=seed, embedded="chat" if is_for_chat else "text", convert=convert)
     is_chat = formats["train"] is not None
     _check_formats(args, formats, is_chat=is_chat)
+    set_packing_defaults(args, is_chat=is_chat)
     packed = {
         split: (pack_documents if is_chat else pack)(records, tokenizer, args, split=split)
         for split, records in splits.items()

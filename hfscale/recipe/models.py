@@ -19,17 +19,24 @@ from transformers import (
 
 from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.integrations.document_attention import cut_attention, is_dense
 from hfscale.integrations.strategy import requested_family
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
-from hfscale.recipe.arguments import ModelArguments, errors_name_flag
+from hfscale.recipe.arguments import DataArguments, ModelArguments, errors_name_flag
 from hfscale.recipe.layout import distributed_config
 from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_fsdp_enabled, recomputes_activations, require
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import TrainingArguments
+
+logger = get_logger(__name__)
+
+_LARGE_MASK_MIB = 64
+"""Size of an attention mask, one byte per pair of tokens, from which on a log line names other implementations."""
 
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
@@ -178,6 +185,43 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
     if recomputes_activations(training_args):
         adapted.enable_input_require_grads()  # recomputed layers need an input that requires a gradient
     return adapted
+
+
+def cut_document_attention(
+    model: "PreTrainedModel | PeftModel",
+    data_args: DataArguments,
+    training_args: "TrainingArguments",
+    layout: ParallelLayout | None = None,
+) -> None:
+    """Let a model cut attention at the boundaries of packed documents, where `--document_attention` asks for it.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): the model; changed in place where its attention needs it.
+        data_args (`DataArguments`): the flags of packing, with their defaults set by `load_packed_datasets`.
+        training_args (`TrainingArguments`): the rows of a micro-batch.
+        layout (`ParallelLayout`, *optional*): the parallel axes of Accelerate, if the recipe has any.
+
+    Raises:
+        UsageError: the attention implementation does not cut, or ranks that share a sequence cannot.
+        UnsupportedModelError: the architecture cannot be cut.
+    """
+    if layout is not None and layout.cp > 1 and (data_args.document_attention or data_args.packing != "concat"):
+        raise UsageError(
+            f"--packing {data_args.packing} and cp_size {layout.cp}: the ranks of a sequence neither cut attention "
+            "between documents nor leave out padding; give --packing concat --document_attention false, or use "
+            "recipes/tp_pp/train.py with --cp_size"
+        )
+    if not data_args.document_attention:
+        return
+    name = cut_attention(model)
+    mask_mib = training_args.per_device_train_batch_size * data_args.block_size**2 / 2**20
+    if is_dense(name) and mask_mib >= _LARGE_MASK_MIB:
+        logger.warning(
+            "%s attention is cut by a mask of %.0f MiB per micro-batch, and computes what the mask hides: give "
+            "--attn_implementation flash_attention_2 or flex_attention, which skip it",
+            name,
+            mask_mib,
+        )
 
 
 def _model_options(args: ModelArguments, training_args: "TrainingArguments") -> dict[str, Any]:

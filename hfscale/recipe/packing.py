@@ -1,9 +1,27 @@
-"""Text in, packed sequences out."""
+"""Packing of documents into rows, the sequences of tokens that a model is trained on.
+
+A document is a list of tokens and their labels. `--packing` chooses how documents become rows:
+
+| value | a row is | document_attention |
+|---|---|---|
+| `concat` | the next `block_size` tokens of all documents, one after the other | false by default |
+| `bestfit` | documents that together fill `block_size` tokens as well as possible, then padding | true by default |
+| `none` | one document; a batch is padded to its longest | has no effect |
+
+With document attention a row has `position_ids` that restart at 0 with each document, and no attention mask:
+transformers then cuts attention at the boundaries. The first token of a document has the label -100, because it would
+be predicted from the previous document. Each token of the padding is a document of its own.
+"""
 
 import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from datasets import Dataset, IterableDataset
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from hfscale.errors import DataError
@@ -26,19 +44,35 @@ _SAMPLE_RECORDS = 32
 _PIECE_CHARACTERS = 2**14
 """Length of the pieces in which a continuous text is tokenised."""
 
+Document = tuple[list[int], list[int]]
+"""Tokens and their labels, which are as long and not shifted."""
+Rows = dict[str, list[list[int]]]
+"""Columns of `datasets`: for each name one list per row."""
+
+
+def set_packing_defaults(args: DataArguments, *, is_chat: bool) -> None:
+    """Set `args.packing` and `args.document_attention` where the flags were left out.
+
+    Args:
+        args (`DataArguments`): changed in place.
+        is_chat (`bool`): whether the records are conversations, or prompts with completions, and not plain text.
+    """
+    args.packing = args.packing or ("bestfit" if is_chat else "concat")
+    if args.document_attention is None:
+        args.document_attention = args.packing == "bestfit"
+
 
 def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str) -> AnyDataset:
-    """Tokenise the records of a split and pack them into sequences of `block_size` tokens, with their labels.
+    """Tokenise the records of a split, which are plain text, and pack them into rows.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): the raw records.
         tokenizer (`PreTrainedTokenizerBase`): the tokenizer of the model.
-        args (`DataArguments`): the length of a sequence, the number of processes, and the names for error messages.
+        args (`DataArguments`): how to pack, the number of processes, and the names for error messages.
         split (`str`): `train` or `validation`.
 
     Returns:
-        The sequences. Each record has `input_ids` and `labels`, both lists of `block_size` tokens. A streamed dataset
-        is packed when it is read.
+        The rows. Each has the columns of `pack_rows`. A streamed dataset is packed when it is read.
 
     Raises:
         DataError: the text cannot be read or has no text column.
@@ -48,54 +82,196 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
         sample = _sample(dataset)
         column = _text_column(dataset, sample, source=source_name(args, split))
         # `datasets` hashes the function's closure into the cache's name: keep it to values that change the result.
-        block_size, is_continuous = args.block_size, is_continuous_text(args, split)
+        options = _row_options(tokenizer, args)
+        is_continuous = is_continuous_text(args, split)
         begin, end = ([], []) if is_continuous else document_marks(tokenizer)
 
-        def tokenize_and_pack(batch: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
+        def tokenize_and_pack(batch: dict[str, list[str | None]]) -> Rows:
             texts = [text or "" for text in batch[column]]
             texts = _join_lines(texts) if is_continuous else [text for text in texts if text.strip()]
-            tokens: list[int] = []
-            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []:
-                tokens += begin + ids + end
-            full = len(tokens) // block_size * block_size
-            blocks = [tokens[start : start + block_size] for start in range(0, full, block_size)]
-            return {"input_ids": blocks, "labels": [list(block) for block in blocks]}
+            tokenised = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+            documents = [list(chain(*tokenised))] if is_continuous else [begin + ids + end for ids in tokenised]
+            return pack_rows(((tokens, tokens) for tokens in documents), **options)
 
-        options: dict[str, Any] = {"batched": True, "batch_size": _batch_size(sample, column, block_size)}
-        if isinstance(dataset, Dataset):
-            options |= {"num_proc": args.preprocessing_num_workers, "desc": f"Packing into {block_size} tokens"}
-        return dataset.map(tokenize_and_pack, remove_columns=dataset.column_names or list(sample[0]), **options)
+        tokens = sum(len((record[column] or "").encode()) for record in sample) / len(sample) / _BYTES_PER_TOKEN
+        return _map(dataset, tokenize_and_pack, dataset.column_names or list(sample[0]), tokens, args)
 
 
 def pack_documents(
     documents: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str
 ) -> AnyDataset:
-    """Pad each document at its end to a row of `block_size` tokens.
+    """Pack documents into rows.
 
     Args:
-        documents (`Dataset` or `IterableDataset`): records with `input_ids` and `labels`.
-        tokenizer (`PreTrainedTokenizerBase`): gives the token of the padding.
-        args (`DataArguments`): the length of a row, the number of processes, and the names for error messages.
+        documents (`Dataset` or `IterableDataset`): records with `input_ids` and `labels`. Those longer than
+            `args.block_size` are cut into several.
+        tokenizer (`PreTrainedTokenizerBase`): has the token for padding.
+        args (`DataArguments`): how to pack, and the names for error messages.
         split (`str`): `train` or `validation`.
 
     Returns:
-        The rows: records with `input_ids` and `labels`, both lists of `block_size` tokens.
+        The rows. Each has the columns of `pack_rows`. A streamed dataset is packed when it is read.
     """
-    block_size = args.block_size
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    options = _row_options(tokenizer, args)
 
-    def pad(document: dict[str, list[int]]) -> dict[str, list[int]]:
-        missing = block_size - len(document["input_ids"])
+    def pack_batch(batch: Rows) -> Rows:
+        return pack_rows(zip(batch["input_ids"], batch["labels"], strict=True), **options)
+
+    with errors_name_source(args, split):
+        lengths = [len(record["input_ids"]) for record in _sample(documents)]
+        return _map(documents, pack_batch, ["input_ids", "labels"], sum(lengths) / max(len(lengths), 1), args)
+
+
+def _row_options(tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> dict[str, Any]:
+    return {
+        "packing": args.packing,
+        "block_size": args.block_size,
+        "cut": args.document_attention,
+        "pad": padding_token(tokenizer),
+    }
+
+
+def _map(dataset: AnyDataset, function: Any, columns: list[str], tokens: float, args: DataArguments) -> AnyDataset:
+    """Pack batches of so many records, of `tokens` tokens on average, that the loss at their ends is small."""
+    wanted = max(_BATCH_TOKENS, _BATCH_BLOCKS * args.block_size)
+    options: dict[str, Any] = {"batched": True, "batch_size": math.ceil(wanted / max(tokens, 1))}
+    if isinstance(dataset, Dataset):
+        options |= {"num_proc": args.preprocessing_num_workers, "desc": f"Packing into {args.block_size} tokens"}
+    return dataset.map(function, remove_columns=columns, **options)
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token of padding: the tokenizer's own, else its end-of-text token, else 0; its label is ignored.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): the tokenizer of the model.
+    """
+    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+
+
+# --- documents -> rows -----------------------------------------------------------------------------------------------
+
+
+def pack_rows(documents: Iterable[Document], *, packing: str, block_size: int, cut: bool, pad: int) -> Rows:
+    """Pack a batch of documents into rows.
+
+    Args:
+        documents (`Iterable[Document]`): tokens and labels of each document.
+        packing (`str`): `none`, `concat` or `bestfit`.
+        block_size (`int`): the length of a row in tokens; with `none`, the greatest length.
+        cut (`bool`): whether attention is cut at the boundaries of documents.
+        pad (`int`): the token of padding.
+
+    Returns:
+        `input_ids` and `labels`; also `position_ids` with `cut`; else `attention_mask`, unless there is no padding.
+    """
+    rows: list[list[Document]]
+    if packing == "concat":
+        rows = _concatenate(documents, block_size)
+    else:
+        pieces = [piece for document in documents for piece in _pieces(document, block_size)]
+        if packing == "none":
+            rows = [[piece] for piece in pieces]
+        else:
+            found = best_fit([len(tokens) for tokens, _ in pieces], block_size)
+            rows = [[pieces[number] for number in row] for row in found]
+    length = block_size if packing == "bestfit" else 0
+    columns: Rows = {"input_ids": [], "labels": []}
+    third = "position_ids" if cut else None if packing == "concat" else "attention_mask"
+    columns |= {third: []} if third else {}
+    for row in rows:
+        used = sum(len(tokens) for tokens, _ in row)
+        padding = max(length - used, 0)
+        labels = [[IGNORED, *labels[1:]] if cut else labels for _, labels in row]
+        columns["input_ids"].append([*chain(*(tokens for tokens, _ in row)), *[pad] * padding])
+        columns["labels"].append([*chain(*labels), *[IGNORED] * padding])
+        if cut:
+            columns["position_ids"].append([*chain(*(range(len(tokens)) for tokens, _ in row)), *[0] * padding])
+        elif third:
+            columns["attention_mask"].append([1] * used + [0] * padding)
+    return columns
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Assign documents to rows by best-fit decreasing: the longest first, each to the fullest row that has space.
+
+    Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830.
+
+    Args:
+        lengths (`Sequence[int]`): tokens of each document, at most `size`.
+        size (`int`): tokens of a row.
+
+    Returns:
+        The numbers of the documents in each row, ascending; rows are in the order of their first documents.
+    """
+    rows: list[list[int]] = []
+    spaces: list[tuple[int, int]] = []  # free tokens and number of each row that has any, ascending
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        fullest = bisect_left(spaces, (lengths[number], 0))
+        if fullest == len(spaces):
+            rows.append([])
+            spaces.append((size, len(rows) - 1))  # no free space is greater
+        space, row = spaces.pop(fullest)
+        rows[row].append(number)
+        if space > lengths[number]:
+            insort(spaces, (space - lengths[number], row))
+    return sorted(sorted(row) for row in rows)
+
+
+def _pieces(document: Document, size: int) -> list[Document]:
+    """Cut a document into pieces of at most `size` tokens; one token alone is left out, as nothing predicts it."""
+    tokens, labels = document
+    starts = range(0, len(tokens) - 1, size) if size > 1 else range(len(tokens))
+    return [(tokens[start : start + size], labels[start : start + size]) for start in starts]
+
+
+def _concatenate(documents: Iterable[Document], size: int) -> list[list[Document]]:
+    """Cut documents at the ends of full rows; what remains at the end, less than a row, is left out."""
+    rows: list[list[Document]] = []
+    row: list[Document] = []
+    space = size
+    for tokens, labels in documents:
+        start = 0
+        while start < len(tokens):
+            piece = slice(start, start + space)
+            row.append((tokens[piece], labels[piece]))
+            space -= len(tokens[piece])
+            start = piece.stop
+            if space == 0:
+                rows.append(row)
+                row = []
+                space = size
+    return rows
+
+
+class RowCollator:
+    """Makes batches of rows. Where rows differ in length (`--packing none`), they are padded to the longest.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): has the token for padding.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._fill = {"input_ids": padding_token(tokenizer), "labels": IGNORED}
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the batch.
+
+        Args:
+            rows (`Sequence[dict]`): rows with the same columns, each a list or a tensor of numbers.
+
+        Returns:
+            A tensor (rows, sequence) for each column.
+        """
         return {
-            "input_ids": document["input_ids"] + [padding] * missing,
-            "labels": document["labels"] + [IGNORED] * missing,
+            name: pad_sequence(
+                [torch.as_tensor(row[name]) for row in rows], batch_first=True, padding_value=self._fill.get(name, 0)
+            )
+            for name in rows[0]
         }
 
-    options: dict[str, Any] = {}
-    if isinstance(documents, Dataset):
-        options = {"num_proc": args.preprocessing_num_workers, "desc": f"Padding to {block_size} tokens"}
-    with errors_name_source(args, split):
-        return documents.map(pad, **options)
+
+# --- text -> documents -----------------------------------------------------------------------------------------------
 
 
 def _join_lines(lines: list[str]) -> list[str]:
@@ -144,9 +320,3 @@ def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: s
         f"{source} has no column 'text', only {shorten(named)}: rename the one to train on to 'text', 'messages' or "
         "'conversations', or two to 'prompt' and 'completion'"
     )
-
-
-def _batch_size(sample: list[dict[str, Any]], column: str, block_size: int) -> int:
-    """Return the number of records per batch, lines or books, with which the dropped remainders are small."""
-    tokens = sum(len((record[column] or "").encode()) for record in sample) / len(sample) / _BYTES_PER_TOKEN
-    return math.ceil(max(_BATCH_TOKENS, _BATCH_BLOCKS * block_size) / max(tokens, 1))

@@ -10,7 +10,7 @@ trains a small Llama on the Python standard library. This command trains a real 
 Relaunching the same command resumes from the newest verified checkpoint. Copy this file and change it.
 """
 
-from transformers import EarlyStoppingCallback, Trainer, default_data_collator, set_seed
+from transformers import EarlyStoppingCallback, Trainer, set_seed
 
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
@@ -21,7 +21,8 @@ from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run
-from hfscale.recipe.models import add_lora, load_config, load_model, load_tokenizer
+from hfscale.recipe.models import add_lora, cut_document_attention, load_config, load_model, load_tokenizer
+from hfscale.recipe.packing import RowCollator
 from hfscale.recipe.parsing import parse_arguments
 from hfscale.recipe.preparation import one_process_prepares
 from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
@@ -46,6 +47,7 @@ def main():
 
     config = load_config(model_args, tokenizer, block_size=data_args.block_size)
     model = load_model(model_args, config, training_args)
+    cut_document_attention(model, data_args, training_args)
     if model_args.use_peft:
         model = add_lora(model, model_args, training_args)
 
@@ -53,7 +55,7 @@ def main():
     trainer = Trainer(
         model=model,
         args=training_args,
-        data_collator=default_data_collator,
+        data_collator=RowCollator(tokenizer),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,

@@ -12,7 +12,7 @@ accelerate_configs/. Relaunching the same command resumes from the newest verifi
 change it.
 """
 
-from transformers import EarlyStoppingCallback, Trainer, default_data_collator, set_seed
+from transformers import EarlyStoppingCallback, Trainer, set_seed
 
 from hfscale import ParallelArguments
 from hfscale.callbacks.profiler import ProfilerCallback
@@ -26,7 +26,8 @@ from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
 from hfscale.recipe.layout import check_model, finish_on_cpu, set_up_parallelism
-from hfscale.recipe.models import add_lora, load_config, load_model, load_tokenizer
+from hfscale.recipe.models import add_lora, cut_document_attention, load_config, load_model, load_tokenizer
+from hfscale.recipe.packing import RowCollator
 from hfscale.recipe.parsing import parse_arguments
 from hfscale.recipe.preparation import one_process_prepares
 from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
@@ -53,6 +54,7 @@ def main():
     config = load_config(model_args, tokenizer, block_size=data_args.block_size)
     check_model(layout, config, training_args, block_size=data_args.block_size)
     model = load_model(model_args, config, training_args, layout=layout)
+    cut_document_attention(model, data_args, training_args, layout)
     if model_args.use_peft:
         model = add_lora(model, model_args, training_args)
 
@@ -61,7 +63,7 @@ def main():
         model=model,
         args=training_args,
         # Ranks that share a sequence must know the positions of their part.
-        data_collator=collate_with_positions if layout.cp > 1 else default_data_collator,
+        data_collator=collate_with_positions if layout.cp > 1 else RowCollator(tokenizer),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,

@@ -16,7 +16,7 @@ Each rank reads or initialises its own part of the weights. Relaunching the same
 verified checkpoint, on the same or another layout. Copy this file and change it.
 """
 
-from transformers import EarlyStoppingCallback, default_data_collator, set_seed
+from transformers import EarlyStoppingCallback, set_seed
 
 from hfscale import ParallelArguments, ParallelTrainer
 from hfscale.callbacks.profiler import ProfilerCallback
@@ -28,7 +28,8 @@ from hfscale.recipe.arguments import check_evaluation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
-from hfscale.recipe.models import add_lora, load_config, load_empty_model, load_tokenizer
+from hfscale.recipe.models import add_lora, cut_document_attention, load_config, load_empty_model, load_tokenizer
+from hfscale.recipe.packing import RowCollator
 from hfscale.recipe.parsing import parse_arguments
 from hfscale.recipe.preparation import one_process_prepares
 from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
@@ -70,13 +71,16 @@ def main():
     patience = scaling_args.early_stopping_patience
     check_evaluation(training_args, has_evaluation=eval_dataset is not None, patience=patience)
 
+    model = empty_model()
+    cut_document_attention(model, data_args, training_args)
+
     scaling = scaling_callback(scaling_args, data_args)
     trainer = ParallelTrainer(
-        model=empty_model(),
+        model=model,
         args=training_args,
         parallel=parallel_args,
         weights_from=model_args.model_name_or_path,  # None: initialised from the seed, the same under every layout
-        data_collator=default_data_collator,
+        data_collator=RowCollator(tokenizer),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
