@@ -9,6 +9,7 @@
 | `resume` | the checkpoint to resume from, and the accumulation that keeps the global batch |
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
 | `models`, `compression` | loading of model, tokenizer and adapters; gradient compression of DDP |
+| `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
 """
 
 import sys
@@ -25,10 +26,20 @@ def _print_one_line(kind: type[BaseException], error: BaseException, traceback: 
         sys.__excepthook__(kind, error, traceback)
 
 
-# The modules of this package cannot be imported where the requirements are not met. A recipe imports them before it
-# can call `entrypoint.run`, which prints errors as one line.
-try:
-    require("recipes")
-except MissingDependencyError:
-    sys.excepthook = _print_one_line
-    raise
+def require_in_one_line(feature: str) -> None:
+    """Call `require` where modules are imported, before `entrypoint.run` can print errors as one line.
+
+    Args:
+        feature (`str`): one of `FEATURES`.
+
+    Raises:
+        MissingDependencyError: a package that it needs is not installed or too old.
+    """
+    try:
+        require(feature)
+    except MissingDependencyError:
+        sys.excepthook = _print_one_line
+        raise
+
+
+require_in_one_line("recipes")
