@@ -70,7 +70,7 @@ class TestConfigs:
             path.relative_to(REPOSITORY).as_posix()
             for folder, pattern in (("accelerate_configs", "*.yaml"), ("ds_configs", "*.json"), ("recipes", "*.yaml"))
             for path in (REPOSITORY / folder).rglob(pattern)
-        ] + [f"recipes/{tier}/train.py" for tier in ("ddp", "sharded", "tp_pp")]
+        ] + [f"recipes/{tier}/train.py" for tier in ("ddp", "sharded", "tp_pp", "sft", "dpo", "grpo")]
         assert sorted(row["name"] for row in rows) == sorted(files)
         assert all(row["summary"] or row["kind"] == "deepspeed" for row in rows)
         assert main(["configs", "list"]) == 0

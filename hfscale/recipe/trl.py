@@ -95,7 +95,7 @@ def set_up_data_parallelism(args: "TrainingArguments") -> ParallelLayout:
 def load_records(args: SourceArguments, kind: str, *, seed: int) -> tuple[AnyDataset, AnyDataset | None]:
     """Load the records for one of TRL's trainers, which tokenises them itself.
 
-    Call this on the main process first; the others then find the result in the cache.
+    Call it in `one_process_prepares`.
 
     Args:
         args (`SourceArguments`): the source of the records; without one, the embedded ones are loaded.

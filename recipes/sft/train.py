@@ -23,6 +23,7 @@ from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_
 from hfscale.recipe.layout import finish_on_cpu
 from hfscale.recipe.models import load_config, load_model, load_tokenizer, lora_config
 from hfscale.recipe.parsing import parse_arguments
+from hfscale.recipe.preparation import one_process_prepares
 from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
 from hfscale.recipe.trl import SFTArguments, SFTTrainer, errors_of_trl, load_records, set_up_data_parallelism
 
@@ -55,8 +56,8 @@ def main():
     checkpoint = readable_checkpoint(training_args, checkpoint)
     set_seed(training_args.seed)
 
-    # The main process prepares the tokenizer and the records; the others read its cache.
-    with training_args.main_process_first(desc="records"):
+    # One process prepares the tokenizer and the records; the others read its cache.
+    with one_process_prepares("the records"):
         tokenizer = load_tokenizer(model_args)
         train_dataset, eval_dataset = load_records(data_args, "chat", seed=training_args.seed)
     patience = scaling_args.early_stopping_patience
