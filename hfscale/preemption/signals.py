@@ -148,7 +148,7 @@ class SignalWatch:
 
 
 def _is_pool_worker() -> bool:
-    """Return whether this process is a worker of `Dataset.map`, which its pool ends with SIGTERM and then waits for."""
+    """Return whether this is a worker of `Dataset.map`, which its pool ends with SIGTERM and then waits for."""
     multiprocess = sys.modules.get("multiprocess")
     return multiprocess is not None and multiprocess.parent_process() is not None
 

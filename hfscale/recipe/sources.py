@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from hfscale.errors import DataError, HfScaleError, StorageError
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import SourceArguments
+from hfscale.recipe.cache import load_by_content
 from hfscale.utils import disk_errors
 from hfscale.utils.logging import get_logger
 
@@ -92,16 +93,31 @@ def _load_file(args: SourceArguments, split: str) -> AnyDataset:
         raise DataError(f"{source} ends in none of {', '.join(_BUILDERS)}: rename or convert it")
     if path.stat().st_size == 0:
         raise DataError(f"{source} is empty")
-    files = {split: glob.escape(str(path))}
+    options = _BUILDER_OPTIONS.get(builder, {})
+
+    def load(cache: str | None) -> Any:
+        files = {split: glob.escape(str(path))}
+        return datasets.load_dataset(builder, data_files=files, streaming=cache is None, cache_dir=cache, **options)
+
     with errors_name_source(args, split):
-        return datasets.load_dataset(
-            builder, data_files=files, split=split, streaming=args.streaming, **_BUILDER_OPTIONS.get(builder, {})
-        )
+        if args.streaming:
+            return load(None)[split]
+        return load_by_content([path], load, options=(builder, options, split), source=source)[split]
 
 
 def _load_dataset(args: SourceArguments) -> Splits:
+    def load(cache: str | None) -> Any:
+        name, streaming = args.dataset_config_name, args.streaming
+        return datasets.load_dataset(args.dataset_name, name=name, streaming=streaming, cache_dir=cache)
+
+    folder = Path(args.dataset_name or "")
     with errors_name_source(args, "train"):
-        loaded = datasets.load_dataset(args.dataset_name, name=args.dataset_config_name, streaming=args.streaming)
+        if folder.is_dir() and not args.streaming:
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            options = ([str(path.relative_to(folder)) for path in files], args.dataset_config_name)
+            loaded = load_by_content(files, load, options=options, source=source_name(args, "train"))
+        else:
+            loaded = load(None)  # `datasets` knows the revision of a dataset of the hub
     name = args.dataset_train_split
     if name not in loaded:
         raise DataError(
