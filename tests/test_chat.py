@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.data import load_packed_datasets
 
@@ -76,7 +77,7 @@ MISTRAL = """\
 {%- else -%}{{ ' ' + message.content + '<|end|>' }}{%- endif -%}
 {%- endfor -%}
 """
-"""The system prompt is put before the last question, as in Mistral-7B-Instruct-v0.3."""
+"""The system prompt is rendered only if a question comes last, as in Mistral-7B-Instruct-v0.3."""
 QWEN3 = """\
 {%- set ns = namespace(last=0) -%}
 {%- for message in messages -%}{%- if message.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
@@ -201,3 +202,221 @@ def test_assistant_turns_are_trained_on_with_the_token_that_ends_them(template, 
     assert found == trained
     assert text == tokenizer.apply_chat_template(messages, tokenize=False)  # the template's tokens, with one <s>
     assert len(rows[0]["input_ids"]) == BLOCK
+
+
+def test_qwen3_trains_the_turns_without_thinking_and_refuses_to_drop_the_thinking_of_earlier_turns(load, tokenizer):
+    rows = load([{"messages": CHAT}], QWEN3)
+    assert parts(rows[0], tokenizer)[1] == ["Four.<|im_end|>", "<think>\n\n</think>\n\n  5!<|im_end|>"]
+    thinking = [*CHAT[:2], ANSWER | {"reasoning_content": "2 + 2 = 4"}]
+    assert parts(load([{"messages": thinking}], QWEN3)[0], tokenizer)[1] == [
+        "<think>\n2 + 2 = 4\n</think>\n\nFour.<|im_end|>"
+    ]
+    with pytest.raises(DataError, match=r"c.jsonl, row 2: .* 1 to 3 .*--chat_template FILE with {% generation %}"):
+        load([{"messages": CHAT}, {"messages": [*thinking, *CHAT[3:]]}], QWEN3)
+
+
+def test_a_template_that_loses_the_system_prompt_is_refused(load, tokenizer):
+    for messages, loss_on in ((CHAT[:3], "assistant"), (CHAT, "assistant"), (CHAT, "completion")):
+        with pytest.raises(DataError, match=r"row 2: the chat template .* 1 to [35] .*--loss_on (completion or )?all"):
+            load([{"messages": CHAT[1:]}, {"messages": messages}], MISTRAL, loss_on=loss_on)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": [2, 2]}}}
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": [2, 2]}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tool_calls_are_trained_on_and_their_results_are_not(as_text, load, tokenizer):
+    call = {"function": CALL["function"] | {"arguments": '{"a": [2, 2]}'}} if as_text else CALL
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I add."},
+        {"role": "tool", "content": "4", "tool_calls": None},
+        ANSWER,
+    ]
+    tools = json.dumps([TOOL]) if as_text else [TOOL]
+    text, trained = parts(load([{"messages": messages, "tools": tools}], QWEN3)[0], tokenizer)
+    assert trained == [f"<think>\nI add.\n</think>\n\n{CALLED}", "<think>\n\n</think>\n\nFour.<|im_end|>"]
+    assert json.dumps(TOOL) in text
+    assert "<tool_response>\n4\n</tool_response>" in text
+
+
+def test_parts_of_a_message_are_its_text_and_its_thinking(load, tokenizer):
+    answer = [
+        {"type": "thinking", "thinking": "2 + 2"},
+        {"type": "text", "text": "Fo"},
+        {"type": "text", "text": "ur."},
+    ]
+    question = [{"type": "text", "text": QUESTION["content"]}]
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    assert parts(load([{"messages": messages}], QWEN3)[0], tokenizer)[1] == [
+        "<think>\n2 + 2\n</think>\n\nFour.<|im_end|>"
+    ]
+    with pytest.raises(DataError, match=r"row 1 has a thinking part, which .* leaves out"):
+        load([{"messages": messages}], CHATML)
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "trained"),
+    [("assistant", ["Four.<|im_end|>", "  5!<|im_end|>"]), ("completion", ["  5!<|im_end|>"]), ("all", None)],
+)
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_loss_on(template, loss_on, trained, load, tokenizer):
+    text, found = parts(load([{"messages": CHAT}], template, loss_on=loss_on)[0], tokenizer)
+    assert found == (trained or [text])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(
+    ("record", "trained"),
+    [
+        ({"messages": [QUESTION, ANSWER]}, "Four.<|im_end|>"),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, "Four.<|im_end|>"),
+        ({"prompt": "Two and two is", "completion": " four."}, " four.<|end|>"),
+        (
+            {
+                "system": "Hi",
+                "conversations": [{"from": "human", "value": "Two?"}, {"from": "gpt", "value": "Four."}],
+            },
+            "Four.<|im_end|>",
+        ),
+    ],
+    ids=["messages", "prompt and completion as messages", "as text", "sharegpt"],
+)
+def test_formats(kind, record, trained, load, tokenizer):
+    rows = load([record] * 3, name=f"c.{kind}")
+    assert [parts(row, tokenizer)[1] for row in rows] == [[trained]] * 3
+    text = parts(rows[0], tokenizer)[0]
+    if "system" in record:
+        assert text.startswith("<|im_start|>system\nHi<|im_end|>\n<|im_start|>user\nTwo?")
+    if isinstance(record.get("prompt"), str):
+        assert text == "<s>Two and two is four.<|end|>"
+
+
+def test_sharegpt_function_calls(load, tokenizer):
+    turns = [
+        {"from": "human", "value": "Add."},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": [2, 2]}}'},
+        {"from": "observation", "value": "4"},
+        {"from": "gpt", "value": "Four."},
+    ]
+    trained = parts(load([{"conversations": turns}], QWEN3, loss_on="completion")[0], tokenizer)[1]
+    assert trained == ["<think>\n\n</think>\n\nFour.<|im_end|>"]
+    assert parts(load([{"conversations": turns}], QWEN3)[0], tokenizer)[1] == [CALLED, *trained]
+
+
+GOOD = {"messages": [QUESTION, ANSWER]}
+TEXT = {"prompt": "Two and two is", "completion": " four."}
+
+
+def test_unusable_samples_are_counted_and_reported_with_their_first_row(load, tokenizer, caplog):
+    long = {"role": "user", "content": "word " * BLOCK}
+    records = [
+        GOOD,
+        {"messages": [QUESTION, {"role": "narrator", "content": "x"}]},
+        {"messages": [QUESTION]},
+        {"messages": [QUESTION, {"role": "assistant", "content": None}]},
+        {"messages": [long, ANSWER]},
+        {"messages": [ANSWER]},
+        {"messages": [QUESTION, ANSWER, long]},
+    ]
+    rows = load(records)
+    assert [parts(row, tokenizer)[1] for row in rows] == [["Four.<|im_end|>"]] * 2
+    assert all(len(row["labels"]) == BLOCK for row in rows)
+    report = caplog.text
+    assert "5 of 7 samples are left out" in report
+    assert "3 broken roles or messages (first: row 2, message 2 has the role 'narrator'" in report
+    assert "2 without a trained token (first: row 3" in report
+    assert f"1 of 7 samples are cut to {BLOCK} tokens" in report
+    with pytest.raises(DataError, match=r"none of 2 samples can be trained on: 1 broken.*, 1 without a trained token"):
+        load(records[1:3])
+
+
+def test_a_stream_reports_unusable_samples_when_it_reads_them(load, tokenizer, caplog):
+    broken = {"messages": [QUESTION, {"role": "narrator", "content": "x"}]}
+    rows = load([GOOD, *[broken] * 12, GOOD], streaming=True)
+    assert [parts(row, tokenizer)[1] for row in rows] == [["Four.<|im_end|>"]] * 2
+    assert "1 samples so far are left out" in caplog.text
+    assert "10 samples so far are left out, broken roles or messages: message 2 has the role 'narrator'" in caplog.text
+
+
+def test_records_that_the_template_refuses_are_counted_with_its_reason(load, tokenizer, caplog):
+    assert len(load([GOOD, {"messages": CHAT}], GEMMA)) == 1
+    assert "1 refused by the chat template (first: row 2, System role not supported)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([GOOD, {"messages": []}], "row 2 is an empty conversation: remove the row"),
+        ([GOOD, {"conversations": [{"from": "human", "value": "x"}]}], "row 2 has 'conversations' and no 'messages'"),
+        ([GOOD, {"text": "x"}], "row 2 has 'text' and no 'messages': keep one format"),
+        ([GOOD, {"messages": [{"from": "human", "value": "x"}]}], "row 2 has from/value messages, the first row has"),
+        ([GOOD, {"messages": "x"}], "row 2: 'messages' is text, not a list"),
+        ([GOOD, {"messages": None}], "row 2 has no 'messages': remove the row"),
+        (
+            [{"prompt": "a", "completion": "b"}, {"prompt": [QUESTION], "completion": [ANSWER]}],
+            "row 2 has role/content",
+        ),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "row 2 has no 'completion'"),
+        (
+            [{"prompt": [QUESTION], "completion": [ANSWER]}, {"prompt": [QUESTION], "completion": []}],
+            "row 2 is an empty",
+        ),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "has preferences .*recipes/dpo/train.py"),
+        ([{"question": "a", "answer": "b"}], "no column 'text', only 'question', 'answer': rename"),
+    ],
+)
+def test_broken_data_is_one_line_with_file_row_and_fix(records, expected, load):
+    with pytest.raises(DataError, match=expected) as found:
+        load(records)
+    assert "c.jsonl" in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_in_messages_are_those_of_the_file(streaming, load):
+    records = [*[GOOD] * 50, {"messages": []}]
+    with pytest.raises(DataError, match=r"row 51 is an empty conversation"):
+        list(load(records, validation_split_percentage=20, streaming=streaming))
+
+
+def test_wrong_flags_are_refused(load, tokenizer, tmp_path):
+    with pytest.raises(UsageError, match=r"has no chat template .*--chat_template FILE"):
+        load([GOOD], None)
+    with pytest.raises(UsageError, match=r"--loss_on assistant needs messages"):
+        load([TEXT], loss_on="assistant")
+    with pytest.raises(UsageError, match=r"--loss_on assistant is for conversations"):
+        load([{"text": "a"}], loss_on="assistant")
+    with pytest.raises(UsageError, match=r"--chat_template .* is not a file"):
+        load([GOOD], chat_template=str(tmp_path / "none.jinja"))
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{{ messages }}\n{% for %}")
+    with pytest.raises(UsageError, match=r"broken.jinja is not a Jinja template: line 2"):
+        load([GOOD], chat_template=str(broken))
+    (tmp_path / "v.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"has conversations and --validation_file .* has text"):
+        load([GOOD], validation_file=str(tmp_path / "v.jsonl"))
+
+
+def test_the_chat_template_of_the_flag_is_used_and_kept(load, tokenizer, tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text(GENERATION)
+    assert parts(load([GOOD], CHATML, chat_template=str(path))[0], tokenizer)[1] == ["Four.<|im_end|>"]
+    assert tokenizer.chat_template == GENERATION  # so that it is saved with the model
+
+
+def test_show_samples_prints_masked_and_trained_tokens(load, caplog):
+    load([GOOD, GOOD], show_samples=1)
+    assert "sample 1: " in caplog.text
+    assert "sample 2: " not in caplog.text
+    assert r"masked  '<|im_start|>user\nWhat is two and two?<|im_end|>\n<|im_start|>assistant\n'" in caplog.text
+    assert "trained 'Four.<|im_end|>'" in caplog.text
+
+
+def test_a_template_that_does_not_train_the_end_of_turn_is_reported(load, caplog):
+    load([GOOD], GENERATION)
+    assert "does not learn to end" not in caplog.text
+    load([GOOD], GENERATION.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"))
+    assert "does not learn to end" in caplog.text

@@ -9,7 +9,8 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ class _RejectedError(Exception):
     """A record that is left out and counted: the kind of its fault, and what is wrong with it."""
 
 
+class _RowError(Exception):
+    """A record that ends the run: its row and what is wrong with it, without the source."""
+
+
 # Formats.
 
 
@@ -100,14 +105,19 @@ def to_documents(
         if first is None:
             raise DataError(f"{source} has no records")
         convert = _converter(first, chat_format(dataset), tokenizer, args, source=source)
-        # `datasets` hashes this function with all that it refers to into the name of the cache.
+        # `datasets` hashes this function with all that it refers to into the name of the cache: it must not refer to
+        # what does not change the result, such as the source.
         options: dict[str, Any] = {"with_indices": True, "remove_columns": dataset.column_names or list(first)}
         if isinstance(dataset, IterableDataset):
-            documents = dataset.map(convert, **options)
+            documents = dataset.map(_name_source(source)(convert), **options)
             return documents.filter(_StreamReport(source)).remove_columns(["fault", "cut"])
         options |= {"num_proc": args.preprocessing_num_workers, "desc": "Tokenising conversations"}
-        documents = dataset.map(convert, **options)
-    return _without_faults(documents, args, source=source)
+        with _name_source(source):
+            documents = dataset.map(convert, **options)
+    documents = _without_faults(documents, args, source=source)
+    if args.loss_on != "all":
+        _check_end_of_turn(documents[0]["labels"], tokenizer)
+    return documents
 
 
 def _converter(
@@ -128,15 +138,15 @@ def _converter(
         )
     if not is_text and tokenizer.chat_template is None:
         raise UsageError(
-            f"the tokenizer {tokenizer.name_or_path} has no chat template and {source} has messages: give "
+            f"the tokenizer {tokenizer.name_or_path or ''} has no chat template and {source} has messages: give "
             "--chat_template FILE, or the --tokenizer_name of a model that was trained to chat"
         )
     kind = _kind(first, record_format)
     block_size = args.block_size
-    encoder = _Encoder(tokenizer, loss_on, args.chat_template)
+    encoder = _Encoder(tokenizer, loss_on, has_own_template=args.chat_template is not None)
 
     def convert(record: dict[str, Any], index: int) -> dict[str, Any]:
-        where = f"{source}, row {index + 1}"
+        where = f"row {index + 1}"
         _check_format(record, record_format, kind, where=where)
         try:
             if is_text:
@@ -146,13 +156,22 @@ def _converter(
             is_cut = len(ids) > block_size
             ids, trained = ids[:block_size], trained[:block_size]
             if not any(trained):
-                raise _RejectedError(_UNTRAINED, f"none of its {'first ' * is_cut}{len(ids)} tokens is")
+                raise _RejectedError(_UNTRAINED, f"none in its first {len(ids)} tokens")
         except _RejectedError as fault:
             return {"input_ids": [], "labels": [], "fault": ": ".join(fault.args), "cut": False}
         labels = [token if is_trained else IGNORED for token, is_trained in zip(ids, trained, strict=True)]
         return {"input_ids": ids, "labels": labels, "fault": "", "cut": is_cut}
 
     return convert
+
+
+@contextmanager
+def _name_source(source: str) -> Iterator[None]:
+    """Turn a record that ends the run into one line that names the source of the record."""
+    try:
+        yield
+    except _RowError as error:
+        raise DataError(f"{source}, {error}") from None
 
 
 def _without_faults(documents: Dataset, args: DataArguments, *, source: str) -> Dataset:
@@ -171,6 +190,17 @@ def _without_faults(documents: Dataset, args: DataArguments, *, source: str) -> 
         )
     documents = documents.remove_columns(["fault", "cut"])
     return documents if len(kept) == len(faults) else documents.select(kept)
+
+
+def _check_end_of_turn(labels: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn if a document's last trained tokens, of which one may be a line end, are not the end of a turn."""
+    trained = [label for label in labels if label != IGNORED]
+    if not set(trained[-2:]) & {*tokenizer.get_added_vocab().values(), tokenizer.eos_token_id}:
+        logger.warning(
+            "the first sample's trained tokens end in %r, not in a special token: the model does not learn to end its "
+            "turns (put the token into {%% generation %%}, or give another --chat_template)",
+            tokenizer.decode(trained[-5:]),
+        )
 
 
 def _describe(faults: Sequence[str]) -> str:
@@ -214,7 +244,7 @@ def _kind(record: dict[str, Any], record_format: str | None) -> str:
 
 
 def _check_format(record: dict[str, Any], record_format: str | None, kind: str, *, where: str) -> None:
-    """Raise a DataError that names the row if a record is empty or does not have the format of the first one."""
+    """Raise a _RowError if a record is empty or does not have the format of the first one."""
     columns = ("prompt", "completion") if record_format == "completion" else (str(record_format),)
     for column in columns:
         value = record.get(column)
@@ -222,17 +252,17 @@ def _check_format(record: dict[str, Any], record_format: str | None, kind: str, 
             others = {"messages", "conversations", "prompt", "completion", "text"} - set(columns)
             filled = [name for name in sorted(others) if record.get(name)]
             if filled:
-                raise DataError(f"{where} has '{filled[0]}' and no '{column}': keep one format per file")
-            raise DataError(f"{where} has no '{column}': remove the row")
+                raise _RowError(f"{where} has '{filled[0]}' and no '{column}': keep one format per file")
+            raise _RowError(f"{where} has no '{column}': remove the row")
         if not isinstance(value, str | list):
-            raise DataError(f"{where}: '{column}' is neither text nor a list of messages: convert it")
+            raise _RowError(f"{where}: '{column}' is neither text nor a list of messages: convert it")
         if value == [] and column != "prompt":
-            raise DataError(f"{where} is an empty conversation: remove the row")
+            raise _RowError(f"{where} is an empty conversation: remove the row")
         found = kind if value == [] else _kind(record | {"prompt": value}, "completion")
         if record_format != "completion" and found == "text":
-            raise DataError(f"{where}: '{column}' is text, not a list of messages: convert it")
+            raise _RowError(f"{where}: '{column}' is text, not a list of messages: convert it")
         if found != kind:
-            raise DataError(f"{where} has {found}, the first row has {kind}: keep one format per file")
+            raise _RowError(f"{where} has {found}, the first row has {kind}: keep one format per file")
 
 
 # Tokens and masks.
@@ -269,13 +299,14 @@ class _Encoder:
     Args:
         tokenizer (`PreTrainedTokenizerBase`): renders conversations with its chat template and tokenises.
         loss_on (`str`): `assistant`, `completion` or `all`.
-        template_file (`str`, *optional*): where the chat template comes from, for error messages.
+        has_own_template (`bool`): whether the chat template is that of `--chat_template`, for error messages.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, template_file: str | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, *, has_own_template: bool) -> None:
         self.tokenizer = tokenizer
         self.loss_on = loss_on
-        self.template = f"--chat_template {template_file}" if template_file else "the tokenizer's chat template"
+        name = tokenizer.name_or_path or "the tokenizer"
+        self.template = "the template of --chat_template" if has_own_template else f"the chat template of {name}"
         self.marks = document_marks(tokenizer)
         self.special_tokens = tuple(tokenizer.get_added_vocab())
 
@@ -300,12 +331,12 @@ class _Encoder:
             messages (`list[dict]`): the messages.
             tools (`list`, *optional*): the tools that the assistant may call.
             completion (`int`): the number of messages before the completion.
-            where (`str`): the source and the row, for error messages.
+            where (`str`): the row, for error messages.
         """
         template = self.tokenizer.get_chat_template(tools=tools)
         renders_thinking = "reasoning_content" in template or "thinking" in template
         if not renders_thinking and any("reasoning_content" in message for message in messages):
-            raise DataError(
+            raise _RowError(
                 f"{where} has a thinking part, which {self.template} leaves out: give --chat_template FILE that "
                 "renders message.reasoning_content, or remove the part"
             )
@@ -331,15 +362,22 @@ class _Encoder:
         """Return the characters of the messages from `begin` to `end` in the text of a conversation.
 
         They are what follows the prompt that asks the assistant for them. That holds only if both the prompt and the
-        messages up to `end`, rendered for themselves, are beginnings of the text.
+        messages up to `end`, rendered for themselves, are beginnings of the text. A template may put something before
+        the last turn alone, such as Qwen3's empty thinking part: the turn is then its remainder in the text.
         """
         prompt = render(messages[:begin], add_generation_prompt=True)
         turn = text if end == len(messages) else render(messages[:end])
-        if not (text.startswith(turn) and turn.startswith(prompt)):
-            raise DataError(
-                f"{where}: {self.template} renders message {begin + 1} in another way when it is not the last one, "
-                "so that its tokens cannot be told apart: give --chat_template FILE with {% generation %} … "
-                "{% endgeneration %} around what the assistant says, or --loss_on completion or all"
+        is_sound = text.startswith(turn) and turn.startswith(prompt)
+        if not is_sound and text.startswith(prompt) and turn.startswith(prompt):
+            ending = _common_ending(turn[len(prompt) :], text[len(prompt) :])
+            is_sound = _says(ending, messages[begin])
+            turn = prompt + ending
+        if not is_sound:
+            others = "all" if self.loss_on == "completion" else "completion or all"
+            raise _RowError(
+                f"{where}: {self.template} does not render message 1 to {begin + 1} as the beginning of the "
+                "conversation, so that the assistant's tokens cannot be told apart: give --chat_template FILE with "
+                f"{{% generation %}} … {{% endgeneration %}} around what the assistant says, or --loss_on {others}"
             )
         stripped = turn.rstrip()
         if stripped.endswith(self.special_tokens):  # the line end after the token that ends a turn
@@ -353,6 +391,21 @@ class _Encoder:
             return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
         except (TemplateError, TypeError) as error:
             raise _RejectedError(_REFUSED, shorten(" ".join(str(error).split()))) from error
+
+
+def _common_ending(turn: str, text: str) -> str:
+    """Return the longest ending of a turn with which the text begins."""
+    start = turn.find(text[:1])
+    while start >= 0 and not text.startswith(turn[start:]):
+        start = turn.find(text[:1], start + 1)
+    return turn[start:] if start >= 0 else ""
+
+
+def _says(turn: str, message: Message) -> bool:
+    """Return whether a rendered turn has all that the message says."""
+    said = [message.get("content") or "", message.get("reasoning_content") or ""]
+    said += [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    return all(part.strip() in turn for part in said)
 
 
 # Messages.
