@@ -50,6 +50,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _BROKEN = "broken roles or messages"
 _REFUSED = "refused by the chat template"
+_LOST = "not rendered completely by the chat template"
 _UNTRAINED = "without a trained token"
 
 
@@ -341,10 +342,11 @@ class _Encoder:
                 "renders message.reasoning_content, or remove the part"
             )
         render = functools.partial(self._render, tools=tools)
+        text = render(messages)
+        _check_rendered(text, messages)
         if self.loss_on == "assistant" and _GENERATION.search(template):
             rendered = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             return rendered["input_ids"], [bool(mark) for mark in rendered["assistant_masks"]]
-        text = render(messages)
         if self.loss_on == "all":
             spans = [(0, len(text))]
         elif self.loss_on == "completion":
@@ -401,11 +403,20 @@ def _common_ending(turn: str, text: str) -> str:
     return turn[start:] if start >= 0 else ""
 
 
-def _says(turn: str, message: Message) -> bool:
-    """Return whether a rendered turn has all that the message says."""
+def _says(text: str, message: Message) -> bool:
+    """Return whether a rendered text has a message's content, its thinking and its calls."""
     said = [message.get("content") or "", message.get("reasoning_content") or ""]
     said += [call["function"]["name"] for call in message.get("tool_calls") or ()]
-    return all(part.strip() in turn for part in said)
+    return all(part.strip() in text for part in said)
+
+
+def _check_rendered(text: str, messages: list[Message]) -> None:
+    """Reject a conversation of which the template leaves out a message; results of tools may be rendered as JSON."""
+    for number, message in enumerate(messages, start=1):
+        answer = (message.get("content") or "").rpartition("</think>")[2]  # earlier thinking may be left out
+        spoken = message | {"content": answer, "reasoning_content": ""}
+        if message["role"] in ("system", "user", "assistant") and not _says(text, spoken):
+            raise _RejectedError(_LOST, f"it leaves out message {number}, or a part of it")
 
 
 # Messages.
