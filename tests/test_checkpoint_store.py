@@ -72,13 +72,19 @@ def link(checkpoint):
     (checkpoint / "model.safetensors").symlink_to(checkpoint.parent / "elsewhere")
 
 
+def link_folder(checkpoint):
+    (checkpoint / "shards").rename(checkpoint.parent / "elsewhere")
+    (checkpoint / "shards").symlink_to(checkpoint.parent / "elsewhere")
+
+
 DAMAGE = {
     "bit flip": (flip_bit, "content of model.safetensors"),
     "truncated": (lambda c: os.truncate(c / "model.safetensors", 100), "has 100 bytes, not 5000"),
     "zero length": (lambda c: (c / "model.safetensors").write_bytes(b""), "has 0 bytes"),
     "missing": (lambda c: (c / "shards" / "rank_0.distcp").unlink(), "shards/rank_0.distcp is missing"),
     "swapped": (swap, "corrupt"),
-    "link": (link, "model.safetensors is missing"),
+    "link": (link, "model.safetensors is a symbolic link"),
+    "linked folder": (link_folder, "shards is a symbolic link"),
     "no manifest": (lambda c: (c / MANIFEST_NAME).unlink(), "incomplete"),
     "half a manifest": (lambda c: os.truncate(c / MANIFEST_NAME, 40), "cannot be read"),
     "not a manifest": (lambda c: (c / MANIFEST_NAME).write_text("[1]"), "not a manifest"),

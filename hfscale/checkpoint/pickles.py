@@ -16,7 +16,9 @@ reads the three kinds of pickle that a checkpoint contains like this:
 
 import contextlib
 import io
+import os
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -27,10 +29,13 @@ from typing import IO, Any
 import torch
 
 from hfscale.checkpoint.manifest import checkpoint_files
+from hfscale.checkpoint.untrusted import PICKLE_MEMBER, HostileFileError, check_archive, check_no_link, check_opcodes
 from hfscale.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
-_MAX_METADATA_BYTES = 2**30  # 10,000 tensors on 1,000 ranks take a tenth of it
+_MAX_VALUE_BYTES = 2**30
+"""Longest value of a distributed checkpoint that is not a tensor, such as the position in the data."""
+_MAX_LATEST_BYTES = 4096
 _DTYPES = {name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
 
 
@@ -38,11 +43,18 @@ class _ForbiddenNameError(Exception):
     """A pickle names something that is not on the list of allowed names; the message is that name."""
 
 
+class _Fixed(type):
+    """Type of placeholder classes: a pickle cannot set their attributes, which would affect the check of the next."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise _ForbiddenNameError(f"an attribute of {cls.__name__}")
+
+
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Unpickles a stream and calls nothing but the placeholders that it is given.
+    """Unpickles and calls nothing but the placeholders that it is given.
 
     Args:
-        stream (`IO[bytes]`): the pickle.
+        pickled (`bytes`): the pickle.
         placeholder (`Callable[[str, str], Any]`): returns the object to use for a module and a name in it, or None if
             the name is forbidden.
         persistent_object (`Callable[[], Any]`, *optional*): returns the object to use for each persistent id (which
@@ -51,11 +63,12 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
     def __init__(
         self,
-        stream: IO[bytes],
+        pickled: bytes,
         placeholder: Callable[[str, str], Any],
         persistent_object: Callable[[], Any] | None = None,
     ) -> None:
-        super().__init__(stream)
+        check_opcodes(pickled)
+        super().__init__(io.BytesIO(pickled))
         self._placeholder = placeholder
         self._persistent_object = persistent_object
 
@@ -135,6 +148,8 @@ def load_archive(path: Path, allowed: Iterable[tuple[type, str]] = ()) -> Any:
         CheckpointError: the file is missing, broken, or names a class that is neither torch's own nor in `allowed`.
     """
     try:
+        with path.open("rb") as file:
+            check_archive(file)
         with torch.serialization.safe_globals(list(allowed)) if allowed else contextlib.nullcontext():
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
@@ -175,7 +190,7 @@ class Entry:
     """The stored pieces."""
 
 
-class _Fields:
+class _Fields(metaclass=_Fixed):
     """Replaces a dataclass of torch: all fields that the pickle sets are stored in `__dict__`."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
@@ -197,8 +212,8 @@ def _first_argument(*args: Any) -> str:
     return str(args[0]) if args else ""
 
 
-def _path(*parts: str) -> PurePosixPath:
-    return PurePosixPath(*parts)
+def _path(*parts: str) -> str:
+    return "/".join(parts)  # a pickle cannot change a string after its creation, as it can a path
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -239,22 +254,20 @@ def read_dcp_metadata(folder: Path) -> dict[str, Entry]:
         `dict[str, Entry]`: the entries by flattened name, such as `model.lm_head.weight`.
 
     Raises:
-        CheckpointError: `.metadata` is missing, larger than 1 GiB, or not the metadata of a checkpoint, or it names
-            anything but torch's metadata classes.
+        CheckpointError: `.metadata` is missing or not the metadata of a checkpoint, or it names anything but torch's
+            metadata classes.
     """
     path = folder / METADATA_NAME
     try:
-        if path.stat().st_size > _MAX_METADATA_BYTES:
-            raise CheckpointError(f"{path} is larger than 1 GiB: it is not the metadata of a checkpoint")
-        found = _RestrictedUnpickler(io.BytesIO(path.read_bytes()), _metadata_placeholder).load()
+        found = _RestrictedUnpickler(path.read_bytes(), _metadata_placeholder).load()
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is not a complete distributed checkpoint: it has no {METADATA_NAME}"
         ) from None
     except _ForbiddenNameError as error:
         raise CheckpointError(f"{path} is refused: it would load '{error}', which no checkpoint needs") from None
-    except CheckpointError:
-        raise
+    except HostileFileError as error:
+        raise CheckpointError(f"{path} is refused: {error}") from None
     except Exception as error:  # a broken pickle raises exceptions of any type
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {error}") from None
     try:
@@ -290,13 +303,20 @@ def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: An
     file = str(info.relative_path)
     if PurePosixPath(file).name != file or file.startswith("."):
         raise ValueError(f"'{name}' is stored in '{file}', which is not a plain file name")
-    return Chunk(offsets=offsets, sizes=sizes, file=file, start=int(info.offset), length=int(info.length))
+    if type(info.offset) is not int or type(info.length) is not int or min(info.offset, info.length) < 0:
+        raise ValueError(f"'{name}' is not stored at an offset with a length")
+    return Chunk(offsets=offsets, sizes=sizes, file=file, start=info.offset, length=info.length)
 
 
 # ---- Pickles that other libraries load
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
 _NEVER_LOADED = ("training_args.bin",)  # Trainer writes it and never reads it
+_LATEST_NAMES = ("latest", "latest_universal")
+"""Files of DeepSpeed that contain the name of the folder with its other files."""
+FOLDER_NAME = re.compile(r"[A-Za-z0-9_\-]+")
+"""Names of folders that may stand in such a file."""
+_STORAGE_NAME = re.compile(r"[A-Za-z0-9]*Storage")
 _CHECKPOINT_NAMES = {
     "collections": ("OrderedDict", "defaultdict"),
     **dict.fromkeys(
@@ -320,7 +340,7 @@ _CHECKPOINT_NAMES = {
 }
 
 
-class _Inert:
+class _Inert(metaclass=_Fixed):
     """Replaces everything that a pickle names: it can be called, filled and put into sets, and has no effect."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
@@ -339,7 +359,7 @@ class _Inert:
 
 
 def _inert_placeholder(module: str, name: str) -> Any:
-    is_storage = module == "torch" and name.endswith("Storage")
+    is_storage = module == "torch" and _STORAGE_NAME.fullmatch(name) is not None
     return _Inert if is_storage or name in _CHECKPOINT_NAMES.get(module, ()) else None
 
 
@@ -347,10 +367,15 @@ def check_pickles(checkpoint: Path) -> None:
     """Check that the pickles of `checkpoint` that a library may load build only tensors and plain values.
 
     Raises:
-        CheckpointError: a file names something else, or cannot be read as a pickle; the message names the first one.
+        CheckpointError: a file names something else, cannot be read as a pickle, is not of the only form in which
+            torch writes it, or is a symbolic link, or DeepSpeed's `latest` does not name a folder of the checkpoint;
+            the message names the first one.
     """
+    _check_links(checkpoint)
     for name in checkpoint_files(checkpoint):
         path = checkpoint / name
+        if name in _LATEST_NAMES:
+            _check_latest(path)
         if path.name in _NEVER_LOADED or not (path.suffix in _SUFFIXES or path.name == METADATA_NAME):
             continue
         if path.name == METADATA_NAME:
@@ -359,22 +384,43 @@ def check_pickles(checkpoint: Path) -> None:
             _check_archive(path)
 
 
+def _check_links(checkpoint: Path) -> None:
+    """Check that no folder and no file that a library may unpickle is a symbolic link.
+
+    Raises:
+        CheckpointError: there is such a link.
+    """
+    for folder, folders, files in os.walk(checkpoint, followlinks=False):
+        loaded = [name for name in files if Path(name).suffix in _SUFFIXES or name in (METADATA_NAME, *_LATEST_NAMES)]
+        for name in (*folders, *loaded):
+            check_no_link(checkpoint, (Path(folder) / name).relative_to(checkpoint).as_posix())
+
+
+def _check_latest(path: Path) -> None:
+    if path.stat().st_size > _MAX_LATEST_BYTES:
+        raise CheckpointError(f"{path} is refused: it is not the name of a folder")
+    name = path.read_text(encoding="utf-8", errors="replace").strip()
+    if not FOLDER_NAME.fullmatch(name) or not (path.parent / name).is_dir():
+        raise CheckpointError(f"{path} names '{name[:80]}', which is not a folder next to it")
+
+
 def _check_archive(path: Path, start: int = 0, length: int | None = None) -> None:
     """Check an archive of `torch.save`, which contains one pickle: a file, or `length` bytes of one."""
     try:
         with path.open("rb") as file:
             file.seek(start)
             stored: IO[bytes] = file if length is None else io.BytesIO(file.read(length))
+            members = check_archive(stored)
+            pickled = next(member for member in members if member.filename.partition("/")[2] == PICKLE_MEMBER)
             with zipfile.ZipFile(stored) as archive:
-                for name in archive.namelist():
-                    if name.endswith(".pkl"):
-                        with archive.open(name) as stream:
-                            _RestrictedUnpickler(stream, _inert_placeholder, _Inert).load()
+                _RestrictedUnpickler(archive.read(pickled), _inert_placeholder, _Inert).load()
     except _ForbiddenNameError as error:
         raise CheckpointError(
             f"{path} is refused: loading it would run '{error}', which no training writes into a checkpoint; do not "
             "use this checkpoint"
         ) from None
+    except HostileFileError as error:
+        raise CheckpointError(f"{path} is refused: {error}; do not use this checkpoint") from None
     except Exception as error:  # a broken pickle raises exceptions of any type
         raise CheckpointError(f"{path} cannot be read as a {path.suffix or path.name} file: {error}") from None
 
@@ -385,7 +431,11 @@ def _check_distributed(folder: Path) -> None:
     They are stored between the tensors, and torch unpickles them without restriction. (It reads the tensors with
     `weights_only`.)
     """
-    for entry in read_dcp_metadata(folder).values():
+    for name, entry in read_dcp_metadata(folder).items():
         if entry.shape is None:
             for chunk in entry.chunks:
+                check_no_link(folder, chunk.file)
+                if chunk.length > _MAX_VALUE_BYTES:
+                    what = f"its value '{name}' has {chunk.length} bytes and is no tensor"
+                    raise CheckpointError(f"{folder / chunk.file} is refused: {what}")
                 _check_archive(folder / chunk.file, chunk.start, chunk.length)

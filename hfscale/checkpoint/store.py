@@ -24,6 +24,7 @@ from hfscale.checkpoint.manifest import (
     read_manifest,
     record_files,
 )
+from hfscale.checkpoint.untrusted import check_no_link
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.utils.logging import get_logger
 from hfscale.utils.redaction import redact
@@ -124,7 +125,8 @@ def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(f"{checkpoint} is corrupt: its manifest is for step {manifest.step}")
     for name, expected in manifest.files.items():
         path = checkpoint / name
-        if path.is_symlink() or not path.is_file():
+        check_no_link(checkpoint, name)
+        if not path.is_file():
             raise CheckpointError(f"{checkpoint} is corrupt: {name} is missing")
         length = path.stat().st_size
         if length != expected.bytes:
@@ -470,7 +472,8 @@ def _manifest_or_none(checkpoint: Path) -> Manifest | None:
 def _compare_lengths(checkpoint: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         path = checkpoint / name
-        length = path.stat().st_size if path.is_file() and not path.is_symlink() else None
+        check_no_link(checkpoint, name)
+        length = path.stat().st_size if path.is_file() else None
         if length != record.bytes:
             raise CheckpointError(f"{name} " + ("is missing" if length is None else f"has {length} bytes"))
 

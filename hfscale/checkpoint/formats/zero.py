@@ -33,13 +33,12 @@ from hfscale.checkpoint.formats.view import (
     check_names,
     saved_name,
 )
-from hfscale.checkpoint.pickles import DEEPSPEED_CLASSES, load_archive
+from hfscale.checkpoint.pickles import DEEPSPEED_CLASSES, FOLDER_NAME, load_archive
 from hfscale.errors import CheckpointError
 from hfscale.utils.versions import installed
 
 UNIVERSAL_LATEST = "latest_universal"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_TAG = re.compile(r"[A-Za-z0-9_\-]+")
 _FORMAT_VERSION = "0.19.8"  # DeepSpeed's version of this format, used if DeepSpeed is not installed
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,7 +63,7 @@ def tag_folder(checkpoint: Path, *, latest: str = "latest") -> Path:
         raise CheckpointError(
             f"{checkpoint} is not a complete DeepSpeed checkpoint: it has no file '{latest}'"
         ) from None
-    if not _TAG.fullmatch(tag) or not (checkpoint / tag).is_dir():
+    if not FOLDER_NAME.fullmatch(tag) or not (checkpoint / tag).is_dir():
         raise CheckpointError(f"{path} names '{tag[:80]}', which is not a folder next to it")
     return checkpoint / tag
 
