@@ -9,12 +9,14 @@ import time
 import datasets
 import pytest
 from forked_ranks import run_ranks
+from transformers import PreTrainedTokenizerFast
 
 from hfscale.errors import DataError
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.cache import load_by_content
 from hfscale.recipe.data import load_packed_datasets
+from hfscale.recipe.entrypoint import run
 
 DOCUMENTS = [{"text": f"document {number} of the text"} for number in range(60)]
 CHAT = [
@@ -94,6 +96,38 @@ def test_other_flags_and_another_template_are_tokenised(cache, tmp_path):
 def test_flags_that_change_no_token_do_not_tokenise_again(cache, train):
     rows, _ = prepare(cache, train)
     assert prepare(cache, train, max_eval_samples=7, validation_split_percentage=0) == (rows, set())
+
+
+@pytest.mark.parametrize("records", [DOCUMENTS, CHAT])
+def test_the_rows_do_not_depend_on_the_number_of_processes(cache, records, tmp_path, monkeypatch):
+    monkeypatch.setattr("hfscale.recipe.packing._BATCH_TOKENS", 100)
+    monkeypatch.setattr("hfscale.recipe.packing._BATCH_BLOCKS", 1)
+    path = write(tmp_path / "train.jsonl", records)
+    rows, _ = prepare(cache, path, preprocessing_num_workers=1)
+    shutil.rmtree(cache)
+    assert prepare(cache, path, preprocessing_num_workers=3)[0] == rows
+
+
+class Killed(PreTrainedTokenizerFast):
+    """Is killed, as if memory were short, where the text says so."""
+
+    def __call__(self, texts, **kwargs):
+        if any("DIE" in text for text in texts):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(texts, **kwargs)
+
+
+def test_a_worker_that_is_killed_ends_the_preparation(cache, tmp_path):
+    """Also where SIGTERM is handled as a preemption notice, as in a recipe: the workers inherit the handler."""
+    path = write(tmp_path / "train.jsonl", [*DOCUMENTS, {"text": "DIE"}])
+    tokenizer = Killed(tokenizer_object=corpus.default_tokenizer().backend_tokenizer, eos_token=corpus.EOS_TOKEN)
+    args = DataArguments(train_file=str(path), block_size=16, preprocessing_num_workers=3)
+
+    def in_a_recipe():
+        run(lambda: load_packed_datasets(args, tokenizer, seed=0))
+
+    assert run_ranks(1, in_a_recipe, log=tmp_path / "log", timeout_s=60.0) == [1]
+    assert f"hfscale: error: --train_file {path}: a process" in (tmp_path / "log" / "rank-0.log").read_text()
 
 
 def test_a_folder_is_known_by_its_content(cache, tmp_path):

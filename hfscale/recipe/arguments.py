@@ -136,7 +136,7 @@ class DataArguments(SourceArguments):
     """
 
     block_size: int = flag("Tokens per sequence; text is packed into full blocks.", default=1024)
-    preprocessing_num_workers: int | None = flag("Number of processes that tokenise.")
+    preprocessing_num_workers: int | None = flag("Number of processes that tokenise on each node. Default: its ranks.")
     packing: str | None = flag(
         "How documents become sequences: none (one each, padded), concat (joined, then cut) or bestfit (complete "
         "ones that fit together). Default: concat for text, bestfit for conversations.",

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from hfscale.errors import DataError
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.chat import IGNORED, document_marks
+from hfscale.recipe.preparation import worker_processes
 from hfscale.recipe.sources import AnyDataset, errors_name_source, is_continuous_text, shorten, source_name
 from hfscale.utils.logging import get_logger
 
@@ -86,15 +87,35 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
         is_continuous = is_continuous_text(args, split)
         begin, end = ([], []) if is_continuous else document_marks(tokenizer)
 
-        def tokenize_and_pack(batch: dict[str, list[str | None]]) -> Rows:
-            texts = [text or "" for text in batch[column]]
-            texts = _join_lines(texts) if is_continuous else [text for text in texts if text.strip()]
-            tokenised = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-            documents = [list(chain(*tokenised))] if is_continuous else [begin + ids + end for ids in tokenised]
-            return pack_rows(((tokens, tokens) for tokens in documents), **options)
+        def tokenize(batch: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
+            texts = [text if text and text.strip() else "" for text in batch[column]]
+            found = tokenizer(list(filter(None, texts)), add_special_tokens=False, verbose=False) if any(texts) else {}
+            tokens = iter(found.get("input_ids", ()))
+            return {"input_ids": [begin + next(tokens) + end if text else [] for text in texts]}
 
-        tokens = sum(len((record[column] or "").encode()) for record in sample) / len(sample) / _BYTES_PER_TOKEN
-        return _map(dataset, tokenize_and_pack, dataset.column_names or list(sample[0]), tokens, args)
+        def pack_tokens(batch: dict[str, list[list[int]]]) -> Rows:
+            return pack_rows(((tokens, tokens) for tokens in batch["input_ids"]), **options)
+
+        def tokenize_and_pack(batch: dict[str, list[str | None]]) -> Rows:
+            if not is_continuous:
+                return pack_tokens(tokenize(batch))
+            pieces = _join_lines([text or "" for text in batch[column]])
+            tokenised = tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] if pieces else []
+            return pack_tokens({"input_ids": [list(chain(*tokenised))]})
+
+        mean = sum(len((record[column] or "").encode()) for record in sample) / len(sample) / _BYTES_PER_TOKEN
+        columns = dataset.column_names or list(sample[0])
+        # A fast tokenizer uses all cores by itself.
+        wanted = args.preprocessing_num_workers or (1 if tokenizer.is_fast else None)
+        workers = (
+            1 if isinstance(dataset, IterableDataset) or is_continuous else worker_processes(wanted, len(dataset))
+        )
+        if workers == 1:
+            return _map(dataset, tokenize_and_pack, columns, mean, args)
+        tokens = dataset.map(
+            tokenize, batched=True, remove_columns=columns, num_proc=workers, desc=f"Tokenising {split} text"
+        )
+        return _map(tokens, pack_tokens, ["input_ids"], mean, args)
 
 
 def pack_documents(
@@ -132,11 +153,14 @@ def _row_options(tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> dic
 
 
 def _map(dataset: AnyDataset, function: Any, columns: list[str], tokens: float, args: DataArguments) -> AnyDataset:
-    """Pack batches of so many records, of `tokens` tokens on average, that the loss at their ends is small."""
+    """Pack batches of so many records, of `tokens` tokens on average, that the loss at their ends is small.
+
+    One process packs, so that the rows do not depend on the number of processes.
+    """
     wanted = max(_BATCH_TOKENS, _BATCH_BLOCKS * args.block_size)
     options: dict[str, Any] = {"batched": True, "batch_size": math.ceil(wanted / max(tokens, 1))}
     if isinstance(dataset, Dataset):
-        options |= {"num_proc": args.preprocessing_num_workers, "desc": f"Packing into {args.block_size} tokens"}
+        options["desc"] = f"Packing into {args.block_size} tokens"
     return dataset.map(function, remove_columns=columns, **options)
 
 

@@ -33,6 +33,7 @@ SILENCE_S = 120.0
 _BEAT_S = 5.0
 _POLL_S = 0.1  # between two looks at the notes of the other ranks, for up to 64 of them
 _STORE_S = 60.0  # for one call of the store
+_RECORDS_PER_WORKER = 1000
 
 _numbers = itertools.count()
 
@@ -76,6 +77,19 @@ def one_process_prepares(what: str) -> Iterator[None]:
     finally:
         if ranks.rank == 0:
             probe.unlink(missing_ok=True)
+
+
+def worker_processes(wanted: int | None, records: int) -> int:
+    """Return with how many processes one rank tokenises.
+
+    Args:
+        wanted (`int`, *optional*): `--preprocessing_num_workers`. By default there are as many as the node has ranks,
+            since the others wait, but each has at least 1,000 records.
+        records (`int`): number of records.
+    """
+    if wanted is not None:
+        return max(1, min(wanted, records))
+    return max(1, min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), records // _RECORDS_PER_WORKER))
 
 
 class _Ranks:

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, IterableDataset
 
-from hfscale.errors import DataError, HfScaleError, StorageError
+from hfscale.errors import DataError, HealthError, HfScaleError, StorageError
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import SourceArguments
 from hfscale.recipe.cache import load_by_content
@@ -174,6 +174,13 @@ def errors_name_source(args: SourceArguments, split: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _explain(_root_cause(error), args, split) from error
+    except RuntimeError as error:
+        if "abruptly died" not in str(error):
+            raise
+        raise HealthError(
+            f"{source_name(args, split)}: a process that tokenises was killed, perhaps because memory is short: lower "
+            "--preprocessing_num_workers"
+        ) from None
     finally:
         datasets.logging.set_verbosity(level)
 
