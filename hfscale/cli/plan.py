@@ -11,7 +11,7 @@ import typer
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
-from hfscale.planner.job import Method, Optimizer, Precision
+from hfscale.planner.job import Method, Optimizer, Precision, Task
 from hfscale.planner.plan import Objective, plan
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -29,8 +29,21 @@ def run(
         int | None, typer.Option(help="Number of GPUs; with --objective cost or gpus, the most to use.")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe connects.")] = 8,
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
+    task: Annotated[
+        Task, typer.Option(help="What a step trains on: text (or chats); with TRL sft, dpo or grpo.")
+    ] = "text",
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence; with grpo prompt and completion.")] = 4096,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences per step; dpo: pairs, grpo: completions.")
+    ] = None,
+    num_generations: Annotated[int | None, typer.Option(help="grpo: completions per prompt (8).")] = None,
+    max_completion_length: Annotated[int | None, typer.Option(help="grpo: tokens to generate (512).")] = None,
+    beta: Annotated[
+        float | None, typer.Option(help="grpo: KL coefficient; above 0 a reference model is kept (0).")
+    ] = None,
+    precompute_ref_log_probs: Annotated[
+        bool, typer.Option("--precompute-ref-log-probs", help="dpo: no reference model during the training.")
+    ] = False,
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on: 500M, 1T.")] = None,
     method: Annotated[Method, typer.Option(help="Which parameters train.")] = "full",
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
@@ -89,6 +102,11 @@ def run(
         compile=compile,
         fused_loss=liger,
         network_gb_s=network_gb_s,
+        task=task,
+        num_generations=num_generations,
+        max_completion_length=max_completion_length,
+        beta=beta,
+        precompute_ref_log_probs=precompute_ref_log_probs,
         objective=objective,
         min_gpus=min_gpus,
         deadline_hours=deadline,

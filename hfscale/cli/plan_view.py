@@ -30,6 +30,7 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
     console.print(
         f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {request.gpus} x {request.gpu.name}, "
         f"sequences of {request.seq_len}, {request.method}, framework {request.framework}"
+        + ("" if request.task == "text" else f", task {request.task}")
     )
     if plan.choices:
         console.print(_choices(plan))
@@ -88,12 +89,13 @@ def _choices(plan: Plan) -> Table:
         stages = f" x{job.virtual_stages}" if job.virtual_stages > 1 else ""
         stages += f" {job.schedule_name}" if job.layout.pp > 1 else ""
         offload = f", {job.offload} offload" if job.offload != "none" else ""
+        rounds = f" in {job.generation_rounds} rounds" if job.generation_rounds > 1 else ""
         row = [
             str(number),
             strategy_of(job) + offload,
             _layout(choice) + stages,
             str(job.zero),
-            f"{job.micro_batch} x {job.micro_batches}",
+            f"{job.micro_batch} x {job.micro_batches}{rounds}",
             job.recompute,
             f"{estimate.memory.total:.0f}",
             f"{estimate.time.total:.2f}",

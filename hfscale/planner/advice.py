@@ -9,9 +9,10 @@ from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import DEFAULT_ACHIEVED
-from hfscale.planner.memory import host_gib
+from hfscale.planner.memory import GIB, host_gib
 from hfscale.planner.network import DEFAULT_NETWORK_GB_S
 from hfscale.planner.search import HEADROOM, PlanRequest
+from hfscale.planner.tasks import generated_at_once, kv_cache_bytes
 
 SMALL = 7e9
 LARGE = 70e9
@@ -106,7 +107,7 @@ def _data_parallel_link(best: Estimate) -> Advice | None:
         return None
     peak = peak_tflops(job.gpu, "bf16") or job.gpu.fp16_tflops or 0.0
     achieved = (best.mfu or 0.0) * peak
-    tokens = job.global_batch * job.seq_len / job.layout.world_size
+    tokens = job.tokens_per_step / job.layout.world_size
     if not achieved:
         return None
     gigabits = achieved * 1e12 / tokens * 8 / 1e9
@@ -224,14 +225,14 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         f"framework {request.framework}: {find_framework(request.framework).about}",
         f"nodes of {request.gpus_per_node} GPUs: {link} inside a node, {network:g} GB/s per GPU and direction between "
         f"nodes ({origin})",
-        f"{request.precision} matrix products, {request.optimizer} states, sequences packed to {request.seq_len} "
-        "tokens",
+        f"{request.precision} matrix products, {request.optimizer} states, {_rows(request)}",
         f"a plan uses at most {HEADROOM:.0%} of {gpu.memory_gib:g} GiB",
     ]
     if job is not None:
-        tokens_per_step = job.global_batch * job.seq_len
         origin = "given" if request.global_batch else "assumed"
-        found.append(f"global batch {job.global_batch} sequences, {tokens_per_step:,} tokens per step ({origin})")
+        unit = {"dpo": "pairs", "grpo": "completions"}.get(request.task, "sequences")
+        found.append(f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})")
+        found += _of_the_task(job)
     if job is not None and job.overlapped_experts:
         found.append(
             "tokens are sent to their experts and back while another micro-batch is computed, once to each node "
@@ -251,3 +252,33 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
             "internet where the provider's price is known (egress_usd in --json); no taxes or discounts",
         ]
     return found
+
+
+def _rows(request: PlanRequest) -> str:
+    """What a batch consists of."""
+    if request.task == "grpo":
+        return f"prompts and completions of up to {request.seq_len} tokens together"
+    return f"{'pairs of sequences of' if request.task == 'dpo' else 'sequences packed to'} {request.seq_len} tokens"
+
+
+def _of_the_task(job: Job) -> list[str]:
+    """What the numbers of a task rest on."""
+    if job.task == "text":
+        return []
+    reference = "a frozen copy of the model" if job.has_reference_model else "the model without its adapters"
+    if job.task == "sft":
+        return [
+            "sft: a training step with the loss on part of the tokens, with the memory and time of plain training, "
+            "except that TRL computes the loss in tiles, without all logits"
+        ]
+    if job.task == "dpo":
+        passes = f"computed in each step by {reference}" if job.has_reference_pass else "precomputed (not in the time)"
+        return [f"dpo: the sequences of a pair pass the model together; log-probabilities of the reference: {passes}"]
+    cache = kv_cache_bytes(job, job.seq_len) / GIB
+    penalty = f"the reference is {reference}" if job.has_reference_pass else "no reference model"
+    return [
+        f"grpo: {job.num_generations} completions per prompt, all of {job.max_completion_length} tokens; transformers "
+        f"generates {generated_at_once(job)} at a time on each GPU, with {cache:.1f} GiB of keys and values (vLLM and "
+        "rewards are not estimated)",
+        f"grpo: beta {job.beta:g}, {penalty}; the old policy's log-probabilities are those of the training pass",
+    ]

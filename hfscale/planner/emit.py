@@ -19,6 +19,11 @@ LEARNING_RATE = 1e-5
 """A low learning rate to start full fine-tuning with; a comment in the recipe's YAML asks the user to replace it."""
 LORA_LEARNING_RATE = 2e-4
 """The usual learning rate of LoRA (Hu et al., arXiv 2106.09685, appendix D)."""
+TASK_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
+"""TRL's own learning rates (TRL 1.16, trainer/sft_config.py, dpo_config.py, grpo_config.py)."""
+LORA_FACTOR = 10.0
+"""Factor on them for adapters: "about 10x" (TRL's documentation, page PEFT integration; Schulman et al., LoRA Without
+Regret, 2025)."""
 PRECISION_FLAGS: dict[str, dict[str, Any]] = {"fp16": {"fp16": True}, "fp32": {"bf16": False}}
 """Recipe flags of the precisions that are neither the recipe's default (bf16) nor set by the launcher (fp8)."""
 SYNC_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
@@ -230,7 +235,8 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         folder (`Path`): The folder that the file is for; the launch command in its first line contains it.
     """
     job = choice.estimate.job
-    values: dict[str, Any] = {**_model_flags(plan.model), "block_size": job.seq_len}
+    length = {"block_size": job.seq_len} if job.task == "text" else task_flags(job)
+    values: dict[str, Any] = {**_model_flags(plan.model), **length}
     if job.layout.pp > 1:
         values |= stage_flags(job)
     values["per_device_train_batch_size"] = job.micro_batch
@@ -240,8 +246,8 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     values |= PRECISION_FLAGS.get(job.precision, {})
     if job.precision == "fp32" and job.gpu.tf32_tflops:
         values["tf32"] = True
-    if job.recompute != "none":
-        values["activation_checkpointing"] = True
+    if job.recompute != "none" or job.task != "text":  # TRL's default is to recompute
+        values["activation_checkpointing"] = job.recompute != "none"
     if job.recompute == "selective":
         values["recompute"] = "selective"
     if job.compile:
@@ -253,14 +259,14 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     if job.method == "qlora":
         values["load_in_4bit"] = True
     values["optim"] = TRAINER_OPTIMIZERS[job.optimizer]
-    values["learning_rate"] = LEARNING_RATE if job.method == "full" else LORA_LEARNING_RATE
+    values["learning_rate"] = learning_rate(job)
     if plan.tokens is not None:
-        values["max_steps"] = math.ceil(plan.tokens / (job.global_batch * job.seq_len))
+        values["max_steps"] = math.ceil(plan.tokens / job.tokens_per_step)
     values["output_dir"] = f"runs/{_name(plan.model)}"
     gpus = f"{job.layout.world_size} {job.gpu.name}"
     lines = [
         f"# {_shell(launch_command(job, folder))}",
-        f"# {plan.model}, {job.global_batch} x {job.seq_len} tokens per step on {gpus}.",
+        f"# {plan.model}, {job.global_batch * job.sequences_per_example} x {job.seq_len} tokens per step on {gpus}.",
         "#",
         "# Set your data (dataset_name or train_file) and your learning rate; the one below is a low one to start "
         "with.",
@@ -268,6 +274,30 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         *(f"{name}: {_scalar(value)}" for name, value in values.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def learning_rate(job: Job) -> float:
+    """Returns a learning rate to start with: a low one, or with a task that of TRL."""
+    if job.task == "text":
+        return LEARNING_RATE if job.method == "full" else LORA_LEARNING_RATE
+    return TASK_LEARNING_RATES[job.task] * (1.0 if job.method == "full" else LORA_FACTOR)
+
+
+def task_flags(job: Job) -> dict[str, Any]:
+    """Builds the flags of TRL that belong to the job's task."""
+    if job.task == "sft":
+        return {"max_length": job.seq_len, "packing": True}
+    if job.task == "dpo":
+        precompute = {"precompute_ref_log_probs": True} if job.precompute_ref_log_probs else {}
+        return {"max_length": job.seq_len, **precompute}
+    flags: dict[str, Any] = {
+        "num_generations": job.num_generations,
+        "max_completion_length": job.max_completion_length,
+        "beta": job.beta,
+    }
+    if job.generation_rounds > 1:
+        flags["steps_per_generation"] = job.micro_batches // job.generation_rounds
+    return flags
 
 
 def stage_flags(job: Job) -> dict[str, Any]:

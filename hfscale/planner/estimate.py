@@ -18,6 +18,7 @@ from hfscale.planner.job import (
     Precision,
     Recompute,
     Schedule,
+    Task,
     splits_activations,
 )
 from hfscale.planner.memory import Memory, memory_of, trained_parameters
@@ -43,7 +44,7 @@ class Estimate:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         """Trained tokens per second and device."""
-        return self.job.global_batch * self.job.seq_len / self.time.total / self.job.layout.world_size
+        return self.job.tokens_per_step / self.time.total / self.job.layout.world_size
 
     @property
     def mfu(self) -> float | None:
@@ -99,6 +100,12 @@ def estimate(
     fused_loss: bool = False,
     compiled_loss: bool = True,
     rowwise_fp8: bool = False,
+    task: Task = "text",
+    num_generations: int = 8,
+    max_completion_length: int = 512,
+    beta: float = 0.0,
+    precompute_ref_log_probs: bool = False,
+    generation_rounds: int = 1,
     gpus_per_node: int = 8,
     network_gb_s: float | None = None,
 ) -> Estimate:
@@ -136,6 +143,13 @@ def estimate(
         fused_loss (`bool`): Whether the loss never holds all logits at once (Liger).
         compiled_loss (`bool`): Whether torch.compile, if used, compiles the loss too.
         rowwise_fp8 (`bool`): Whether fp8 scales are per row instead of per tensor.
+        task (`str`): What a step trains on: `text`, or with TRL `sft`, `dpo` or `grpo`.
+        num_generations (`int`): Completions per prompt, with `grpo`.
+        max_completion_length (`int`): Tokens of a sequence that are generated, with `grpo`.
+        beta (`float`): Coefficient of the KL divergence from the reference model, with `grpo`.
+        precompute_ref_log_probs (`bool`): Whether the reference's log-probabilities are computed before the training,
+            with `dpo`.
+        generation_rounds (`int`): Rounds in which the completions of a step are generated, with `grpo`.
         gpus_per_node (`int`): GPUs that NVLink or PCIe connects.
         network_gb_s (`float`, *optional*): Bandwidth between nodes per GPU and direction, GB/s; by default that of the
             vendor's reference node.
@@ -177,6 +191,12 @@ def estimate(
         fused_loss=fused_loss,
         compiled_loss=compiled_loss,
         rowwise_fp8=rowwise_fp8,
+        task=task,
+        num_generations=num_generations,
+        max_completion_length=max_completion_length,
+        beta=beta,
+        precompute_ref_log_probs=precompute_ref_log_probs,
+        generation_rounds=generation_rounds,
         gpus_per_node=gpus_per_node,
         network_gb_s=network_gb_s,
     )

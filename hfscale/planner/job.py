@@ -22,6 +22,9 @@ Optimizer = Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "sgd_momentum", 
 Offload = Literal["none", "optimizer", "full"]
 """What is kept in the CPU's memory: with `optimizer` the optimizer states, which are updated there; with `full` also
 parameters and gradients."""
+Task = Literal["text", "sft", "dpo", "grpo"]
+"""What a step trains on: packed sequences of text or chats (`text`); with TRL chats or completions (`sft`), pairs of a
+chosen and a rejected sequence (`dpo`), or completions that the model generates in the step (`grpo`)."""
 Schedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"]
 """Pipeline schedules; `1f1b` with several virtual stages is the interleaved one. See `hfscale.facts.schedules`."""
 
@@ -40,6 +43,7 @@ CHOICES = {
     "optimizer": get_args(Optimizer),
     "offload": get_args(Offload),
     "schedule": get_args(Schedule),
+    "task": get_args(Task),
 }
 
 
@@ -56,9 +60,9 @@ class Job:
     seq_len: int
     """Tokens per sequence."""
     micro_batch: int
-    """Sequences per data-parallel rank and micro-batch."""
+    """Sequences per data-parallel rank and micro-batch; pairs of sequences with the task `dpo`."""
     global_batch: int
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences (pairs with `dpo`) per optimizer step, over all ranks."""
     framework: str = "hf"
     """The training framework whose constants are used: `hf`, `titan` or `megatron`."""
     zero: int = 0
@@ -103,6 +107,18 @@ class Job:
     torchtitan has compiled it since 2025."""
     rowwise_fp8: bool = False
     """Whether fp8 scales are per row instead of per tensor."""
+    task: Task = "text"
+    """What a step trains on."""
+    num_generations: int = 8
+    """Completions per prompt, with the task `grpo` (TRL's default)."""
+    max_completion_length: int = 512
+    """Tokens of a sequence that are generated, with the task `grpo` (TRL's default)."""
+    beta: float = 0.0
+    """Coefficient of the KL divergence from the reference model, with the task `grpo` (TRL's default: none)."""
+    precompute_ref_log_probs: bool = False
+    """Whether the reference's log-probabilities are computed before the training, with the task `dpo`."""
+    generation_rounds: int = 1
+    """Rounds in which the completions of a step are generated, with the task `grpo`."""
     gpus_per_node: int = 8
     """Ranks that NVLink or PCIe connects."""
     network_gb_s: float | None = None
@@ -121,7 +137,27 @@ class Job:
     @cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank, after context parallelism."""
-        return self.micro_batch * self.seq_len // self.layout.cp
+        return self.micro_batch * self.sequences_per_example * self.seq_len // self.layout.cp
+
+    @property
+    def sequences_per_example(self) -> int:
+        """Sequences that a unit of the batch has: two in a pair of `dpo`."""
+        return 2 if self.task == "dpo" else 1
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a step trains on, over all ranks."""
+        return self.global_batch * self.sequences_per_example * self.seq_len
+
+    @property
+    def has_reference_pass(self) -> bool:
+        """Whether a step computes log-probabilities of the reference."""
+        return (self.task == "dpo" and not self.precompute_ref_log_probs) or (self.task == "grpo" and self.beta > 0)
+
+    @property
+    def has_reference_model(self) -> bool:
+        """Whether the reference is a model of its own: with adapters it is the policy without them."""
+        return self.has_reference_pass and self.method == "full"
 
     @property
     def is_megatron_deepspeed(self) -> bool:
@@ -193,6 +229,7 @@ class Job:
             other = "fp16" if self.gpu.fp16_tflops else "fp32"
             raise UsageError(f"precision is bf16, but {self.gpu.name} does not support it: use precision {other}")
         self._check_model()
+        self._check_task()
         share = self.data_parallel * self.micro_batch
         if self.global_batch % share:
             fit = max(share, round(self.global_batch / share) * share)
@@ -239,6 +276,45 @@ class Job:
             raise LayoutError(
                 "overlapped_experts needs stack megatron, expert_parallel above 1, at least two micro-batches, no "
                 "full recomputation, and in a pipeline virtual_stages above 1: set these, or leave it out"
+            )
+
+    def _check_task(self) -> None:
+        if self.task == "text":
+            return
+        if self.framework != "hf":
+            raise UsageError(f"task is {self.task}, which TRL runs: use stack hf, not {self.framework}")
+        layout = self.layout
+        if layout.tp * layout.pp * layout.cp > 1:
+            raise LayoutError(
+                f"task is {self.task}, which is planned with data parallelism alone: use tp, pp and cp 1"
+            )
+        if self.fused_loss:
+            raise UsageError(f"task is {self.task}, and TRL fuses the loss itself: leave out fused_loss (--liger)")
+        if self.task != "sft" and self.offload != "none":
+            raise UsageError(f"task is {self.task}, which is planned without offload: use offload none")
+        if self.task == "grpo":
+            self._check_generation()
+
+    def _check_generation(self) -> None:
+        if self.num_generations < 2:
+            raise LayoutError(f"num_generations is {self.num_generations}: a group needs at least 2 completions")
+        if not 1 <= self.max_completion_length < self.seq_len:
+            raise LayoutError(
+                f"max_completion_length is {self.max_completion_length}, and seq_len, which includes the prompt, is "
+                f"{self.seq_len}: give a completion length from 1 to {self.seq_len - 1}, or a larger seq_len"
+            )
+        if not 0 <= self.beta < float("inf"):
+            raise UsageError(f"beta is {self.beta}: it must be a finite number of at least 0")
+        if self.micro_batches % self.generation_rounds:
+            raise LayoutError(
+                f"generation_rounds is {self.generation_rounds}, which does not divide {self.micro_batches} "
+                "micro-batches: use a divisor"
+            )
+        if self.global_batch // self.generation_rounds % self.num_generations:
+            near = max(1, round(self.global_batch / self.num_generations)) * self.num_generations
+            raise LayoutError(
+                f"global_batch is {self.global_batch} completions in {self.generation_rounds} rounds, not a multiple "
+                f"of num_generations {self.num_generations}: use a global batch such as {near}"
             )
 
 

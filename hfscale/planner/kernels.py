@@ -219,6 +219,8 @@ def _routing_s(job: Job, framework: Framework, rates: Rates) -> float:
 def head_s(job: Job, framework: Framework, rates: Rates) -> float:
     """Computes the seconds of head and cross-entropy of one micro-batch, forward and backward.
 
+    TRL's tiled loss computes the logits again in the backward pass (TRL 1.16, kernels/chunked_logprob.py).
+
     Args:
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
@@ -226,7 +228,7 @@ def head_s(job: Job, framework: Framework, rates: Rates) -> float:
     """
     shape = job.shape
     vocab = shape.vocab / job.layout.tp
-    backward = 3.0 if job.method == "full" else 2.0
-    products = backward * 2 * job.tokens * shape.hidden * vocab / rates.bf16_matmul
+    passes = (3.0 if job.method == "full" else 2.0) + (1.0 if job.task != "text" else 0.0)
+    products = passes * 2 * job.tokens * shape.hidden * vocab / rates.bf16_matmul
     logits = vocab if job.loss_parallel else shape.vocab
     return products + framework.loss_bytes * job.tokens * logits / rates.memory

@@ -25,6 +25,8 @@ def recipe_of(job: Job) -> str | None:
     """Returns the path of the recipe that runs a job; None where there is none (`why_not`)."""
     if why_not(job) is not None:
         return None
+    if job.task != "text":
+        return f"recipes/{job.task}/train.py"
     if job.layout.pp > 1:
         return "recipes/tp_pp/train.py"
     plain = job.offload == "none" and strategy_of(job) in ("single", "ddp", "zero1")

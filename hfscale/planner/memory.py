@@ -13,11 +13,22 @@ All byte counts are per rank unless a docstring states otherwise.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import in_flight
 from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
 from hfscale.planner.job import OPTIMIZERS, Job
+from hfscale.planner.tasks import (
+    LOGIT_COPIES_BYTES,
+    forward_bytes,
+    generated_at_once,
+    generation_weight_bytes,
+    kv_cache_bytes,
+    prompt_job,
+    reference_buffer_bytes,
+    reference_bytes,
+)
 
 # -- states: what a rank keeps between steps --------------------------------------------------------------------------
 
@@ -313,11 +324,18 @@ def layers_in_flight(job: Job) -> float:
 def loss_bytes(job: Job, framework: Framework) -> float:
     """Computes the bytes of the logits, their log-probabilities and their gradient at the peak of the cross-entropy.
 
+    TRL computes the log-probabilities in tiles, without all logits: its kernel keeps the gradient of the hidden states
+    and, unless the head is frozen, of the head, each in fp32 and in the training format (TRL 1.16,
+    kernels/chunked_logprob.py). All tokens are counted, though only those with a loss are projected.
+
     Args:
         job (`Job`): The run.
         framework (`Framework`): Constants of the training framework.
     """
     shape = job.shape
+    if job.task != "text":
+        head = shape.vocab * shape.embedding_width if job.method == "full" else 0
+        return (4.0 + (4.0 if job.precision == "fp32" else 2.0)) * (job.tokens * shape.hidden + head)
     logits = job.tokens * shape.vocab / (job.layout.tp if job.loss_parallel else 1)
     if job.fused_loss:
         return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * shape.hidden
@@ -362,6 +380,22 @@ class Memory:
         return float(sum(vars(self).values()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class DpoMemory(Memory):
+    """Holds the peak memory of the fullest rank with a reference model by part, in GiB."""
+
+    reference: float
+    """Parameters of the reference model, after sharding; 0 where it is the policy without its adapters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoMemory(DpoMemory):
+    """Holds the peak memory of the fullest rank with generation by part, in GiB."""
+
+    kv_cache: float
+    """Keys and values that generation caches; 0 where the peak is at training, when they are freed."""
+
+
 def allocated_gib(memory: Memory, common: SharedConstants | None = None) -> float:
     """Computes the part of a peak that `torch.cuda.max_memory_allocated` reports, in GiB.
 
@@ -389,17 +423,23 @@ def memory_of(job: Job, framework: Framework, common: SharedConstants | None = N
     """
     common = common or shared_constants()
     states = state_bytes(job, framework)
-    activations, loss, gradients, buffers = _peak(job, framework, states.gradients)
-    used = states.parameters + gradients + states.optimizer + activations + loss + buffers
-    return Memory(
-        parameters=states.parameters / GIB,
-        gradients=gradients / GIB,
-        optimizer=states.optimizer / GIB,
-        activations=activations / GIB,
-        loss=loss / GIB,
-        buffers=(buffers + (common.fragmentation - 1) * used) / GIB,
-        context=framework.context_gib + common.group_gib * groups(job),
-    )
+    activations, loss, gradients, buffers, kv_cache = _peak(job, framework, states.gradients)
+    reference = reference_bytes(job)
+    used = states.parameters + gradients + states.optimizer + activations + loss + buffers + reference + kv_cache
+    parts = {
+        "parameters": states.parameters / GIB,
+        "gradients": gradients / GIB,
+        "optimizer": states.optimizer / GIB,
+        "activations": activations / GIB,
+        "loss": loss / GIB,
+        "buffers": (buffers + (common.fragmentation - 1) * used) / GIB,
+        "context": framework.context_gib + common.group_gib * groups(job),
+    }
+    if job.task == "dpo":
+        return DpoMemory(**parts, reference=reference / GIB)
+    if job.task == "grpo":
+        return GrpoMemory(**parts, reference=reference / GIB, kv_cache=kv_cache / GIB)
+    return Memory(**parts)
 
 
 def groups(job: Job) -> int:
@@ -413,8 +453,18 @@ def groups(job: Job) -> int:
     return min(1, axes) + (axes if axes > 1 else 0) + (layout.pp > 1)
 
 
-def _peak(job: Job, framework: Framework, gradients: float) -> tuple[float, float, float, float]:
-    """Bytes of activations, loss, gradients and buffers at the moment when their sum is largest.
+class _Moment(NamedTuple):
+    """Bytes in use at a moment of a step, in addition to parameters and optimizer states."""
+
+    activations: float
+    loss: float
+    gradients: float
+    buffers: float
+    kv_cache: float = 0.0
+
+
+def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
+    """The moment of a step at which most memory is in use.
 
     Without a pipeline this moment is the loss of the last micro-batch, the backward pass of the last layer, or that of
     the first layer. At the loss the gradients of a single micro-batch do not exist yet, unless the framework keeps a
@@ -431,17 +481,40 @@ def _peak(job: Job, framework: Framework, gradients: float) -> tuple[float, floa
         opening = layers_in_flight(job) * kept + working
         closing = micro_batches_in_flight(job, last=True) * last * kept
         if opening >= closing + max(loss, working):
-            return opening, 0.0, gradients, at_layer
-        return closing + max(0.0, working - loss), loss, gradients, at_layer
+            return _Moment(opening, 0.0, gradients, at_layer)
+        return _Moment(closing + max(0.0, working - loss), loss, gradients, at_layer)
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
     before = 0.0 if is_allocated_late else gradients
-    moments = (
-        (first * kept, loss, before, at_loss),
-        (first * kept + working, 0.0, before, at_layer),
-        (kept + working, 0.0, gradients, at_layer),
-    )
+    moments = [
+        _Moment(first * kept, loss, before, at_loss),
+        _Moment(first * kept + working, 0.0, before, at_layer),
+        _Moment(kept + working, 0.0, gradients, at_layer),
+    ]
+    if job.task == "dpo" and job.has_reference_pass:
+        moments.append(_of_the_reference(job, first * kept, before, at_loss))
+    if job.task == "grpo":
+        earlier = gradients if job.generation_rounds > 1 or job.zero in (1, 2) else 0.0
+        moments += _of_generation(job, earlier)
+        if job.has_reference_pass:
+            moments.append(_of_the_reference(job, 0.0, earlier, 0.0))
     return max(moments, key=sum)
+
+
+def _of_the_reference(job: Job, kept: float, gradients: float, buffers: float) -> _Moment:
+    """The reference's forward pass. In DPO the policy's activations are kept meanwhile; in GRPO it runs after
+    generation."""
+    return _Moment(kept + forward_bytes(job), 0.0, gradients, buffers + reference_buffer_bytes(job))
+
+
+def _of_generation(job: Job, gradients: float) -> tuple[_Moment, _Moment]:
+    """The start of generation, with one layer's tensors of all prompts, and its end, with the complete cache and the
+    logits of the last token."""
+    weights = generation_weight_bytes(job)
+    prompts = prompt_job(job)
+    logits = LOGIT_COPIES_BYTES * generated_at_once(job) * job.shape.vocab
+    start = _Moment(forward_bytes(prompts), 0.0, gradients, weights, kv_cache_bytes(job, prompts.seq_len))
+    return start, _Moment(0.0, logits, gradients, weights, kv_cache_bytes(job, job.seq_len))
 
 
 def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from hfscale.planner.advice import Advice, advice, assumptions, simplicity
 from hfscale.planner.cost import Cost, compare, cost, reliability
 from hfscale.planner.estimate import Estimate
 from hfscale.planner.frameworks import find_framework
-from hfscale.planner.job import Method, Optimizer, Precision, strategy_of
+from hfscale.planner.job import Method, Optimizer, Precision, Task, strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
 from hfscale.planner.search import TIE_TOLERANCE, PlanRequest, Rejected, search
 
@@ -65,6 +65,7 @@ class Choice:
             "overlapped_experts": job.overlapped_experts,
             "offload": job.offload,
             "activation_checkpointing": job.recompute,
+            **({"generation_rounds": job.generation_rounds} if job.task == "grpo" else {}),
             "recipe": recipe_of(job),
             **self.estimate.to_dict(),
             "hours": self.hours,
@@ -134,6 +135,7 @@ class Plan:
                 "gpus_per_node": self.request.gpus_per_node,
                 "memory_gib": gpu.memory_gib,
             },
+            **({} if self.request.task == "text" else {"task": task_options(self.request)}),
             "choices": [choice.to_dict() for choice in self.choices],
             "order": self.order,
             "rejected": [{"layout": asdict(row.layout), "reason": row.reason} for row in self.rejected],
@@ -142,6 +144,15 @@ class Plan:
             "assumptions": list(self.assumptions),
             "warnings": list(self.warnings),
         }
+
+
+def task_options(request: PlanRequest) -> dict[str, Any]:
+    """Returns the name of the request's task and the options that belong to it, as a dictionary."""
+    names = {
+        "dpo": ("precompute_ref_log_probs",),
+        "grpo": ("num_generations", "max_completion_length", "beta"),
+    }.get(request.task, ())
+    return {"name": request.task, **{name: getattr(request, name) for name in names}}
 
 
 def plan(
@@ -170,6 +181,11 @@ def plan(
     compile: bool = False,
     fused_loss: bool = False,
     network_gb_s: float | None = None,
+    task: Task = "text",
+    num_generations: int | None = None,
+    max_completion_length: int | None = None,
+    beta: float | None = None,
+    precompute_ref_log_probs: bool = False,
 ) -> Plan:
     """Ranks the layouts for training `model` on `gpus` GPUs.
 
@@ -203,9 +219,19 @@ def plan(
         fused_loss (`bool`): Whether the loss never holds all logits at once (Liger).
         network_gb_s (`float`, *optional*): Bandwidth between nodes per GPU and direction, GB/s; by default that of the
             vendor's reference node.
+        task (`str`): What a step trains on: `text` (text or chats, with the recipes of `ddp`, `sharded` and `tp_pp`),
+            or with TRL `sft`, `dpo` (the batch counts pairs) or `grpo` (it counts completions, and `seq_len` includes
+            prompt and completion).
+        num_generations (`int`, *optional*): Completions per prompt with `grpo`; by default 8 as in TRL.
+        max_completion_length (`int`, *optional*): Tokens to generate with `grpo`; by default 512 as in TRL.
+        beta (`float`, *optional*): Coefficient of the KL divergence with `grpo`; by default 0 as in TRL, without a
+            reference model.
+        precompute_ref_log_probs (`bool`): Whether the reference's log-probabilities are computed before the training,
+            with `dpo`.
 
     Raises:
-        `UsageError`: An option is unknown or out of range, or the number of tokens is needed and missing.
+        `UsageError`: An option is unknown or out of range, or belongs to another task, or the number of tokens is
+            needed and missing.
         `LayoutError`: The number of GPUs or another size cannot be planned for.
         `UnknownHardwareError`: The GPU, or a GPU of the price list, is in no table.
         `UnsupportedModelError`: The model cannot be found, or its family or a key of its config is not supported.
@@ -219,6 +245,10 @@ def plan(
     _check_amounts(tokens=tokens, deadline=deadline_hours, budget=budget_usd, usd_per_gpu_hour=usd_per_gpu_hour)
     if tokens is None and (objective == "cost" or deadline_hours or budget_usd):
         raise UsageError("hours and costs need the number of tokens to train on: give --tokens, such as 1T or 500M")
+    if task not in get_args(Task):
+        raise UsageError(f"--task is {task}: use one of {', '.join(get_args(Task))}")
+    of_grpo = {"num_generations": num_generations, "max_completion_length": max_completion_length, "beta": beta}
+    _check_task(task, of_grpo, precompute_ref_log_probs, method)
     request = PlanRequest(
         shape=find_model(model) if isinstance(model, str) else model,
         gpu=find_accelerator(gpu, hardware) if isinstance(gpu, str) else gpu,
@@ -234,6 +264,13 @@ def plan(
         compile=compile,
         fused_loss=fused_loss,
         network_gb_s=network_gb_s,
+        task=task,
+        precompute_ref_log_probs=precompute_ref_log_probs,
+        num_generations=PlanRequest.num_generations if num_generations is None else num_generations,
+        max_completion_length=(
+            PlanRequest.max_completion_length if max_completion_length is None else max_completion_length
+        ),
+        beta=PlanRequest.beta if beta is None else beta,
     )
     find_framework(request.framework)
     _check_request(request)
@@ -280,9 +317,25 @@ def _check_amounts(**amounts: float | None) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be a finite number above 0")
 
 
+def _check_task(task: Task, of_grpo: Mapping[str, float | None], precompute: bool, method: Method) -> None:
+    """Checks that the options of a task are given for this task only."""
+    for name, value in of_grpo.items():
+        if task != "grpo" and value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} belongs to --task grpo, and the task is {task}: leave it out")
+    if precompute and task != "dpo":
+        raise UsageError(f"--precompute-ref-log-probs belongs to --task dpo, and the task is {task}: leave it out")
+    if precompute and method != "full":
+        raise UsageError(
+            f"--precompute-ref-log-probs saves a reference model, and --method {method} needs none: leave it out"
+        )
+
+
 def _check_request(request: PlanRequest) -> None:
     """Checks the sizes that every layout shares, which a search would otherwise report once for each layout."""
-    request.job(ParallelLayout(), global_batch=1 if request.global_batch is None else request.global_batch).check()
+    smallest = request.num_generations if request.task == "grpo" else 1
+    batch = smallest if request.global_batch is None else request.global_batch
+    request.job(ParallelLayout(), global_batch=batch).check()
     if request.method != "full" and request.lora_rank < 1:
         raise UsageError(f"--lora-rank is {request.lora_rank}: give a rank of at least 1, such as 16")
 
@@ -388,7 +441,7 @@ def _ranked(choices: Sequence[Choice], objective: Objective) -> list[Choice]:
 
 def _time_per_token(choice: Choice) -> float:
     job = choice.estimate.job
-    return choice.estimate.time.total / (job.global_batch * job.seq_len)
+    return choice.estimate.time.total / job.tokens_per_step
 
 
 def _usd(choice: Choice) -> float:

@@ -1,5 +1,6 @@
 """Which layouts of a model on a number of GPUs fit, and how fast the best of each is."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import get_args
@@ -20,6 +21,7 @@ from hfscale.planner.job import (
     Precision,
     Recompute,
     Schedule,
+    Task,
     can_overlap_experts,
     is_fine_grained,
     splits_activations,
@@ -27,6 +29,7 @@ from hfscale.planner.job import (
 )
 from hfscale.planner.launchable import why_no_stages
 from hfscale.planner.memory import host_gib, memory_of
+from hfscale.planner.tasks import GENERATION_ROUNDS
 
 HEADROOM = 0.94
 """Part of a device's memory that a plan may use; the rest is for what the estimate misses (benchmarks/results)."""
@@ -46,6 +49,8 @@ MOST_UNEVEN = 1.15
 four on the fullest and a ratio of 1.05, 126 layers on 16 ranks eight and 1.02."""
 MOST_STAGES = 64
 """Largest number of pipeline ranks that is tried; Llama 3 405B was trained with 16."""
+GRPO_BATCH = 1024
+"""Completions per step that are used for the task `grpo` where the request has no global batch."""
 NO_PIPELINES = "no pipelines"
 """How a reason begins that holds for all pipelines and is reported once."""
 
@@ -89,6 +94,16 @@ class PlanRequest:
     """Whether the loss never holds all logits at once."""
     network_gb_s: float | None = None
     """Bandwidth between nodes per device, GB/s; by default that of the vendor's reference node."""
+    task: Task = "text"
+    """What a step trains on."""
+    num_generations: int = 8
+    """Completions per prompt, with the task `grpo`."""
+    max_completion_length: int = 512
+    """Tokens of a sequence that are generated, with the task `grpo`."""
+    beta: float = 0.0
+    """Coefficient of the KL divergence from the reference model, with the task `grpo`."""
+    precompute_ref_log_probs: bool = False
+    """Whether the reference's log-probabilities are computed before the training, with the task `dpo`."""
 
     def job(self, layout: ParallelLayout, *, global_batch: int, zero: int = 0, offload: Offload = "none") -> Job:
         """Returns the run of a layout with micro-batches of one sequence.
@@ -132,13 +147,18 @@ def usual_batch(request: PlanRequest, gpus: int) -> int:
     It is a multiple of the number of GPUs if there are at least as many sequences as GPUs, and otherwise a power of
     two. For full training it is about 4M tokens as for Llama 2; 16M from 4,096 GPUs on as for Llama 3 405B (arXiv
     2407.21783, section 3.4.1); 64M from 1,024 GPUs on for mixtures of many small experts as for DeepSeek-V3 (15,360 x
-    4,096; arXiv 2412.19437, section 4.2). For adapters it is about 128 sequences.
+    4,096; arXiv 2412.19437, section 4.2). For adapters it is about 128 sequences. For the tasks `sft` and `dpo` it is
+    about 128 as for Tulu 3 (allenai/open-instruct, docs/tulu3.md), and for `grpo` about 1,024 completions as for
+    DeepSeekMath (arXiv 2402.03300, section 4.2), in complete groups.
 
     Args:
         request (`PlanRequest`): What is planned for, of which the method, the model and the sequence length are used.
         gpus (`int`): Number of GPUs.
     """
-    if request.method != "full":
+    if request.task == "grpo":
+        multiple = math.lcm(gpus, request.num_generations)
+        return max(1, round(GRPO_BATCH / multiple)) * multiple
+    if request.method != "full" or request.task != "text":
         wanted = 128
     else:
         millions = 64 if gpus >= 1024 and is_fine_grained(request.shape) else 16 if gpus >= 4096 else 4
@@ -181,7 +201,9 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
                 rejected.append(found)
         if fitting:
             break
-    if request.method != "full" and gpus > 1:
+    if request.task != "text" and gpus > 1:
+        rejected.append(_tasks_under_model_parallelism(gpus, request.task))
+    elif request.method != "full" and gpus > 1:
         rejected.append(_adapters_under_model_parallelism(gpus))
     if request.shape.moe is not None and request.framework == "hf":
         rejected.append(_expert_parallelism(gpus))
@@ -193,7 +215,7 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
 
 def _offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
     """Layouts that keep states in the CPU's memory: ZeRO-2 and ZeRO-3 with offload, in the framework `hf` only."""
-    if request.framework == "hf":
+    if request.framework == "hf" and request.task in ("text", "sft"):
         yield ParallelLayout(dp_replicate=gpus), 2 if gpus > 1 else 0, "optimizer"
         yield ParallelLayout(dp_shard=gpus), 3, "full"
 
@@ -213,11 +235,11 @@ def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
         if heads % tp or (kv_heads % tp and tp % kv_heads) or gpus % tp:
             continue
         for pp in _pipeline_sizes(shape.layers, gpus // tp):
-            if (tp > 1 or pp > 1) and request.method != "full":
-                continue  # adapters are trained with data parallelism
+            if (tp > 1 or pp > 1) and (request.method != "full" or request.task != "text"):
+                continue  # adapters and TRL are planned with data parallelism
             if tp > 1 and request.framework == "hf" and not _has_tensor_parallelism(shape, tp, pp):
                 continue
-            for cp in _powers_of_two(request.seq_len // LEAST_TOKENS_PER_CP_RANK):
+            for cp in _powers_of_two(request.seq_len // LEAST_TOKENS_PER_CP_RANK) if request.task == "text" else [1]:
                 if cp > 1 and request.framework == "hf" and tp > 1 and pp == 1:
                     continue  # Accelerate combines context parallelism with FSDP2 alone, `ParallelTrainer` with all
                 if (gpus // tp // pp) % cp or request.seq_len % (2 * cp):
@@ -342,6 +364,8 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None]:
         if (variant.global_batch // variant.data_parallel) % micro_batch:
             break
         trial = replace(variant, micro_batch=micro_batch)
+        if trial.micro_batches % trial.generation_rounds:
+            break
         if trial.overlapped_experts and not can_overlap_experts(trial):  # only one micro-batch is left
             trial = replace(trial, overlapped_experts=False)
         if trial.framework == "hf" and not _schedule_runs(trial):
@@ -378,7 +402,17 @@ def _variants(job: Job) -> Iterator[Job]:
                     virtual_stages=stages,
                     expert_parallel=experts,
                 )
-                yield replace(variant, overlapped_experts=True) if can_overlap_experts(variant) else variant
+                if job.task == "grpo":
+                    yield from _generation_rounds(variant)
+                else:
+                    yield replace(variant, overlapped_experts=True) if can_overlap_experts(variant) else variant
+
+
+def _generation_rounds(job: Job) -> Iterator[Job]:
+    """The job with each number of rounds in which whole groups of completions can be generated."""
+    for rounds in GENERATION_ROUNDS:
+        if job.micro_batches % rounds == 0 and job.global_batch // rounds % job.num_generations == 0:
+            yield replace(job, generation_rounds=rounds)
 
 
 def _schedules(job: Job) -> list[tuple[Schedule, int]]:
@@ -427,6 +461,15 @@ def _adapters_under_model_parallelism(gpus: int) -> Rejected:
         strategy="parallel",
         reason="tensor and pipeline parallelism: adapters are planned with data parallelism alone, because peft "
         "adapts unsplit matrices; --method qlora or more GPUs (FSDP2) reduce the memory per GPU",
+    )
+
+
+def _tasks_under_model_parallelism(gpus: int, task: Task) -> Rejected:
+    return Rejected(
+        layout=ParallelLayout(tp=gpus),
+        strategy="parallel",
+        reason=f"tensor, pipeline and context parallelism: the recipe of {task} runs TRL with DDP, ZeRO or FSDP2"
+        + ("; recipes/tp_pp trains on chats too (plan without --task)" if task == "sft" else ""),
     )
 
 

@@ -19,6 +19,7 @@ from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.memory import trained_parameters
 from hfscale.planner.network import Group, Network, exposed_s
+from hfscale.planner.tasks import generation_s, reference_s
 
 CPU_BYTES_S = 40e9
 """Memory bandwidth, bytes/s, of a rank's share of the CPUs, for an optimizer on the CPU (eight ranks on two
@@ -41,7 +42,23 @@ class StepTime:
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.compute + self.communication + self.bubble + self.optimizer
+        return float(sum(vars(self).values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoTime(StepTime):
+    """Holds the duration of a step with a reference model by part, in seconds."""
+
+    reference: float
+    """The reference's forward passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoTime(DpoTime):
+    """Holds the duration of a step with generation by part, in seconds."""
+
+    generation: float
+    """Generation of the completions, at their full length."""
 
 
 def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTime:
@@ -84,12 +101,19 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
     once = _once_per_step(job, framework, network, forward * first, backward * first) + gathered.per_step
     optimizer = _optimizer_s(job, rates) + framework.step_s
     drift = 1 + shared.node_drift * math.log2(max(1.0, job.layout.world_size / job.gpus_per_node))
-    return StepTime(
-        compute=m * compute,
-        communication=m * (slowest + pipeline - compute) + once + (drift - 1) * (m * slowest + bubble),
-        bubble=bubble,
-        optimizer=optimizer,
-    )
+    parts = {
+        "compute": m * compute,
+        "communication": m * (slowest + pipeline - compute) + once + (drift - 1) * (m * slowest + bubble),
+        "bubble": bubble,
+        "optimizer": optimizer,
+    }
+    if job.task not in ("dpo", "grpo"):
+        return StepTime(**parts)
+    reference = m * reference_s(job, framework, shared, network, rates)
+    if job.task == "dpo":
+        return DpoTime(**parts, reference=reference)
+    generation = generation_s(job, framework, shared, network, rates)
+    return GrpoTime(**parts, reference=reference, generation=generation)
 
 
 def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[float, float]:
