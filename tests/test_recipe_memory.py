@@ -18,7 +18,25 @@ def stated_gb(text):
     return float(re.search(r"About ([\d.]+) GB", re.sub(r"\s+#?\s*", " ", text))[1])
 
 
-def predicted_gb(recipe):
+PROMPT = 512
+"""Tokens of a prompt that the files of GRPO count."""
+
+
+def task_of(recipe, flags):
+    """The task of a recipe that runs TRL, with its options, as `estimate` takes them."""
+    task = recipe.parent.name
+    if task == "dpo":
+        precompute = flags.get("precompute_ref_log_probs", False)
+        return {"task": task, "seq_len": flags["max_length"], "precompute_ref_log_probs": precompute}
+    if task == "grpo":
+        options = {name: flags[name] for name in ("num_generations", "max_completion_length", "beta")}
+        return {"task": task, "seq_len": PROMPT + flags["max_completion_length"], **options}
+    if task == "sft":
+        return {"task": task, "seq_len": flags["max_length"]}
+    return {"seq_len": flags["block_size"]}
+
+
+def predicted_gb(recipe, **changes):
     text = recipe.read_text(encoding="utf-8")
     flags = yaml.safe_load(text)
     launcher = launch_command_parser().parse_args(shlex.split(text.splitlines()[0])[3:])
@@ -30,10 +48,10 @@ def predicted_gb(recipe):
     lora = {} if method == "full" else {"lora_rank": flags.get("lora_r", 16)}
     micro_batch = flags["per_device_train_batch_size"]
     found = estimate(
-        re.sub(r"-(full|lora|qlora|long|pretrain)$", "", recipe.stem),
+        re.sub(r"-(full|lora|qlora|long|pretrain|sft)$", "", recipe.stem),
         gpu="H100-80GB",
         layout={"dp_replicate": replicas, "dp_shard": ranks // replicas, "cp": cp, "tp": tp, "pp": pp},
-        seq_len=flags["block_size"],
+        **{**task_of(recipe, flags), **changes},
         micro_batch=micro_batch,
         global_batch=micro_batch * flags["gradient_accumulation_steps"] * ranks,
         zero=ZERO_STAGE[config],
@@ -48,7 +66,17 @@ def predicted_gb(recipe):
     return found.memory.total * 2**30 / 1e9
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_alternatives_that_the_files_of_trl_name_agree_too():
+    recipes = {f"{path.parent.name}/{path.stem}": path for path in RECIPES}
+    for name, changes, stated in (
+        ("dpo/qwen3-8b-full", {"precompute_ref_log_probs": False}, 65),
+        ("grpo/qwen3-4b-full", {"generation_rounds": 2}, 33),
+    ):
+        assert f"{stated} GB" in recipes[name].read_text(encoding="utf-8")
+        assert predicted_gb(recipes[name], **changes) == pytest.approx(stated, rel=0.03)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_stated_memory_agrees_with_the_planner(recipe):
     """The files of small models count twice the planner's memory for the CUDA context, and round up."""
     within = {"sharded": 0.12, "tp_pp": 0.2}.get(recipe.parent.name, 0.16)

@@ -14,15 +14,25 @@ from conftest import REPOSITORY
 
 from hfscale import ParallelArguments
 from hfscale.errors import ConfigFileError, UsageError
+from hfscale.recipe.arguments import SourceArguments
 from hfscale.recipe.parsing import GROUPS, parse_arguments
+from hfscale.recipe.rewards import RewardArguments
+from hfscale.recipe.trl import DPOArguments, GRPOArguments, SFTArguments
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 A_RECIPE = REPOSITORY / "recipes" / "ddp" / "smollm2-135m-full.yaml"
 READMES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "recipes").rglob("README.md"))]
+TRL_GROUPS = {"sft": SFTArguments, "dpo": DPOArguments, "grpo": GRPOArguments}
+"""The training arguments of TRL's recipes, by folder."""
 FLAGS = {
     "config",
     "help",
-    *(flag.name for group in (*GROUPS, ParallelArguments) for flag in fields(group) if flag.init),
+    *(
+        flag.name
+        for group in (*GROUPS, ParallelArguments, *TRL_GROUPS.values(), RewardArguments)
+        for flag in fields(group)
+        if flag.init
+    ),
 }
 SHELL_BLOCK = re.compile(r"^ *```(?:bash|sh|shell|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 REPOSITORY_PATH = re.compile(r"(?:accelerate_configs|ds_configs|recipes)/")
@@ -110,8 +120,12 @@ def test_second_line_is_a_summary(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_parses_and_is_flat(recipe):
-    also = [] if recipe.parent.name == "ddp" else [ParallelArguments]
-    model, data, _, training, *_ = parse_arguments(["--config", str(recipe)], also=also)
+    folder = recipe.parent.name
+    groups = {"also": [] if folder == "ddp" else [ParallelArguments]}
+    if folder in TRL_GROUPS:
+        also = [RewardArguments] if folder == "grpo" else []
+        groups = {"data": SourceArguments, "training": TRL_GROUPS[folder], "also": also}
+    model, data, _, training, *_ = parse_arguments(["--config", str(recipe)], **groups)
     assert model.model_name_or_path or model.config_name
     assert data.dataset_name or data.train_file
     assert training.output_dir == f"runs/{recipe.stem}"

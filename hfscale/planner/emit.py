@@ -270,6 +270,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         "#",
         "# Set your data (dataset_name or train_file) and your learning rate; the one below is a low one to start "
         "with.",
+        *(["# Name your reward_functions: rewards.py:is_correct."] if job.task == "grpo" else []),
         "",
         *(f"{name}: {_scalar(value)}" for name, value in values.items()),
     ]

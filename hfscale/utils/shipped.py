@@ -10,8 +10,10 @@ _KINDS = {
     "accelerate": ("accelerate_configs", "*.yaml"),
     "deepspeed": ("ds_configs", "*.json"),
     "recipe": ("recipes", "*.yaml"),
+    "trl": ("recipes", "*.yaml"),
     "script": ("recipes", "train.py"),
 }
+_TRL_FOLDERS = ("sft", "dpo", "grpo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class ShippedConfig:
     name: str
     """Path as in the repository, `accelerate_configs/ddp.yaml`; its short names are `ddp.yaml` and `ddp`."""
     kind: str
-    """`accelerate`, `deepspeed`, `recipe` or `script`."""
+    """`accelerate`, `deepspeed`, `recipe`, `trl` (a recipe that runs TRL) or `script`."""
     path: Path
     """Its path on this machine."""
 
@@ -58,13 +60,15 @@ def list_configs() -> list[ShippedConfig]:
     found = []
     for kind, (folder, pattern) in _KINDS.items():
         for path in sorted((root / folder).rglob(pattern)):
+            if kind in ("recipe", "trl") and (path.parent.name in _TRL_FOLDERS) != (kind == "trl"):
+                continue
             found.append(ShippedConfig(name=path.relative_to(root).as_posix(), kind=kind, path=path))
     return found
 
 
 def find_config(name: str) -> ShippedConfig:
     """Find a shipped config by name; kinds take precedence in the order `accelerate`, `deepspeed`, `recipe`,
-    `script`.
+    `trl`, `script`.
 
     Args:
         name (`str`): one of its names (`ShippedConfig.names`).
