@@ -154,6 +154,15 @@ def test_packed_sequences_are_told_apart_by_their_positions(tmp_path):
     assert counts.attended == 10**2 + 6**2
 
 
+def test_single_tokens_are_the_padding_of_packed_sequences(tmp_path):
+    counter, model = attached(tmp_path, tiny_model())
+    positions = torch.stack([torch.cat([torch.arange(9), torch.arange(5), torch.tensor([0, 0])]), torch.arange(16)])
+    model(input_ids=IDS[:2], position_ids=positions)
+    counts = counter.take()
+    assert (counts.tokens, counts.samples, counts.padding, counts.unmasked) == (2 * LENGTH, 3, 2, 0)
+    assert counts.attended == 9**2 + 5**2 + 2 + 16**2
+
+
 def test_encoder_and_decoder_both_count(tmp_path):
     labels = torch.where(torch.arange(6) < 5, IDS[:, :6], -100)
     for wrap in (lambda m: m, lambda m: get_peft_model(m, LoraConfig(r=2, target_modules=["q", "v"]))):

@@ -83,15 +83,18 @@ def test_the_global_random_state_does_not_change():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_without_parameters_only_the_buffers_are_computed():
-    expected_model = build_model(CONFIGS["llama"], seed=7, dtype=torch.float32)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # Gemma's embedding has a weight and a buffer
+def test_without_parameters_only_the_buffers_are_computed(name):
+    expected_model = build_model(CONFIGS[name], seed=7, dtype=torch.float32)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+        empty = AutoModelForCausalLM.from_config(CONFIGS[name])
     empty.to_empty(device="cpu")
+    empty.tie_weights()
     with torch.no_grad():
-        for parameter in empty.parameters():
-            parameter.fill_(5.0)
+        for tensor in (*empty.parameters(), *empty.buffers()):
+            tensor.fill_(5.0)
     draw_weights(empty, seed=7, parameters=False)
     assert all((parameter == 5.0).all() for parameter in empty.parameters())
-    for (name, found), expected in zip(empty.named_buffers(), expected_model.buffers(), strict=True):
-        torch.testing.assert_close(found, expected, msg=name)
+    assert empty.get_input_embeddings().weight is empty.lm_head.weight or not empty.config.tie_word_embeddings
+    for (buffer, found), expected in zip(empty.named_buffers(), expected_model.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, msg=buffer)

@@ -46,7 +46,7 @@ class ScalingMetricsCallback(AdapterCallback):
     | `scaling/tokens_per_s` | tokens/s | tokens trained on by all processes together |
     | `scaling/tokens_per_s_per_gpu` | tokens/s | the same, divided by the number of processes |
     | `scaling/tokens_seen` | tokens | tokens trained on since step 0, over all resumes |
-    | `scaling/padding_fraction` | ratio | padding / tokens, where attention masks or labels tell what is padding |
+    | `scaling/padding_fraction` | ratio | padding / tokens, where masks, positions or labels tell what is padding |
     | `scaling/samples_per_s` | samples/s | sequences, images or audio clips trained on by all processes together |
     | `scaling/mfu` | ratio | model FLOPs utilization: model FLOPs (attention in full) / peak; see `UtilizationMeter` |
     | `scaling/hfu` | ratio | hardware FLOPs utilization: executed FLOPs, recomputation included / peak |

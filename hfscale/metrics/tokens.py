@@ -172,9 +172,13 @@ class TokenCounter:
         self._counts.tokens += tokens
         self._counts.main_tokens += tokens
         if mask is None and positions is not None and positions.shape == shape:
-            # Packed sequences without padding: each one starts at position 0, and sum(2 p + 1) is its squared length.
-            self._add("documents", (positions == 0).sum())
+            # Packed sequences: each starts at position 0, and sum(2 p + 1) is its squared length. Those of one token
+            # are padding (hfscale.recipe.packing); nothing is trained on them.
+            starts = positions == 0
+            padding = starts & nn.functional.pad(starts[..., 1:], (0, 1), value=True)
+            self._add("documents", (starts & ~padding).sum())
             self._add("attended", 2 * positions.sum() + tokens)
+            self._count_padding(tokens, ~padding)
             return rows
         self._counts.samples += rows
         self._counts.attended += tokens * shape[-1]

@@ -81,9 +81,10 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
             with _gathered(module):
                 module.load_state_dict(XIELUActivation(dtype=module.beta.dtype).state_dict())
             return
-        if not parameters and _parameters_of(module):
+        is_kept = not parameters and _parameters_of(module)
+        if is_kept and not any(True for _ in module.buffers(recurse=False)):
             return
-        with _gathered(module), torch.random.fork_rng(devices=[]):
+        with _kept(module) if is_kept else _gathered(module), torch.random.fork_rng(devices=[]):
             torch.manual_seed(_seed_of(seed, name))
             # No public way to apply the architecture's rule to one module: `initialize_weights` draws all modules from
             # one stream. tests/test_weights.py fails when it moves.
@@ -168,6 +169,21 @@ def _seed_of(seed: int, name: str) -> int:
 def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that a module's rule may change: its own and its children's."""
     return [parameter for part in (module, *module.children()) for parameter in part.parameters(recurse=False)]
+
+
+@contextlib.contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Inside this context, a module's rule changes its buffers, such as Gemma 3's factor of embeddings, and nothing
+    else."""
+    owned = [(part, *item) for part in (module, *module.children()) for item in part.named_parameters(recurse=False)]
+    for part, name, parameter in owned:
+        without_memory = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        setattr(part, name, nn.Parameter(without_memory, requires_grad=False))
+    try:
+        yield
+    finally:
+        for part, name, parameter in owned:
+            setattr(part, name, parameter)
 
 
 def _needs_host_copies(parameters: Iterable[nn.Parameter]) -> bool:
