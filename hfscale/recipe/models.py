@@ -58,7 +58,11 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
 
 
 def load_config(
-    args: ModelArguments, tokenizer: PreTrainedTokenizerBase | None, *, block_size: int
+    args: ModelArguments,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    block_size: int,
+    length_flag: str = "--block_size",
 ) -> PreTrainedConfig:
     """Load the model's config and check that the tokenizer and the sequences fit it.
 
@@ -66,6 +70,7 @@ def load_config(
         args (`ModelArguments`): the name of the model or of the config.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer to check; needed where no model is named.
         block_size (`int`): tokens per sequence.
+        length_flag (`str`): the flag that gave it, for the message.
 
     Raises:
         UsageError: the config cannot be loaded, or the model is too small for the tokenizer or the sequences.
@@ -81,7 +86,7 @@ def load_config(
         )
     positions = getattr(text, "max_position_embeddings", block_size)
     if block_size > positions:
-        raise UsageError(f"--block_size {block_size} is longer than the model's {positions} positions: lower it")
+        raise UsageError(f"{length_flag} {block_size} is longer than the model's {positions} positions: lower it")
     return config
 
 

@@ -77,7 +77,9 @@ def main():
     patience = scaling_args.early_stopping_patience
     check_evaluation(training_args, has_evaluation=eval_dataset is not None, patience=patience)
 
-    config = load_config(model_args, tokenizer, block_size=training_args.max_completion_length)
+    config = load_config(
+        model_args, tokenizer, block_size=training_args.max_completion_length, length_flag="--max_completion_length"
+    )
     model = load_model(model_args, config, training_args, layout=layout)
     scaling = scaling_callback(scaling_args)
     with errors_of_trl():

@@ -63,7 +63,7 @@ def main():
     patience = scaling_args.early_stopping_patience
     check_evaluation(training_args, has_evaluation=eval_dataset is not None, patience=patience)
 
-    config = load_config(model_args, tokenizer, block_size=training_args.max_length or 1)
+    config = load_config(model_args, tokenizer, block_size=training_args.max_length or 1, length_flag="--max_length")
     model = load_model(model_args, config, training_args, layout=layout)
     scaling = scaling_callback(scaling_args, block_size=training_args.max_length)
     with errors_of_trl():
