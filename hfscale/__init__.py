@@ -17,6 +17,7 @@ _HOME_OF = {
     "ParallelArguments": "hfscale.parallel.arguments",
     "ParallelLayout": "hfscale.facts.layout",
     "ParallelTrainer": "hfscale.parallel.trainer",
+    "SampleGenerationCallback": "hfscale.callbacks.sample_generation",
     "ScalingCallback": "hfscale.callbacks.scaling",
     "ScalingMetricsCallback": "hfscale.callbacks.scaling_metrics",
     "SpotCheckpointCallback": "hfscale.callbacks.spot_checkpoint",

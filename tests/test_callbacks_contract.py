@@ -5,7 +5,8 @@ import re
 
 import pytest
 from conftest import REPOSITORY
-from tiny import logged, tiny_trainer
+from tiny import logged, make_callback, tiny_tokenizer
+from tiny import tiny_trainer as trainer_without_tokenizer
 from transformers import TrainerCallback
 
 import hfscale
@@ -13,7 +14,7 @@ from hfscale.checkpoint.store import latest_checkpoint
 from hfscale.errors import HfScaleError
 
 CALLBACKS = sorted(name for name in hfscale.__all__ if name.endswith("Callback"))
-PARTS = [name for name in CALLBACKS if name != "ScalingCallback"]
+PARTS = [name for name in CALLBACKS if name not in ("ScalingCallback", "SampleGenerationCallback")]
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_scheduler_type": "constant"}
 PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
 MEASURED_TIMES = ("goodput",)  # differ between two runs
@@ -25,6 +26,10 @@ NEED_MORE_THAN_ONE_SHORT_RUN = {
 }
 
 every_callback = pytest.mark.parametrize("name", CALLBACKS)
+
+
+def tiny_trainer(*args, **kwargs):
+    return trainer_without_tokenizer(*args, tokenizer=tiny_tokenizer(), **kwargs)
 
 
 def documented_keys(name):
@@ -42,8 +47,8 @@ def test_there_are_four_parts_and_scaling_callback():
 
 
 @every_callback
-def test_needs_no_argument_and_trains(tmp_path, name):
-    trainer = tiny_trainer(tmp_path, getattr(hfscale, name)())
+def test_trains_with_default_arguments(tmp_path, name):
+    trainer = tiny_trainer(tmp_path, make_callback(name))
     trainer.train()
     assert trainer.state.global_step == 4
 
@@ -52,7 +57,7 @@ def test_needs_no_argument_and_trains(tmp_path, name):
 def test_does_not_change_the_training(tmp_path, name):
     plain = tiny_trainer(tmp_path / "plain")
     plain.train()
-    trainer = tiny_trainer(tmp_path / "with", getattr(hfscale, name)())
+    trainer = tiny_trainer(tmp_path / "with", make_callback(name))
     trainer.train()
     assert logged(trainer, "loss") == logged(plain, "loss")
     assert logged(trainer, "grad_norm") == logged(plain, "grad_norm")
@@ -62,11 +67,11 @@ def test_does_not_change_the_training(tmp_path, name):
 @pytest.mark.parametrize("restores", [False, True])
 def test_state_survives_a_resume(tmp_path, name, restores):
     """Whether or not transformers is asked to restore callbacks by making new instances."""
-    uninterrupted = tiny_trainer(tmp_path / "uninterrupted", getattr(hfscale, name)(), **SAVING)
+    uninterrupted = tiny_trainer(tmp_path / "uninterrupted", make_callback(name), **SAVING)
     uninterrupted.train()
-    tiny_trainer(tmp_path / "run", getattr(hfscale, name)(), **(SAVING | {"max_steps": 3})).train()
+    tiny_trainer(tmp_path / "run", make_callback(name), **(SAVING | {"max_steps": 3})).train()
     resumed = tiny_trainer(
-        tmp_path / "run", getattr(hfscale, name)(), restore_callback_states_from_checkpoint=restores, **SAVING
+        tmp_path / "run", make_callback(name), restore_callback_states_from_checkpoint=restores, **SAVING
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     for key in ("lr_scaling/factor", "scaling/tokens_seen"):
@@ -85,7 +90,7 @@ def test_state_survives_a_resume(tmp_path, name, restores):
 @every_callback
 def test_resumes_a_run_that_began_without_it(tmp_path, name):
     tiny_trainer(tmp_path, **(SAVING | {"max_steps": 3})).train()
-    trainer = tiny_trainer(tmp_path, getattr(hfscale, name)(), **SAVING)
+    trainer = tiny_trainer(tmp_path, make_callback(name), **SAVING)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert trainer.state.global_step == 6
 
@@ -93,7 +98,7 @@ def test_resumes_a_run_that_began_without_it(tmp_path, name):
 @every_callback
 def test_can_be_added_after_the_trainer_was_made(tmp_path, name):
     trainer = tiny_trainer(tmp_path, **SAVING)
-    trainer.add_callback(getattr(hfscale, name)())
+    trainer.add_callback(make_callback(name))
     trainer.train()
     assert documented_keys(name) & {"scaling/tokens_seen", "lr_scaling/factor", "checkpoint/bytes"} <= logged_keys(
         trainer
@@ -102,7 +107,7 @@ def test_can_be_added_after_the_trainer_was_made(tmp_path, name):
 
 @every_callback
 def test_can_train_twice(tmp_path, name):
-    trainer = tiny_trainer(tmp_path, getattr(hfscale, name)(), **SAVING)
+    trainer = tiny_trainer(tmp_path, make_callback(name), **SAVING)
     trainer.train()
     once = logged(trainer, "scaling/tokens_seen")
     trainer.train()
@@ -114,9 +119,9 @@ def test_can_train_twice(tmp_path, name):
 def test_logs_no_key_that_is_not_documented(tmp_path, name):
     metrics = hfscale.ScalingMetricsCallback(peak_tflops=1.0, usd_per_gpu_hour=2.0)
     options = {"metrics": metrics} if name == "ScalingCallback" else {}
-    trainer = tiny_trainer(tmp_path, getattr(hfscale, name)(**options), eval_strategy="steps", eval_steps=2, **SAVING)
+    trainer = tiny_trainer(tmp_path, make_callback(name, **options), eval_strategy="steps", eval_steps=2, **SAVING)
     trainer.train()
-    documented = documented_keys(name) if name in PARTS else set().union(*map(documented_keys, PARTS))
+    documented = documented_keys(name) if name != "ScalingCallback" else set().union(*map(documented_keys, PARTS))
     assert logged_keys(trainer) <= documented
     if name == "ScalingCallback":  # everything but what only a GPU has
         absent = {key for key in documented - logged_keys(trainer) if not key.startswith("gpu/")}
@@ -137,7 +142,7 @@ def test_outside_a_trainer_it_raises_an_error(name, tmp_path):
 
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(HfScaleError, match="Trainer"):
-        getattr(hfscale, name)().on_train_begin(arguments, TrainerState(), TrainerControl())
+        make_callback(name).on_train_begin(arguments, TrainerState(), TrainerControl())
 
 
 def test_scaling_callback_passes_each_event_to_each_part_in_order():

@@ -92,6 +92,7 @@ def test_the_promised_names_of_this_version():
         "SpotCheckpointCallback",
         "CommHealthCallback",
         "ScalingMetricsCallback",
+        "SampleGenerationCallback",
         "estimate",
         "latest_checkpoint",
         "plan",

@@ -4,9 +4,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 
+import hfscale
 from hfscale.utils.versions import is_at_least
 
 VOCAB = 64
@@ -42,6 +53,20 @@ def tiny_model(**overrides: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(sizes | overrides)))
 
 
+def tiny_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of `VOCAB` words: `<end>`, `<turn>`, and `w2` … `w63`. Keywords are its options."""
+    words = {"<end>": 0, "<turn>": 1, **{f"w{number}": number for number in range(2, VOCAB)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<end>", **options)
+
+
+def make_callback(name: str, **options: Any) -> Any:
+    """Return a new callback of hfscale, with the arguments that it cannot do without."""
+    required = {"SampleGenerationCallback": {"prompts": ["w3 w4", "w5"], "every_steps": 1, "max_new_tokens": 3}}
+    return getattr(hfscale, name)(**required.get(name, {}), **options)
+
+
 def let_old_transformers_resume_on_cpu() -> None:
     """Let torch load what is to be put on `cpu:0`: before 5.22, Trainer asks for it under DDP on a CPU."""
     if not is_at_least("transformers", "5.22"):
@@ -75,6 +100,7 @@ def tiny_trainer(
     *callbacks: TrainerCallback,
     model: Any = None,
     optimizers: Any = (None, None),
+    tokenizer: Any = None,
     **overrides: Any,
 ) -> Trainer:
     """Return a Trainer with the given callbacks; other keywords are training arguments."""
@@ -84,6 +110,8 @@ def tiny_trainer(
         train_dataset=RandomTokens(),
         eval_dataset=RandomTokens(8),
         callbacks=list(callbacks),
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
         optimizers=optimizers,
     )
 

@@ -159,6 +159,7 @@ class ScalingMetricsCallback(AdapterCallback):
         self._logged_step = state.global_step
         adapter.add_metrics(self._keys)
         adapter.on_batch(self._batch_fetched)
+        adapter.on_phase_end(self._clock.end)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

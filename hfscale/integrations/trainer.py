@@ -55,6 +55,7 @@ class TrainerAdapter:
         self._preparations: list[Callable[[], None]] = []
         self._injector: MetricInjector | None = None
         self._fetch_hook: DataFetchHook | None = None
+        self._phase_clock: Callable[[str], object] | None = None
         self._wait_for_save: Callable[[], None] | None = None
         self._wraps_training = False
         self._skips_steps = False
@@ -127,6 +128,24 @@ class TrainerAdapter:
             self._replace(self.trainer, "get_batch_samples", self._fetch_hook)
             self.at_training_end(lambda: setattr(self, "_fetch_hook", None))
         self._fetch_hook.add(listener)
+
+    def on_phase_end(self, clock: Callable[[str], object]) -> None:
+        """Have `clock(phase)` called when a callback ends a phase that Trainer has no event for.
+
+        Args:
+            clock (`Callable`): charges the time since the previous event to a phase (`PhaseClock.end`).
+        """
+        self._phase_clock = clock
+        self.at_training_end(lambda: setattr(self, "_phase_clock", None))
+
+    def phase_ended(self, phase: str) -> None:
+        """Report the end of a phase to the callback that measures them, if there is one.
+
+        Args:
+            phase (`str`): its name, such as `evaluate`.
+        """
+        if self._phase_clock is not None:
+            self._phase_clock(phase)
 
     # --- callbacks --------------------------------------------------------------------------------------------------
 

@@ -142,14 +142,7 @@ def begin_records(output_dir: Path, step: int) -> None:
         step (`int`): The optimizer step that the training resumes from; 0 if it starts from scratch.
     """
     for name in (JSONL_NAME, RANKS_NAME):
-        path = output_dir / name
-        if not path.is_file():
-            continue
-        if step == 0:
-            _set_aside(path)
-            continue
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        write_atomically(path, "".join(f"{line}\n" for line in lines if _is_up_to(line, step)))
+        begin_lines(output_dir / name, step)
     timeline = output_dir / TIMELINE_NAME
     if timeline.is_file() and not timeline.read_bytes().endswith(b"\n"):
         with timeline.open("a", encoding="utf-8") as file:
@@ -157,6 +150,22 @@ def begin_records(output_dir: Path, step: int) -> None:
     has_ended = any(record["event"] == "end" for record in read_events(output_dir))
     if step == 0 and timeline.is_file() and (has_ended or any(output_dir.glob("checkpoint-*"))):
         _set_aside(timeline)
+
+
+def begin_lines(path: Path, step: int) -> None:
+    """Prepare one file of lines with a `step` for a training that starts or resumes, as `begin_records` does.
+
+    Args:
+        path (`Path`): the file; it may not exist yet.
+        step (`int`): The optimizer step that the training resumes from; 0 if it starts from scratch.
+    """
+    if not path.is_file():
+        return
+    if step == 0:
+        _set_aside(path)
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    write_atomically(path, "".join(f"{line}\n" for line in lines if _is_up_to(line, step)))
 
 
 def _is_up_to(line: str, step: int) -> bool:

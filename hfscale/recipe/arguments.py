@@ -21,10 +21,12 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from hfscale.callbacks.comm_health import CommHealthCallback
 from hfscale.callbacks.lr_scaling import LRScalingCallback
+from hfscale.callbacks.sample_generation import SampleGenerationCallback, read_prompts
 from hfscale.callbacks.scaling import ScalingCallback
 from hfscale.callbacks.scaling_metrics import ScalingMetricsCallback
 from hfscale.callbacks.spot_checkpoint import SpotCheckpointCallback
 from hfscale.errors import HfScaleError, UsageError
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.lr_rules import RULES
 from hfscale.parallel.arguments import ParallelArguments as ParallelArguments  # recipes once imported it from here
 from hfscale.recipe.compression import METHODS
@@ -77,6 +79,9 @@ class ModelArguments:
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": "Modules to adapt. Default: every linear layer except the head."}
     )
+    merge_adapters: bool = flag(
+        "After the training, also write the model with its adapters merged, into output_dir/merged.", default=False
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and self.config_name:
@@ -87,6 +92,15 @@ class ModelArguments:
             raise UsageError(
                 "--load_in_4bit is for the frozen base model of adapters: give --use_peft true and "
                 "--model_name_or_path too"
+            )
+        if self.merge_adapters and not (self.use_peft and self.model_name_or_path):
+            raise UsageError(
+                "--merge_adapters merges the adapters of --use_peft into the model of --model_name_or_path: give both"
+            )
+        if self.merge_adapters and self.load_in_4bit:
+            raise UsageError(
+                "--merge_adapters and --load_in_4bit: the adapters were trained for the 4-bit weights and not for "
+                "those of --model_name_or_path; leave --merge_adapters out and load base and adapter together"
             )
         require_positive(self, "lora_r", "lora_alpha")
         require_from_0(self, lora_dropout=1)
@@ -152,10 +166,14 @@ class DataArguments(SourceArguments):
     )
     chat_template: str | None = flag("File with the Jinja template of conversations. Default: the tokenizer's.")
     show_samples: int = flag("Number of training samples to print, with the tokens that are trained on.", default=0)
+    sample_prompts: str | None = flag(
+        "File of prompts from which the model generates during training: .txt, one per line, or .jsonl with messages."
+    )
+    sample_steps: int = flag("Optimizer steps between two generations from --sample_prompts.", default=500)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "block_size", "preprocessing_num_workers")
+        require_positive(self, "block_size", "preprocessing_num_workers", "sample_steps")
         require_from_0(self, "show_samples")
         if self.chat_template and not Path(self.chat_template).is_file():
             raise UsageError(f"--chat_template {self.chat_template} is not a file: give one with a Jinja template")
@@ -413,6 +431,32 @@ def scaling_callback(
             noise_scale=args.noise_scale,
         ),
     )
+
+
+def sample_generation(
+    args: DataArguments, layout: ParallelLayout | None = None, *, is_split: bool = False
+) -> list[SampleGenerationCallback]:
+    """Return the callback that generates from `--sample_prompts`, or an empty list without that flag.
+
+    Call it before the model is loaded, so that a mistake is reported at once.
+
+    Args:
+        args (`DataArguments`): the file of prompts, and the steps between two generations.
+        layout (`ParallelLayout`, *optional*): the sizes of the parallel axes, if the recipe has any.
+        is_split (`bool`): whether the recipe trains with `ParallelTrainer`, which cannot generate.
+
+    Raises:
+        UsageError: the layout cannot generate.
+        DataError: the file cannot be read, has no prompt, or has a record of another form.
+    """
+    if args.sample_prompts is None:
+        return []
+    if is_split or (layout is not None and layout.tp * layout.cp > 1):
+        raise UsageError(
+            f"--sample_prompts {args.sample_prompts}: tensor, pipeline and context parallelism cannot generate; leave "
+            "it out and generate from an exported checkpoint (hfscale checkpoints export)"
+        )
+    return [SampleGenerationCallback(read_prompts(args.sample_prompts), every_steps=args.sample_steps)]
 
 
 _aten = torch.ops.aten

@@ -27,6 +27,7 @@ from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, U
 from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.metrics.records import JSONL_NAME
 from hfscale.preemption import Preempted, end_workers, watch_signals
+from hfscale.recipe.export import save_final_model as save_final_model  # recipes import it from here
 from hfscale.utils.disk_errors import storage_error
 from hfscale.utils.logging import is_main_process
 
@@ -152,22 +153,6 @@ def end_if_preempted(scaling: "ScalingCallback") -> None:
     reason = scaling.spot_checkpoint.preempted
     if reason is not None:
         raise Preempted(f"preempted by {reason}; relaunch the same command to resume (exit code 75)")
-
-
-def save_final_model(trainer: "Trainer") -> None:
-    """Write the model (or adapter) and its tokenizer into the run's `output_dir`. Call it on every rank.
-
-    Parameters are gathered one at a time into the host memory of rank 0, never on one GPU. That machine needs memory
-    for the full model: 2 bytes per parameter after DeepSpeed in bf16, else 4. `check_pairs` has checked before the
-    training that a ZeRO-3 config allows the shards to be gathered.
-
-    Args:
-        trainer (`Trainer`): the trainer of the completed run.
-    """
-    if trainer.is_fsdp_enabled:
-        # Checkpoints are written in shards; the exported model is a single state dict.
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model()
 
 
 def print_summary(trainer: "Trainer", callback: "ScalingCallback", metrics: dict[str, float]) -> None:

@@ -16,11 +16,11 @@ from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
 from hfscale.integrations.loading import readable_checkpoint
 from hfscale.integrations.strategy import check_launch
-from hfscale.recipe.arguments import check_evaluation, scaling_callback
+from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.data import load_packed_datasets
-from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run
+from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
 from hfscale.recipe.models import add_lora, cut_document_attention, load_config, load_model, load_tokenizer
 from hfscale.recipe.packing import RowCollator
 from hfscale.recipe.parsing import parse_arguments
@@ -33,6 +33,7 @@ def main():
     check_launch(training_args)
     check_pairs(model_args, training_args)
     check_output_dir(training_args.output_dir)
+    samples = sample_generation(data_args)
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     keep_global_batch(training_args, checkpoint)
     checkpoint = readable_checkpoint(training_args, checkpoint)
@@ -61,6 +62,7 @@ def main():
         processing_class=tokenizer,
         callbacks=[
             scaling,
+            *samples,
             ProfilerCallback(training_args.profile_steps or ()),
             *([EarlyStoppingCallback(patience)] if patience else []),
         ],
@@ -82,7 +84,7 @@ def main():
     end_if_preempted(scaling)
     if eval_dataset is not None:
         metrics |= trainer.evaluate()
-    trainer.save_model()
+    save_final_model(trainer, merge_adapters=model_args.merge_adapters)
     trainer.save_metrics("all", metrics, combined=False)
     print_summary(trainer, scaling, metrics)
 

@@ -24,7 +24,7 @@ from hfscale.callbacks.progress import use_compact_progress
 from hfscale.integrations.strategy import check_launch
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run, print_dry_run
-from hfscale.recipe.arguments import check_evaluation, scaling_callback
+from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
@@ -60,6 +60,7 @@ def main():
 
     check_launch(training_args)
     check_pairs(model_args, training_args)
+    sample_generation(data_args, is_split=True)  # refuses --sample_prompts: split models cannot generate
     check_output_dir(training_args.output_dir)
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     keep_global_batch(training_args, checkpoint, data_parallel_size=layout.data_parallel_size)
@@ -98,7 +99,7 @@ def main():
     end_if_preempted(scaling)
     if eval_dataset is not None:
         metrics |= trainer.evaluate()
-    save_final_model(trainer)
+    save_final_model(trainer, merge_adapters=model_args.merge_adapters)
     trainer.save_metrics("all", metrics, combined=False)
     print_summary(trainer, scaling, metrics)
 

@@ -10,18 +10,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
-from tiny import let_old_transformers_resume_on_cpu, logged, tiny_trainer
-
-import hfscale
+from tiny import let_old_transformers_resume_on_cpu, logged, make_callback, tiny_tokenizer, tiny_trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_scheduler_type": "constant"}
 
 let_old_transformers_resume_on_cpu()
 for name in sys.argv[1:]:
-    uninterrupted = tiny_trainer(f"{name}-uninterrupted", getattr(hfscale, name)(), **SAVING)
+    uninterrupted = tiny_trainer(f"{name}-uninterrupted", make_callback(name), tokenizer=tiny_tokenizer(), **SAVING)
     uninterrupted.train()
-    tiny_trainer(name, getattr(hfscale, name)(), **(SAVING | {"max_steps": 3})).train()
-    resumed = tiny_trainer(name, getattr(hfscale, name)(), **SAVING)
+    tiny_trainer(name, make_callback(name), tokenizer=tiny_tokenizer(), **(SAVING | {"max_steps": 3})).train()
+    resumed = tiny_trainer(name, make_callback(name), tokenizer=tiny_tokenizer(), **SAVING)
     resumed.train(resume_from_checkpoint=f"{name}/checkpoint-3")
     if dist.get_rank() == 0:
         losses = {"uninterrupted": logged(uninterrupted, "loss"), "resumed": logged(resumed, "loss")}
