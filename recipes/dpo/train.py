@@ -97,7 +97,7 @@ def main():
     end_if_preempted(scaling)
     if eval_dataset is not None:
         metrics |= trainer.evaluate()
-    save_final_model(trainer)
+    save_final_model(trainer, merge_adapters=model_args.merge_adapters)
     trainer.save_metrics("all", metrics, combined=False)
     print_summary(trainer, scaling, metrics)
 
