@@ -1,7 +1,6 @@
 """Remote copies of checkpoints, in an S3-compatible server on loopback and in fsspec's memory and file stores."""
 
 import json
-import logging
 import shutil
 import socket
 import subprocess
@@ -17,10 +16,11 @@ from tiny import tiny_trainer
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import remote as remote_module
 from hfscale.checkpoint.manifest import MANIFEST_NAME
-from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest, redacted_message
+from hfscale.checkpoint.remote import COPYING, RemoteStore, Uploader, fetch_newest, redacted_message
 from hfscale.checkpoint.store import commit, verify
 from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
 from hfscale.recipe.resume import resume_point
+from hfscale.utils import secondary
 
 SECRET = "not-a-real-secret"  # noqa: S105 - only for the server below
 
@@ -242,15 +242,15 @@ class TestUploader:
         assert 0 < uploader.expected_s == uploader.last_upload_s < 10
         assert list((tmp_path / "links").iterdir()) == []
 
-    def test_a_store_that_refuses_causes_one_warning(self, tmp_path, monkeypatch):
-        levels = []
-        monkeypatch.setattr(remote_module.logger, "log", lambda level, *args, **kwargs: levels.append(level))
+    def test_a_store_that_refuses_causes_one_warning(self, tmp_path, caplog):
+        secondary.take_counts()
         (tmp_path / "remote").write_text("a file where the folder should be")
         uploader = Uploader(fast_store(f"file://{tmp_path}/remote"), limit=2, links=tmp_path / "links")
         for step in (1, 2):
             uploader.offer(make_checkpoint(tmp_path / "out", step))
             assert uploader.wait(10)
-        assert levels == [logging.WARNING, logging.DEBUG]
+        assert caplog.text.count(f"{COPYING} failed") == 1
+        assert secondary.take_counts() == {COPYING: 2}
         assert uploader.last_uploaded is None
 
 

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfscale.errors import UsageError
 from hfscale.utils.logging import get_logger
+from hfscale.utils.secondary import secondary
 
 logger = get_logger(__name__)
 
@@ -52,7 +53,8 @@ class ProfilerCallback(TrainerCallback):
             return
         self._profile.stop()
         path = Path(args.output_dir) / "profile" / f"step-{state.global_step}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(path))
+        with secondary("writing a profile", path.parent, (OSError, RuntimeError)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(path))
+            logger.info("profiled step %d: %s", state.global_step, path)
         self._profile = None
-        logger.info("profiled step %d: %s", state.global_step, path)

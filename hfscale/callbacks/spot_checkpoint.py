@@ -16,6 +16,7 @@ from hfscale.callbacks.save_cadence import DEFAULT_EVERY_MINUTES, SaveCadence
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hfscale.checkpoint.store import (
+    DELETING,
     archive,
     checkpoint_step,
     delete_newest,
@@ -38,6 +39,7 @@ from hfscale.metrics.clocks import StepPace
 from hfscale.preemption import Preempted
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
+from hfscale.utils.secondary import secondary
 from hfscale.utils.versions import uses_jit_checkpoint
 
 logger = get_logger(__name__)
@@ -387,14 +389,16 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _rotate(self, best: str | os.PathLike[str] | None) -> None:
         keep = Path(best) if best is not None else None
-        rotate(self._run_dir, limit=self._positive_limit, keep=keep, temporary=self._temporary)
+        with secondary(DELETING, self._run_dir):
+            rotate(self._run_dir, limit=self._positive_limit, keep=keep, temporary=self._temporary)
 
     def _rotate_at_end(self, state: TrainerState) -> None:
         """Leave the checkpoints that Trainer would leave at the end of a training, on the ranks that save."""
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
-        delete_newest(self._run_dir, temporary=self._temporary, best=best)
-        if self._limit == 1 and best is not None:
-            keep_only(self._run_dir, best)
+        with secondary(DELETING, self._run_dir):
+            delete_newest(self._run_dir, temporary=self._temporary, best=best)
+            if self._limit == 1 and best is not None:
+                keep_only(self._run_dir, best)
         left = [path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()]
         if self.last_committed is not None and left and left[-1].name != self.last_committed:
             self.last_committed = left[-1].name
@@ -431,7 +435,8 @@ class SpotCheckpointCallback(AdapterCallback):
         self._write_status(status, step, reason)
 
     def _write_status(self, status: str, step: int, reason: str | None = None) -> None:
-        write_status(self._output_dir, status, step=step, checkpoint=self._committed_path(), reason=reason)
+        with secondary("writing the status file", self._output_dir):
+            write_status(self._output_dir, status, step=step, checkpoint=self._committed_path(), reason=reason)
 
     def _committed_path(self) -> str | None:
         """Return the path of the last committed checkpoint in the output directory."""
@@ -462,8 +467,7 @@ class SpotCheckpointCallback(AdapterCallback):
             self._failure = " ".join(reason.split())
         reported = read_status(self._output_dir)
         if reported is None or reported.get("status") == "running":
-            with suppress(OSError):  # a full disk may be why it failed, and that has been logged
-                self._write_status("failed", self._running_step, self._failure)
+            self._write_status("failed", self._running_step, self._failure)
 
 
 class _AfterOthers(TrainerCallback):

@@ -7,7 +7,6 @@ removes the manifest first. A downloaded checkpoint is compared with its manifes
 training starts.
 """
 
-import logging
 import os
 import shutil
 import threading
@@ -33,10 +32,13 @@ from hfscale.utils import distributed
 from hfscale.utils.disk_errors import PROGRAM_ERRORS
 from hfscale.utils.logging import get_logger
 from hfscale.utils.redaction import redact
+from hfscale.utils.secondary import count_failure
 from hfscale.utils.versions import require
 
 logger = get_logger(__name__)
 
+COPYING = "copying a checkpoint"
+"""Name of this work in warnings and in the report."""
 SUPERSEDED_MANIFEST_NAME = "hfscale_manifest.superseded.json"
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 1.0  # each later pause is twice as long: 15 s in all
@@ -251,8 +253,8 @@ def redacted_message(error: Exception) -> str:
 class Uploader:
     """Copies checkpoints to a remote store in a background thread, the newest first.
 
-    If a copy fails, training continues, and the next checkpoint is copied as usual. Only the first failure is logged
-    as a warning.
+    If a copy fails, training continues, and the next checkpoint is copied as usual. Failures are counted, and a
+    warning is repeated at most every few minutes.
 
     Args:
         store (`RemoteStore`): the store.
@@ -268,7 +270,6 @@ class Uploader:
         self._next: tuple[Path, str | None, Collection[int]] | None = None
         self._changed = threading.Condition()
         self._busy = False
-        self._has_warned = False
         self.last_uploaded: str | None = None
         """Name of the newest checkpoint that this process has copied completely."""
         self.last_upload_s = 0.0
@@ -282,7 +283,11 @@ class Uploader:
             best (`str`, *optional*): name of the best checkpoint, which rotation leaves in the store.
             temporary (`Collection[int]`): the steps of the temporary checkpoints.
         """
-        linked = _link(checkpoint, self._links)
+        try:
+            linked = _link(checkpoint, self._links)
+        except CheckpointError as error:
+            count_failure(COPYING, self.store.url, error)
+            return
         with self._changed:
             waiting = self._next
             self._next = (linked, best, temporary)
@@ -336,11 +341,9 @@ class Uploader:
             if self.limit is not None or temporary:
                 self.store.rotate(limit=self.limit, keep=best, temporary=temporary)
         except Exception as error:
-            level = logging.DEBUG if self._has_warned else logging.WARNING
-            self._has_warned = True
-            message = "%s was not copied: %s; training continues with the local checkpoints"
-            is_defect = isinstance(error, PROGRAM_ERRORS)
-            logger.log(level, message, checkpoint.name, redacted_message(error), exc_info=is_defect)
+            if isinstance(error, PROGRAM_ERRORS):
+                logger.warning("%s was not copied because of a defect", checkpoint.name, exc_info=True)
+            count_failure(COPYING, self.store.url, StorageError(f"{checkpoint.name}: {redacted_message(error)}"))
         finally:
             _unlink(checkpoint, self._links)
 

@@ -5,6 +5,7 @@ writes `hfscale_status.json`. How a checkpoint gets here while training runs is 
 `hfscale.checkpoint.writer`.
 """
 
+import errno
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from hfscale.checkpoint.untrusted import check_no_link
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.utils.logging import get_logger
 from hfscale.utils.redaction import redact
+from hfscale.utils.secondary import secondary
 
 logger = get_logger(__name__)
 
@@ -45,6 +47,8 @@ CORRUPT = "corrupt"
 ARCHIVED = "superseded"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 """Name of a checkpoint's folder; the group is its step."""
+DELETING = "deleting old checkpoints"
+"""Name of this work in warnings and in the report."""
 SUPERSEDED = ".superseded"
 """Suffix of the folder of an archived checkpoint."""
 _ARCHIVE_NAME = re.compile(r"checkpoint-(\d+)\.superseded")
@@ -239,7 +243,7 @@ def archive(output_dir: str | os.PathLike[str], *, after_step: int, limit: int |
     archives = list_archives(output_dir)
     for path in archives[: -limit if limit is not None else 0]:
         if path not in moved:
-            _delete(path)
+            _try_to_delete(path)
     return moved
 
 
@@ -259,7 +263,7 @@ def rotate(
     """Delete the oldest checkpoints beyond `limit`, as Trainer does (see `excess_steps`).
 
     A checkpoint is moved to `.unfinished` in one rename before its files are deleted, so an interrupted deletion
-    leaves no partial checkpoint.
+    leaves no partial checkpoint. One that cannot be deleted is left, and a warning says so.
 
     Args:
         output_dir (`str`): output directory of the run.
@@ -275,8 +279,8 @@ def rotate(
     incomplete = [step for step, path in checkpoints.items() if not (path / MANIFEST_NAME).is_file()]
     steps = excess_steps(list(checkpoints), limit=limit, best=best, temporary=temporary, incomplete=incomplete)
     for step in steps:
-        _delete(checkpoints[step])
-    return [checkpoints[step] for step in steps]
+        _try_to_delete(checkpoints[step])
+    return [checkpoints[step] for step in steps if not checkpoints[step].exists()]
 
 
 def excess_steps(
@@ -323,7 +327,7 @@ def keep_only(output_dir: str | os.PathLike[str], checkpoint: Path) -> None:
     if checkpoint.is_dir():
         for other in list_checkpoints(output_dir):
             if not other.samefile(checkpoint):
-                _delete(other)
+                _try_to_delete(other)
 
 
 def delete_newest(output_dir: str | os.PathLike[str], *, temporary: Collection[int], best: Path | None) -> None:
@@ -338,7 +342,12 @@ def delete_newest(output_dir: str | os.PathLike[str], *, temporary: Collection[i
     if len(checkpoints) < 2 or checkpoint_step(checkpoints[-1]) not in temporary:
         return
     if best is None or checkpoints[-1].resolve() != best.resolve():
-        _delete(checkpoints[-1])
+        _try_to_delete(checkpoints[-1])
+
+
+def _try_to_delete(checkpoint: Path) -> None:
+    with secondary(DELETING, checkpoint.parent):
+        _delete(checkpoint)
 
 
 def _delete(checkpoint: Path) -> None:
@@ -539,13 +548,20 @@ def remove_temporaries(folder: Path) -> None:
     """Delete the temporary files that `write_atomically` leaves in `folder` when its process is killed."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+            with secondary(DELETING, folder):
+                path.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
-    """Call fsync on a file or a folder, so that its content reaches the disk."""
+    """Call fsync on a file or a folder, so that its content reaches the disk.
+
+    Some file systems have no fsync of folders, which is no error.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

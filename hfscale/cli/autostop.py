@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import typer
@@ -23,6 +23,7 @@ from hfscale.checkpoint.store import STATUS_NAME, read_status
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.metrics.records import JSONL_NAME, TIMELINE_NAME, read_events
 from hfscale.utils.redaction import redact_argv
+from hfscale.utils.secondary import count_failure
 
 BUSY_PERCENT = 5
 """Use of a GPU, or of one core by a process, below which it is idle: monitoring alone uses less."""
@@ -48,7 +49,14 @@ def parse_duration(text: str) -> float:
 
 
 def gpu_activity() -> ActivityCheck | None:
-    """Make a check of whether a GPU of this machine computes; None without GPUs or without nvidia-ml-py."""
+    """Make a check of whether a GPU of this machine computes.
+
+    A GPU that does not tell its use (in MIG mode) is not watched. One that fails later, because it is lost, counts as
+    idle.
+
+    Returns:
+        `Callable` or `None`: the check; None without nvidia-ml-py or without a GPU that tells its use.
+    """
     try:
         import pynvml
 
@@ -56,9 +64,16 @@ def gpu_activity() -> ActivityCheck | None:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
     except Exception:  # the package, the driver or the devices are missing: each raises its own errors
         return None
-    if not handles:
-        return None
-    return lambda: any(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu >= BUSY_PERCENT for handle in handles)
+
+    def use(handle: Any) -> int | None:
+        try:
+            return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        except pynvml.NVMLError as error:
+            count_failure("reading the use of a GPU", "NVML", error)
+            return None
+
+    watched = [handle for handle in handles if use(handle) is not None]
+    return (lambda: any((use(handle) or 0) >= BUSY_PERCENT for handle in watched)) if watched else None
 
 
 def file_activity(output_dir: Path) -> ActivityCheck:

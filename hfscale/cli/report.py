@@ -10,7 +10,7 @@ import typer
 from hfscale.report.formatting import duration, percent, size
 from hfscale.report.page import write_page
 from hfscale.report.run_data import Run, load_run
-from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, bottlenecks, headline, subtitle
+from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, bottlenecks, failures, headline, subtitle
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +49,7 @@ def _to_dict(found: Run) -> dict[str, object]:
             {"title": one.check, "share": one.share, "numbers": one.problem, "mend": one.fix, "fix": one.fix}
             for one in bottlenecks(found)
         ],
+        "failures": dict(found.failures),
         "seconds": dict(found.split),
         "attempts": [asdict(attempt) for attempt in found.attempts],
         "checkpoints": [asdict(checkpoint) for checkpoint in found.checkpoints],
@@ -74,8 +75,9 @@ def _show(found: Run) -> None:
         console.print(Text(f"  {number}. {one.check}{share}: {one.fix}. Measured: {one.problem}."))
     if not causes:
         console.print(Text("  No bottleneck found: no measured share is above its limit."))
-    for note in found.notes[-1:]:
-        console.print(Text(f"  {note[:1].upper() + note[1:]}."))
+    for note in (*found.notes[-1:], failures(found)):
+        if note is not None:
+            console.print(Text(f"  {note[:1].upper() + note[1:]}."))
     for title, table in (
         ("Where the time went", _split(found)),
         ("Launches", _launches(found)),

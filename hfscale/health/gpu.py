@@ -87,7 +87,7 @@ class NvmlSensor:
             temperature_c=self._query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
             power_w=None if power is None else power / 1e3,
             sm_clock_mhz=self._query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            reasons=self._query("nvmlDeviceGetCurrentClocksEventReasons") or 0,
+            reasons=self._throttle_reasons() or 0,
             ecc_uncorrected=self._errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
             ecc_corrected=self._errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
             remap_pending=bool(remapped and remapped[2]),
@@ -99,10 +99,16 @@ class NvmlSensor:
         found = self._query("nvmlDeviceGetTotalEccErrors", kind, self._nvml.NVML_VOLATILE_ECC)
         return None if found is None else int(found)
 
+    def _throttle_reasons(self) -> int | None:
+        """Why the clocks are low; nvidia-ml-py before 12.535 has only the older name of the call."""
+        reasons = self._query("nvmlDeviceGetCurrentClocksEventReasons")
+        return self._query("nvmlDeviceGetCurrentClocksThrottleReasons") if reasons is None else reasons
+
     def _query(self, name: str, *arguments: Any) -> Any:
-        """One value; None where this GPU or driver does not have it."""
+        """One value; None where this GPU, driver or version of nvidia-ml-py does not have it."""
+        query = getattr(self._nvml, name, None)
         try:
-            return getattr(self._nvml, name)(self._handle, *arguments)
+            return query(self._handle, *arguments) if query is not None else None
         except self._nvml.NVMLError:
             return None
 

@@ -3,7 +3,7 @@
 | file | one line per | holds |
 |---|---|---|
 | `scaling.jsonl` | log | `step`, `time`, metric keys, Trainer's loss, gradient norm, learning rate, epoch |
-| `hfscale_timeline.jsonl` | event | `event` (`launch`, `workload`, `save`, `finding`, `end`), `time`, `step` … |
+| `hfscale_timeline.jsonl` | event | `event` (`launch`, `workload`, `save`, `finding`, `failures`, `end`), `time` … |
 | `hfscale_ranks.jsonl` | log, thinned for many ranks | `step`, `time` and lists with one number per rank |
 
 Times are Unix seconds. Only the main process writes. A reader skips a line that a killed process left unfinished.
@@ -24,6 +24,7 @@ import psutil
 from hfscale.checkpoint.store import write_atomically
 from hfscale.metrics.goodput import GoodputTracker, Rate
 from hfscale.utils.findings import Finding
+from hfscale.utils.secondary import return_counts, secondary, take_counts
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
@@ -35,6 +36,8 @@ RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
 METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
 """The metric keys of hfscale's callbacks begin with one of these."""
+WRITING = "writing measurements"
+"""Name of this work in warnings and in the report."""
 _TRAINER_KEYS = ("loss", "grad_norm", "learning_rate", "epoch")
 
 _process_start_is_taken = False
@@ -110,8 +113,9 @@ class RankLines:
         self._logs += 1
         known = {key: [round(x, 5) for x in row] for key, row in numbers.items() if any(row)}
         if ranks > 1 and known and self._logs % max(1, ranks // RANKS_PER_LINE_BUDGET) == 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            append_record(self._path, {"step": step, "time": time.time(), **known})
+            with secondary(WRITING, self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                append_record(self._path, {"step": step, "time": time.time(), **known})
 
 
 def last_sign_of_life(output_dir: Path) -> float | None:
@@ -239,12 +243,15 @@ class RunRecorder:
             self._ranks = None
             goodput_tracker.begin(launched_at=launched, world_size=args.world_size)
             return goodput_tracker
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._ranks = RankLines(folder)
-        last_alive = last_sign_of_life(folder)
-        begin_records(folder, state.global_step)
-        events = read_events(folder)
+        last_alive: float | None = None
+        events: list[dict[str, Any]] = []
+        with secondary(WRITING, folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            last_alive = last_sign_of_life(folder)
+            begin_records(folder, state.global_step)
+            events = read_events(folder)
         saves = [(e["time"], e["seconds"]) for e in events if e["event"] == "save" and e["step"] == state.global_step]
         is_relaunch = bool(events) or state.global_step > 0
         self._write(
@@ -307,7 +314,9 @@ class RunRecorder:
             return
         kept = {key: value for key, value in logs.items() if key in _TRAINER_KEYS or key.startswith(METRIC_PREFIXES)}
         line = {"step": state.global_step, "time": time.time(), **kept}
-        append_record(self._folder / JSONL_NAME, line, durable=durable)
+        with secondary(WRITING, self._folder / JSONL_NAME):
+            append_record(self._folder / JSONL_NAME, line, durable=durable)
+        self._record_failures(state)
 
     def saved(self, state: "TrainerState", *, seconds: float) -> None:
         """Record that a checkpoint was saved.
@@ -335,6 +344,7 @@ class RunRecorder:
             split (`Mapping[str, float]`): Seconds of each phase since the first launch.
             advice (`str`, *optional*): The advice on the batch size; None if there is none.
         """
+        self._record_failures(state)
         extra = {"advice": advice} if advice is not None else {}
         self._write("end", state, seconds={phase: round(s, 3) for phase, s in split.items()}, **extra)
 
@@ -342,4 +352,15 @@ class RunRecorder:
         if self._folder is None:
             return
         line = {"event": event, "step": state.global_step, "time": time.time(), **fields}
-        append_record(self._folder / TIMELINE_NAME, line)
+        with secondary(WRITING, self._folder / TIMELINE_NAME):
+            append_record(self._folder / TIMELINE_NAME, line)
+
+    def _record_failures(self, state: "TrainerState") -> None:
+        """Record how often secondary work has failed since the last record, for the report."""
+        counts = take_counts() if self._folder is not None else {}
+        if counts and self._folder is not None:
+            try:
+                line = {"event": "failures", "step": state.global_step, "time": time.time(), "counts": counts}
+                append_record(self._folder / TIMELINE_NAME, line)
+            except OSError:  # the next log tries again
+                return_counts(counts)

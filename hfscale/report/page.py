@@ -20,7 +20,7 @@ from hfscale.report.html import (
     timeline,
 )
 from hfscale.report.run_data import Run
-from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, Tile, bottlenecks, headline, subtitle
+from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, Tile, bottlenecks, failures, headline, subtitle
 
 _PHASE_COLOURS = {
     USEFUL_PHASE: "blue",
@@ -94,7 +94,8 @@ def _tiles(tiles: Sequence[Tile]) -> str:
 
 def _bottlenecks(run: Run) -> str:
     found = bottlenecks(run)
-    notes = "".join(f'<p class="note">{escape(note[:1].upper() + note[1:])}.</p>' for note in run.notes[-1:])
+    lines = [*run.notes[-1:], *filter(None, [failures(run)])]
+    notes = "".join(f'<p class="note">{escape(note[:1].upper() + note[1:])}.</p>' for note in lines)
     if not found:
         return (
             '<section class="bottlenecks none"><h2>What to change first</h2>'

@@ -7,6 +7,7 @@ and no file is opened except those with known names.
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -81,6 +82,8 @@ class Run:
     """Seconds of each phase over all launches; empty if no file has them."""
     findings: Sequence[Mapping[str, Any]]
     """The bottlenecks that the triage named during the run."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """How often work that training does not need has failed, by its name."""
     notes: Sequence[str] = field(default=())
     """Advice that the run computed."""
 
@@ -153,8 +156,17 @@ def load_run(output_dir: Path) -> Run:
         checkpoints=checkpoints,
         split=_split(output_dir, events, records),
         findings=[event for event in events if event["event"] == "finding"],
+        failures=_failures(events),
         notes=[note for event in events if isinstance(note := event.get("advice"), str)],
     )
+
+
+def _failures(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for event in events:
+        if event["event"] == "failures":
+            counts.update({redact(name): int(number) for name, number in event.get("counts", {}).items()})
+    return dict(counts)
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -66,6 +66,12 @@ def subtitle(run: Run) -> str:
     return " · ".join(parts) or "the run has not recorded what it trains"
 
 
+def failures(run: Run) -> str | None:
+    """Return one line about the work that failed without ending the run; None if nothing did."""
+    found = [f"{name} ({number} time{'s' if number > 1 else ''})" for name, number in sorted(run.failures.items())]
+    return f"failed without ending the run: {', '.join(found)}" if found else None
+
+
 def _unknown(name: str, note: str) -> Tile:
     return Tile(name=name, value="not known", note=note, is_known=False)
 
