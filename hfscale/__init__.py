@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'hfscale' has no attribute {name!r}")
     feature = "ScalingCallback" if name.endswith("Callback") else name
     if feature in ("ScalingCallback", "ParallelTrainer"):  # the modules cannot be imported without what they need
-        import_module("hfscale.utils.versions").require(feature)
+        import_module("hfscale.utils.versions").require_for_import(feature)
     return getattr(import_module(_HOME_OF[name]), name)
 
 

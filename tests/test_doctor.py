@@ -29,9 +29,9 @@ def without_torch(tmp_path_factory):
         if not path.name.startswith(HIDDEN) and path.suffix != ".pth":
             (folder / path.name).symlink_to(path)
 
-    def run(*argv):
+    def run(*argv, python=("-m", "hfscale")):
         path = os.pathsep.join(map(str, (folder, REPOSITORY)))
-        command = [sys.executable, "-S", "-m", "hfscale", *argv]
+        command = [sys.executable, "-S", *python, *argv]
         return subprocess.run(
             command, cwd=folder, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False
         )
@@ -56,6 +56,17 @@ def test_other_commands_name_what_is_missing_in_one_line(without_torch):
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "torch 2.6 or later (not installed)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "code", ["from hfscale import ParallelTrainer", "import hfscale.parallel.mesh", "import hfscale.recipe.data"]
+)
+def test_a_script_that_imports_what_cannot_work_ends_with_one_line(without_torch, code):
+    done = without_torch(python=("-c", code))
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("hfscale: error: ")
+    assert "torch 2." in done.stderr
 
 
 def test_wrong_usage():
@@ -104,6 +115,7 @@ def test_the_strictest_of_two_requirements_counts(monkeypatch):
 )
 def test_a_public_name_that_cannot_work_raises_one_line(monkeypatch, name, feature):
     monkeypatch.setattr(versions, "installed", {"torch": "2.5.1", "transformers": "4.50"}.get)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which is replaced
     with pytest.raises(
         MissingDependencyError, match=rf"^{feature} cannot be used without torch .* \(2.5.1 is installed"
     ):
@@ -166,6 +178,17 @@ def test_why_torch_cannot_use_the_gpus(torch, visible, expected):
     assert [finding.level for finding in found] == [level for level, _ in expected]
     for finding, (_, part) in zip(found, expected, strict=True):
         assert part in finding.message
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "torch", "works"),
+    [("1.13.0", "2.13.0", True), ("1.14.0", "2.12.1", True), ("1.14.0", "2.13.0", False), ("1.15.0", "2.13.0", True)],
+)
+def test_fsdp2_with_tied_embeddings(monkeypatch, accelerate, torch, works):
+    monkeypatch.setattr(versions, "installed", {"accelerate": accelerate, "torch": torch}.get)
+    problem = versions.why_fsdp2_cannot_tie()
+    assert (problem is None) == works
+    assert works or problem.endswith('accelerate 1.14.0 and torch 2.13.0: pip install --upgrade "accelerate>=1.15"')
 
 
 def test_fsdp2_does_not_resume_where_accelerate_loses_the_optimizer(monkeypatch, tmp_path):

@@ -31,6 +31,7 @@ from hfscale.integrations.frames import resumed_from, training_frame
 from hfscale.integrations.sequence_parallel import SkippableUlyssesLoader
 from hfscale.integrations.strategy import unwrap_compiled
 from hfscale.integrations.trainer import TrainerAdapter
+from hfscale.utils.versions import has_epoch_methods, is_at_least
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
 LASTING = {"train", "get_eval_dataloader", "push_to_hub", "_push_from_checkpoint", "_hfscale_adapter"}
@@ -158,12 +159,17 @@ class TestAddedLater:
         trainer.add_callback(breaking)
         with pytest.raises(RuntimeError, match="broken off"):
             trainer.train()
-        after = changes(trainer)
-        assert after.pop("callbacks")[:-2] == before.pop("callbacks")
-        assert after == before | {"adapter": True}
+        callbacks = before.pop("callbacks")
+        if has_epoch_methods():  # otherwise the next training restores
+            after = changes(trainer)
+            assert after.pop("callbacks")[:-2] == callbacks
+            assert after == before | {"adapter": True}
         breaking.on = False
         trainer.train()
         assert trainer.state.global_step == 3
+        after = changes(trainer)
+        assert after.pop("callbacks")[:-2] == callbacks
+        assert after == before | {"adapter": True}
 
 
 def test_one_adapter_for_all_callbacks_and_trainings(tmp_path):
@@ -232,6 +238,7 @@ def test_the_trainer_and_its_checkpoint_are_found_on_the_stack(tmp_path):
     assert training_frame() is None
 
 
+@pytest.mark.skipif(not is_at_least("transformers", "5.0"), reason="enable_jit_checkpoint came in transformers 5.0")
 class TestJitCheckpoint:
     """`enable_jit_checkpoint` installs transformers' own handler of SIGTERM over ours."""
 

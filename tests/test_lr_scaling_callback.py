@@ -80,6 +80,10 @@ class TestResume:
         trainer = train(tmp_path / "b", resume=checkpoint, lr_scheduler_type="linear")
         assert logged(trainer, "learning_rate") == pytest.approx([2 * LR * share for share in (1, 0.75, 0.5, 0.25)])
 
+    @pytest.mark.skipif(
+        not is_at_least("transformers", "5.4"),
+        reason="before transformers 5.4, Trainer resumes with the checkpoint's per_device_train_batch_size",
+    )
     def test_an_equal_global_batch_changes_nothing(self, tmp_path):
         checkpoint = self.first(tmp_path)
         parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

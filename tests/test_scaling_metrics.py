@@ -26,6 +26,7 @@ from hfscale.metrics.throughput import FlopsModel, training_dtype
 from hfscale.report.page import page
 from hfscale.report.run_data import load_run
 from hfscale.report.summary import headline, subtitle
+from hfscale.utils.versions import is_at_least
 
 TOKENS_PER_STEP = 4 * LENGTH
 
@@ -326,10 +327,12 @@ class TestWandb:
 
 
 def test_every_key_reaches_tensorboard(tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = tiny_trainer(
-        tmp_path / "out", ScalingMetricsCallback(), max_steps=4, logging_steps=2, report_to=["tensorboard"]
-    )
+    arguments = {"max_steps": 4, "logging_steps": 2, "report_to": ["tensorboard"]}
+    if is_at_least("transformers", "5.0"):
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    else:
+        arguments["logging_dir"] = str(tmp_path / "events")
+    trainer = tiny_trainer(tmp_path / "out", ScalingMetricsCallback(), **arguments)
     trainer.train()
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     ours = [key for key in trainer.state.log_history[0] if key.startswith("scaling/")]

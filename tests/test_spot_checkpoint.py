@@ -15,6 +15,7 @@ from hfscale.checkpoint import writer
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.store import verify
 from hfscale.errors import StorageError, UsageError
+from hfscale.utils.versions import is_at_least
 
 
 class Pause(TrainerCallback):
@@ -138,6 +139,8 @@ class TestRotation:
     )
     def test_the_checkpoints_at_the_end_are_those_of_trainer(self, tmp_path, monkeypatch, strategy, limit):
         """A greater loss is "better", so that an early checkpoint is the best; temporary ones are saved between."""
+        if strategy == "best" and not is_at_least("transformers", "5.4"):
+            pytest.skip("before transformers 5.4, Trainer notes no best checkpoint with save_strategy best")
         monkeypatch.setattr("hfscale.callbacks.save_cadence.DEFAULT_EVERY_STEPS", 1)
         left = []
         for name in ("plain", "ours"):

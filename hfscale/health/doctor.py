@@ -127,6 +127,12 @@ KNOWN_PROBLEMS = (
         level="error",
     ),
     KnownProblem(
+        versions={"accelerate": ">=1.14,<1.15", "torch": ">=2.13"},
+        problem="FSDP2 cannot train models with tied embeddings",
+        fix='pip install --upgrade "accelerate>=1.15"',
+        source="huggingface/accelerate#4171",
+    ),
+    KnownProblem(
         versions={"nccl": "==2.29.2"},
         problem="NCCL 2.29.2 can hang",
         fix="use a torch with NCCL 2.29.3 or another version",

@@ -15,9 +15,15 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from hfscale.errors import MissingDependencyError, StrategyMismatchError
-from hfscale.utils.versions import is_distributed_by_transformers, sequence_parallel_size
+from hfscale.utils.versions import (
+    is_distributed_by_transformers,
+    is_peft_model,
+    sequence_parallel_size,
+    why_fsdp2_cannot_tie,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -150,6 +156,7 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
 
     Raises:
         StrategyMismatchError: another strategy was set up, or the model is not wrapped for it.
+        MissingDependencyError: the installed versions cannot train this model with the strategy.
     """
     asked, runs = requested_family(trainer.args, environ), running_strategy(trainer)
     if asked in ("single", "ddp") and is_parallel_trainer(trainer):
@@ -160,6 +167,9 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
             "fsdp": "accelerate runs FSDP on accelerators only; on a machine without GPUs use DDP or ZeRO",
         }.get(asked, "check the --config_file given to accelerate launch")
         raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {fix}")
+    problem = why_fsdp2_cannot_tie() if runs == "fsdp2" and _ties_embeddings(trainer.model) else None
+    if problem is not None:
+        raise MissingDependencyError(problem)
     wrapper = unwrap_compiled(trainer.model_wrapped)
     if not _wraps(runs, wrapper) and not is_parallel_trainer(trainer):
         raise StrategyMismatchError(
@@ -167,6 +177,13 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
             "let the Trainer wrap the model itself"
         )
     return runs
+
+
+def _ties_embeddings(model: object) -> bool:
+    base = model.get_base_model() if is_peft_model(model) else model
+    if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
+        return False
+    return bool(base.config.get_text_config().tie_word_embeddings)
 
 
 def is_parallel_trainer(trainer: "Trainer") -> bool:

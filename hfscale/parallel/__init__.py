@@ -41,6 +41,6 @@ Where no other test is named, tests/test_parallel_plan.py fails when a new versi
   test_dry_run.py.
 """
 
-from hfscale.utils.versions import require
+from hfscale.utils.versions import require_for_import
 
-require("recipes", "hfscale.parallel")
+require_for_import("recipes", "hfscale.parallel")

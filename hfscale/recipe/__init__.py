@@ -12,34 +12,6 @@
 | `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
 """
 
-import sys
-from types import TracebackType
+from hfscale.utils.versions import require_for_import
 
-from hfscale.errors import MissingDependencyError
-from hfscale.utils.versions import require
-
-
-def _print_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    if isinstance(error, MissingDependencyError):
-        print(f"hfscale: error: {error}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, traceback)
-
-
-def require_in_one_line(feature: str) -> None:
-    """Call `require` where modules are imported, before `entrypoint.run` can print errors as one line.
-
-    Args:
-        feature (`str`): one of `FEATURES`.
-
-    Raises:
-        MissingDependencyError: a package that it needs is not installed or too old.
-    """
-    try:
-        require(feature)
-    except MissingDependencyError:
-        sys.excepthook = _print_one_line
-        raise
-
-
-require_in_one_line("recipes")
+require_for_import("recipes")

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from hfscale.errors import DataError, LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.parallel.arguments import ParallelArguments
-from hfscale.recipe import require_in_one_line
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin, SourceArguments, one_line
 from hfscale.recipe.layout import set_up_parallelism
 from hfscale.recipe.models import load_model
 from hfscale.recipe.resume import keep_global_batch
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
+from hfscale.utils.versions import require_for_import
 
-require_in_one_line("TRL recipes")
+require_for_import("TRL recipes")
 
 from jinja2 import TemplateError  # noqa: E402 (after the check)
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402

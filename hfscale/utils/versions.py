@@ -10,6 +10,7 @@ A build of a vendor or of a nightly, such as torch 2.13.0a0+git1234, counts as t
 import importlib.metadata
 import sys
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -132,6 +133,33 @@ def require(feature: str, flag: str | None = None) -> None:
     missing = what_is_missing(feature)
     if missing is not None:
         raise MissingDependencyError(f"{flag}: {missing}" if flag else missing)
+
+
+def require_for_import(feature: str, name: str | None = None) -> None:
+    """Call `require` where a module or a name of hfscale is imported.
+
+    A script imports it before it can handle errors. If it does not handle this one, one line is printed instead of a
+    traceback.
+
+    Args:
+        feature (`str`): one of `FEATURES`.
+        name (`str`, *optional*): what is imported, for the message.
+
+    Raises:
+        MissingDependencyError: as `require` raises it.
+    """
+    try:
+        require(feature, name)
+    except MissingDependencyError:
+        sys.excepthook = _print_one_line
+        raise
+
+
+def _print_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, MissingDependencyError):
+        sys.stderr.write(f"hfscale: error: {error}\n")
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 # ---- transformers: arguments
@@ -271,6 +299,22 @@ def convert_weight(converter: Any, name: str, model: Any) -> dict[str, Any]:
     result: Any = converter.convert(name, model=model, config=model.config)
     weights: dict[str, Any] = result[0] if isinstance(result, tuple) else result  # before 5.1 a pair, with errors
     return weights
+
+
+# ---- Accelerate
+
+
+def why_fsdp2_cannot_tie() -> str | None:
+    """Return why FSDP2 cannot train a model whose input and output embeddings are one weight; None if it can.
+
+    Accelerate 1.14 puts the two into different groups, which torch refuses from 2.13 on.
+    """
+    if is_at_least("accelerate", "1.15") or not (is_at_least("accelerate", "1.14") and is_at_least("torch", "2.13")):
+        return None
+    return (
+        f"FSDP2 cannot train a model with tied embeddings with accelerate {installed('accelerate')} and torch "
+        f'{installed("torch")}: pip install --upgrade "accelerate>=1.15"'
+    )
 
 
 # ---- Optional packages
