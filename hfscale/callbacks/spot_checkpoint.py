@@ -140,6 +140,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._running_step: int | None = None
         self._failure: str | None = None  # why the training raised
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
+        self._evaluated_step: int | None = None
         self._temporary: list[int] = []
         self._pending_keys: dict[str, float] = {}
         self._stalls_s: dict[int, float] = {}
@@ -278,6 +279,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._idle_since = time.monotonic()
+        self._evaluated_step = state.global_step
         self.preemption.at_evaluation_end(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -355,8 +357,8 @@ class SpotCheckpointCallback(AdapterCallback):
         """Note in the state whether the checkpoint that is about to be written is temporary."""
         is_temporary = self._own_step == state.global_step
         self._own_step = None  # a second save of this step is one that others have asked for
-        if args.save_strategy == "best" and state.best_global_step == state.global_step:
-            is_temporary = False
+        if args.save_strategy == "best" and self._evaluated_step == state.global_step:
+            is_temporary = False  # after an evaluation, Trainer saves the best ones only
         steps = {step for step in _temporary_steps(state) if (self._run_dir / f"checkpoint-{step}").exists()}
         steps = steps | {state.global_step} if is_temporary else steps - {state.global_step}
         self._temporary = saved_state(state, _STATE_NAME)[_TEMPORARY] = sorted(steps)
