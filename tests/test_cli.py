@@ -81,6 +81,15 @@ class TestConfigs:
         assert main(["configs", "show", config.name]) == 0
         assert capsys.readouterr().out.strip() == config.path.read_text(encoding="utf-8").strip()
 
+    @pytest.mark.parametrize(
+        ("name", "folder"),
+        [("qwen3-8b-full", "sharded"), ("dpo/qwen3-8b-full.yaml", "dpo"), ("qwen3-8b-lora", "sharded")],
+    )
+    def test_short_names_find_the_recipes_that_do_not_need_trl_first(self, name, folder, capsys):
+        assert main(["configs", "show", name]) == 0
+        stem = name.rpartition("/")[2].removesuffix(".yaml")
+        assert f"recipes/{folder}/{stem}.yaml" in capsys.readouterr().out.splitlines()[0]
+
     def test_copy_to_a_folder_and_to_a_name(self, tmp_path, capsys):
         assert main(["configs", "copy", "ddp", str(tmp_path)]) == 0
         assert main(["configs", "copy", "ddp", str(tmp_path / "mine.yaml")]) == 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from planner_jobs import TINY, job
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType  # no public name
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from hfscale import estimate, plan
@@ -17,7 +18,13 @@ from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.emit import emit
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.memory import GIB
-from hfscale.planner.tasks import generated_at_once, kv_cache_bytes, reference_bytes
+from hfscale.planner.tasks import (
+    LOGIT_COPIES_BYTES,
+    forward_bytes,
+    generated_at_once,
+    kv_cache_bytes,
+    reference_bytes,
+)
 from hfscale.recipe.arguments import SourceArguments
 from hfscale.recipe.parsing import parse_arguments
 from hfscale.recipe.rewards import RewardArguments
@@ -42,8 +49,8 @@ def test_sft_differs_from_plain_training_in_the_loss_alone():
     plain, sft = (estimate_job(tuned(task)) for task in ("text", "sft"))
     for part in ("parameters", "gradients", "optimizer", "activations"):
         assert getattr(sft.memory, part) == getattr(plain.memory, part)
-    # The gradients of hidden states and head, in fp32 and bf16, instead of all logits.
-    assert sft.memory.loss * GIB == 6 * 4096 * (2048 + 128_256)
+    # A tile, and the gradients of hidden states and head in fp32 and bf16, instead of all logits.
+    assert sft.memory.loss * GIB == 2 * 2048 * 32768 + 6 * 4096 * (2048 + 128_256)
     assert sft.time.total == pytest.approx(plain.time.total, rel=0.03)
 
 
@@ -117,6 +124,39 @@ def test_the_cache_of_transformers_has_the_predicted_size(config):
     layout = ParallelLayout()
     run = replace(tuned("grpo"), shape=shape, layout=layout, zero=0, micro_batch=3, global_batch=3)
     assert 2 * kv_cache_bytes(run, 16 + 9 - 1) == pytest.approx(measured, rel=0.06)  # a window may keep one token less
+
+
+def tracked_peak(model, run):
+    """The most bytes, besides the model's, that exist while `run()` runs without gradients."""
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with torch.no_grad(), tracker:
+        run()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    return sum(size for kind, size in peak.items() if kind not in ("Total", _MemRefType.PARAM, _MemRefType.BUFFER))
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 704), (512, 1024), (256, 2048)])
+def test_a_forward_pass_keeps_one_layer(hidden, inner):
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=3, num_attention_heads=4, vocab_size=500
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tokens = torch.randint(0, 500, (2, 256))
+    run = replace(tuned("dpo"), shape=ModelShape.from_config(config.to_dict()), seq_len=256)
+    measured = tracked_peak(model, lambda: model.model(tokens, use_cache=False))
+    assert forward_bytes(run) == pytest.approx(measured, rel=0.05)
+
+
+def test_sampling_a_token_keeps_copies_of_the_logits():
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=50_000
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 1}
+    prompts = torch.randint(3, 50_000, (32, 4))
+    measured = tracked_peak(model, lambda: model.generate(prompts, pad_token_id=0, **options))
+    assert measured / 32 / 50_000 == pytest.approx(LOGIT_COPIES_BYTES, rel=0.05)
 
 
 def test_rounds_of_generation_trade_memory_for_time():

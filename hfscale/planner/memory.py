@@ -175,6 +175,8 @@ def _formats(job: Job, framework: Framework) -> tuple[float, float, float]:
 SCORE_BYTES_KEPT = 5.0
 """Bytes kept per attention score without flash attention: 2 each for the scores and their softmax, 1 for the dropout
 mask (Korthikanti et al., arXiv 2205.05198, section 4.1)."""
+LOSS_TILE = (4096, 32768)
+"""Tokens and vocabulary entries of a tile of TRL's loss (TRL 1.16, kernels/chunked_logprob.py, trainer/utils.py)."""
 FUSED_LOSS_CHUNKS = 8
 """Parts in which a fused loss processes the logits (Liger's default grows with the vocabulary; torchtune uses 8)."""
 
@@ -324,8 +326,8 @@ def layers_in_flight(job: Job) -> float:
 def loss_bytes(job: Job, framework: Framework) -> float:
     """Computes the bytes of the logits, their log-probabilities and their gradient at the peak of the cross-entropy.
 
-    TRL computes the log-probabilities in tiles, without all logits: its kernel keeps the gradient of the hidden states
-    and, unless the head is frozen, of the head, each in fp32 and in the training format (TRL 1.16,
+    TRL computes the log-probabilities in tiles, without all logits: its kernel keeps a tile, and the gradients of the
+    hidden states and, unless it is frozen, of the head, each in fp32 and in the training format (TRL 1.16,
     kernels/chunked_logprob.py). All tokens are counted, though only those with a loss are projected.
 
     Args:
@@ -335,7 +337,9 @@ def loss_bytes(job: Job, framework: Framework) -> float:
     shape = job.shape
     if job.task != "text":
         head = shape.vocab * shape.embedding_width if job.method == "full" else 0
-        return (4.0 + (4.0 if job.precision == "fp32" else 2.0)) * (job.tokens * shape.hidden + head)
+        width = 4.0 if job.precision == "fp32" else 2.0
+        tile = width * min(job.tokens, LOSS_TILE[0]) * min(shape.vocab, LOSS_TILE[1])
+        return tile + (4.0 + width) * (job.tokens * shape.hidden + head)
     logits = job.tokens * shape.vocab / (job.layout.tp if job.loss_parallel else 1)
     if job.fused_loss:
         return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * shape.hidden

@@ -25,9 +25,9 @@ from hfscale.planner.network import Group, Network, exposed_s
 
 GENERATION_ROUNDS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rounds in which the completions of a step are generated that are tried; more rounds need less memory."""
-LOGIT_COPIES_BYTES = 16.0
-"""Bytes per logit of the last token while a token is sampled: logits, softmax and two copies of the warpers in fp32
-(transformers, generation/utils.py, `_sample`)."""
+LOGIT_COPIES_BYTES = 10.0
+"""Bytes per logit of the last token while a token is sampled, measured with torch's MemTracker at TRL's default
+sampling (without top-p and top-k): the logits, and copies of them in fp32."""
 AUTOCAST_BYTES = 8.0
 """Bytes of memory traffic per fp32 weight and forward pass under autocast, which casts the weights in each call: 4 are
 read, 2 written and 2 read."""
@@ -110,14 +110,14 @@ def _gather_s(job: Job, network: Network, parameters: float) -> float:
 def forward_bytes(job: Job) -> float:
     """Computes the bytes of a layer's tensors that exist at the same time in a forward pass without gradients.
 
-    These are the residual stream, the MLP's input, and inside a gated MLP the activated gate, the other factor and
-    their product, 2 bytes each (transformers, `LlamaMLP.forward`).
+    Measured with torch's MemTracker for Hugging Face's layers they are 4 h + 3 f elements of 2 bytes: residuals and
+    norms, and inside a gated MLP the activated gate, the other factor and their product.
 
     Args:
         job (`Job`): The run.
     """
     shape = job.shape
-    return 2.0 * job.tokens * (2 * shape.hidden + (3 if shape.gated else 2) * shape.mlp_width)
+    return 2.0 * job.tokens * (4 * shape.hidden + (3 if shape.gated else 2) * shape.mlp_width)
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
