@@ -12,6 +12,22 @@ from hfscale.utils.findings import Finding, has_errors, join_errors, name_ranks
 HELLO = {rank: {"host": f"node-{rank // 2}", "local_rank": rank % 2, "local_world_size": 2} for rank in range(4)}
 
 
+@pytest.mark.parametrize("ranks", [600, 1024, 16_384])
+def test_sums_over_any_number_of_ranks_are_exact_in_any_order(ranks):
+    """As a ring adds them, from any rank on, and as a tree does."""
+    pattern = measure._buffer_pattern(97, torch.device("cpu"))
+    expected = ranks * (ranks + 1) // 2 * pattern.to(torch.int64)
+    for first in (0, 1, ranks // 3, ranks // 2):
+        total = torch.zeros_like(pattern)
+        for number in range(ranks):
+            total += ((first + number) % ranks + 1) * pattern
+        assert torch.equal(total.to(torch.int64), expected)
+    parts = [(rank + 1) * pattern for rank in range(ranks)]
+    while len(parts) > 1:
+        parts = [sum(parts[at : at + 2]) for at in range(0, len(parts), 2)]
+    assert torch.equal(parts[0].to(torch.int64), expected)
+
+
 def at(*phases, error=None):
     """The notes that ranks write at the end: their phases; None for a rank that does not write."""
     return {rank: {"phase": phase, "error": error} for rank, phase in enumerate(phases) if phase}

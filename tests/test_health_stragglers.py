@@ -4,6 +4,7 @@ import math
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -83,6 +84,22 @@ def test_a_slowness_that_changes_ranks_is_reported_once_until_it_is_over():
         rows = [[0.03 * (ratio if step % 3 == rank else 1.0) for step in range(50)] for rank in range(3)]
         counts.append(len(judge.add(rows).findings))
     assert counts == [1, 0, 0, 0, 1]
+
+
+def test_16384_ranks_are_judged_in_50_ms_of_cpu():
+    """Every rank judges all ranks at each log."""
+    ranks, chance = 16_384, np.random.default_rng(0)
+    judge = StragglerJudge(["node"] * ranks)
+    rows = chance.uniform(1.0, 1.02, (ranks, 50))
+    rows[1234] *= 1.5
+    (finding,) = judge.add(rows).findings
+    assert finding.ranks == (1234,)
+    times_s = []
+    for _ in range(5):
+        began_s = time.process_time()
+        judge.add(rows[:, :10])
+        times_s.append(time.process_time() - began_s)
+    assert min(times_s) <= 0.05
 
 
 def test_skew_is_the_slowest_rank_over_the_median_rank():

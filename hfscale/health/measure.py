@@ -7,8 +7,9 @@ the same operations.
 computing it: with n = 3m + 1 rows and columns, entry (i, j) depends on i mod 3 and j mod 3 only. All partial sums are
 integers below n, which fp32 holds exactly (n < 2^24), whatever the order in which a device adds.
 
-**Collectives.** Rank r contributes (r + 1) x p, where p is 0, 1 … 96, 0, 1 … along the buffer: integers, so that sums
-are exact in fp32, and a contribution can be attributed to its rank. A ring of n ranks moves (n-1)/n of the full buffer
+**Collectives.** Rank r contributes (r + 1) x p, where p is 0, 1 … 96, 0, 1 … along the buffer: integers in fp64, so
+that sums over any number of ranks are exact in any order (fp32 holds integers only up to 2^24, which sums of 591 ranks
+exceed), and a contribution can be attributed to its rank. A ring of n ranks moves (n-1)/n of the full buffer
 past each rank in an all-gather, a reduce-scatter or an all-to-all, and twice that in an all-reduce (Thakur et al.,
 2005). The reported bandwidth, `gb_s`, is that volume over the time.
 
@@ -50,6 +51,7 @@ SLOW_LINK_RATIO = 3.0
 spread."""
 _MATRIX_PERIOD = 3
 _BUFFER_PERIOD = 97
+_ELEMENT_BYTES = 8
 # torch 2.13 has new names for these two functions and warns about the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -226,8 +228,8 @@ class Collective:
 
 
 def _buffer_pattern(length: int, device: torch.device) -> torch.Tensor:
-    """The pattern p of this module's collectives, (length,) fp32."""
-    return (torch.arange(length, device=device) % _BUFFER_PERIOD).float()
+    """The pattern p of this module's collectives, (length,) fp64: sums over any number of ranks are exact in it."""
+    return (torch.arange(length, device=device) % _BUFFER_PERIOD).double()
 
 
 def make_collective(kind: str, size_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> Collective:
@@ -244,13 +246,13 @@ def make_collective(kind: str, size_bytes: int, device: torch.device, group: dis
         `Collective`: the collective with its buffers and the expected values; it has not run yet.
     """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    part = max(1, size_bytes // 4 // ranks)
+    part = max(1, size_bytes // _ELEMENT_BYTES // ranks)
     mine = slice(me * part, (me + 1) * part)
     pattern = _buffer_pattern(part * ranks, device)
     source = (me + 1) * (pattern[mine] if kind == "all_gather" else pattern)
     output = torch.empty_like(pattern[mine] if kind == "reduce_scatter" else pattern)
     sum_of_factors = ranks * (ranks + 1) // 2
-    factors = torch.arange(1, ranks + 1, device=device).float().repeat_interleave(part)
+    factors = torch.arange(1, ranks + 1, device=device).double().repeat_interleave(part)
     left, right = (me - 1) % ranks, (me + 1) % ranks
 
     def neighbours() -> None:

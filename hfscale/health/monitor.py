@@ -120,20 +120,16 @@ class Monitor:
         self._clock.end("aside")
         seconds = self._clock.take()
         times = self._timed_steps() if self._timer is not None else []
-        columns = distributed.gather_columns(
-            {
-                "data_wait_s": seconds.get("data", 0.0),
-                "window_s": seconds.get("data", 0.0) + seconds.get("step", 0.0),
-                "grad_norm": math.nan if grad_norm is None else grad_norm,
-                "checksum": self._checksum(step),
-                **self._gpu_numbers(),
-                **{f"step_{index}_s": time_s for index, time_s in enumerate(times)},
-            }
-        )
-        steps = [columns[f"step_{index}_s"] for index in range(len(times))]
-        judgement = self._straggler_judge.add(
-            [[step[rank] for step in steps] for rank in range(len(columns["window_s"]))]
-        )
+        numbers = {
+            "data_wait_s": seconds.get("data", 0.0),
+            "window_s": seconds.get("data", 0.0) + seconds.get("step", 0.0),
+            "grad_norm": math.nan if grad_norm is None else grad_norm,
+            "checksum": self._checksum(step),
+            **self._gpu_numbers(),
+        }
+        table = distributed.gather_table([*numbers.values(), *times])
+        columns = dict(zip(numbers, table[:, : len(numbers)].T.tolist(), strict=True))
+        judgement = self._straggler_judge.add(table[:, len(numbers) :].numpy())
         self.own_s = judgement.own_s
         found = [*judgement.findings, *self._data_wait_judge.add(columns["data_wait_s"], columns["window_s"])]
         if self._replicas:

@@ -96,12 +96,17 @@ def all_max(values: Sequence[float]) -> list[float]:
 
 def gather_rows(values: Sequence[float]) -> list[list[float]]:
     """Return one row with the `values` of each rank, in rank order; all ranks must pass the same number of values."""
-    if not is_distributed():
-        return [list(values)]
+    return gather_table(values).tolist()
+
+
+def gather_table(values: Sequence[float]) -> torch.Tensor:
+    """Return a table with the `values` of each rank, (ranks, values) in fp64; all ranks must pass as many values."""
     row = torch.tensor(values, dtype=torch.float64)
-    rows = [torch.empty_like(row) for _ in range(world_size())]
-    dist.all_gather(rows, row, group=side_group())
-    return [gathered.tolist() for gathered in rows]
+    if not is_distributed():
+        return row[None]
+    table = torch.empty(world_size(), len(row), dtype=torch.float64)
+    dist.all_gather(list(table.unbind()), row, group=side_group())
+    return table
 
 
 def gather_columns(values: Mapping[str, float]) -> dict[str, list[float]]:
@@ -114,8 +119,7 @@ def gather_columns(values: Mapping[str, float]) -> dict[str, list[float]]:
     Returns:
         `dict[str, list[float]]`: for each name the number of every rank, in rank order.
     """
-    rows = gather_rows(list(values.values()))
-    return {name: [row[index] for row in rows] for index, name in enumerate(values)}
+    return dict(zip(values, gather_table(list(values.values())).T.tolist(), strict=True))
 
 
 class StepAgreement:
