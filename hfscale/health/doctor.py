@@ -61,6 +61,7 @@ _MODULES = {
     "QLoRA": ("bitsandbytes",),
     "W&B": ("wandb",),
     "TRL": ("trl",),
+    "TRL recipes": ("hfscale.recipe.trl",),
     "GPU telemetry": ("pynvml",),
     "Liger kernels": ("liger_kernel",),
     "hfscale plan --plot": ("matplotlib",),
