@@ -19,6 +19,7 @@ NAMES = (
     "preemption_overhead",
     "memory_options",
     "async_save",
+    "packing",
 )
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"

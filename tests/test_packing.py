@@ -14,11 +14,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
+    TrainingArguments,
 )
 
+from benchmarks import packing as packing_benchmark
 from hfscale.errors import UnsupportedModelError, UsageError
+from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.document_attention import cut_attention, pass_document_lengths
 from hfscale.recipe.arguments import DataArguments
+from hfscale.recipe.models import cut_document_attention
 from hfscale.recipe.packing import RowCollator, best_fit, pack_rows, set_packing_defaults
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -171,6 +175,36 @@ def test_packed_documents_have_the_logits_and_gradients_of_documents_alone(famil
     check_parity(model, documents(9, 4, 12, 7, 3, 15), 20)
 
 
+def test_recomputed_layers_are_cut_too():
+    made = documents(9, 4, 12, 7, 3, 15)
+    model = tiny_causal_lm(attention_dropout=0.0).train()
+    batch = batch_of(pack(made, 20))
+    logits, expected = losses_and_gradients(model, batch)
+    model.gradient_checkpointing_enable()
+    again, gradients = losses_and_gradients(model, batch)
+    torch.testing.assert_close(again, logits, rtol=0, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+def test_the_loss_curve_does_not_depend_on_packing(monkeypatch):
+    monkeypatch.setattr(packing_benchmark, "CURVE_STEPS", 12)
+    monkeypatch.setattr(packing_benchmark, "CURVE_BLOCK", 64)
+    assert packing_benchmark.loss_curve_difference() < 1e-4
+
+
+def test_ranks_of_a_sequence_and_large_masks(tmp_path, caplog):
+    args = DataArguments(packing="bestfit", block_size=8192)
+    set_packing_defaults(args, is_chat=True)
+    training = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2)
+    with pytest.raises(UsageError, match=r"--packing bestfit and cp_size 2.*recipes/tp_pp/train.py"):
+        cut_document_attention(tiny_causal_lm(), args, training, ParallelLayout(cp=2))
+    with caplog.at_level("WARNING", logger="hfscale"):
+        cut_document_attention(tiny_causal_lm(), args, training)
+    assert "128 MiB" in caplog.text
+    assert "flash_attention_2" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "reason"),
     [
@@ -224,15 +258,19 @@ def variable_length_attention(module: Any, query: Any, key: Any, value: Any, mas
     return torch.cat(parts, dim=1).transpose(0, 1).reshape(rows, length, heads, width), None
 
 
+def use_variable_length_attention(model: Any) -> None:
+    AttentionInterface.register("variable_length", variable_length_attention)
+    AttentionMaskInterface.register("variable_length", AttentionMaskInterface()["flash_attention_2"])
+    model.set_attn_implementation("variable_length")
+    model.base_model.register_forward_pre_hook(pass_document_lengths, with_kwargs=True)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "mixtral"])
 def test_the_attention_of_every_layer_gets_the_boundaries_of_batches_of_several_rows(family):
     model = tiny_causal_lm(family, **FAMILIES[family]).eval()
     batch = batch_of(pack(documents(9, 4, 12, 7, 3, 15), 20))
     expected = model(**batch, use_cache=False).logits
-    AttentionInterface.register("variable_length", variable_length_attention)
-    AttentionMaskInterface.register("variable_length", AttentionMaskInterface()["flash_attention_2"])
-    model.set_attn_implementation("variable_length")
-    model.base_model.register_forward_pre_hook(pass_document_lengths, with_kwargs=True)
+    use_variable_length_attention(model)
     torch.testing.assert_close(model(**batch, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -10,6 +10,7 @@ import torch
 from forked_ranks import run_ranks
 from parallel_world import VOCAB, empty_causal_lm, in_world, tiny_causal_lm
 from recipe_runs import environment_of, output, warm_up
+from test_packing import batch_of, pack, use_variable_length_attention
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
@@ -36,6 +37,7 @@ LAYOUTS = {
     "sequence parallel": {"tp_size": 2, "pp_size": 2, "sequence_parallel": True},
     "context parallel": {"cp_size": 2, "pp_size": 2},
     "data parallel x pp": {"pp_size": 2},
+    "lengths of documents": {"tp_size": 2, "pp_size": 2},
 }
 
 
@@ -149,7 +151,10 @@ def train_parallel(job: list[str]) -> None:
     sizes = LAYOUTS[layout]
     replicas = 4 // (sizes.get("tp_size", 1) * sizes.get("pp_size", 1) * sizes.get("cp_size", 1))
     model = empty_causal_lm(family, **FAMILIES[family])
-    cut_attention(model)
+    if layout == "lengths of documents":  # as FlashAttention gets them, which needs a GPU
+        use_variable_length_attention(model)
+    else:
+        cut_attention(model)
     trainer = ParallelTrainer(
         model=model,
         args=arguments(folder, replicas, 2),
@@ -190,3 +195,11 @@ def test_losses_and_gradients_are_those_of_documents_alone_in_pipelines(tmp_path
     in_world(4, train_parallel, jobs)
     for family, _, folder in jobs:
         check(family, Path(folder))
+
+
+def test_compiled_models_are_cut_too():
+    model = tiny_causal_lm("mistral", **FAMILIES["mistral"]).train()
+    batch = batch_of(pack(documents(), SIZE))
+    expected = model(**batch, use_cache=False).logits
+    compiled = torch.compile(model, backend="aot_eager")(**batch, use_cache=False).logits
+    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
