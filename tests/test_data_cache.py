@@ -24,8 +24,8 @@ CHAT = [
     for n in range(30)
 ]
 TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{% generation %}{{ message.content }}{% endgeneration %}\n"
-    "{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}\n{% endfor %}"
 )
 
 

@@ -118,6 +118,7 @@ class SourceArguments:
     dataset_config_name: str | None = flag("Configuration of that dataset.")
     dataset_train_split: str = flag("Split of that dataset to train on.", default="train")
     train_file: str | None = flag("Training text: .txt, .json, .jsonl, .csv or .parquet.")
+    data_mix: str | None = flag("YAML list of several datasets and files, with the weight of each.")
     validation_file: str | None = flag("Evaluation text, in one of the same formats.")
     validation_split_percentage: int = flag(
         "Share of the training text used for evaluation if there is no evaluation text.", default=5
@@ -125,13 +126,16 @@ class SourceArguments:
     streaming: bool = flag("Read the dataset during training instead of preparing it first.", default=False)
     max_train_samples: int | None = flag("Limit on the number of training sequences (TRL: records).")
     max_eval_samples: int | None = flag("Limit on the number of evaluation sequences (TRL: records).")
+    named_by: str | None = field(default=None, init=False)
+    """Where the source is named, if not by a flag: a line of `--data_mix`."""
 
     def __post_init__(self) -> None:
-        if self.dataset_name and self.train_file:
-            raise UsageError("--dataset_name and --train_file both name the training text: give one of them")
-        if self.validation_file and not (self.train_file or self.dataset_name):
+        named = [name for name in ("dataset_name", "train_file", "data_mix") if getattr(self, name)]
+        if len(named) > 1:
+            raise UsageError(f"--{named[0]} and --{named[1]} both name the training text: give one of them")
+        if self.validation_file and not named:
             raise UsageError("--validation_file is given without --train_file or --dataset_name: give one of them too")
-        if self.streaming and not (self.train_file or self.dataset_name):
+        if self.streaming and not named:
             raise UsageError("--streaming is given without --train_file or --dataset_name: give one of them too")
         if self.dataset_config_name and not self.dataset_name:
             raise UsageError(

@@ -1,11 +1,13 @@
 """The training and evaluation sequences of a recipe."""
 
+from typing import cast
+
 from transformers import PreTrainedTokenizerBase
 
 from hfscale.errors import DataError, UsageError
-from hfscale.recipe.arguments import DataArguments
+from hfscale.recipe.arguments import DataArguments, SourceArguments
 from hfscale.recipe.chat import chat_format, to_documents, use_chat_template
-from hfscale.recipe.packing import pack, pack_documents, set_packing_defaults
+from hfscale.recipe.packing import pack, pack_documents, set_packing_defaults, text_only
 from hfscale.recipe.preview import describe_samples
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
 from hfscale.utils.logging import get_logger
@@ -53,17 +55,26 @@ def load_packed_datasets(
     """
     if args.chat_template:
         use_chat_template(tokenizer, args.chat_template)
-    formats: dict[str, str | None] = {}
+    kinds: dict[str, bool] = {}  # whether a source has conversations, by its name
 
-    def convert(records: AnyDataset, split: str) -> AnyDataset:
-        with errors_name_source(args, split):
-            formats[split] = chat_format(records)
-        return records if formats[split] is None else to_documents(records, tokenizer, args, split=split)
+    def convert(records: AnyDataset, source: SourceArguments, split: str) -> AnyDataset:
+        with errors_name_source(source, split):
+            is_chat = chat_format(records) is not None
+        kinds[source_name(source, split)] = is_chat
+        _check_kinds(kinds)
+        if is_chat:
+            return to_documents(records, tokenizer, cast(DataArguments, source), split=split)
+        return text_only(records, source, split=split) if args.data_mix else records
 
     is_for_chat = args.chat_template or args.loss_on not in (None, "all")
     splits = load_splits(args, seed=seed, embedded="chat" if is_for_chat else "text", convert=convert)
-    is_chat = formats["train"] is not None
-    _check_formats(args, formats, is_chat=is_chat)
+    is_chat = any(kinds.values())
+    if is_for_chat and not is_chat:
+        given = f"--chat_template {args.chat_template}" if args.chat_template else f"--loss_on {args.loss_on}"
+        raise UsageError(
+            f"{given} is for conversations, and {source_name(args, 'train')} has text: leave it out, or give data "
+            "with 'messages', 'conversations' or 'prompt' and 'completion'"
+        )
     set_packing_defaults(args, is_chat=is_chat)
     packed = {
         split: (pack_documents if is_chat else pack)(records, tokenizer, args, split=split)
@@ -87,20 +98,13 @@ def load_packed_datasets(
     return _first(train, args.max_train_samples), _first(evaluation, args.max_eval_samples)
 
 
-def _check_formats(args: DataArguments, formats: dict[str, str | None], *, is_chat: bool) -> None:
-    """Check that training and evaluation data are of one kind, and that the flags fit it."""
-    if "validation" in formats and (formats["validation"] is not None) != is_chat:
-        kinds = ("conversations", "text") if is_chat else ("text", "conversations")
-        raise DataError(
-            f"{source_name(args, 'train')} has {kinds[0]} and {source_name(args, 'validation')} has {kinds[1]}: give "
-            "both in one format"
-        )
-    given = f"--chat_template {args.chat_template}" if args.chat_template else f"--loss_on {args.loss_on}"
-    if not is_chat and (args.chat_template or args.loss_on not in (None, "all")):
-        raise UsageError(
-            f"{given} is for conversations, and {source_name(args, 'train')} has text: leave it out, or give data "
-            "with 'messages', 'conversations' or 'prompt' and 'completion'"
-        )
+def _check_kinds(kinds: dict[str, bool]) -> None:
+    """Check that all sources have conversations, or all text."""
+    (first, is_chat), *others = kinds.items()
+    for name, other in others:
+        if other != is_chat:
+            has = ("conversations", "text") if is_chat else ("text", "conversations")
+            raise DataError(f"{first} has {has[0]} and {name} has {has[1]}: give both in one format")
 
 
 def _is_empty(dataset: AnyDataset, args: DataArguments, split: str) -> bool:

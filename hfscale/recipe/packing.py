@@ -20,12 +20,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, Value
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from hfscale.errors import DataError
-from hfscale.recipe.arguments import DataArguments
+from hfscale.recipe.arguments import DataArguments, SourceArguments
 from hfscale.recipe.chat import IGNORED, document_marks
 from hfscale.recipe.preparation import worker_processes
 from hfscale.recipe.sources import AnyDataset, errors_name_source, is_continuous_text, shorten, source_name
@@ -116,6 +116,24 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
             tokenize, batched=True, remove_columns=columns, num_proc=workers, desc=f"Tokenising {split} text"
         )
         return _map(tokens, pack_tokens, ["input_ids"], mean, args)
+
+
+def text_only(dataset: AnyDataset, args: SourceArguments, *, split: str) -> AnyDataset:
+    """Return the records with the column of text only, named `text`, so that records of several sources can be mixed.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): the raw records.
+        args (`SourceArguments`): the names for error messages.
+        split (`str`): `train` or `validation`.
+
+    Raises:
+        DataError: the records cannot be read or have no text column.
+    """
+    with errors_name_source(args, split):
+        column = _text_column(dataset, _sample(dataset), source=source_name(args, split))
+        selected = dataset.select_columns([column])
+        selected = selected if column == "text" else selected.rename_column(column, "text")
+        return selected.cast_column("text", Value("string"))
 
 
 def pack_documents(

@@ -27,7 +27,7 @@ from hfscale.utils.tables import read_table
 EMBEDDED_DEFAULTS: Mapping[str, str] = read_table("recipe/embedded.toml")
 """Flags of the embedded default run, unless the user gives others."""
 
-_NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file")
+_NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file", "data_mix")
 _EXCLUDES = {"num_train_epochs": "max_steps"}
 
 
@@ -130,8 +130,8 @@ usage: accelerate launch --config_file ACCELERATE.yaml {script} [--config FILE.y
 A flag may also be written with hyphens (--block-size) or with an equals sign (--block_size=256). A list takes
 several values. Most true|false flags may be given without a value, which means true. Defaults are in brackets.
 
-Without --model_name_or_path, --config_name, --dataset_name and --train_file the recipe trains a small Llama on
-the source files of the Python standard library, with these defaults:
+Without --model_name_or_path, --config_name, --dataset_name, --train_file and --data_mix the recipe trains a
+small Llama on the source files of the Python standard library, with these defaults:
 {embedded}
 """
 _TITLES = {

@@ -15,6 +15,7 @@ from hfscale.errors import DataError, HealthError, HfScaleError, StorageError
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import SourceArguments
 from hfscale.recipe.cache import load_by_content
+from hfscale.recipe.mix import mix, read_mix
 from hfscale.utils import disk_errors
 from hfscale.utils.logging import get_logger
 
@@ -33,7 +34,7 @@ def load_splits(
     *,
     seed: int,
     embedded: str = "text",
-    convert: Callable[[AnyDataset, str], AnyDataset] | None = None,
+    convert: Callable[[AnyDataset, SourceArguments, str], AnyDataset] | None = None,
 ) -> Splits:
     """Load the raw records of the text.
 
@@ -41,8 +42,8 @@ def load_splits(
         args (`SourceArguments`): the source of the text; without one, embedded records are loaded.
         seed (`int`): chooses the evaluation records of a source that has none of its own.
         embedded (`str`): the kind of the embedded records, a key of `corpus.RECORDS`.
-        convert (`Callable`, *optional*): converts the records of a split, before evaluation records are taken from
-            those of `train`.
+        convert (`Callable`, *optional*): converts the records of a split of one source, before evaluation records are
+            taken from those of `train` and before sources are mixed.
 
     Returns:
         `dict`: the records of `train`, and those of `validation` if the source has them or is large enough to be
@@ -52,6 +53,8 @@ def load_splits(
         DataError: a file or a dataset is missing, unreadable or not in the format of its extension.
         StorageError: the cache of `datasets` cannot be written.
     """
+    if args.data_mix:
+        return _load_mix(args, seed=seed, convert=convert)
     if args.train_file:
         splits: Splits = {"train": _load_file(args, "train")}
     elif args.dataset_name:
@@ -61,10 +64,24 @@ def load_splits(
     if args.validation_file:
         splits["validation"] = _load_file(args, "validation")
     if convert is not None:
-        splits = {split: convert(records, split) for split, records in splits.items()}
+        splits = {split: convert(records, args, split) for split, records in splits.items()}
     if "validation" not in splits and args.validation_split_percentage:
         splits |= _split(splits["train"], args, seed)
     return splits
+
+
+def _load_mix(args: SourceArguments, *, seed: int, convert: Callable[..., AnyDataset] | None) -> Splits:
+    """Load and mix several sources; the evaluation records are those of all, as often as they are there."""
+    sources = read_mix(args)
+    parts = [load_splits(source, seed=seed, convert=convert) for _, source in sources]
+    names = [source_name(source, "train") for _, source in sources]
+    with errors_name_source(args, "train"):
+        train = mix([part["train"] for part in parts], [share for share, _ in sources], names, seed=seed)
+    if args.validation_file:
+        records = _load_file(args, "validation")
+        return {"train": train, "validation": convert(records, args, "validation") if convert else records}
+    held_out: list[Any] = [part["validation"] for part in parts if "validation" in part]
+    return {"train": train} | ({"validation": datasets.concatenate_datasets(held_out)} if held_out else {})
 
 
 def _load_corpus(args: SourceArguments, kind: str) -> Splits:
@@ -153,6 +170,10 @@ def source_name(args: SourceArguments, split: str) -> str:
     """Return the flag and the value that name the records of a split, for error messages."""
     if split == "validation" and args.validation_file:
         return f"--validation_file {args.validation_file}"
+    if args.named_by:
+        return f"{args.named_by}: {args.train_file or args.dataset_name}"
+    if args.data_mix:
+        return f"--data_mix {args.data_mix}"
     if args.train_file:
         return f"--train_file {args.train_file}"
     return f"--dataset_name {args.dataset_name}" if args.dataset_name else "the embedded text"

@@ -58,6 +58,30 @@ def require_from_0(arguments: object, *names: str, **limits: float) -> None:
             raise UsageError(f"--{name} is {value}: it must be at least 0{below}")
 
 
+def read_yaml(path: str, flag: str = "--config") -> Any:
+    """Read a YAML file.
+
+    Args:
+        path (`str`): the file.
+        flag (`str`): the flag to which it was given, for errors.
+
+    Returns:
+        The content: a mapping, a list, a plain value, or None for an empty file.
+
+    Raises:
+        ConfigFileError: the file is missing, unreadable, not YAML, or has a repeated key.
+    """
+    try:
+        return _Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ConfigFileError(f"{flag} {path} is not UTF-8 text ({byte}): save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigFileError(f"{flag} {path} cannot be read ({error.strerror}): check the path") from None
+    except yaml.YAMLError as error:
+        raise ConfigFileError(f"{flag} {path} is not valid YAML: {_reason(error)}") from None
+
+
 def read_yaml_mapping(path: str, known: Collection[str] | None) -> dict[str, Any]:
     """Read the mapping of flags to values in a YAML file.
 
@@ -71,15 +95,7 @@ def read_yaml_mapping(path: str, known: Collection[str] | None) -> dict[str, Any
     Raises:
         ConfigFileError: the file is missing, unreadable, not YAML, not a mapping, or has an unknown or repeated key.
     """
-    try:
-        content = _Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
-    except UnicodeDecodeError as error:
-        byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
-        raise ConfigFileError(f"--config {path} is not UTF-8 text ({byte}): save it as UTF-8") from None
-    except OSError as error:
-        raise ConfigFileError(f"--config {path} cannot be read ({error.strerror}): check the path") from None
-    except yaml.YAMLError as error:
-        raise ConfigFileError(f"--config {path} is not valid YAML: {_reason(error)}") from None
+    content = read_yaml(path)
     if content is None:
         return {}
     if not isinstance(content, dict):
