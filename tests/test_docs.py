@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import io
+import itertools
 import json
 import re
 import shlex
@@ -29,6 +30,7 @@ from hfscale import ParallelArguments
 from hfscale._moved import MOVED
 from hfscale.cli import COMMANDS, main
 from hfscale.recipe.arguments import DataArguments, ModelArguments, ScalingArguments
+from hfscale.recipe.mix import SOURCE_FLAGS
 
 README = REPOSITORY / "README.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
@@ -356,13 +358,16 @@ def test_callbacks_in_prose_can_be_made(path):
 
 
 def data_problems(markdown):
-    """YAML and JSON blocks that do not parse, and YAML keys that are no flag of a recipe."""
+    """YAML and JSON blocks that do not parse, and YAML keys that are no flag of a recipe, or of a source of a mix."""
     problems = []
     for found in FENCE.finditer(markdown):
         if found["language"] == "json":
             json.loads(found["code"])
         elif found["language"] == "yaml":
-            problems += [f"no flag {key}" for key in yaml.safe_load(found["code"]) if key not in FLAGS]
+            content = yaml.safe_load(found["code"])
+            known = {*SOURCE_FLAGS, "weight"} if isinstance(content, list) else FLAGS
+            keys = itertools.chain(*content) if isinstance(content, list) else content
+            problems += [f"no flag {key}" for key in keys if key not in known]
     return problems
 
 

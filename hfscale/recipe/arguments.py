@@ -126,10 +126,9 @@ class SourceArguments:
     streaming: bool = flag("Read the dataset during training instead of preparing it first.", default=False)
     max_train_samples: int | None = flag("Limit on the number of training sequences (TRL: records).")
     max_eval_samples: int | None = flag("Limit on the number of evaluation sequences (TRL: records).")
-    named_by: str | None = field(default=None, init=False)
-    """Where the source is named, if not by a flag: a line of `--data_mix`."""
 
     def __post_init__(self) -> None:
+        self.named_by: str | None = None  # the line of --data_mix that names this source
         named = [name for name in ("dataset_name", "train_file", "data_mix") if getattr(self, name)]
         if len(named) > 1:
             raise UsageError(f"--{named[0]} and --{named[1]} both name the training text: give one of them")

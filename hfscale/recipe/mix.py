@@ -21,7 +21,7 @@ from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-_FLAGS = {
+SOURCE_FLAGS = {
     "dataset_name": "dataset_name",
     "config": "dataset_config_name",
     "split": "dataset_train_split",
@@ -58,9 +58,10 @@ def _read_source(item: Any, where: str, args: _Arguments) -> tuple[float, _Argum
     if not isinstance(item, dict):
         raise ConfigFileError(f"{where} is '{item}': write it as {{train_file: FILE, weight: 1}}")
     for key in item:
-        if key not in (*_FLAGS, "weight"):
-            close = nearest(str(key), [*_FLAGS, "weight"])
-            raise ConfigFileError(f"{where} has an unknown key '{key}'{close or ': it may have ' + ', '.join(_FLAGS)}")
+        if key not in (*SOURCE_FLAGS, "weight"):
+            close = nearest(str(key), [*SOURCE_FLAGS, "weight"])
+            fix = close or f": the keys are {', '.join(SOURCE_FLAGS)} and weight"
+            raise ConfigFileError(f"{where} has an unknown key '{key}'{fix}")
     weight = item.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise ConfigFileError(f"{where} has the weight {weight}: give a number greater than 0")
@@ -68,7 +69,7 @@ def _read_source(item: Any, where: str, args: _Arguments) -> tuple[float, _Argum
         raise ConfigFileError(f"{where} must have either train_file or dataset_name")
     if "train_file" in item and {"config", "split"} & item.keys():
         raise ConfigFileError(f"{where}: config and split are for a dataset_name, not for a train_file")
-    for key in _FLAGS:
+    for key in SOURCE_FLAGS:
         if key in item and not isinstance(item[key], str):
             raise ConfigFileError(f"{where}: {key} is {item[key]}: it must be text")
     if Path(item.get("train_file", "")).suffix.lower() == ".txt":
@@ -76,7 +77,7 @@ def _read_source(item: Any, where: str, args: _Arguments) -> tuple[float, _Argum
             f"{where}: {item['train_file']} is one text in lines and has no records to mix: make it .jsonl"
         )
     flags = {"dataset_name": None, "dataset_config_name": None, "dataset_train_split": "train", "train_file": None}
-    flags |= {_FLAGS[key]: value for key, value in item.items() if key in _FLAGS}
+    flags |= {SOURCE_FLAGS[key]: value for key, value in item.items() if key in SOURCE_FLAGS}
     percentage = 0 if args.validation_file else args.validation_split_percentage
     # The checks of the flags see one source, as if its flags had been given.
     source = replace(args, **flags, data_mix=None, validation_file=None, validation_split_percentage=percentage)
