@@ -70,7 +70,7 @@ CORNERS = (
     Corner(name="transformers-4.57", pins=("accelerate==1.13.0",), oldest=True, short=True),
     Corner(
         name="transformers-5.0",
-        pins=("transformers==5.0.0", "tokenizers==0.22.2", "huggingface-hub==1.3.0", "accelerate==1.11.0"),
+        pins=("transformers==5.0.0", "tokenizers==0.22.2", "huggingface-hub==1.33.0", "accelerate==1.11.0"),
     ),
     Corner(
         name="transformers-5.15",
