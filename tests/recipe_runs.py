@@ -145,7 +145,7 @@ def run_recipe(
         env |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(ranks // 2)}
     if "--per_device_train_batch_size" not in flags:
         flags = ("--per_device_train_batch_size", str(GLOBAL_BATCH // ranks), *flags)
-    codes = run_ranks(ranks, run_recipe_script, script, folder, [*FLAGS, *flags], log=folder / "log", env=env)
+    codes = run_ranks(ranks, _recipe, script, folder, [*FLAGS, *flags], log=folder / "log", env=env)
     assert codes == [0] * ranks, f"{strategy} on {ranks}: {codes}\n" + output(folder)[-8000:]
 
 
@@ -154,7 +154,7 @@ def output(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted((folder / "log").iterdir()))
 
 
-def run_recipe_script(script: Path, folder: Path, flags: list[str]) -> None:
+def _recipe(script: Path, folder: Path, flags: list[str]) -> None:
     """Run a recipe in this process, which is a rank, with `folder` as its working directory."""
     import os
 

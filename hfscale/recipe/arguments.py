@@ -126,6 +126,10 @@ class SourceArguments:
     streaming: bool = flag("Read the dataset during training instead of preparing it first.", default=False)
     max_train_samples: int | None = flag("Limit on the number of training sequences (TRL: records).")
     max_eval_samples: int | None = flag("Limit on the number of evaluation sequences (TRL: records).")
+    sample_prompts: str | None = flag(
+        "File of prompts from which the model generates during training: .txt, one per line, or .jsonl with messages."
+    )
+    sample_steps: int = flag("Optimizer steps between two generations from --sample_prompts.", default=500)
 
     def __post_init__(self) -> None:
         self.named_by: str | None = None  # the line of --data_mix that names this source
@@ -140,7 +144,7 @@ class SourceArguments:
             raise UsageError(
                 f"--dataset_config_name {self.dataset_config_name} is given without --dataset_name: give both"
             )
-        require_positive(self, "max_train_samples", "max_eval_samples")
+        require_positive(self, "max_train_samples", "max_eval_samples", "sample_steps")
         require_from_0(self, validation_split_percentage=100)
 
 
@@ -169,14 +173,10 @@ class DataArguments(SourceArguments):
     )
     chat_template: str | None = flag("File with the Jinja template of conversations. Default: the tokenizer's.")
     show_samples: int = flag("Number of training samples to print, with the tokens that are trained on.", default=0)
-    sample_prompts: str | None = flag(
-        "File of prompts from which the model generates during training: .txt, one per line, or .jsonl with messages."
-    )
-    sample_steps: int = flag("Optimizer steps between two generations from --sample_prompts.", default=500)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "block_size", "preprocessing_num_workers", "sample_steps")
+        require_positive(self, "block_size", "preprocessing_num_workers")
         require_from_0(self, "show_samples")
         if self.chat_template and not Path(self.chat_template).is_file():
             raise UsageError(f"--chat_template {self.chat_template} is not a file: give one with a Jinja template")
@@ -437,14 +437,14 @@ def scaling_callback(
 
 
 def sample_generation(
-    args: DataArguments, layout: ParallelLayout | None = None, *, is_split: bool = False
+    args: SourceArguments, layout: ParallelLayout | None = None, *, is_split: bool = False
 ) -> list[SampleGenerationCallback]:
     """Return the callback that generates from `--sample_prompts`, or an empty list without that flag.
 
     Call it before the model is loaded, so that a mistake is reported at once.
 
     Args:
-        args (`DataArguments`): the file of prompts, and the steps between two generations.
+        args (`SourceArguments`): the file of prompts, and the steps between two generations.
         layout (`ParallelLayout`, *optional*): the sizes of the parallel axes, if the recipe has any.
         is_split (`bool`): whether the recipe trains with `ParallelTrainer`, which cannot generate.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import RECIPE
 from forked_ranks import run_ranks
-from recipe_runs import FLAGS, SHARDED, TP_PP, environment_of, make_workplace, output, run_recipe_script, warm_up
+from recipe_runs import FLAGS, SHARDED, TP_PP, _recipe, environment_of, make_workplace, output, warm_up
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -48,7 +48,7 @@ def trained(workplace, tmp_path_factory):
             batch = SPLIT if strategy == "parallel" else ["--per_device_train_batch_size", "6"]
             command = [*COMMON, *batch, *flags]
             env = environment_of(strategy)
-            codes = run_ranks(2, run_recipe_script, SCRIPTS[strategy], folder, command, log=folder / "log", env=env)
+            codes = run_ranks(2, _recipe, SCRIPTS[strategy], folder, command, log=folder / "log", env=env)
             assert codes == [0, 0], output(folder)[-6000:]
             folders[strategy, *flags] = folder
         return folders[strategy, *flags]

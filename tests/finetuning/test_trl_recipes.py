@@ -62,6 +62,7 @@ def workplace(tmp_path_factory):
     folder = recipe_runs.make_workplace(tmp_path_factory.mktemp("workplace"))
     LlamaConfig.from_pretrained(folder / "deep", max_position_embeddings=256).save_pretrained(folder / "model")
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "prompts.txt").write_text("What does os.getcwd do?\nline 7 is\n")
     return folder
 
 
@@ -107,13 +108,14 @@ def values(folder, recipe):
 
 @pytest.fixture(scope="module")
 def uninterrupted(workplace, tmp_path_factory):
-    """Return a function that gives the folder of a complete run on two processes."""
+    """Return a function that gives the folder of a complete run on two processes, which also generates samples."""
     done = {}
 
     def folder_of(recipe, strategy):
         if (recipe, strategy) not in done:
             folder = shutil.copytree(workplace, tmp_path_factory.mktemp(f"{recipe}-{strategy}"), dirs_exist_ok=True)
-            assert run(folder, recipe, strategy) == [0, 0], recipe_runs.output(folder)[-6000:]
+            samples = {"sample_prompts": "prompts.txt", "sample_steps": "4"}
+            assert run(folder, recipe, strategy, **samples) == [0, 0], recipe_runs.output(folder)[-6000:]
             done[recipe, strategy] = folder
         return done[recipe, strategy]
 
@@ -139,5 +141,10 @@ def test_a_killed_and_preempted_run_has_the_losses_of_an_uninterrupted_one(
     assert f"continues from checkpoint-{status['step']}" in recipe_runs.output(folder)
     whole = uninterrupted(recipe, strategy)
     assert values(folder, recipe) == values(whole, recipe)
+    samples = [json.loads(line) for line in (whole / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [
+        (4, "What does os.getcwd do?"),
+        (4, "line 7 is"),
+    ]
     manifest = verify(folder / "out" / "checkpoint-6")
     assert (manifest.strategy, manifest.world_size, manifest.global_batch_size) == (strategy, 2, 4)
