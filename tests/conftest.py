@@ -118,6 +118,16 @@ LONG_FILES = (
     "test_parallel.py",
     "test_planner_emit.py",
     "test_lr_scaling_callback.py",
+    "test_launch_files.py",
+    "test_callbacks_contract.py",
+    "test_scaling_metrics.py",
+    "test_preemption.py",
+    "test_preemption_ranks.py",
+    "test_stream_position.py",
+    "test_parallel_context.py",
+    "test_spot_checkpoint.py",
+    "test_resume.py",
+    "test_sample_generation.py",
 )
 
 

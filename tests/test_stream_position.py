@@ -1,5 +1,6 @@
 """A resumed run continues in its stream at the recorded position, and reads no more than it needs."""
 
+import functools
 import json
 import logging
 import random
@@ -58,11 +59,14 @@ def train(folder, prepare=lambda dataset: dataset, *, stop_at=-1, resume=None, s
 
 
 class StopAt(TrainerCallback):
+    """Stops the training after a step, with a checkpoint."""
+
     def __init__(self, step):
         self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop |= state.global_step == self.step
+        control.should_save |= state.global_step == self.step
 
 
 def batched(dataset):
@@ -88,6 +92,17 @@ def noisy_in_batches(dataset):
 IN_TWO_PASSES = [(batched, 7), (batched, 20), (batched, 23), (noisy_in_batches, 7), (noisy_in_batches, 23)]
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Return a function that trains without the callback, once for each stream."""
+    trained = functools.cache(
+        lambda prepare, arguments: train(
+            tmp_path_factory.mktemp("plain"), prepare, spot=[], save_strategy="no", **dict(arguments)
+        )[0]
+    )
+    return lambda prepare, arguments: trained(prepare, tuple(arguments.items()))
+
+
 @pytest.mark.parametrize(
     ("prepare", "stop_at", "arguments"),
     [
@@ -95,9 +110,10 @@ IN_TWO_PASSES = [(batched, 7), (batched, 20), (batched, 23), (noisy_in_batches, 
         (lambda dataset: dataset.map(noisy), 5, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
     ],
 )
-def test_a_resumed_run_is_the_one_without_the_callback(tmp_path, prepare, stop_at, arguments, caplog):
+def test_a_resumed_run_is_the_one_without_the_callback(plain, tmp_path, prepare, stop_at, arguments, caplog):
     """In the first pass, at its end, and in the second; dropout shows that random numbers continue too."""
-    plain, _ = train(tmp_path / "plain", prepare, spot=[], save_strategy="no", **arguments)
+    plain = plain(prepare, arguments)
+    arguments = arguments | {"save_steps": 1000}
     train(tmp_path / "cut", prepare, stop_at=stop_at, **arguments)
     with caplog.at_level(logging.INFO, logger="hfscale"):
         resumed, _ = train(tmp_path / "cut", prepare, resume=latest_checkpoint(tmp_path / "cut"), **arguments)
