@@ -122,6 +122,17 @@ def test_every_file_format_packs_into_the_same_stream(
     assert len(expected) - len(stream) < BLOCK
 
 
+@pytest.mark.parametrize("flags", [{"packing": "bestfit"}, {"document_attention": True}, {"packing": "none"}])
+def test_a_stream_has_the_packed_documents_of_a_prepared_dataset(flags: Any, tmp_path: Path, load: Any) -> None:
+    flags = flags | {"train_file": write(tmp_path / "train.jsonl", DOCUMENTS), "validation_split_percentage": 0}
+    prepared, _ = load(block_size=128, **flags)
+    streamed, _ = load(block_size=128, streaming=True, **flags)
+    assert list(streamed) == list(prepared)
+    positions = "attention_mask" if flags.get("packing") == "none" else "position_ids"
+    assert set(prepared.column_names) == {"input_ids", "labels", positions}
+    assert len(prepared[0]["input_ids"]) <= 128
+
+
 def test_batches_drop_less_than_a_block_each(
     tmp_path: Path, load: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
