@@ -63,7 +63,10 @@ def load_packed_datasets(
         kinds[source_name(source, split)] = is_chat
         _check_kinds(kinds)
         if is_chat:
-            return to_documents(records, tokenizer, cast(DataArguments, source), split=split)
+            documents = to_documents(records, tokenizer, cast(DataArguments, source), split=split)
+            if split == "train":
+                _show_samples(documents, tokenizer, args)
+            return documents
         return text_only(records, source, split=split) if args.data_mix else records
 
     is_for_chat = args.chat_template or args.loss_on not in (None, "all")
@@ -92,9 +95,8 @@ def load_packed_datasets(
     if evaluation is not None and _is_empty(evaluation, args, "validation"):
         logger.info("no evaluation: its text is shorter than one block of %d tokens", args.block_size)
         evaluation = None
-    if args.show_samples:
-        samples = splits["train"] if is_chat else train
-        logger.info("training data:\n%s", describe_samples(samples, tokenizer, args.show_samples))
+    if not is_chat:
+        _show_samples(train, tokenizer, args)
     return _first(train, args.max_train_samples), _first(evaluation, args.max_eval_samples)
 
 
@@ -105,6 +107,11 @@ def _check_kinds(kinds: dict[str, bool]) -> None:
         if other != is_chat:
             has = ("conversations", "text") if is_chat else ("text", "conversations")
             raise DataError(f"{first} has {has[0]} and {name} has {has[1]}: give both in one format")
+
+
+def _show_samples(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> None:
+    if args.show_samples:
+        logger.info("training data:\n%s", describe_samples(dataset, tokenizer, args.show_samples))
 
 
 def _is_empty(dataset: AnyDataset, args: DataArguments, split: str) -> bool:
