@@ -66,9 +66,6 @@ Read, called, or set once
   look for universal files in every later load. Test: test_reshape.py.
 - `PartialState._shared_state` of Accelerate. By: `let_fsdp_run_on_cpu`. Reason: Accelerate runs FSDP on accelerators
   only. Test: test_strategies.py.
-- `PreTrainedModel._is_fsdp_managed_module`. By: `synchronize_generation`. Reason: `generate` has no other way to know
-  that Accelerate has sharded the model, where its caller (TRL) does not pass `synced_gpus`. Test:
-  finetuning/test_trl_recipes.py.
 - `_last_lr` and `_schedulers` of torch's schedulers. By: learning_rate.py. Reason: a scheduler that exists has no
   method that changes its rates. Test: test_lr_scaling_callback.py.
 - `PreTrainedConfig._attn_implementation`. By: `attention_implementation`. Reason: only its setter is public. Test:

@@ -56,6 +56,9 @@ JSON_FLAGS = (
 )
 """Flags of transformers whose value is a JSON mapping or, unless they end in `kwargs`, a file that holds one."""
 
+JSON_FLAGS_OF_TRL = ("model_init_kwargs", "dataset_kwargs", "generation_kwargs", "chat_template_kwargs")
+"""Flags of TRL's arguments whose value is a JSON mapping; each class has some of them."""
+
 
 @dataclass(kw_only=True)
 class ModelArguments:
@@ -296,8 +299,8 @@ class RecipeTrainingMixin(_TrainingArguments):
             os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"  # accelerate reads it from here
         if self.recompute == "selective":
             self.activation_checkpointing_kwargs = self._selective_kwargs()
-        for name in JSON_FLAGS:
-            _check_json(f"--{name}", getattr(self, name), is_text=name.endswith("kwargs"))
+        for name in (*JSON_FLAGS, *JSON_FLAGS_OF_TRL):
+            _check_json(f"--{name}", vars(self).get(name), is_text=name.endswith("kwargs"))
         if self.torch_compile_backend and self.torch_compile_backend.upper() not in DynamoBackend.list():
             raise UsageError(
                 f"--torch_compile_backend {self.torch_compile_backend} is not known: choose one of "
@@ -376,12 +379,7 @@ class RecipeTrainingMixin(_TrainingArguments):
 
 @dataclass(kw_only=True)
 class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
-    """`TrainingArguments` with the defaults of the recipes; every flag keeps the meaning it has in transformers.
-
-    Raises:
-        UsageError: a value is unknown or out of range, or two flags exclude each other.
-        MissingDependencyError: `--deepspeed` is given and DeepSpeed is not installed.
-    """
+    """`TrainingArguments` with the defaults and checks of the recipes, and the compression of DDP's gradients."""
 
     gradient_compression: str = flag(
         "How DDP compresses the gradients that it sends: " + ", ".join(METHODS) + ".", default="none", choices=METHODS

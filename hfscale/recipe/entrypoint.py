@@ -181,6 +181,9 @@ def _summary_rows(trainer: "Trainer", callback: "ScalingCallback", metrics: dict
     losses = [entry["loss"] for entry in history if "loss" in entry]
     if losses:
         rows.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}"))
+    rewards = [entry["reward"] for entry in history if "reward" in entry]  # of TRL's trainers that generate
+    if rewards:
+        rows.append(("reward", f"{rewards[0]:.4f} -> {rewards[-1]:.4f}"))
     if "eval_loss" in metrics:
         rows.append(("evaluation loss", f"{metrics['eval_loss']:.4f}"))
     rates = [entry["scaling/tokens_per_s_per_gpu"] for entry in history if "scaling/tokens_per_s_per_gpu" in entry]

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from hfscale.errors import DataError, LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.parallel.arguments import ParallelArguments
+from hfscale.parallel.weights import draw_weights
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin, SourceArguments, one_line
 from hfscale.recipe.layout import set_up_parallelism
 from hfscale.recipe.models import load_model
 from hfscale.recipe.resume import keep_global_batch
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
-from hfscale.utils.versions import require_for_import
+from hfscale.utils.flags import require_from_0, require_positive
+from hfscale.utils.versions import is_fsdp_enabled, require_for_import
 
 require_for_import("TRL recipes")
 
@@ -55,10 +57,19 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 class SFTArguments(RecipeTrainingMixin, SFTConfig):
     """TRL's `SFTConfig` with the defaults and checks of the recipes."""
 
+    def __post_init__(self) -> None:
+        require_positive(self, "max_length")
+        super().__post_init__()
+
 
 @dataclass(kw_only=True)
 class DPOArguments(RecipeTrainingMixin, DPOConfig):
     """TRL's `DPOConfig` with the defaults and checks of the recipes."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_length")
+        require_from_0(self, "beta")
+        super().__post_init__()
 
 
 @dataclass(kw_only=True)
@@ -66,6 +77,16 @@ class GRPOArguments(RecipeTrainingMixin, GRPOConfig):
     """TRL's `GRPOConfig` with the defaults and checks of the recipes."""
 
     def __post_init__(self) -> None:
+        require_positive(
+            self,
+            "num_generations",
+            "max_completion_length",
+            "temperature",
+            "steps_per_generation",
+            "generation_batch_size",
+            "num_iterations",
+        )
+        require_from_0(self, "beta")
         self.given_generation_batch_size = self.generation_batch_size  # GRPOConfig fills it in
         super().__post_init__()
 
@@ -143,7 +164,10 @@ def reference_model(
     """
     if model_args.use_peft or model_args.model_name_or_path:
         return None
-    return load_model(model_args, config, training_args)
+    model = load_model(model_args, config, training_args)
+    if is_fsdp_enabled():  # of the models, Accelerate sends only the one that is trained from rank 0 to the others
+        draw_weights(model, seed=training_args.seed)
+    return model
 
 
 def check_reference(model_args: ModelArguments, training_args: GRPOArguments) -> None:

@@ -16,7 +16,6 @@ from transformers import EarlyStoppingCallback, set_seed
 
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
-from hfscale.integrations.generation import synchronize_generation
 from hfscale.integrations.loading import readable_checkpoint
 from hfscale.integrations.strategy import check_launch
 from hfscale.recipe.arguments import SourceArguments, check_evaluation, sample_generation, scaling_callback
@@ -101,7 +100,6 @@ def main():
         )
     use_compact_progress(trainer)
     finish_on_cpu(trainer)
-    synchronize_generation(trainer)
 
     if is_finished(trainer, checkpoint):
         return

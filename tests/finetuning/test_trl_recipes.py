@@ -1,6 +1,7 @@
 """The recipes for TRL's trainers on two processes: killed, preempted and resumed, under DDP, FSDP2 and ZeRO-3."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -9,9 +10,10 @@ import time
 
 import pytest
 import recipe_runs
+import torch
 from conftest import REPOSITORY
 from forked_ranks import run_ranks
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.store import verify
@@ -77,7 +79,7 @@ def run(folder, recipe, strategy, *, ranks=2, stop=None, **flags):
         stop (`tuple`, *optional*): a signal and a step; rank 1 gets the signal once the step's checkpoint is there.
         flags: further flags.
     """
-    given = [f"--{name}={value}" for name, value in (COMMON | FLAGS[recipe] | flags).items()]
+    given = [f"--{name}={value}" for name, value in (COMMON | FLAGS[recipe] | flags).items() if value is not None]
     script = REPOSITORY / "recipes" / recipe / "train.py"
     env = recipe_runs.environment_of(strategy)
     ends_all = stop is None or stop[0] == signal.SIGKILL  # preempted ranks end by themselves
@@ -148,3 +150,136 @@ def test_a_killed_and_preempted_run_has_the_losses_of_an_uninterrupted_one(
     ]
     manifest = verify(folder / "out" / "checkpoint-6")
     assert (manifest.strategy, manifest.world_size, manifest.global_batch_size) == (strategy, 2, 4)
+
+
+def test_every_strategy_trains_the_same(uninterrupted):
+    """Also with DPO's second model, which TRL shards in its own way. GRPO's samples depend on the order of sums."""
+    for recipe in ("sft", "dpo"):
+        expected = values(uninterrupted(recipe, "ddp"), recipe)
+        for strategy in ("fsdp2", "zero3"):
+            found = values(uninterrupted(recipe, strategy), recipe)
+            for key in KEYS[recipe]:
+                assert found[key] == pytest.approx(expected[key], abs=2e-3), (recipe, strategy, key)
+    assert values(uninterrupted("dpo", "ddp"), "dpo")["loss"][0] == pytest.approx(math.log(2), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy", "ranks"), [("sft", "zero3", 1), ("dpo", "fsdp2", 4), ("sft", "ddp", 1)]
+)
+def test_another_number_of_processes_keeps_the_losses(uninterrupted, tmp_path, recipe, strategy, ranks):
+    whole = uninterrupted(recipe, strategy)
+    folder = interrupted(whole, tmp_path)
+    target = "single" if ranks == 1 else strategy
+    assert run(folder, recipe, target, ranks=ranks) == [0] * ranks, recipe_runs.output(folder)[-6000:]
+    assert f"{ranks} processes instead of 2: the global batch stays 4 sequences" in recipe_runs.output(folder)
+    for key, wanted in values(whole, recipe).items():
+        assert values(folder, recipe)[key] == pytest.approx(wanted, abs=2e-3), key
+
+
+def test_grpo_keeps_its_batches_on_another_number_of_processes(uninterrupted, tmp_path):
+    """The completions are other ones: each process draws its own random numbers."""
+    whole = uninterrupted("grpo", "ddp")
+    folder = interrupted(whole, tmp_path)
+    assert run(folder, "grpo", "single", ranks=1) == [0], recipe_runs.output(folder)[-6000:]
+    expected, found = history(whole), history(folder)
+    assert list(found) == list(expected)
+    assert found[2] == expected[2]
+    assert [found[step]["epoch"] for step in found] == [expected[step]["epoch"] for step in expected]
+    saved = torch.load(folder / "out" / "checkpoint-6" / "training_args.bin", weights_only=False)
+    assert (saved.gradient_accumulation_steps, saved.steps_per_generation, saved.generation_batch_size) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy", "flags"),
+    [("sft", "fsdp2", {}), ("dpo", "zero3", {}), ("grpo", "ddp", {"beta": "0.04"})],
+)
+def test_adapters_are_trained_and_resumed(workplace, tmp_path, recipe, strategy, flags):
+    """With adapters the reference is the model without them: DPO's first loss is log 2, GRPO's first divergence 0."""
+    flags = flags | {"use_peft": "true", "lora_r": "4"}
+    folder = shutil.copytree(workplace, tmp_path / "whole")
+    assert run(folder, recipe, strategy, **flags) == [0, 0], recipe_runs.output(folder)[-6000:]
+    resumed = interrupted(folder, tmp_path / "resumed")
+    assert run(resumed, recipe, strategy, **flags) == [0, 0], recipe_runs.output(resumed)[-6000:]
+    assert values(resumed, recipe) == values(folder, recipe)
+    assert (folder / "out" / "adapter_config.json").is_file()
+    first, last = history(folder)[1], history(folder)[6]
+    if recipe == "dpo":
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert last["loss"] != pytest.approx(math.log(2), abs=1e-6)
+    if recipe == "grpo":
+        assert first["kl"] == 0
+        assert last["kl"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_the_reference_has_the_weights_of_the_checkpoint(workplace, uninterrupted, tmp_path, strategy):
+    """TRL loads it on every rank; before the first update it agrees with the model that is trained."""
+    folder = shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    start = {"model_name_or_path": str(uninterrupted("sft", "ddp") / "out"), "config_name": None, "max_steps": "1"}
+    start |= {"save_steps": "1", "max_eval_samples": "2"}
+    assert run(folder, "dpo", strategy, **start) == [0, 0], recipe_runs.output(folder)[-6000:]
+    assert history(folder, 1)[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    shutil.rmtree(folder / "out")
+    assert run(folder, "grpo", strategy, **start, beta="0.04") == [0, 0], recipe_runs.output(folder)[-6000:]
+    assert history(folder, 1)[1]["kl"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_trained_model_generates(uninterrupted, strategy):
+    folder = uninterrupted("sft", strategy) / "out"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    question = [{"role": "user", "content": "What does calendar.pryear do?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    generated = model.generate(**prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert generated.shape == (1, prompt["input_ids"].shape[1] + 3)
+
+
+def test_completions_of_different_lengths_do_not_hang_fsdp2(workplace, tmp_path):
+    """Every eighth token ends a completion here. A rank that has finished must go on until the others have, too."""
+    folder = shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    ending = json.dumps({"eos_token_id": list(range(0, 4096, 8))})
+    flags = {"generation_kwargs": ending, "max_completion_length": "24", "max_steps": "2", "max_eval_samples": "2"}
+    assert run(folder, "grpo", "fsdp2", **flags) == [0, 0], recipe_runs.output(folder)[-6000:]
+
+
+MISTAKES = {
+    "no known column": ("sft", {"train_file": "text.csv"}, ["text.csv", "columns question", "messages", "text"]),
+    "no rejected answer": ("dpo", {"train_file": "chosen.jsonl"}, ["chosen.jsonl", "chosen and rejected"]),
+    "a text without turns": ("sft", {"train_file": "text.txt"}, ["assistant_only_loss", "conversational"]),
+    "a flag of our own packing": ("sft", {"block_size": "64"}, ["unknown flag --block_size"]),
+    "too long": ("dpo", {"max_length": "1000"}, ["--max_length 1000", "256 positions"]),
+    "negative": ("dpo", {"beta": "-1"}, ["--beta", "-1"]),
+    "unknown modules": ("sft", {"use_peft": "true", "lora_target_modules": "nothing"}, ["nothing", "base model"]),
+    "no reward functions": ("grpo", {"reward_functions": None}, ["--reward_functions", "rewards.py:"]),
+    "no such file": ("grpo", {"reward_functions": "reward.py:words"}, ["reward.py", "does not exist"]),
+    "no such function": ("grpo", {"reward_functions": "rewards.py:word"}, ["rewards.py", "did you mean words"]),
+    "no function": ("grpo", {"reward_functions": "rewards.py"}, ["rewards.py", "path.py:name"]),
+    "a file with an error": ("grpo", {"reward_functions": "broken.py:words"}, ["broken.py", "SyntaxError"]),
+    "no reference model": ("grpo", {"beta": "0.1"}, ["--beta 0.1", "--model_name_or_path"]),
+    "incomplete groups": ("grpo", {"num_generations": "3"}, ["num_generations", "3"]),
+    "broken JSON": ("grpo", {"generation_kwargs": "{x"}, ["--generation_kwargs {x", "not JSON"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(workplace, tmp_path, name):
+    recipe, flags, parts = MISTAKES[name]
+    folder = shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    (folder / "text.csv").write_text("question,solution\n1+1,2\n")
+    (folder / "chosen.jsonl").write_text('{"prompt": "1+1", "chosen": "2"}\n')
+    (folder / "broken.py").write_text("def words(")
+    assert run(folder, recipe, "single", ranks=1, validation_split_percentage="0", **flags) == [2]
+    lines = [line for line in recipe_runs.output(folder).splitlines() if line.startswith("hfscale: error: ")]
+    assert len(lines) == 1, recipe_runs.output(folder)[-6000:]
+    assert "Traceback" not in recipe_runs.output(folder)
+    for part in parts:
+        assert part in lines[0], lines[0]
+
+
+def interrupted(whole, folder):
+    """Copy the folder of a complete run, without what followed its second step."""
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
+    for step in (4, 6):
+        shutil.rmtree(folder / "out" / f"checkpoint-{step}")
+    (folder / "out" / "all_results.json").unlink()
+    return folder
