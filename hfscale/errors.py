@@ -4,6 +4,7 @@
     ├── UsageError (ValueError)        exit code 2: a flag, value or file of the user is wrong
     │   ├── ConfigFileError            a YAML, JSON or TOML file is missing, unreadable, invalid or has an unknown key
     │   ├── DataError                  training data is missing, unreadable, empty or not in the format of its name
+    │   ├── OutputDirInUseError        exit code 75: another machine still holds the output directory; try again later
     │   ├── LayoutError                parallel sizes, batch sizes and the number of processes do not fit together
     │   ├── UnknownHardwareError       the name of a GPU or provider is in no table
     │   └── UnsupportedModelError      the architecture or a key of a model config is not supported
@@ -36,6 +37,12 @@ class ConfigFileError(UsageError):
 
 class DataError(UsageError):
     """Training data is missing, unreadable, empty or not in the format of its name."""
+
+
+class OutputDirInUseError(UsageError):
+    """Another machine still holds the lock of the output directory: the same command can succeed later."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h, as after a preemption
 
 
 class LayoutError(UsageError):

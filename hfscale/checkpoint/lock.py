@@ -5,16 +5,23 @@ import fcntl
 import json
 import os
 import socket
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hfscale.errors import UsageError
+import psutil
+
+from hfscale.errors import HfScaleError, OutputDirInUseError, StorageError, UsageError
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
 LOCK_NAME = ".hfscale_lock"
+LOCK_WAIT_S = 300.0
+"""How long a lock of another machine is waited for: after the loss of a machine an NFS server keeps its locks until
+their lease ends, 90 s by default, and then for a grace period of the same length."""
+_POLL_S = 1.0
 _NOT_SUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _held: dict[Path, int] = {}
@@ -26,32 +33,70 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
 
     Call it on one process of the run; calling it again in that process has no effect. The lock is a POSIX record lock:
     the system releases it however the process ends, forked children do not inherit it, and on NFS it also holds for
-    other machines. On a file system without locks it only logs a warning.
+    other machines. If another machine holds it, which may be lost, the lock is waited for. On a file system without
+    locks it only logs a warning.
 
     Raises:
-        UsageError: another process holds the lock; the message names its host, process id and start time.
+        UsageError: a process of this machine holds the lock, or the file is a link; the message names the process and
+            its start time.
+        OutputDirInUseError: another machine has held the lock for `LOCK_WAIT_S` seconds.
     """
     path = Path(output_dir).resolve() / LOCK_NAME
     if path in _held:
         return
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(descriptor, 1024, 0)
-        os.close(descriptor)
-        if error.errno in _NOT_SUPPORTED:
-            logger.warning("%s cannot be locked on this file system: do not start a second run in it", output_dir)
-            return
-        if error.errno not in _LOCKED_BY_ANOTHER:
-            raise
-        raise UsageError(
-            f"{output_dir} is in use by {_describe(holder)}: wait until it ends, stop it, or use another output_dir"
-        ) from None
+    began, descriptor = time.monotonic(), _open(path)
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            holder = os.pread(descriptor, 1024, 0)
+            os.close(descriptor)
+            if error.errno in _NOT_SUPPORTED:
+                logger.warning("%s cannot be locked on this file system: do not start a second run in it", output_dir)
+                return
+            if error.errno not in _LOCKED_BY_ANOTHER:
+                raise
+            waited_s = time.monotonic() - began
+            _check_may_wait(output_dir, holder, waited_s)
+            if waited_s < _POLL_S:
+                logger.warning(
+                    "%s is in use by %s: waiting up to %.0f s for it to end",
+                    output_dir,
+                    _describe(holder),
+                    LOCK_WAIT_S,
+                )
+            time.sleep(_POLL_S)
+            descriptor = _open(path)
     since = datetime.now(UTC).isoformat(timespec="seconds")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
     _held[path] = descriptor
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UsageError(f"{path} is a symbolic link: remove it") from None
+        raise
+
+
+def _check_may_wait(output_dir: str | os.PathLike[str], holder: bytes, waited_s: float) -> None:
+    """Raise if the holder of the lock is alive on this machine, or if it has been waited for long enough.
+
+    Raises:
+        UsageError: the holder is a process of this machine.
+        OutputDirInUseError: the lock has been waited for.
+    """
+    in_use = f"{output_dir} is in use by {_describe(holder)}"
+    if _is_alive_here(holder):
+        raise UsageError(f"{in_use}: wait until it ends, stop it, or use another output_dir")
+    if waited_s >= LOCK_WAIT_S:
+        raise OutputDirInUseError(
+            f"{in_use}, also after {LOCK_WAIT_S:.0f} s: start the same command again later, or use another output_dir"
+        )
 
 
 def is_locked_by_another_process(output_dir: str | os.PathLike[str]) -> bool:
@@ -59,7 +104,7 @@ def is_locked_by_another_process(output_dir: str | os.PathLike[str]) -> bool:
     path = Path(output_dir).resolve() / LOCK_NAME
     if path in _held or not path.exists():
         return False
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = _open(path)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -79,16 +124,22 @@ def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -
 
     Raises:
         UsageError: another run holds the lock; raised on every rank.
+        OutputDirInUseError: another machine has held the lock for some minutes; raised on every rank.
+        StorageError: the lock file cannot be written; raised on every rank.
     """
-    error: UsageError | None = None
+    kinds: tuple[type[HfScaleError], ...] = (UsageError, OutputDirInUseError, StorageError)
+    error: HfScaleError | None = None
     if is_holder:
         try:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             lock_output_dir(output_dir)
         except UsageError as refused:
             error = refused
-    if distributed.all_max([float(error is not None)])[0]:
-        raise error or UsageError(f"{output_dir} is in use by another run: use another output_dir")
+        except OSError as failure:
+            error = StorageError(f"{output_dir} cannot be locked: {failure.strerror}; make it writable")
+    worst = int(distributed.all_max([float(kinds.index(type(error)) if error is not None else -1)])[0])
+    if worst >= 0:
+        raise error or kinds[worst](f"{output_dir} is in use by another run or cannot be locked: see the other ranks")
 
 
 def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:
@@ -96,6 +147,21 @@ def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     descriptor = _held.pop(Path(output_dir).resolve() / LOCK_NAME, None)
     if descriptor is not None:
         os.close(descriptor)
+
+
+def _is_alive_here(holder: bytes) -> bool:
+    """Whether the holder is a process of this machine.
+
+    A pod that replaces a lost one can have its host name, and process ids repeat: the process must have started before
+    the lock was taken.
+    """
+    try:
+        fields = json.loads(holder)
+        since = datetime.fromisoformat(fields["since"]).timestamp()
+        is_older = psutil.Process(fields["pid"]).create_time() <= since + 1
+        return is_older and str(fields["host"]) == socket.gethostname()
+    except (ValueError, KeyError, TypeError, psutil.Error):
+        return False
 
 
 def _describe(holder: bytes) -> str:
