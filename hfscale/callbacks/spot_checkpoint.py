@@ -469,7 +469,14 @@ class SpotCheckpointCallback(AdapterCallback):
             self._failure = " ".join(reason.split())
         reported = read_status(self._output_dir)
         if reported is None or reported.get("status") == "running":
-            self._write_status("failed", self._running_step, self._failure)
+            with suppress(OSError):  # a full disk may be why it failed, and that has been logged
+                write_status(
+                    self._output_dir,
+                    "failed",
+                    step=self._running_step,
+                    checkpoint=self._committed_path(),
+                    reason=self._failure,
+                )
 
 
 class _AfterOthers(TrainerCallback):
