@@ -210,7 +210,8 @@ def test_wrong_usage_is_a_value_error_with_exit_code_2():
         if isinstance(cls, type) and issubclass(cls, errors.HfScaleError):
             is_usage = issubclass(cls, errors.UsageError)
             assert issubclass(cls, ValueError) == is_usage
-            assert cls.exit_code == (2 if is_usage else 1)
+            in_use = cls is errors.OutputDirInUseError
+            assert cls.exit_code == (75 if in_use else 2 if is_usage else 1)
 
 
 def test_every_module_opens_with_what_it_is_for():
