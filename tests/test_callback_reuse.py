@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 from test_integrations import LASTING, changes
-from tiny import RandomTokens, logged, tiny_arguments, tiny_model, tiny_trainer
+from tiny import RandomTokens, logged, make_callback, tiny_arguments, tiny_model, tiny_tokenizer, tiny_trainer
 from transformers import Trainer
 
 import hfscale
@@ -52,16 +52,16 @@ def test_nothing_of_a_run_that_saved_is_in_one_that_does_not(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_before_and_after_a_training_train_alike(tmp_path, name):
-    callback = getattr(hfscale, name)()
+    callback = make_callback(name)
     losses = []
     for number in range(2):
         for copied in (pickled(callback), copy.deepcopy(callback)):
-            trainer = tiny_trainer(tmp_path / f"{number}-{len(losses)}", copied, **SAVING)
+            trainer = tiny_trainer(tmp_path / f"{number}-{len(losses)}", copied, tokenizer=tiny_tokenizer(), **SAVING)
             trainer.evaluate()
             trainer.train()
             losses.append(logged(trainer, "loss"))
         if number == 0:
-            tiny_trainer(tmp_path / "original", callback, **SAVING).train()
+            tiny_trainer(tmp_path / "original", callback, tokenizer=tiny_tokenizer(), **SAVING).train()
     assert losses == [losses[0]] * 4
 
 
