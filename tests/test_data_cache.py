@@ -17,6 +17,7 @@ from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.cache import load_by_content
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import run
+from hfscale.recipe.preparation import one_process_prepares
 
 DOCUMENTS = [{"text": f"document {number} of the text"} for number in range(60)]
 CHAT = [
@@ -33,6 +34,7 @@ TEMPLATE = (
 def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    monkeypatch.setattr(os, "environ", os.environ)  # `Dataset.map` replaces it where it uses several processes
     datasets.disable_progress_bars()
     yield folder
     datasets.enable_progress_bars()
@@ -123,10 +125,11 @@ def test_a_worker_that_is_killed_ends_the_preparation(cache, tmp_path):
     tokenizer = Killed(tokenizer_object=corpus.default_tokenizer().backend_tokenizer, eos_token=corpus.EOS_TOKEN)
     args = DataArguments(train_file=str(path), block_size=16, preprocessing_num_workers=3)
 
-    def in_a_recipe():
-        run(lambda: load_packed_datasets(args, tokenizer, seed=0))
+    def main():
+        with one_process_prepares("the data"):
+            load_packed_datasets(args, tokenizer, seed=0)
 
-    assert run_ranks(1, in_a_recipe, log=tmp_path / "log", timeout_s=60.0) == [1]
+    assert run_ranks(1, run, main, log=tmp_path / "log", timeout_s=60.0) == [1]
     assert f"hfscale: error: --train_file {path}: a process" in (tmp_path / "log" / "rank-0.log").read_text()
 
 

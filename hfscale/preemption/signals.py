@@ -127,9 +127,6 @@ class SignalWatch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if _is_pool_worker():
-            self.restore()
-            signal.raise_signal(number)
         is_repeated = number == signal.SIGINT and self.notices.has(name)
         if self._is_serving is not None and self._is_serving(frame) and not is_repeated:
             self.notices.add(Notice(source=name))
@@ -145,12 +142,6 @@ class SignalWatch:
         else:
             self.restore()
             signal.raise_signal(number)
-
-
-def _is_pool_worker() -> bool:
-    """Return whether this is a worker of `Dataset.map`, which its pool ends with SIGTERM and then waits for."""
-    multiprocess = sys.modules.get("multiprocess")
-    return multiprocess is not None and multiprocess.parent_process() is not None
 
 
 def _print(line: str) -> None:

@@ -7,6 +7,7 @@ launcher's store, which has no time limit, and see there at once that a rank has
 
 import itertools
 import os
+import signal
 import socket
 import threading
 import time
@@ -56,20 +57,22 @@ def one_process_prepares(what: str) -> Iterator[None]:
         StorageError: the cache folder cannot be written.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield
+        with _pool_workers_end_on_signals():
+            yield
         return
     name = f"prepare/{next(_numbers)}"
-    ranks = _Ranks(RankStore.connect(name, timeout_s=_STORE_S), what)
+    ranks = _Ranks(RankStore.connect(name, os.environ, timeout_s=_STORE_S), what)
     probe = Path(datasets.config.HF_DATASETS_CACHE, f".hfscale-shared-{socket.gethostname()}-{os.getpid()}")
     try:
-        with _signs_of_life(RankStore.connect(name, timeout_s=_STORE_S), what):
+        with _signs_of_life(RankStore.connect(name, os.environ, timeout_s=_STORE_S), what):
             if ranks.rank == 0:
                 with writing(f"the cache {probe.parent}", "set HF_DATASETS_CACHE to a folder that can"):
                     probe.parent.mkdir(parents=True, exist_ok=True)
                     probe.touch()
             ranks.meet(probe)
             ranks.wait_until_prepared()
-            yield
+            with _pool_workers_end_on_signals():
+                yield
             ranks.wait_until_all_are_done()
     except BaseException as error:
         ranks.report_failure(error)
@@ -77,6 +80,29 @@ def one_process_prepares(what: str) -> Iterator[None]:
     finally:
         if ranks.rank == 0:
             probe.unlink(missing_ok=True)
+
+
+@contextmanager
+def _pool_workers_end_on_signals() -> Iterator[None]:
+    """Let processes that are forked meanwhile have the default handler of SIGTERM, with which their pool ends them.
+
+    They would inherit ours, which adds a preemption notice: a pool that ends them would wait for them forever.
+    """
+    global _is_preparing
+    _is_preparing = True
+    try:
+        yield
+    finally:
+        _is_preparing = False
+
+
+def _reset_signals() -> None:
+    if _is_preparing:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+_is_preparing = False
+os.register_at_fork(after_in_child=_reset_signals)
 
 
 def worker_processes(wanted: int | None, records: int) -> int:
