@@ -1,7 +1,5 @@
 """Launched recipes prepare their data once, for all processes and runs, and end with one line if that fails."""
 
-import os
-
 import pytest
 from conftest import RECIPE, REPOSITORY, agent_launch
 from test_data_cache import CHAT, write
@@ -19,7 +17,7 @@ def token_files(cache):
 def test_a_second_run_and_other_ranks_tokenise_nothing(tmp_path, launch):
     """In new interpreters, whose hashes of strings differ, and from another folder."""
     cache = tmp_path / "cache"
-    env = {"HF_DATASETS_CACHE": str(cache), "PYTHONPATH": os.environ["PYTHONPATH"]}
+    env = {"HF_DATASETS_CACHE": str(cache)}
     config = REPOSITORY / "accelerate_configs" / "ddp.yaml"
     chat = [{"messages": [*record["messages"]]} for record in CHAT * 4]
     for number, processes in enumerate((1, 2)):
