@@ -34,7 +34,6 @@ TEMPLATE = (
 def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    monkeypatch.setattr(os, "environ", os.environ)  # `Dataset.map` replaces it where it uses several processes
     datasets.disable_progress_bars()
     yield folder
     datasets.enable_progress_bars()
@@ -107,7 +106,10 @@ def test_the_rows_do_not_depend_on_the_number_of_processes(cache, records, tmp_p
     path = write(tmp_path / "train.jsonl", records)
     rows, _ = prepare(cache, path, preprocessing_num_workers=1)
     shutil.rmtree(cache)
+    environ, variables = os.environ, dict(os.environ)
     assert prepare(cache, path, preprocessing_num_workers=3)[0] == rows
+    assert os.environ is environ
+    assert environ == variables
 
 
 class Killed(PreTrainedTokenizerFast):

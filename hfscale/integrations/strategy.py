@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hfscale.errors import MissingDependencyError, StrategyMismatchError
 from hfscale.utils.versions import (
-    is_distributed_by_transformers,
+    is_model_distributed_by_transformers,
     is_peft_model,
     sequence_parallel_size,
     why_fsdp2_cannot_tie,
@@ -81,7 +81,7 @@ def running_strategy(trainer: "Trainer") -> str:
         `ParallelTrainer` and for transformers' own tensor parallelism with sharding.
     """
     state = trainer.accelerator.state
-    if is_distributed_by_transformers(trainer) or is_parallel_trainer(trainer):
+    if is_model_distributed_by_transformers(trainer.model) or is_parallel_trainer(trainer):
         return "parallel"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments
-from hfscale.recipe.preparation import worker_processes
+from hfscale.recipe.preparation import kept_environment, worker_processes
 from hfscale.recipe.sources import AnyDataset, errors_name_source, shorten, source_name
 from hfscale.utils.logging import get_logger
 
@@ -115,7 +115,7 @@ def to_documents(
             return documents.filter(_StreamReport(source)).remove_columns(["fault", "cut"])
         workers = worker_processes(args.preprocessing_num_workers, len(dataset))
         options |= {"num_proc": workers if workers > 1 else None, "desc": f"Tokenising {split} conversations"}
-        with _name_source(source):
+        with _name_source(source), kept_environment():
             documents = dataset.map(convert, **options)
     documents = _without_faults(documents, args, source=source)
     if args.loss_on != "all":

@@ -9,7 +9,7 @@ import torch
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.strategy import requested_family, requested_strategy
-from hfscale.recipe.arguments import ModelArguments, RecipeTrainingArguments, RecipeTrainingMixin
+from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin
 from hfscale.recipe.compression import check_compression
 from hfscale.utils.versions import require
 
@@ -40,10 +40,8 @@ def check_pairs(
             "convert the config to FSDP2 with `accelerate to-fsdp2`, or use accelerate_configs/fsdp2.yaml"
         )
     has_tp = layout is not None and layout.tp > 1
-    if isinstance(training_args, RecipeTrainingArguments):
-        check_compression(
-            training_args.gradient_compression, is_ddp=family == "ddp" and not has_tp, use_cpu=training_args.use_cpu
-        )
+    compression = vars(training_args).get("gradient_compression", "none")  # the TRL recipes have no such flag
+    check_compression(compression, is_ddp=family == "ddp" and not has_tp, use_cpu=training_args.use_cpu)
     config = _deepspeed_config(training_args) if family == "zero" else {}
     if model_args.load_in_4bit:
         _check_four_bits(family, config, layout)

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from hfscale.errors import DataError
 from hfscale.recipe.arguments import DataArguments, SourceArguments
 from hfscale.recipe.chat import IGNORED, document_marks
-from hfscale.recipe.preparation import worker_processes
+from hfscale.recipe.preparation import kept_environment, worker_processes
 from hfscale.recipe.sources import AnyDataset, errors_name_source, is_continuous_text, shorten, source_name
 from hfscale.utils.logging import get_logger
 
@@ -112,9 +112,10 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
         )
         if workers == 1:
             return _map(dataset, tokenize_and_pack, columns, mean, args)
-        tokens = dataset.map(
-            tokenize, batched=True, remove_columns=columns, num_proc=workers, desc=f"Tokenising {split} text"
-        )
+        with kept_environment():
+            tokens = dataset.map(
+                tokenize, batched=True, remove_columns=columns, num_proc=workers, desc=f"Tokenising {split} text"
+            )
         return _map(tokens, pack_tokens, ["input_ids"], mean, args)
 
 

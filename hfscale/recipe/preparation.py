@@ -105,6 +105,22 @@ _is_preparing = False
 os.register_at_fork(after_in_child=_reset_signals)
 
 
+@contextmanager
+def kept_environment() -> Iterator[None]:
+    """Keep `os.environ` as it is: `Dataset.map` with several processes (datasets 5.2) puts a copy in its place.
+
+    What holds the first object, such as default arguments of functions, would not see later changes.
+    """
+    environ, before = os.environ, dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ = environ  # noqa: B003 (it is the first object)
+        for name in environ.keys() - before.keys():
+            del environ[name]
+        environ.update(before)
+
+
 def worker_processes(wanted: int | None, records: int) -> int:
     """Return with how many processes one rank tokenises.
 

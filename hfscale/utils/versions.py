@@ -217,6 +217,15 @@ def is_distributed_by_transformers(trainer: "Trainer") -> bool:
     return bool(getattr(trainer, "is_distributed_loading_by_transformers", False))
 
 
+def is_model_distributed_by_transformers(model: object) -> bool:
+    """Return whether transformers has distributed a model while it loaded it.
+
+    Args:
+        model (`object`): a model of transformers has the attribute from 5.19, any other model may lack it.
+    """
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
 def context_parallel_size(trainer: "Trainer") -> int:
     """Return the number of ranks that share a sequence by ring attention.
 
