@@ -36,7 +36,6 @@ from hfscale.preemption import (
     Notice,
     Preempted,
     PreemptionNotices,
-    Shielding,
     assumed_notice_s,
     end_workers,
     shield_workers,
@@ -197,7 +196,7 @@ class PreemptionStop(CopiedWithoutRun):
             if poller is not None:
                 self._listening.callback(poller.stop)
         shield_workers(train_dataloader)
-        adapter.wrap_eval_dataloader(Shielding)
+        adapter.on_eval_dataloader("shield", shield_workers)
         adapter.wrap_evaluate(self._cut_short_by_a_stop)
 
     def at_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:

@@ -32,6 +32,7 @@ from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.errors import CheckpointError, StorageError, UsageError
 from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.integrations.frames import resumed_from
+from hfscale.integrations.loader_seeds import keep_loader_seeds
 from hfscale.integrations.loading import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.integrations.saving import TrainerSaving
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, saved_state
@@ -193,6 +194,7 @@ class SpotCheckpointCallback(AdapterCallback):
         distributed.barrier()  # no rank may begin to write what another is about to archive
         self._begin_counting(adapter, state)
         self.preemption.begin(adapter, kwargs.get("train_dataloader"))
+        keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
 
     def _take_over_saving(self, adapter: TrainerAdapter) -> None:
         """Write checkpoints instead of Trainer, and delete old ones instead of Trainer.

@@ -37,7 +37,7 @@ Replaced until the end of the training
   test_preemption.py.
 - `Trainer.compute_loss` (public). By: `wrap_compute_loss`. Reason: FLOPs are counted from here on, without the
   generation that TRL's trainers do before; there is no event between the two. Test: test_flops.py.
-- `Trainer.get_eval_dataloader` (public), as long as `train`. By: `wrap_eval_dataloader`. Reason: no argument sets
+- `Trainer.get_eval_dataloader` (public), as long as `train`. By: `on_eval_dataloader`. Reason: no argument sets
   the start method of data loader workers. Test: test_preemption.py.
 - `Trainer.set_initial_training_values` and `Trainer.log` (public). By: `finish_without_steps`. Reason: Trainer takes
   a step even if the checkpoint has all of them. Test: test_resume.py.
@@ -55,6 +55,8 @@ Read, called, or set once
   `Trainer.train`. By: `calling_trainer`, `resumed_from`, `training_frame`, `run_dir`. Reason: a callback gets neither
   its Trainer nor the checkpoint, and a signal handler gets a frame only. Test: test_integrations.py,
   test_the_trainer_and_its_checkpoint_are_found_on_the_stack.
+- `Trainer._eval_dataloaders`. By: loader_seeds.py. Reason: nothing public tells whether a loader is used again by
+  the next evaluation. Test: test_loader_seeds.py.
 - `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream
   continues. Test: test_stream_position.py.
 - what `Trainer._save_checkpoint` calls (`saving._WRITING_METHODS`), followed call by call. By: TrainerSaving and

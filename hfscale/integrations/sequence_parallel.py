@@ -96,6 +96,11 @@ class SkippableUlyssesLoader:
         return iter(self._loader)
 
     @property
+    def base_dataloader(self) -> Any:
+        """The loader of torch below it, as an attribute of Accelerate's loaders."""
+        return getattr(self._loader.dl, "base_dataloader", self._loader.dl)
+
+    @property
     def batch_sampler(self) -> Iterator[list[int]]:
         """The number of each micro-batch, as a batch of its own; it has no end, since the dataset ends the pass."""
         return ([number] for number in itertools.count())

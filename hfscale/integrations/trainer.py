@@ -56,6 +56,7 @@ class TrainerAdapter:
         self._injector: MetricInjector | None = None
         self._fetch_hook: DataFetchHook | None = None
         self._phase_clock: Callable[[str], object] | None = None
+        self._eval_listeners: dict[str, Callable[[Any], object]] = {}
         self._wait_for_save: Callable[[], None] | None = None
         self._wraps_training = False
         self._skips_steps = False
@@ -313,16 +314,27 @@ class TrainerAdapter:
         self._undo_one((id(self.trainer), "evaluate"))
         self._replace(self.trainer, "evaluate", wrap(self.trainer.evaluate))
 
-    def wrap_eval_dataloader(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `get_eval_dataloader` of the Trainer, for evaluations after the training too.
+    def on_eval_dataloader(self, name: str, listener: Callable[[Any], object]) -> None:
+        """Have `listener(loader)` called when the Trainer gets a data loader for an evaluation, after training too.
 
         Args:
-            wrap (`Callable`): called with the Trainer's `get_eval_dataloader`; returns the function to use, which has
-                the same arguments.
+            name (`str`): what the listener does; it replaces an earlier one of this name.
+            listener (`Callable`): called with each loader before it is read; its result is ignored.
         """
         key = (id(self.trainer), "get_eval_dataloader")
-        if key not in self._undo_lasting:
-            self._replace(self.trainer, key[1], wrap(self.trainer.get_eval_dataloader), undo=self._undo_lasting)
+        self._eval_listeners[name] = listener
+        if key in self._undo_lasting:
+            return
+        get = self.trainer.get_eval_dataloader
+
+        @functools.wraps(get)
+        def get_and_tell(*args: Any, **kwargs: Any) -> Any:
+            loader = get(*args, **kwargs)
+            for listener in self._eval_listeners.values():
+                listener(loader)
+            return loader
+
+        self._replace(self.trainer, key[1], get_and_tell, undo=self._undo_lasting)
 
     def wrap_compute_loss(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace `compute_loss` of the Trainer, because no event separates a batch's preparation from its loss.

@@ -6,7 +6,7 @@ Notices are collected here; `hfscale.callbacks.preemption_stop` makes all ranks 
 from hfscale.preemption.clouds import CLOUDS, detect_cloud, watch_cloud
 from hfscale.preemption.notice import EXIT_CODE, NOTICES, SOURCES, Notice, Preempted, PreemptionNotices
 from hfscale.preemption.signals import SignalWatch, assumed_notice_s, watch_signals
-from hfscale.preemption.workers import Shielding, end_workers, shield_workers
+from hfscale.preemption.workers import end_workers, shield_workers
 
 __all__ = [
     "CLOUDS",
@@ -16,7 +16,6 @@ __all__ = [
     "Notice",
     "Preempted",
     "PreemptionNotices",
-    "Shielding",
     "SignalWatch",
     "assumed_notice_s",
     "detect_cloud",

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import context
 from multiprocessing.process import BaseProcess
@@ -48,22 +48,6 @@ def end_workers() -> None:
     """
     for loader in list(_loaders):
         loader._iterator = None  # torch has no public way to end them
-
-
-class Shielding:
-    """Wraps a function that returns a loader, and protects the workers of that loader.
-
-    Args:
-        get_loader (`Callable`): function that returns a loader, for example a Trainer's `get_eval_dataloader`.
-    """
-
-    def __init__(self, get_loader: Callable[..., Any]) -> None:
-        self._get_loader = get_loader
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loader = self._get_loader(*args, **kwargs)
-        shield_workers(loader)
-        return loader
 
 
 @contextmanager

@@ -1,0 +1,66 @@
+"""Runs with data loader workers and dropout resume bit-equal, over epochs and evaluations."""
+
+import pytest
+from test_stream_position import StopAt
+from tiny import RandomTokens, logged, tiny_arguments, tiny_model
+from transformers import Trainer, TrainerCallback
+
+from hfscale import SpotCheckpointCallback
+
+STEPS, EPOCH = 10, 4
+SETS = {"one": RandomTokens(8), "two": RandomTokens(4)}
+
+
+def train(folder, *callbacks, eval_dataset=SETS, resume=None):
+    args = tiny_arguments(
+        folder,
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=1000,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=4,
+        dataloader_num_workers=1,
+        dataloader_persistent_workers=True,
+    )
+    trainer = Trainer(
+        model=tiny_model(attention_dropout=0.1),
+        args=args,
+        train_dataset=RandomTokens(4 * EPOCH),
+        eval_dataset=eval_dataset,
+        callbacks=list(callbacks),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return logged(trainer, "loss")
+
+
+class StopInEvaluation(TrainerCallback):
+    """Asks for a stop, by the stop file, in the first batch of the first evaluation."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def on_prediction_step(self, *args, **kwargs):
+        self._file.touch()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The losses of a run without hfscale."""
+    return train(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("stop_at", [1, EPOCH, EPOCH + 3], ids=["first epoch", "its end", "second epoch"])
+def test_losses_are_those_of_an_uninterrupted_run(plain, tmp_path, stop_at):
+    train(tmp_path, SpotCheckpointCallback(), StopAt(stop_at))
+    assert train(tmp_path, SpotCheckpointCallback(), resume=str(tmp_path / f"checkpoint-{stop_at}")) == plain
+
+
+def test_losses_are_those_of_an_uninterrupted_run_after_a_stop_in_an_evaluation(tmp_path):
+    plain = train(tmp_path / "plain", eval_dataset=SETS["one"])
+    stop = tmp_path / "stop"
+    spot = SpotCheckpointCallback(on_preemption="return", stop_file=str(stop))
+    train(tmp_path, spot, StopInEvaluation(stop), eval_dataset=SETS["one"])
+    assert spot.preempted is not None
+    resume = str(tmp_path / "checkpoint-2")
+    assert train(tmp_path, SpotCheckpointCallback(), eval_dataset=SETS["one"], resume=resume) == plain
