@@ -23,6 +23,7 @@ LAYERS = (
     "utils",
     "facts",
     "preemption",
+    "recovery",
     "checkpoint",
     "metrics",
     "health",

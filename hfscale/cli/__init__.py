@@ -22,6 +22,7 @@ COMMANDS = {
     "estimate": "Memory and time of one layout, or of every row of a table of runs.",
     "checkpoints": "List, verify, convert or export the checkpoints of a run.",
     "sweep": "Run a recipe on 1, 2, 4 … GPUs: scaling efficiency, its causes, a baseline for later runs.",
+    "run": "Start a training, and start it again from memory when a process dies.",
     "report": "Where the time and money of a run went, and what to change first.",
     "autostop": "Run a command once when training has ended or the GPUs idle.",
     "check": "Check this node, and under a launcher all ranks and links, before a run.",

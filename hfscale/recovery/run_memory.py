@@ -1,0 +1,170 @@
+"""The folder in host memory that belongs to one supervised run on one node.
+
+It lies in a file system in memory (`/dev/shm`), so it outlives the processes that train, but not the machine:
+
+    hfscale-run-XXXXXXXX/        mode 0700, made by the supervisor
+        owner                    locked (flock) by the supervisor as long as it lives
+        ranks                    the socket of the supervisor (`hfscale.recovery.rank_link`)
+        progress-R               the steps of rank R, 32 bytes (`Progress`)
+        failure.json             the failure before this launch, written by the supervisor
+        checkpoints/             snapshots, in the layout of an output directory
+
+The supervisor deletes it when the run ends. If the supervisor was killed, the next one on this machine does.
+"""
+
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER_VARIABLE = "HFSCALE_RUN_MEMORY"
+"""Environment variable with the path of the folder, set by the supervisor for the ranks."""
+RESTARTS_VARIABLE = "HFSCALE_RUN_RESTARTS"
+"""Environment variable with the number of restarts before this launch."""
+DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it has a random name and mode 0700
+_PREFIX = "hfscale-run-"
+_OWNER_NAME = "owner"
+_FAILURE_NAME = "failure.json"
+
+
+class RunMemory:
+    """The folder of one run.
+
+    Args:
+        folder (`Path`): an existing folder that `create` made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        """Output directory of the snapshots."""
+        self.socket = folder / "ranks"
+        """Address of the supervisor's socket."""
+        self._owner: int | None = None
+
+    @classmethod
+    def create(cls, root: Path = DEFAULT_ROOT) -> "RunMemory":
+        """Make a folder and lock it, for the supervisor.
+
+        Args:
+            root (`Path`): a folder of a file system in memory.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        memory = cls(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root)))
+        memory._owner = os.open(memory.folder / _OWNER_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(memory._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        memory.checkpoints.mkdir()
+        return memory
+
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str] = os.environ) -> "RunMemory | None":
+        """Return the folder of the supervisor that started this process; None if there is none.
+
+        Args:
+            environ (`Mapping[str, str]`): the environment variables.
+        """
+        folder = environ.get(FOLDER_VARIABLE)
+        return cls(Path(folder)) if folder and Path(folder).is_dir() else None
+
+    def delete(self) -> None:
+        """Delete the folder and release its lock."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
+
+    def write_failure(self, failure: Mapping[str, Any]) -> None:
+        """Record a failure for the next launch, which reports it; called by the supervisor.
+
+        Args:
+            failure (`Mapping`): what JSON can represent.
+        """
+        (self.folder / _FAILURE_NAME).write_text(json.dumps(failure), encoding="utf-8")
+
+    def read_failure(self) -> dict[str, Any] | None:
+        """Return the failure before this launch; None if it is the first launch."""
+        try:
+            failure: dict[str, Any] = json.loads((self.folder / _FAILURE_NAME).read_text(encoding="utf-8"))
+            return failure
+        except (OSError, ValueError):
+            return None
+
+    def progress(self, rank: int) -> "Progress":
+        """Return the steps of a rank, to be written by it.
+
+        Args:
+            rank (`int`): its global rank.
+        """
+        return Progress(self.folder / f"progress-{rank}")
+
+    def furthest(self) -> tuple[int, int]:
+        """Return the last step that a rank has begun, and the last that one has completed; 0 if there is none."""
+        found = [Progress(path).read() for path in self.folder.glob("progress-*")]
+        return max((begun for begun, _ in found), default=0), max((done for _, done in found), default=0)
+
+
+class Progress:
+    """The steps that one rank has begun and completed, in memory that the supervisor can read after its death.
+
+    Args:
+        path (`Path`): the file; it is made if it does not exist.
+    """
+
+    _LAYOUT = struct.Struct("=qqd8x")  # last step begun, last step completed, Unix time of the last change in seconds
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, self._LAYOUT.size)
+            self._memory = mmap.mmap(descriptor, self._LAYOUT.size)
+        finally:
+            os.close(descriptor)
+
+    def write(self, begun: int, completed: int) -> None:
+        """Record the progress.
+
+        Args:
+            begun (`int`): the last optimizer step that has begun.
+            completed (`int`): the last optimizer step that is complete.
+        """
+        self._LAYOUT.pack_into(self._memory, 0, begun, completed, time.time())
+
+    def read(self) -> tuple[int, int]:
+        """Return the last step begun and the last step completed."""
+        begun, completed, _ = self._LAYOUT.unpack_from(self._memory, 0)
+        return begun, completed
+
+
+def remove_abandoned(root: Path = DEFAULT_ROOT) -> list[Path]:
+    """Delete the folders of this user whose supervisor no longer lives.
+
+    Args:
+        root (`Path`): the folder that was given to `create`.
+
+    Returns:
+        `list[Path]`: the folders that were deleted.
+    """
+    removed = []
+    for folder in root.glob(f"{_PREFIX}*"):
+        try:
+            owner = os.open(folder / _OWNER_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # of another user, or being made or deleted now
+            continue
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(owner)
+    return removed

@@ -1,0 +1,406 @@
+"""Starts the launcher of a training, and starts it again after a failure, on one node.
+
+The supervisor sleeps until something happens: a message of a rank, the end of a rank, the end of the launcher, or a
+signal. When a rank ends without saying why (SIGKILL, a segmentation fault), the others can only wait for it in a
+collective, so they are ended too, and the launcher ends by itself. What the ranks keep in host memory
+(`hfscale.recovery.run_memory`) survives, and the next launch resumes from it.
+"""
+
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hfscale.errors import UsageError
+from hfscale.recovery.rank_link import PREEMPTED
+from hfscale.recovery.run_memory import FOLDER_VARIABLE, RESTARTS_VARIABLE, RunMemory, remove_abandoned
+
+_WINDOW_S = 24 * 3600.0  # in which restarts are counted
+_SAME_STEP_LIMIT = 3
+_BACK_OFF_S, _MAX_BACK_OFF_S = 1.0, 60.0
+_OTHERS_GRACE_S = 1.0  # for ranks that fail at the same time to say why
+_LAUNCHER_GRACE_S = 20.0  # for the launcher to notice that its ranks have ended
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_MAX_MESSAGE = 65_536
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How a command is supervised."""
+
+    command: Sequence[str]
+    """The launcher and its arguments."""
+    max_restarts: int = 10
+    """Restarts in any 24 hours after which the supervisor gives up."""
+    root: Path
+    """Folder of a file system in memory."""
+    log: Path | None = None
+    """File to which one JSON line per event is appended."""
+
+
+@dataclass
+class _Launch:
+    """One launch of the command, while it runs."""
+
+    process: subprocess.Popen[bytes]
+    started_at: float
+    ranks: dict[int, int] = field(default_factory=dict)  # pid: rank
+    endings: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank: its message
+    first_dead: int | None = None  # rank that ended without saying why, or with an error
+    failed_at: float | None = None
+    marks: dict[str, float] = field(default_factory=dict)  # event: time at which the last rank said it
+    resumed_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How one launch failed; the next launch reports it."""
+
+    failed_at: float
+    """Unix time at which the first rank ended, or at which the launcher did."""
+    ended_at: float
+    """Unix time at which the last process had ended."""
+    rank: int | None
+    """Global rank that ended first; None if it is not known."""
+    reason: str
+    """What is known of the reason, in one line."""
+    begun_step: int
+    """The last optimizer step that a rank of this node had begun; 0 if there was none."""
+    completed_step: int
+    """The last optimizer step that a rank of this node had completed."""
+
+
+class Supervisor:
+    """Runs one command until it is done, preempted, or cannot be helped by a restart.
+
+    Args:
+        settings (`RunSettings`): the command and the limits.
+    """
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self._memory: RunMemory
+        self._selector = selectors.DefaultSelector()
+        self._signalled: int | None = None
+        self._stop = threading.Event()
+        self._launch: _Launch | None = None
+        self._restarted_at: list[float] = []
+        self._failed_steps: list[int] = []
+        self._furthest = 0
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            `int`: the exit code: 0 when the command is done, 75 when it was preempted, the code of an error that a
+            restart cannot help (2: wrong usage, 1: another), 128 plus the signal's number after a signal without a
+            save, and 1 when the supervisor gives up.
+
+        Raises:
+            UsageError: the command or the folder in memory cannot be used.
+        """
+        for folder in remove_abandoned(self._settings.root):
+            self._say("reclaimed", f"deleted the memory of a run whose supervisor was killed: {folder}")
+        try:
+            self._memory = RunMemory.create(self._settings.root)
+        except OSError as error:
+            raise UsageError(
+                f"--memory-dir {self._settings.root} cannot be used: {error.strerror}; name a folder of a file system "
+                "in memory (tmpfs)"
+            ) from None
+        _call_prctl(_SET_CHILD_SUBREAPER, 1)  # ranks whose launcher is killed become children of this process
+        previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        try:
+            self._listen()
+            return self._run_until_the_end()
+        finally:
+            self._selector.close()
+            self._memory.delete()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _run_until_the_end(self) -> int:
+        while True:
+            launch = self._start()
+            while launch.process.poll() is None:
+                self._handle_events(launch)
+            code = launch.process.returncode
+            _end_descendants()
+            ended_at = time.time()
+            self._drain(launch)
+            final = self._final_code(launch, code)
+            if final is not None:
+                return final
+            failure = self._failure(launch, ended_at)
+            self._memory.write_failure(asdict(failure))
+            why = self._why_give_up(failure)
+            if why is not None:
+                self._say("gave_up", f"gives up: {why}", failure)
+                return 1
+            self._wait_before_restart(failure)
+            if self._signalled is not None:
+                return 128 + self._signalled
+
+    # --- one launch -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(self._memory.socket))
+        listener.listen(1024)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def _start(self) -> _Launch:
+        environ = {
+            **os.environ,
+            FOLDER_VARIABLE: str(self._memory.folder),
+            RESTARTS_VARIABLE: str(len(self._failed_steps)),
+        }
+        try:
+            process = subprocess.Popen(  # noqa: S603 - the user's own command, without a shell
+                list(self._settings.command), env=environ, start_new_session=True, preexec_fn=_die_with_parent
+            )
+        except OSError as error:
+            raise UsageError(f"command {self._settings.command[0]} cannot be run: {error.strerror}") from None
+        launch = self._launch = _Launch(process, started_at=time.time())
+        self._watch_process(process.pid, lambda _: None)
+        return launch
+
+    def _handle_events(self, launch: _Launch) -> None:
+        """Wait for events, and end what is left once a rank has failed."""
+        timeout = None
+        if launch.failed_at is not None:
+            waited = time.time() - launch.failed_at
+            if waited >= _LAUNCHER_GRACE_S:
+                launch.process.kill()
+            elif waited >= _OTHERS_GRACE_S:
+                for pid in launch.ranks:
+                    _send(pid, signal.SIGKILL)
+            timeout = _OTHERS_GRACE_S
+        for key, _ in self._selector.select(timeout):
+            key.data(launch, key.fileobj) if key.data in (self._accept, self._read) else key.data(launch)
+
+    def _drain(self, launch: _Launch) -> None:
+        """Read what the ranks said last, and forget their connections."""
+        for handler in (self._accept, self._read):
+            for key, _ in self._selector.select(0):
+                if key.data == handler:
+                    handler(launch, key.fileobj)
+        for key in list(self._selector.get_map().values()):
+            if key.data != self._accept:
+                self._forget(key.fileobj)
+
+    def _accept(self, launch: _Launch, listener: Any) -> None:
+        connection, _ = listener.accept()
+        self._selector.register(connection, selectors.EVENT_READ, self._read)
+
+    def _read(self, launch: _Launch, connection: Any) -> None:
+        try:
+            text = connection.recv(_MAX_MESSAGE)
+        except OSError:
+            text = b""
+        if not text:
+            self._forget(connection)
+            return
+        pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        self._take(launch, pid, json.loads(text))
+
+    def _take(self, launch: _Launch, pid: int, message: dict[str, Any]) -> None:
+        event = message["event"]
+        launch.marks[event] = time.time()
+        if event == "hello":
+            launch.ranks[pid] = int(message["rank"])
+            self._watch_process(pid, lambda launch: self._rank_ended(launch, pid))
+            if self._signalled == signal.SIGUSR1:
+                _send(pid, signal.SIGUSR1)
+        elif event == "ending":
+            launch.endings[launch.ranks.get(pid, -1)] = message
+        elif event == "training":
+            launch.resumed_step = int(message["step"])
+        elif event == "stepped":
+            self._report_recovery(launch)
+
+    def _watch_process(self, pid: int, ended: Any) -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            ended(self._launch)
+            return
+
+        def handle(launch: _Launch) -> None:
+            self._forget(descriptor)
+            ended(launch)
+
+        self._selector.register(descriptor, selectors.EVENT_READ, handle)
+
+    def _rank_ended(self, launch: _Launch, pid: int) -> None:
+        rank = launch.ranks.pop(pid)
+        ending = launch.endings.get(rank)
+        is_expected = ending is not None and ending["code"] in (0, PREEMPTED)
+        if launch.failed_at is None and not is_expected and self._signalled is None:
+            launch.failed_at, launch.first_dead = time.time(), rank
+
+    def _forget(self, file: Any) -> None:
+        self._selector.unregister(file)
+        os.close(file) if isinstance(file, int) else file.close()
+
+    # --- after a launch ---------------------------------------------------------------------------------------------
+
+    def _final_code(self, launch: _Launch, code: int) -> int | None:
+        """Return the exit code if the command is not to be started again."""
+        endings = launch.endings.values()
+        if code == 0:
+            self._say("done", None)
+            return 0
+        if any(ending["code"] == PREEMPTED for ending in endings) or code == PREEMPTED:
+            self._say("preempted", f"preempted: start the same command again (exit code {PREEMPTED})")
+            return PREEMPTED
+        final = next((ending for ending in endings if ending["final"]), None)
+        if final is not None:
+            self._say("failed", f"not started again, since the error would come back: {final['reason']}")
+            return int(final["code"]) or 1
+        if self._signalled is not None:
+            return 128 + self._signalled
+        return None
+
+    def _failure(self, launch: _Launch, ended_at: float) -> Failure:
+        begun, completed = self._memory.furthest()
+        told = launch.endings.get(-1 if launch.first_dead is None else launch.first_dead)
+        if told is None:
+            told = next((ending for ending in launch.endings.values() if ending["code"]), None)
+        if told is not None:
+            reason = told["reason"]
+        elif launch.first_dead is not None:
+            reason = "its process was killed or crashed"
+        else:
+            reason = f"the launcher ended with code {launch.process.returncode}"
+        for path in self._memory.folder.glob("progress-*"):
+            path.unlink()
+        return Failure(
+            failed_at=launch.failed_at or ended_at,
+            ended_at=ended_at,
+            rank=launch.first_dead,
+            reason=reason,
+            begun_step=begun,
+            completed_step=completed,
+        )
+
+    def _why_give_up(self, failure: Failure) -> str | None:
+        self._failed_steps.append(failure.begun_step)
+        now = time.time()
+        self._restarted_at = [at for at in self._restarted_at if now - at < _WINDOW_S]
+        where = f"in step {failure.begun_step}" if failure.begun_step else "before the first step"
+        same = self._failed_steps[-_SAME_STEP_LIMIT:]
+        if len(same) == _SAME_STEP_LIMIT and len(set(same)) == 1:
+            return f"{_SAME_STEP_LIMIT} failures in a row {where}: {_who(failure)}{failure.reason}"
+        if len(self._restarted_at) >= self._settings.max_restarts:
+            return (
+                f"{self._settings.max_restarts} restarts in 24 hours (--max-restarts); the last failure was {where}: "
+                f"{_who(failure)}{failure.reason}"
+            )
+        return None
+
+    def _wait_before_restart(self, failure: Failure) -> None:
+        """Wait longer after each failure without progress; a run that has made progress is restarted at once."""
+        made_progress = failure.completed_step > self._furthest
+        self._furthest = max(self._furthest, failure.completed_step)
+        without = 0
+        for step in reversed(self._failed_steps):
+            if step != failure.begun_step:
+                break
+            without += 1
+        wait_s = 0.0 if made_progress else min(_BACK_OFF_S * 2 ** (without - 1), _MAX_BACK_OFF_S)
+        self._restarted_at.append(time.time())
+        number, of = len(self._restarted_at), self._settings.max_restarts
+        where = f"in step {failure.begun_step}" if failure.begun_step else "before the first step"
+        soon = f"in {wait_s:.0f} s" if wait_s else "now"
+        text = f"{_who(failure)}{failure.reason} ({where}); restart {number} of {of} in 24 hours, {soon}"
+        self._say("restart", text, failure)
+        self._stop.wait(wait_s)
+
+    def _report_recovery(self, launch: _Launch) -> None:
+        failure = self._memory.read_failure()
+        if failure is None or "recovered" in launch.marks:
+            return
+        now = launch.marks["recovered"] = time.time()
+        marks = launch.marks
+        parts = {
+            "ending": failure["ended_at"] - failure["failed_at"],
+            "waiting": launch.started_at - failure["ended_at"],
+            "starting": marks.get("hello", launch.started_at) - launch.started_at,
+            "loading": marks.get("training", now) - marks.get("hello", now),
+            "first step": now - marks.get("training", now),
+        }
+        lost = max(failure["completed_step"] - (launch.resumed_step or 0), 0)
+        shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+        total = now - failure["failed_at"]
+        self._say(
+            "recovered", f"recovered in {total:.1f} s ({shown}); {lost} steps lost", parts | {"steps_lost": lost}
+        )
+
+    def _forward(self, number: int, frame: Any) -> None:
+        """Pass a signal on; nothing is started again after it.
+
+        A launcher passes SIGTERM and SIGINT on to its ranks. SIGUSR1 would end it, so the ranks receive that directly.
+        """
+        self._signalled = number
+        self._stop.set()
+        if self._launch is None:
+            return
+        for pid in self._launch.ranks if number == signal.SIGUSR1 else (self._launch.process.pid,):
+            _send(pid, number)
+
+    def _say(self, event: str, text: str | None, fields: Any = None) -> None:
+        if text is not None:
+            sys.stderr.write(f"hfscale run: {text}\n")
+            sys.stderr.flush()
+        if self._settings.log is not None:
+            known = asdict(fields) if isinstance(fields, Failure) else dict(fields or {})
+            with self._settings.log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": time.time(), "event": event, "text": text, **known}) + "\n")
+
+
+def _who(failure: Failure) -> str:
+    return "" if failure.rank is None else f"rank {failure.rank}: "
+
+
+def _send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _end_descendants() -> None:
+    """Kill what the launcher has left behind; only processes of this run are descendants of the supervisor."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=1.0)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _call_prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def _die_with_parent() -> None:
+    """Have this process receive SIGTERM when the supervisor ends, so that a killed supervisor leaves no training."""
+    _call_prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -1,0 +1,37 @@
+"""A process without torch that acts as one rank: `supervised.py HOW`, where HOW says how the first launches end."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from hfscale.errors import UsageError
+from hfscale.recovery.rank_link import connect
+
+how, folder = sys.argv[1], Path(sys.argv[2])
+restarts = int(os.environ["HFSCALE_RUN_RESTARTS"])
+link = connect()
+link.say("training", step=restarts)
+step = 5 if how == "same-step" else restarts + 1
+link.progress.write(step, step - 1)
+with (folder / "launches").open("a") as file:
+    file.write(f"{link.memory.folder} {os.getpid()}\n")
+if how == "wait":
+    signal.signal(signal.SIGUSR1, lambda *_: (link.ending(75), os._exit(75)))
+    while True:
+        time.sleep(60)
+if how == "usage":
+    error = UsageError("no such file")
+    link.ending_by(error)
+    sys.exit(error.exit_code)
+if how == "preempted":
+    sys.exit(75)
+if restarts < 2 or how == "same-step":
+    if how == "crash":
+        ctypes.string_at(0)
+    if how == "raise":
+        raise RuntimeError("bad\nluck")
+    os.kill(os.getpid(), signal.SIGKILL)
+link.say("stepped", step=step)
