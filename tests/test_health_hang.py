@@ -115,6 +115,71 @@ def test_a_snapshot_survives_json():
     assert Snapshot.from_dict(json.loads(json.dumps(one.to_dict()))) == one
 
 
+def test_ranks_of_a_large_group_take_little_space_in_json():
+    for ranks in (range(16384), range(3, 16384, 16)):
+        position = Position(group="0", ranks=tuple(ranks), entered=9)
+        assert len(json.dumps(position.to_dict())) < 200
+        assert Position.from_dict(position.to_dict()) == position
+    uneven = Position(group="0", ranks=(*range(600), 700), entered=9)
+    assert Position.from_dict(json.loads(json.dumps(uneven.to_dict()))) == uneven
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_work_of_a_diagnosis_grows_with_the_number_of_ranks(listed):
+    """4,096 ranks in groups of 8, of which one has not arrived: comparing all pairs takes many seconds."""
+    ranks, guilty = 4096, 1234
+    world = tuple(range(ranks)) if listed else ()
+    given = {}
+    for rank in range(ranks):
+        first = rank - rank % 8
+        inner = Position(group=f"tp{first}", ranks=tuple(range(first, first + 8)), entered=7)
+        late = rank == guilty
+        outer = Position(group="0", ranks=world, entered=8 if late else 9, waiting=None if late else 9, operation="x")
+        given[rank] = snap(inner, outer)
+    began = time.process_time()
+    (found,) = diagnose(ranks, {}, given)
+    assert found.ranks == (guilty,)
+    assert time.process_time() - began < 2
+
+
+class CountedStore:
+    """Passes the calls of a store on, and counts the keys that they read."""
+
+    def __init__(self, store):
+        self.store = store
+        self.read_keys = 0
+
+    def __getattr__(self, name):
+        call = getattr(self.store, name)
+
+        def counted(*arguments):
+            if name in ("get", "multi_get", "check", "add"):
+                self.read_keys += len(arguments[0]) if isinstance(arguments[0], list) else 1
+            return call(*arguments)
+
+        return counted
+
+
+def test_one_rank_reads_the_answers_and_all_learn_the_verdict(tmp_path):
+    ranks, shared = 24, dist.HashStore()
+    stores = [CountedStore(shared) for _ in range(ranks)]
+    limits = Limits(floor_s=0.3, grace_s=1.0, poll_s=0.05)
+    watchdogs = [HangWatchdog(RankStore(store, r, ranks), tmp_path, limits=limits) for r, store in enumerate(stores)]
+    for store in stores:
+        store.read_keys = 0
+    asked = [threading.Thread(target=watchdog._examine, args=([],)) for watchdog in watchdogs]
+    for thread in asked:
+        thread.start()
+    for thread in asked:
+        thread.join()
+    verdicts = {str(watchdog.findings) for watchdog in watchdogs}
+    assert len(verdicts) == 1
+    assert "stall" in verdicts.pop()
+    assert [watchdog.folder is not None for watchdog in watchdogs] == [True] + [False] * (ranks - 1)
+    assert all(store.read_keys < ranks for store in stores[1:])
+    assert len(list(tmp_path.rglob("rank-*.txt"))) == ranks
+
+
 def test_positions_of_an_nccl_dump():
     """The fields are those that torch's Flight Recorder writes for NCCL (version 2.10)."""
 

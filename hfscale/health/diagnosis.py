@@ -27,6 +27,8 @@ from torch._C import _distributed_c10d
 
 from hfscale.utils.findings import Finding, rank_error
 
+_LISTED_RANKS = 512
+"""Size of a group up to which a snapshot lists its ranks one by one."""
 POINT_TO_POINT = "/p2p"
 """Suffix of a group's name for its sends and receives, which are numbered separately."""
 COMPILING = (
@@ -77,10 +79,24 @@ class Position:
             return f"past {self.entered} of group {self.group}"
         return f"in {self.operation} {self.sizes} ({self.waiting} of group {self.group})"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the position as an object for JSON.
+
+        The ranks of a large group are `first:stop:step` where they are evenly spaced: every rank sends those of each
+        of its groups.
+        """
+        ranks, step = self.ranks, self.ranks[1] - self.ranks[0] if len(self.ranks) > _LISTED_RANKS else 0
+        spaced = range(ranks[0], ranks[-1] + 1, step) if step > 0 else ()
+        is_spaced = bool(spaced) and tuple(spaced) == ranks
+        return asdict(self) | {"ranks": f"{spaced[0]}:{spaced[-1] + 1}:{step}" if is_spaced else list(ranks)}
+
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Position":
-        """Return the position from a dictionary of its fields, which may come from JSON."""
-        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
+        """Return the position from a dictionary of its fields, as `to_dict` returns it."""
+        ranks = fields["ranks"]
+        return cls(
+            **{**fields, "ranks": tuple(range(*map(int, ranks.split(":"))) if isinstance(ranks, str) else ranks)}
+        )
 
 
 def positions() -> list[Position]:
@@ -232,11 +248,11 @@ class Snapshot:
     error: str | None = None
     """The exception that ends it, if one does."""
     stacks: str = ""
-    """The stacks of all its threads."""
+    """The stacks of all its threads, or the key under which `RankStore.keep` has kept them."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the snapshot as an object for JSON."""
-        return asdict(self)
+        return vars(self) | {"positions": [position.to_dict() for position in self.positions]}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Snapshot":
@@ -309,14 +325,21 @@ def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, 
 
 def _not_arrived(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot]) -> dict[int, Position]:
     """The ranks that have not entered a collective in which others wait, each with that collective."""
+    entered: dict[str, dict[int, int]] = {}
+    for rank, snap in snapshots.items():
+        for position in snap.positions:
+            entered.setdefault(position.group, {}).setdefault(rank, position.entered)
     missing: dict[int, Position] = {}
+    seen: set[tuple[str, int, int]] = set()  # many ranks wait in the same collective
     for position in waiting.values():
-        if position.group.endswith(POINT_TO_POINT) or position.waiting is None:
+        collective = (position.group, position.waiting or 0, len(position.ranks))
+        if position.group.endswith(POINT_TO_POINT) or position.waiting is None or collective in seen:
             continue
-        for rank, snap in snapshots.items():
-            mine = next((p for p in snap.positions if p.group == position.group), None)
-            is_member = rank in position.ranks if position.ranks else (mine is not None or position.group == "0")
-            if is_member and (mine is None or mine.entered < position.waiting):
+        seen.add(collective)
+        of_group = entered[position.group]
+        members = position.ranks or (snapshots if position.group == "0" else of_group)
+        for rank in members:
+            if rank in snapshots and of_group.get(rank, -1) < position.waiting:
                 missing.setdefault(rank, position)
     return missing
 

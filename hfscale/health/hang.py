@@ -5,8 +5,9 @@ The main thread of each rank reports its progress. When a rank has been silent f
 1. It raises an alarm: a flag in the launcher's key-value store (`RankStore`), which the watchdogs of all ranks poll.
 2. Every watchdog writes a snapshot of its rank into the store and waits a few seconds for the others. A rank that is
    dead, stopped or in a call that does not release the interpreter cannot answer, which is informative too.
-3. Each watchdog computes the same diagnosis from the same snapshots (`hfscale.health.diagnosis`); the lowest rank that
-   answered logs it and writes a folder with the stacks of all ranks.
+3. One watchdog, that of rank 0 if it has answered, reads all snapshots, computes the diagnosis
+   (`hfscale.health.diagnosis`), publishes it to the others, logs it, and writes a folder with the stacks. So the work
+   of a hang grows with the number of ranks and not with its square.
 
 Nothing uses the process group, which is what hangs.
 """
@@ -18,6 +19,7 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,13 +34,15 @@ from hfscale.health.diagnosis import (
     slow_activity,
 )
 from hfscale.health.rank_store import RankStore
-from hfscale.utils.findings import Finding, join_findings
+from hfscale.utils.findings import Finding, join_findings, limit_findings
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
 FOLDER = "hfscale_hang"
 """Folder in the output directory, with one folder per hang."""
+MOST_FILES = 512
+"""Number of files with stacks that are written about one hang."""
 _WARM_UP_STEPS = 3
 _EXIT_CODE = 1
 
@@ -88,6 +92,15 @@ class HangWatchdog(threading.Thread):
         self.folder: Path | None = None
         """The folder that was written about it, on the rank that wrote it."""
         self._store = rank_store
+        self._scaled_s = rank_store.world_size / 4096
+        """Seconds that thousands of ranks need in addition, for their requests to the one store."""
+        self._poll_s = max(self.limits.poll_s, rank_store.poll_s)
+        self._answer_s = self.limits.grace_s + self._scaled_s
+        self._head_start_s = min(1.0, self.limits.grace_s / 2) + self._scaled_s
+        self._verdict_s = self._answer_s + 2 * self._head_start_s + 1.0
+        self._reader_of: str | None = None
+        """The last alarm whose answers this rank has read."""
+        self._answers: dict[int, Snapshot] = {}
         self._output_dir = output_dir
         self._abort = abort
         self._inside = inside
@@ -131,19 +144,20 @@ class HangWatchdog(threading.Thread):
         """End the watchdog and wait for its thread, which must not be in a call of the store when Python ends."""
         self._stop_now.set()
         if self.is_alive() and threading.current_thread() is not self:
-            self.join(self.limits.grace_s + 2 * self.limits.poll_s)
+            self.join(self._verdict_s + 2 * self._poll_s)
 
     def examine_failure(self, error: BaseException) -> None:
         """Raise an alarm because this process ends by an exception, and wait until the rank that caused it is found.
 
-        The wait is at most twice `grace_s` plus twice `poll_s` seconds (`Limits`).
+        The wait is at most three times `grace_s` plus twice `poll_s` seconds (`Limits`), and more with thousands of
+        ranks.
 
         Args:
             error (`BaseException`): the exception.
         """
         self._error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if self.is_alive():
-            self._is_examined.wait(2 * self.limits.grace_s + 2 * self.limits.poll_s)
+            self._is_examined.wait(self._verdict_s + 2 * self._poll_s)
 
     def limit_s(self, activity: str | None) -> float:
         """Return the seconds of silence that count as a hang now.
@@ -158,7 +172,7 @@ class HangWatchdog(threading.Thread):
     def run(self) -> None:
         """Poll the watched thread and the alarms of other ranks until `stop` is called or nothing is left to watch."""
         try:
-            while not self._stop_now.wait(self.limits.poll_s):
+            while not self._stop_now.wait(self._poll_s):
                 if not self._poll():
                     return
         except RuntimeError as error:  # of the store, without which no other rank can be asked
@@ -186,28 +200,52 @@ class HangWatchdog(threading.Thread):
         return True
 
     def _examine(self, frames: list[FrameType]) -> None:
-        """Answer the alarm, read the answers of the others, and report who is to blame."""
-        topic = f"hang/{self._incident}/snapshot"
+        """Answer the alarm, and learn who is to blame: from the rank that reads the answers, or as that rank."""
+        incident = f"hang/{self._incident}"
         self._incident += 1
-        self._store.write(topic, self._snapshot(frames).to_dict())
-        until = time.monotonic() + self.limits.grace_s
-        while not self._store.is_complete(topic) and time.monotonic() < until:
-            time.sleep(0.05)
-        answers = {rank: Snapshot.from_dict(note) for rank, note in self._store.read(topic).items()}
-        hosts = {rank: note["host"] for rank, note in self._store.read("hang/hello").items()}
-        found = diagnose(self._store.world_size, hosts, answers)
+        self._store.write(f"{incident}/snapshot", self._snapshot(frames).to_dict())
+        found = self._wait_for_verdict(incident)
         now = time.monotonic()
         self._no_alarm_before = now + self.limits.floor_s  # where a rank may be slow, ask again later
         if not found:
             return
         self.findings = found
         self._reported_at = now
-        if self._store.rank == min(answers):
-            self._report(found, answers)
         self._is_examined.set()
+        if self._reader_of == incident:
+            self._report(incident)
         if self._abort:
-            time.sleep(1.0)  # for the rank that writes the report
+            time.sleep(1.0 + self._scaled_s)  # for the rank that writes the report
             os._exit(_EXIT_CODE)
+
+    def _wait_for_verdict(self, incident: str) -> list[Finding]:
+        """Return the findings that one rank publishes; empty if a rank does something that may take long.
+
+        The answers are read by rank 0 as soon as all are there or the time to answer is over, and by another rank if
+        rank 0 has not published a verdict some time after that.
+        """
+        began, topic = time.monotonic(), f"{incident}/snapshot"
+        may_read_after_s = self._answer_s + (0.0 if self._store.rank == 0 else self._head_start_s)
+        while (waited_s := time.monotonic() - began) < self._verdict_s:
+            verdict = self._store.published(f"{incident}/verdict")
+            if verdict is not None:
+                return [Finding.from_dict(fields) for fields in verdict]
+            is_complete = self._store.rank == 0 and self._store.is_complete(topic)
+            if (is_complete or waited_s >= may_read_after_s) and self._store.claim(f"{incident}/reader"):
+                self._reader_of = incident
+                return self._judge(incident)
+            time.sleep(max(0.05, self._store.poll_s))
+        return []  # the reader has ended too; if the hang lasts, there is another alarm
+
+    def _judge(self, incident: str) -> list[Finding]:
+        """Read all answers, publish who is to blame, and return it."""
+        self._answers = {
+            rank: Snapshot.from_dict(note) for rank, note in self._store.read(f"{incident}/snapshot").items()
+        }
+        hosts = {rank: note["host"] for rank, note in self._store.read("hang/hello").items()}
+        found = limit_findings(diagnose(self._store.world_size, hosts, self._answers))
+        self._store.publish(f"{incident}/verdict", [finding.to_dict() for finding in found])
+        return found
 
     def _snapshot(self, frames: list[FrameType]) -> Snapshot:
         idle_s = time.monotonic() - self._last_progress_at
@@ -220,16 +258,18 @@ class HangWatchdog(threading.Thread):
             place=code_position(frames),
             positions=tuple(positions()),
             error=self._error or None,
-            stacks=all_stacks(),
+            stacks=self._store.keep(all_stacks()),
         )
 
-    def _report(self, found: list[Finding], answers: dict[int, Snapshot]) -> None:
+    def _report(self, incident: str) -> None:
         """Log one line, and write a folder with all details."""
+        found, answers = self.findings, self._answers
         step = max(snap.step for snap in answers.values())
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.folder = self._output_dir / FOLDER / f"step-{step}-{stamp}"
+        stacks = self._store.kept({snap.stacks for snap in answers.values()})
         try:
-            write_folder(self.folder, found, answers)
+            write_folder(self.folder, found, answers, stacks)
         except OSError as error:
             logger.error("the hang's folder %s cannot be written: %s", self.folder, error.strerror)
         idle_s = max(snap.idle_s for snap in answers.values())
@@ -237,13 +277,18 @@ class HangWatchdog(threading.Thread):
         logger.error("training hangs at step %d for %.0f s: %s (see %s)", step, idle_s, text, self.folder)
 
 
-def write_folder(folder: Path, found: list[Finding], answers: dict[int, Snapshot]) -> None:
+def write_folder(
+    folder: Path, found: list[Finding], answers: Mapping[int, Snapshot], stacks: Mapping[str, str]
+) -> None:
     """Write `verdict.json` with the findings and each rank's position, and `rank-N.txt` with its stacks.
+
+    Beyond `MOST_FILES` ranks the stacks are those of the ranks to blame and of one rank for each different stack.
 
     Args:
         folder (`Path`): the folder; it is created if it does not exist.
         found (`list[Finding]`): the findings about the hang.
-        answers (`dict[int, Snapshot]`): the snapshots of the ranks that answered, by rank.
+        answers (`Mapping[int, Snapshot]`): the snapshots of the ranks that answered, by rank.
+        stacks (`Mapping[str, str]`): the texts that the snapshots' `stacks` are the keys of.
 
     Raises:
         OSError: the folder cannot be written.
@@ -254,5 +299,8 @@ def write_folder(folder: Path, found: list[Finding], answers: dict[int, Snapshot
     ]
     verdict = {"findings": [finding.to_dict() for finding in found], "ranks": ranks}
     (folder / "verdict.json").write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
-    for rank, snap in answers.items():
-        (folder / f"rank-{rank}.txt").write_text(snap.stacks, encoding="utf-8")
+    blamed = {rank for finding in found for rank in finding.ranks}
+    one_of_each = {snap.stacks: rank for rank, snap in reversed(answers.items())}.values()
+    chosen = sorted(answers, key=lambda rank: (rank not in blamed, rank not in one_of_each, rank))[:MOST_FILES]
+    for rank in chosen:
+        (folder / f"rank-{rank}.txt").write_text(stacks[answers[rank].stacks], encoding="utf-8")

@@ -6,16 +6,20 @@ in a collective does not block it for the others, which can read there who has n
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 
 from hfscale.errors import HealthError
 
 CONNECT_S = 10.0
 """Seconds to reach the store; the launcher opens it before it starts a rank."""
+REQUESTS_PER_S = 8192
+"""Polls per second that all ranks together make: a tenth of what one store answers (`benchmarks/control_plane.py`)."""
+_LEAST_POLL_S = 0.02
 
 
 class RankStore:
@@ -67,6 +71,11 @@ class RankStore:
         return cls(prefixed, int(environ["RANK"]), int(environ["WORLD_SIZE"]))
 
     @property
+    def poll_s(self) -> float:
+        """Seconds between two polls of one rank, so that the store can serve all of them."""
+        return max(_LEAST_POLL_S, self.world_size / REQUESTS_PER_S)
+
+    @property
     def store(self) -> dist.Store:
         """The underlying store, to create a process group with it."""
         return self._store
@@ -95,7 +104,11 @@ class RankStore:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def read(self, topic: str) -> dict[int, dict[str, Any]]:
-        """Return the notes that have been written under a topic, by rank, without waiting for more."""
+        """Return the notes that have been written under a topic, by rank, without waiting for more.
+
+        Its cost grows with the number of ranks: where all ranks need the result, one of them reads, and publishes what
+        the others need to know.
+        """
         ranks = list(range(self.world_size))
         if not self.is_complete(topic):
             ranks = [rank for rank in ranks if self._store.check([f"{topic}/{rank}"])]
@@ -103,6 +116,38 @@ class RankStore:
             return {}
         notes = self._store.multi_get([f"{topic}/{rank}" for rank in ranks])
         return {rank: json.loads(note) for rank, note in zip(ranks, notes, strict=True)}
+
+    def claim(self, name: str) -> bool:
+        """Return whether this rank is the first that claims `name`; True only once for all ranks."""
+        return self._store.compare_set(f"claim/{name}", "", str(self.rank)) == str(self.rank).encode()
+
+    def publish(self, name: str, note: Any) -> None:
+        """Write a note that all ranks read, instead of one per rank.
+
+        Args:
+            name (`str`): its name.
+            note (`Any`): the note; JSON must be able to hold it.
+        """
+        self._store.set(f"published/{name}", json.dumps(note))
+
+    def published(self, name: str) -> Any:
+        """Return what a rank has published under `name`, or None if none has yet."""
+        key = f"published/{name}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def keep(self, text: str) -> str:
+        """Keep a text once, however many ranks keep the same one, and return the key of `kept`."""
+        key = xxhash.xxh3_64_hexdigest(text.encode())
+        if not self._store.check([f"kept/{key}"]):
+            self._store.set(f"kept/{key}", text)
+        return key
+
+    def kept(self, keys: Collection[str]) -> dict[str, str]:
+        """Return the texts that `keep` has kept, by key; each key must be one that `keep` returned."""
+        if not keys:
+            return {}
+        texts = self._store.multi_get([f"kept/{key}" for key in keys])
+        return {key: text.decode() for key, text in zip(keys, texts, strict=True)}
 
     def raise_flag(self, name: str, text: str) -> None:
         """Raise a flag for all ranks.

@@ -102,6 +102,22 @@ def has_errors(findings: Iterable[Finding]) -> bool:
     return any(finding.level == "error" for finding in findings)
 
 
+def limit_findings(findings: list[Finding], most: int = 64) -> list[Finding]:
+    """Return at most `most` findings, errors first; the last one counts those that are left out.
+
+    Args:
+        findings (`list[Finding]`): the findings.
+        most (`int`): the number to keep, at least 2.
+    """
+    if len(findings) <= most:
+        return findings
+    ordered = sorted(findings, key=lambda finding: ("error", "warning", "note").index(finding.level))
+    kept, left_out = ordered[: most - 1], ordered[most - 1 :]
+    ranks = tuple(sorted({rank for finding in left_out for rank in finding.ranks}))
+    problem = f"{len(left_out)} further findings like those before"
+    return [*kept, Finding(level=left_out[0].level, check=left_out[0].check, problem=problem, ranks=ranks)]
+
+
 def join_errors(findings: Iterable[Finding]) -> str:
     """Return the first four errors among the findings in one line, for an exception; the others are counted."""
     return join_findings([finding for finding in findings if finding.level == "error"])
