@@ -195,6 +195,23 @@ class TestSignalWatch:
         assert ("after its first step" in done.stderr) == (not served and number != "SIGINT")
 
 
+def test_sigterm_ends_the_process_once_a_peer_is_dead_and_not_before():
+    program = (
+        "import os, psutil, signal, subprocess, time; from hfscale.preemption import PeerWatch, watch_signals\n"
+        "watch_signals(whole_process=True)\n"
+        "peer = subprocess.Popen(['sleep', '60'])\n"
+        "PeerWatch({1: psutil.Process(peer.pid)}).start()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(4.5)\n"
+        "print('alive', flush=True)\n"
+        "peer.kill()\n"  # and does not wait for it: the peer becomes a zombie
+        "time.sleep(20)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (143, "alive\n"), done.stderr
+    assert "rank 1 has died" in done.stderr
+
+
 class TestProtectedWorkers:
     @pytest.mark.parametrize("method", ["fork", "spawn"])
     def test_survive_the_signals_of_their_rank(self, method):

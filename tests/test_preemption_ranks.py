@@ -75,3 +75,10 @@ class TestTwoRanks:
         assert_preempted(tmp_path, outcome)
         assert "60.0 s" in outcome["status"]["reason"]
         assert list((tmp_path / "out").glob("checkpoint-*")) == []
+
+    def test_a_rank_that_is_blocked_in_c_ends_when_its_peer_is_dead(self, trials, tmp_path):
+        """Rank 1 is killed, and the launcher signals rank 0, whose main thread cannot run the signal's handler."""
+        kill = [{"to": [1], "signal": "SIGKILL"}]
+        outcome = trials.run(tmp_path, phase="step", at=3, rank=0, blocks=["step", 3, 0], signals=kill, timeout_s=20)
+        assert outcome["codes"] == [143, -9], (outcome, logs(tmp_path))
+        assert "rank 1 has died" in (tmp_path / "log-0").read_text()

@@ -34,10 +34,12 @@ from hfscale.preemption import (
     NOTICES,
     SOURCES,
     Notice,
+    PeerWatch,
     Preempted,
     PreemptionNotices,
     assumed_notice_s,
     end_workers,
+    peers_of,
     shield_workers,
     watch_signals,
 )
@@ -46,6 +48,7 @@ from hfscale.preemption.notice import AWS, STOP_FILE
 from hfscale.utils import distributed
 from hfscale.utils.distributed import StepAgreement
 from hfscale.utils.logging import get_logger
+from hfscale.utils.processes import describe_process
 from hfscale.utils.run_state import CopiedWithoutRun
 
 logger = get_logger(__name__)
@@ -186,9 +189,14 @@ class PreemptionStop(CopiedWithoutRun):
         self._stop_path = Path(trainer.args.output_dir) / self.stop_file if self.stop_file else None
         self._metric_for_best_model = trainer.args.metric_for_best_model
         watch = watch_signals()
+        processes = self._gather_processes()
         if watch.is_installed:
             watch.serve(is_training_in)
             self._listening.callback(watch.done)
+            if peers := peers_of(distributed.rank(), processes):
+                peer_watch = PeerWatch(peers)
+                self._listening.callback(peer_watch.stop)
+                peer_watch.start()
         else:
             logger.warning("signals are not handled: train() runs in a thread, and Python needs the main thread")
         if trainer.args.local_process_index == 0:
@@ -330,6 +338,11 @@ class PreemptionStop(CopiedWithoutRun):
         if self.stop.why_not is not None:
             return f"{self.stop.source}: {self.stop.why_not}"
         return f"{self.stop.source}: {last_committed} is committed" if last_committed else self.stop.source
+
+    def _gather_processes(self) -> list[dict[str, Any]]:
+        """Return what `describe_process` returns on each rank; every rank must call it."""
+        group = distributed.side_group() if distributed.is_distributed() else None
+        return distributed.gather_json(describe_process(), group)
 
     def _new_agreement(self) -> StepAgreement:
         return StepAgreement(self.exchange_every_s, overlapped=True)

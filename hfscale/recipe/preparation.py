@@ -24,6 +24,7 @@ from hfscale.errors import HealthError, HfScaleError
 from hfscale.health.rank_store import RankStore
 from hfscale.utils.disk_errors import writing
 from hfscale.utils.logging import get_logger
+from hfscale.utils.processes import describe_process, find_process, is_alive
 
 logger = get_logger(__name__)
 
@@ -147,7 +148,7 @@ class _Ranks:
         self._store = store
         self._what = what
         self._prepares_here = store.rank  # the rank that runs the block before this one
-        self._neighbours: dict[int, dict[str, Any]] = {}  # processes of this machine
+        self._neighbours: dict[int, psutil.Process] = {}  # processes of this machine
         self._beats: dict[int, tuple[int, float]] = {}  # the last sign of life of other machines, and its time
 
     def meet(self, probe: Path) -> None:
@@ -157,14 +158,14 @@ class _Ranks:
             probe (`Path`): a file in the cache folder of this process; rank 0 has written its own.
         """
         store, local_rank = self._store, int(os.environ.get("LOCAL_RANK", "0"))
-        process, first = psutil.Process(), store.rank - local_rank
-        place = {"host": socket.gethostname(), "pid": process.pid, "started": process.create_time()}
-        store.write("place", place | {"first": local_rank == 0, "probe": probe.name})
+        first = store.rank - local_rank
+        store.write("place", describe_process() | {"first": local_rank == 0, "probe": probe.name})
         node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         places = {rank: self._note(rank) for rank in (range(store.world_size) if self.rank == 0 else {0, *node})}
         for rank, other in places.items():
-            if rank != self.rank and other["host"] == place["host"] and _is_alive(other):
-                self._neighbours[rank] = other
+            process = find_process(other) if rank != self.rank else None
+            if process is not None:
+                self._neighbours[rank] = process
             elif rank != self.rank and local_rank == 0 and other["first"]:
                 self._beats[rank] = (0, time.monotonic())
         self._prepares_here = 0 if (probe.parent / places[0]["probe"]).exists() else first
@@ -210,8 +211,8 @@ class _Ranks:
             raise HealthError(reason)
 
     def _dead(self) -> str | None:
-        for rank, place in self._neighbours.items():
-            if not _is_alive(place):
+        for rank, process in self._neighbours.items():
+            if not is_alive(process):
                 return f"rank {rank} has died"
         now = time.monotonic()
         for rank, (last, since) in self._beats.items():
@@ -221,15 +222,6 @@ class _Ranks:
             elif now - since > SILENCE_S:
                 return f"rank {rank} has shown no sign of life for {SILENCE_S:.0f} seconds"
         return None
-
-
-def _is_alive(place: dict[str, Any]) -> bool:
-    """Return whether a process is running on this machine; False also for one of another container."""
-    try:
-        process = psutil.Process(place["pid"])
-        return process.create_time() == place["started"] and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A rank of a tensor x pipeline parallel run dies: the others end within the time limit, and a log line names it.
+"""A rank dies or stops: the others end within the time limit, and a log line names it.
 
 Part of the long suite, `make test-faults`. The launcher is torch's agent, as users have it, and waits for the ranks.
 """
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, agent_launch
 from transformers import LlamaConfig
 
 from hfscale.recipe import corpus
@@ -102,3 +102,20 @@ def test_a_killed_rank_is_named_and_the_others_end(guilty, tmp_path):
             launcher.wait(30)
     named = re.findall(r"^hfscale: .*rank (\d+).*does not answer: its process is dead", log.read_text(), re.MULTILINE)
     assert named == [str(guilty)], log.read_text()[-6000:]
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize(("number", "says"), [("SIGKILL", "has died"), ("SIGSTOP", "does not answer")])
+def test_ranks_that_wait_in_c_for_a_dead_or_stopped_rank_end(tmp_path, number, says):
+    """As with NCCL: no connection is reset, and Python runs no signal handler. A stopped rank gets SIGKILL in the end.
+
+    The launcher waits 30 s between SIGTERM and SIGKILL.
+    """
+    worker = REPOSITORY / "tests" / "workers" / "blocked.py"
+    begun = time.monotonic()
+    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "100"} if number == "SIGKILL" else {}
+    done = agent_launch(tmp_path, REPOSITORY / "accelerate_configs" / "ddp.yaml", 3, worker, "1", number, **env)
+    assert done.code == 1
+    assert re.search(rf"^hfscale: .*rank 1\b.*{says}", done.err, re.MULTILINE), done.err[-6000:]
+    print(f"{number}: all ended after {time.monotonic() - begun:.1f} s")
+    assert time.monotonic() - begun < 90

@@ -2,7 +2,8 @@
 
 It reads trials from standard input, one JSON object per line, and writes the outcome of each as a line to standard
 output. Each rank is a process group of its own, as under a launcher. A trial names the moment (`phase`, `at`, `rank`)
-at which the signals are sent; the rank that reaches it reports it through a pipe.
+at which the signals are sent; the rank that reaches it reports it through a pipe. At the moment `blocks`, a list of
+phase, number and rank, that rank stops in a call of C that does not return.
 """
 
 import gc
@@ -21,6 +22,7 @@ import torch
 from ports import free_port
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
+from workers.blocked import block_in_c
 
 from hfscale import ParallelArguments, ScalingCallback, SpotCheckpointCallback
 from hfscale.recipe.entrypoint import end_if_preempted, run
@@ -42,6 +44,8 @@ class Phases:
         moment = [self.spec.get("phase"), self.spec.get("at", 1), self.spec.get("rank", 0)]
         if [name, self.counts[name], self.rank] == moment:
             os.write(self.pipe, b"!")
+        if [name, self.counts[name], self.rank] == self.spec.get("blocks"):
+            block_in_c()
         time.sleep(self.spec.get("pauses", {}).get(name, 0.0))
 
 
