@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date, timedelta
@@ -108,26 +108,43 @@ def write(calibration: Calibration, path: Path) -> Accelerator:
         StorageError: it cannot be written.
     """
     gpu = calibration.gpu
+    if path.exists() and calibration.processes == 1:
+        for old in read_hardware_file(path):
+            if old.name == gpu.name:
+                gpu = replace(gpu, **{key: getattr(old, key) for key in _FROM_SEVERAL_PROCESSES})
+    write_row(gpu, path, calibration.measurements)
+    return gpu
+
+
+def write_row(gpu: Accelerator, path: Path, measurements: Iterable[Mapping[str, Any]]) -> None:
+    """Write a row and what it was measured with into a hardware file, replacing those of the same name.
+
+    Args:
+        gpu (`Accelerator`): the row.
+        path (`Path`): the hardware file; it is created if it does not exist.
+        measurements (`Iterable[Mapping[str, Any]]`): the measurements that the row comes from.
+
+    Raises:
+        ConfigFileError: the file exists and is not a hardware file.
+        StorageError: it cannot be written.
+    """
     document: dict[str, Any] = {}
     if path.exists():
         document = read_hardware_document(path)
-        for old in read_hardware_file(path):
-            if old.name == gpu.name and calibration.processes == 1:
-                gpu = replace(gpu, **{key: getattr(old, key) for key in _FROM_SEVERAL_PROCESSES})
+        read_hardware_file(path)  # a wrong row is reported, not copied
     known = {key: value for key, value in asdict(gpu).items() if value is not None}
     others = [row for row in document.pop("accelerator", []) if row["name"] != gpu.name]
     tables = [("accelerator", row) for row in (*others, known)]
     tables += [(key, row) for key, rows in document.items() for row in rows if row.get("gpu") != gpu.name]
-    tables += [("measurement", {"gpu": gpu.name, **row}) for row in calibration.measurements]
+    tables += [("measurement", {"gpu": gpu.name, **row}) for row in measurements]
     text = "# Written by `hfscale plan --calibrate`; plans find its accelerators by their names.\n"
     text += "".join(f"\n[[{key}]]\n" + "".join(_toml_lines(row)) for key, row in tables)
     with writing(path, "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-    return gpu
 
 
-def _toml_lines(row: dict[str, Any]) -> Iterator[str]:
+def _toml_lines(row: Mapping[str, Any]) -> Iterator[str]:
     for key, value in row.items():
         rounded = float(f"{value:.4g}") if isinstance(value, float) else value
         yield f"{key} = {json.dumps(rounded)}\n"  # strings, numbers and lists are written alike in JSON and TOML

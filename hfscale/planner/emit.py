@@ -237,19 +237,10 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     job = choice.estimate.job
     length = {"block_size": job.seq_len} if job.task == "text" else task_flags(job)
     values: dict[str, Any] = {**_model_flags(plan.model), **length}
-    if job.layout.pp > 1:
-        values |= stage_flags(job)
-    values["per_device_train_batch_size"] = job.micro_batch
-    values["gradient_accumulation_steps"] = job.micro_batches
-    if job.zero == 3 and job.layout.pp == 1 and job.micro_batches > 1 and not uses_deepspeed(job):
-        values["accelerator_config"] = SYNC_EACH_BATCH
+    values |= layout_flags(job)
     values |= PRECISION_FLAGS.get(job.precision, {})
     if job.precision == "fp32" and job.gpu.tf32_tflops:
         values["tf32"] = True
-    if job.recompute != "none" or job.task != "text":  # TRL's default is to recompute
-        values["activation_checkpointing"] = job.recompute != "none"
-    if job.recompute == "selective":
-        values["recompute"] = "selective"
     if job.compile:
         values["torch_compile"] = True
     if job.fused_loss:
@@ -275,6 +266,20 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         *(f"{name}: {_scalar(value)}" for name, value in values.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def layout_flags(job: Job) -> dict[str, Any]:
+    """Builds the recipe flags that follow from the layout: pipeline stages, the split of the batch, recomputation."""
+    flags = stage_flags(job) if job.layout.pp > 1 else {}
+    flags["per_device_train_batch_size"] = job.micro_batch
+    flags["gradient_accumulation_steps"] = job.micro_batches
+    if job.zero == 3 and job.layout.pp == 1 and job.micro_batches > 1 and not uses_deepspeed(job):
+        flags["accelerator_config"] = SYNC_EACH_BATCH
+    if job.recompute != "none" or job.task != "text":  # TRL's default is to recompute
+        flags["activation_checkpointing"] = job.recompute != "none"
+    if job.recompute == "selective":
+        flags["recompute"] = "selective"
+    return flags
 
 
 def learning_rate(job: Job) -> float:

@@ -3,6 +3,7 @@
 import re
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from enum import Enum
@@ -101,6 +102,33 @@ def parse_arguments(
         training_args.dataloader_persistent_workers = False
         training_args.dataloader_prefetch_factor = None
     return tuple(parsed)
+
+
+def read_flags(
+    values: Mapping[str, Any],
+    *,
+    data: type[SourceArguments] = DataArguments,
+    training: type[TrainingArguments] = RecipeTrainingArguments,
+    also: Sequence[type] = (),
+) -> Namespace:
+    """Read the flags of a recipe for planning, with their types and defaults.
+
+    The dataclasses are not made, since `TrainingArguments` would set up the device. Flags that none of them has are
+    left out.
+
+    Args:
+        values (`Mapping[str, Any]`): the flags that are given.
+        data (`type`), training (`type`), also (`Sequence[type]`): the dataclasses, as in `parse_arguments`.
+
+    Returns:
+        `Namespace`: every flag with its value; those of the embedded default run where no model and no data are named.
+
+    Raises:
+        UsageError: a value has the wrong type.
+    """
+    parser = _Parser((ModelArguments, data, ScalingArguments, training, *also), allow_abbrev=False, add_help=False)
+    tokens = to_argv("the flags", values)
+    return parser.parse_known_args([*_embedded_defaults(tokens, EMBEDDED_DEFAULTS), *tokens])[0]
 
 
 def _given(tokens: Sequence[str]) -> set[str]:

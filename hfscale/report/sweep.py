@@ -263,20 +263,20 @@ def _launch(command: Sequence[str], log: Path, sweep: Sweep) -> None:
         try:
             code = process.wait(timeout=sweep.timeout_s)
         except subprocess.TimeoutExpired:
-            _end(process)
+            end_launcher(process)
             raise HfScaleError(
                 f"a run took longer than {sweep.timeout_s:.0f} s: see {log}, or give --timeout"
             ) from None
         except BaseException:
-            _end(process)
+            end_launcher(process)
             raise
     # The output of a recipe may contain secrets from its command line.
     log.write_text(redact(log.read_text(encoding="utf-8", errors="replace")), encoding="utf-8")
     if code != 0:
-        raise HfScaleError(f"a run ended with exit code {code}: {_reason(log)} (full output: {log})")
+        raise HfScaleError(f"a run ended with exit code {code}: {failure_reason(log)} (full output: {log})")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_launcher(process: subprocess.Popen[bytes]) -> None:
     """Send SIGTERM to the launcher, which forwards it: SIGKILL at once would leave the workers running."""
     process.terminate()
     try:
@@ -286,7 +286,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _reason(log: Path) -> str:
+def failure_reason(log: Path) -> str:
+    """Return the error line of hfscale in a run's output, or else its last lines."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("hfscale: error")]
     return errors[0].removeprefix("hfscale: error: ") if errors else " / ".join(lines[-_SHOWN_LINES:])
