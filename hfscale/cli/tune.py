@@ -211,6 +211,8 @@ class Tuning:
 
         if uses_deepspeed(job) and find_spec("deepspeed") is None:
             return False
+        if (job.optimizer, job.pure) != (self.command.optimizer, False):
+            return False  # they change what is learnt, which the command decides
         layout = job.layout
         return self._is_shipped or layout.tp * layout.pp * layout.cp == 1
 
