@@ -208,6 +208,19 @@ def saves_safetensors(args: "TrainingArguments") -> bool:
 # ---- transformers: Trainer
 
 
+def group_store(group: Any) -> Any:
+    """Return the key-value store over which a process group was created.
+
+    Args:
+        group (`ProcessGroup`): `get_group_store` exists from torch 2.8.
+    """
+    from torch.distributed import distributed_c10d
+
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return distributed_c10d._get_process_group_store(group)
+
+
 def is_distributed_by_transformers(trainer: "Trainer") -> bool:
     """Return whether transformers itself, and not Accelerate, has distributed the model.
 

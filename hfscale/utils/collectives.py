@@ -1,0 +1,380 @@
+"""Exchanges of small values between all ranks: every exchange of hfscale goes through a `Channel`.
+
+An exchange is a collective: it completes when every rank has entered it. So the decision to enter must never depend on
+what only one rank knows. Exchanges are entered where all ranks come by construction (the beginning of a training, a
+step boundary, Trainer's own log, a save, the end), and what a rank has to say (an error, a finding, a reason to write
+while training waits) is the value that it gives, from which all ranks then draw the same conclusion.
+
+A channel has a gloo group of its own and exchanges CPU tensors: it works next to NCCL, never queues behind the
+collectives of the training, and never makes a GPU wait. The exchanges of one channel have one order, so a thread that
+runs next to the training uses another channel than the training.
+
+Every exchange has a name. With `HFSCALE_DEBUG_EXCHANGES` in the environment, as in the tests, the ranks compare the
+names before each exchange, over the store of the process group; its value is the time in seconds that a rank waits for
+the others there. The error names the rank that has entered another exchange, or none.
+"""
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hfscale import errors
+from hfscale.utils.distributed import is_distributed, rank, world_size
+from hfscale.utils.versions import group_store
+
+DEBUG_VARIABLE = "HFSCALE_DEBUG_EXCHANGES"
+PATIENCE_S = 60.0
+"""Seconds that a rank with an error waits for the others to learn of it. They may wait in a collective of another
+library that this rank has left by its error: then only the end of its process ends theirs."""
+
+
+class Channel:
+    """Exchanges values between all ranks, one exchange after the other.
+
+    Every rank must make the same calls in the same order. The process group is created at the first exchange after the
+    default group. With one process an exchange returns this process's value.
+
+    Args:
+        name (`str`): the name of the channel, for error messages.
+        timeout (`timedelta`): longest time that an exchange may take, from the first rank to the last.
+    """
+
+    def __init__(self, name: str, timeout: timedelta) -> None:
+        self.name = name
+        self.timeout = timeout
+        self._world: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._entered = 0
+        self._within: str | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The gloo group over all ranks; None with one process. The first access must be at the same point on all."""
+        if not is_distributed():
+            return None
+        if self._world is not dist.group.WORLD:  # a new default group: the old one was destroyed, and this one with it
+            self._world = dist.group.WORLD
+            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+        return self._group
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Return the value of every rank, in rank order.
+
+        Args:
+            name (`str`): the name of the exchange.
+            value (`Any`): anything that JSON can represent; its size may differ between ranks. Tuples are returned as
+                lists.
+        """
+        return [json.loads(data) for data in self.gather_bytes(name, json.dumps(value).encode())]
+
+    def gather_bytes(self, name: str, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in rank order.
+
+        Args:
+            name (`str`): the name of the exchange.
+            data (`bytes`): this rank's; their number may differ between ranks.
+        """
+        return self._all_gather(data) if self._enter(name) else [data]
+
+    def combine(self, name: str, value: Any, function: Callable[[list[Any]], Any]) -> Any:
+        """Return `function(values)` on every rank, which is called on rank 0 only.
+
+        Args:
+            name (`str`): the name of the exchange.
+            value (`Any`): this rank's; anything that JSON can represent.
+            function (`Callable`): called with the values of all ranks in rank order; it may take as long as the
+                channel's time-out. Its result is sent to all ranks.
+
+        Raises:
+            Exception: what `function` raised, on all ranks; its type is as in `agreed`.
+        """
+        if not self._enter(name):
+            return json.loads(json.dumps(function([value])))
+        values = [json.loads(data) for data in self._all_gather(json.dumps(value).encode())]
+        result, failure, error = None, None, None
+        if rank() == 0:
+            try:
+                result = function(values)
+            except Exception as raised:
+                error, failure = raised, _described(raised)
+        result, failure = json.loads(self._broadcast(json.dumps([result, failure]).encode()))
+        if failure is not None:
+            raise error or _rebuilt(0, *failure)
+        return result
+
+    def on_rank_0(self, name: str, function: Callable[[], Any]) -> Any:
+        """Return `function()` on every rank, which is called on rank 0 only.
+
+        Args:
+            name (`str`): the name of the exchange.
+            function (`Callable`): may take as long as the channel's time-out; its result is sent to all ranks.
+
+        Raises:
+            Exception: what `function` raised, on all ranks; its type is as in `agreed`.
+        """
+        return self.combine(name, None, lambda _: function())
+
+    def gather_numbers(self, name: str, numbers: Sequence[float]) -> torch.Tensor:
+        """Return a table with the numbers of each rank, (ranks, numbers) in fp64.
+
+        Args:
+            name (`str`): the name of the exchange.
+            numbers (`Sequence[float]`): as many on every rank.
+        """
+        row = torch.tensor(numbers, dtype=torch.float64)
+        if not self._enter(name):
+            return row[None]
+        table = torch.empty(world_size(), len(row), dtype=torch.float64)
+        dist.all_gather(list(table.unbind()), row, group=self._group)
+        return table
+
+    def maximum(self, name: str, numbers: Sequence[float]) -> list[float]:
+        """Return the element-wise maximum over all ranks.
+
+        Args:
+            name (`str`): the name of the exchange.
+            numbers (`Sequence[float]`): as many on every rank.
+        """
+        return self.start_max(name, numbers)()
+
+    def start_max(self, name: str, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Start the exchange of `maximum`, and return the function that waits for it and returns its result.
+
+        Args:
+            name (`str`): the name of the exchange.
+            numbers (`Sequence[float]`): as many on every rank.
+        """
+        if not self._enter(name):
+            return lambda: list(numbers)
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> list[float]:
+            work.wait()
+            return tensor.tolist()
+
+        return wait
+
+    def barrier(self, name: str) -> None:
+        """Wait for every rank.
+
+        Args:
+            name (`str`): the name of the exchange.
+        """
+        if self._enter(name):
+            dist.barrier(group=self._group)
+
+    def gather_outcomes(self, name: str, outcome: Any, *, error: Exception | None) -> list[Any]:
+        """Return the outcome of what every rank has just done, in rank order, where it may have failed on some.
+
+        A rank with an error waits `PATIENCE_S` seconds for the others, and raises its error if they have not come.
+
+        Args:
+            name (`str`): the name of the exchange.
+            outcome (`Any`): this rank's; anything that JSON can represent.
+            error (`Exception`, *optional*): what it failed with on this rank; None: it did not.
+
+        Raises:
+            Exception: `error`, if the other ranks do not come.
+        """
+        if is_distributed():
+            store, key = self._store(), f"arrived/{self._entered}"
+            store.add(key, 1)
+            until = time.monotonic() + PATIENCE_S
+            while error is not None and store.add(key, 0) < world_size():
+                if time.monotonic() > until:
+                    raise error
+                time.sleep(0.01)
+        return self.gather(name, outcome)
+
+    @contextmanager
+    def agreed(self, name: str) -> Iterator[None]:
+        """Raise on all ranks if the code of the `with` block raises on one. Every rank must enter it.
+
+        The block must not contain an exchange on this channel. A block with collectives of another library is allowed:
+        see `gather_outcomes`.
+
+        Args:
+            name (`str`): the name of the exchange at the end of the block.
+
+        Raises:
+            Exception: on the ranks that failed, their own error; on the others, that of the first rank that failed,
+                as an error of the same type if that is one of `hfscale.errors` or OSError, else as RuntimeError.
+        """
+        error: Exception | None = None
+        self._within = name
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        finally:
+            self._within = None
+        outcomes = self.gather_outcomes(name, error and _described(error), error=error)
+        if error is not None:
+            raise error
+        for number, outcome in enumerate(outcomes):
+            if outcome is not None:
+                raise _rebuilt(number, *outcome)
+
+    def _all_gather(self, data: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+        dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self._group)
+        longest = int(max(lengths))
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(rows, torch.nn.functional.pad(mine, (0, longest - mine.numel())), group=self._group)
+        return [row[: int(length)].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def _broadcast(self, data: bytes) -> bytes:
+        """Return the bytes of rank 0 on every rank."""
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=0, group=self._group)
+        row = torch.frombuffer(bytearray(data), dtype=torch.uint8) if rank() == 0 else None
+        row = torch.empty(int(length), dtype=torch.uint8) if row is None else row
+        dist.broadcast(row, src=0, group=self._group)
+        return row.numpy().tobytes()
+
+    def _enter(self, name: str) -> bool:
+        """Begin the exchange `name`; return whether there are other ranks."""
+        if self._within is not None:
+            raise RuntimeError(f"exchange {name!r} inside of {self._within!r}: a rank that fails before it hangs all")
+        if not is_distributed():
+            return False
+        self._entered += 1
+        timeout_s = float(os.environ.get(DEBUG_VARIABLE, "0"))
+        if timeout_s:
+            self._check_names(name, timeout_s)
+        return self.group is not None  # it is created here, after all ranks have arrived
+
+    def _store(self) -> dist.Store:
+        """Return the store of the default group, with this channel's own keys."""
+        return dist.PrefixStore(f"hfscale/{self.name}", group_store(dist.group.WORLD))
+
+    def _check_names(self, name: str, timeout_s: float) -> None:
+        """Raise a RuntimeError if another rank enters another exchange than this one, or none in time."""
+        exchange = f"exchange {self._entered} of {self.name!r}"
+        store = self._store()
+        keys = [f"names/{self._entered}/{number}" for number in range(world_size())]
+        store.set(keys[rank()], name)
+        until = time.monotonic() + timeout_s
+        while not store.check(keys) and time.monotonic() < until:
+            time.sleep(0.001)  # `store.wait` would block the other threads of this process that use the store
+        names = [store.get(key).decode() if store.check([key]) else None for key in keys]
+        absent = [number for number, other in enumerate(names) if other is None]
+        if absent:
+            raise RuntimeError(f"{exchange}: rank {rank()} is in {name!r}, ranks {absent} in none after {timeout_s} s")
+        if set(names) != {name}:
+            raise RuntimeError(f"{exchange}: the ranks are in different exchanges: {dict(enumerate(names))}")
+
+
+START = Channel("start", timedelta(hours=24))
+"""Before a training: rank 0 may verify, convert or download a checkpoint for hours while the others wait."""
+TRAINING = Channel("training", timedelta(minutes=30))
+"""On the training thread, from the beginning of a training to its end."""
+SAVING = Channel("saving", timedelta(hours=2))
+"""On the thread that writes checkpoints."""
+
+
+def _described(error: Exception) -> tuple[str, tuple[Any, ...], str]:
+    """Return the type, the values and the traceback of an error, for the other ranks."""
+    values = (error.errno, error.strerror, str(error.filename)) if isinstance(error, OSError) else (str(error),)
+    return type(error).__name__, values, "".join(traceback.format_exception(error))
+
+
+def _rebuilt(failed: int, kind: str, values: list[Any], trace: str) -> Exception:
+    """Return the error that `_described` was called for on rank `failed`."""
+    own = getattr(errors, kind, None)
+    if own is not None:
+        return own(f"rank {failed}: {values[0]}")
+    if len(values) == 3:
+        return OSError(values[0], f"{values[1]} (on rank {failed})", values[2])
+    return RuntimeError(f"rank {failed}: {kind}: {values[0]}\n\n{trace}")
+
+
+class StepAgreement:
+    """Gives all ranks the maximum of their values at the same step boundaries, about every `every_s` seconds.
+
+    An exchange at each step would add a considerable part of a millisecond to it. The number of steps between two
+    exchanges is agreed on in the exchange itself (from the slowest rank's step time), so no rank waits for another
+    that does not take part. The number at most doubles from one exchange to the next: a slow first step (compilation,
+    warm-up of the allocator) and a later change of pace are both followed quickly.
+
+    Overlapped exchanges start at the end of one step and are read at the end of the next, when they have long
+    completed, so that reading them does not wait. If steps take longer than half of `every_s`, each step has an
+    exchange, which takes little time compared with the step and is read at once.
+
+    Args:
+        name (`str`): the name of its exchanges, which are on the channel `TRAINING`.
+        every_s (`float`): seconds between two exchanges.
+        overlapped (`bool`): whether exchanges run in the background of a step.
+    """
+
+    def __init__(self, name: str, every_s: float, *, overlapped: bool = False) -> None:
+        self.name = name
+        self.every_s = every_s
+        self.overlapped = overlapped
+        self._interval_steps = 1
+        self._steps_since = 0
+        self._interval_began_at = time.monotonic()
+        self._pending: Callable[[], list[float]] | None = None
+
+    def step(self, value: Callable[[], float]) -> float | None:
+        """Take part in this step; every rank must call it once per step.
+
+        Args:
+            value (`Callable[[], float]`): returns this rank's value (at least 0). It is called only if an exchange
+                starts at this step.
+
+        Returns:
+            `float`: the maximum over all ranks if this step reads an exchange, else None.
+        """
+        self._steps_since += 1
+        agreed = self._read() if self._pending is not None else None
+        if self._steps_since < self._interval_steps:
+            return agreed
+        step_s = (time.monotonic() - self._interval_began_at) / self._steps_since
+        self._steps_since = 0
+        self._interval_began_at = time.monotonic()
+        if not is_distributed():
+            self._set_interval(step_s)
+            return value()
+        self._pending = TRAINING.start_max(self.name, [value(), step_s])
+        if not self.overlapped or self._interval_steps == 1:
+            agreed = max(self._read(), agreed or 0.0)
+        return agreed
+
+    def now(self, value: float) -> float:
+        """Exchange `value` at once; every rank must call it at the same point.
+
+        Args:
+            value (`float`): this rank's value, at least 0.
+
+        Returns:
+            `float`: the maximum over all ranks, including the values of an exchange that is still in progress.
+        """
+        pending = self._read() if self._pending is not None else 0.0
+        return max(pending, *TRAINING.maximum(self.name, [value]))
+
+    def finish(self) -> None:
+        """Wait for an exchange that is still in progress. Call it before the process group is destroyed."""
+        if self._pending is not None:
+            self._read()
+
+    def _read(self) -> float:
+        assert self._pending is not None
+        wait, self._pending = self._pending, None
+        agreed, slowest_step_s = wait()
+        self._set_interval(slowest_step_s)
+        return agreed
+
+    def _set_interval(self, slowest_step_s: float) -> None:
+        affordable = int(self.every_s / max(slowest_step_s, 1e-6))
+        self._interval_steps = max(1, min(2 * self._interval_steps, affordable))

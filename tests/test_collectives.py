@@ -1,0 +1,134 @@
+"""Exchanges between ranks: their values, the check of their names, and errors of one rank that all ranks raise."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+from forked_ranks import run_ranks
+
+from hfscale.errors import StorageError, UsageError
+from hfscale.utils import collectives
+from hfscale.utils.collectives import DEBUG_VARIABLE, SAVING, TRAINING
+from hfscale.utils.distributed import rank
+
+
+def in_ranks(function, folder, *, debug="5", ranks=2, ends_all=False):
+    """Run `function` in a gloo world; return the exit code and the output of each rank."""
+
+    def main():
+        dist.init_process_group("gloo")
+        try:
+            function()
+        except Exception:
+            time.sleep(rank() == 0)  # this process hosts the store, which the others are still reading
+            raise
+        dist.barrier()
+        dist.destroy_process_group()
+
+    codes = run_ranks(ranks, main, log=folder, env={DEBUG_VARIABLE: debug}, ends_all=ends_all)
+    return codes, [(folder / f"rank-{number}.log").read_text() for number in range(ranks)]
+
+
+def test_one_process_exchanges_with_itself():
+    assert TRAINING.gather("a", {"x": (1, 2)}) == [{"x": [1, 2]}]
+    assert TRAINING.gather_numbers("b", [1.0, 2.0]).tolist() == [[1.0, 2.0]]
+    assert TRAINING.maximum("c", [1.0, 2.0]) == [1.0, 2.0]
+    assert TRAINING.group is None
+    TRAINING.barrier("d")
+    assert TRAINING.combine("f", 3, sum) == 3
+    with pytest.raises(StorageError, match="full"), TRAINING.agreed("e"):
+        raise StorageError("full")
+
+
+@pytest.mark.world(2)
+def test_values_of_all_ranks_arrive_in_rank_order(tmp_path):
+    def fail():
+        raise UsageError("no checkpoint")
+
+    def values():
+        assert TRAINING.gather("log", {"rank": rank(), "text": "x" * rank()}) == [
+            {"rank": 0, "text": ""},
+            {"rank": 1, "text": "x"},
+        ]
+        assert SAVING.gather_numbers("files", [rank(), 2.5]).tolist() == [[0.0, 2.5], [1.0, 2.5]]
+        assert TRAINING.maximum("stop", [-rank(), rank()]) == [0.0, 1.0]
+        assert TRAINING.combine("steps", rank() + 2, lambda values: (rank(), values)) == [0, [2, 3]]
+        assert TRAINING.on_rank_0("step", rank) == 0
+        with pytest.raises(UsageError, match=r"^(rank 0: )?no checkpoint$"):
+            TRAINING.on_rank_0("resume", fail)
+        wait = TRAINING.start_max("vote", [float(rank())])
+        assert wait() == [1.0]
+
+    codes, _ = in_ranks(values, tmp_path)
+    assert codes == [0, 0]
+
+
+@pytest.mark.world(2)
+def test_a_rank_in_another_exchange_is_named(tmp_path):
+    def differ():
+        TRAINING.barrier("both")
+        TRAINING.barrier("log" if rank() == 0 else "save")
+
+    codes, texts = in_ranks(differ, tmp_path)
+    assert all(codes)
+    assert all("exchange 2 of 'training'" in text and "{0: 'log', 1: 'save'}" in text for text in texts), texts
+
+
+@pytest.mark.world(3)
+def test_a_rank_that_enters_no_exchange_is_named(tmp_path):
+    def one_is_absent():
+        if rank() != 1:
+            TRAINING.barrier("log")
+        time.sleep(2 * (rank() == 1))
+
+    codes, texts = in_ranks(one_is_absent, tmp_path, debug="0.5", ranks=3)
+    assert codes[0]
+    assert codes[2]
+    assert all("in 'log', ranks [1] in none" in texts[number] for number in (0, 2)), texts
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (StorageError("the disk is full"), "StorageError: rank 1: the disk is full"),
+        (
+            OSError(28, "No space left on device", "a/b"),
+            "OSError: [Errno 28] No space left on device (on rank 1): 'a/b'",
+        ),
+        (KeyError("lost"), "RuntimeError: rank 1: KeyError: 'lost'"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path, error, expected):
+    def fail():
+        with TRAINING.agreed("prepare"):
+            if rank() == 1:
+                raise error
+
+    codes, texts = in_ranks(fail, tmp_path)
+    assert all(codes)
+    assert expected in texts[0]
+    assert type(error).__name__ in texts[1]
+    assert "rank 1" not in texts[1].splitlines()[-1]
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_fails_before_a_collective_of_another_library_raises_though_the_others_wait_there(tmp_path):
+    """The others never reach the end of the block; that rank must not wait for them for hours."""
+
+    def fail():
+        collectives.PATIENCE_S = 0.5
+        with TRAINING.agreed("save"):
+            if rank() == 1:
+                raise OSError(28, "No space left on device")
+            dist.barrier()
+
+    codes, texts = in_ranks(fail, tmp_path, ends_all=True)
+    assert codes[1] == 1
+    assert "No space left on device" in texts[1]
+    assert codes[0] != 0
+
+
+def test_an_exchange_within_an_agreed_block_is_refused():
+    with pytest.raises(RuntimeError, match="'log' inside of 'prepare'"), TRAINING.agreed("prepare"):
+        TRAINING.barrier("log")
