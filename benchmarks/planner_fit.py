@@ -11,6 +11,7 @@ first is one of the fastest that were measured.
 """
 
 import argparse
+import csv
 import json
 import math
 import re
@@ -25,6 +26,7 @@ import numpy as np
 from benchmarks import planner_choice, planner_memory
 from benchmarks.planner_runs import Constants, Run, load
 from hfscale.planner.frameworks import Framework, SharedConstants, find_framework, framework_names, shared_constants
+from hfscale.planner.plan import plan
 from hfscale.planner.throughput import step_time
 
 HERE = Path(__file__).parent
@@ -56,6 +58,9 @@ PARAMETERS: dict[str, dict[str, float]] = {
 same attention and fp8 kernels."""
 FRACTIONS = ("overlap_dp", "overlap_tp", "link_rate", "network_rate", "matmul", "misaligned", "ring_attention")
 """Constants between 0 and 1, which are fitted as their logit; the others are fitted as their logarithm."""
+MOST = {"fp8_gain": 2.0, "fp8_rowwise_gain": 2.0, "attention_hopper": 0.75}
+"""Limits of constants that are fitted as a fraction of them: the fp8 peak is twice that of bf16, and FlashAttention-3
+reaches 740 of 989 TFLOP/s (Shah et al., arXiv 2407.08608)."""
 PRIOR_SPREAD = 0.5
 """Standard deviation of a constant's prior, in logarithm or logit."""
 HUBER = 0.05
@@ -78,17 +83,25 @@ def names() -> list[tuple[str, str]]:
 
 def to_vector(constants: Constants) -> np.ndarray:
     values = [getattr(constants[group.partition("+")[0]], name) for group, name in names()]
-    logit = [
-        math.log(v / (1 - v)) if n in FRACTIONS else math.log(v) for (_, n), v in zip(names(), values, strict=True)
-    ]
-    return np.array(logit)
+    return np.array([_to_real(name, value) for (_, name), value in zip(names(), values, strict=True)])
+
+
+def _to_real(name: str, value: float) -> float:
+    """The logit of a constant that has a limit, else the logarithm."""
+    limit = 1.0 if name in FRACTIONS else MOST.get(name)
+    return math.log(value) if limit is None else math.log(value / (limit - value))
+
+
+def _from_real(name: str, value: float) -> float:
+    limit = 1.0 if name in FRACTIONS else MOST.get(name)
+    return math.exp(value) if limit is None else limit / (1 + math.exp(-value))
 
 
 def to_constants(vector: np.ndarray, constants: Constants) -> dict[str, Framework | SharedConstants]:
     changed: dict[str, dict[str, float]] = defaultdict(dict)
     for (group, name), value in zip(names(), vector, strict=True):
         for member in group.split("+"):
-            changed[member][name] = 1 / (1 + math.exp(-value)) if name in FRACTIONS else math.exp(value)
+            changed[member][name] = _from_real(name, value)
     return {group: replace(constants[group], **changed[group]) for group in constants}
 
 
@@ -198,6 +211,58 @@ def leave_one_out(runs: list[Run], constants: Constants) -> np.ndarray:
     return errors
 
 
+def uncertainties(
+    runs: list[Run], errors: np.ndarray, peaks: list[tuple[Run, float]], constants: Constants
+) -> dict[str, Framework | SharedConstants]:
+    """The constants with the errors of held-out sources, each of which has the same weight: `time_error`, `time_range`
+    and `memory_range`. A framework with fewer than three sources gets those of all."""
+    times = [(run, abs(float(error))) for run, error in zip(runs, errors, strict=True)]
+    memory = [(run, abs(math.log1p(error))) for run, error in peaks]
+    return {
+        name: constant
+        if name == "shared"
+        else replace(
+            constant,
+            time_error=_quantile(times, name, 0.5),
+            time_range=_quantile(times, name, 0.8),
+            memory_range=_quantile(memory, name, 0.8),
+        )
+        for name, constant in constants.items()
+    }
+
+
+def _quantile(errors: list[tuple[Run, float]], framework: str, part: float) -> float:
+    """The error, in logarithm, that `part` of a framework's rows keep, where every source has the same weight."""
+    own = [(run, size) for run, size in errors if run.job.framework == framework]
+    chosen = own if len({run.source for run, _ in own}) >= 3 else errors
+    rows: dict[str, int] = defaultdict(int)
+    for run, _ in chosen:
+        rows[run.source] += 1
+    ordered = sorted((size, 1 / rows[run.source]) for run, size in chosen)
+    left = part * len(rows)
+    for size, weight in ordered:
+        left -= weight
+        if left <= 0:
+            return round(size, 3)
+    return round(ordered[-1][0], 3)
+
+
+def hours() -> dict[str, object]:
+    """GPU-hours of published trainings, predicted with the first choice of a plan and relative to those published."""
+    found = {}
+    with (HERE / "data" / "gpu_hours.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if not row["catalogue"]:
+                continue
+            sizes = {name: int(row[name]) for name in ("gpus", "seq_len", "global_batch")}
+            first = plan(
+                row["catalogue"], gpu=row["gpu_type"], stack="megatron", precision=row["precision"], **sizes
+            ).choices[0]
+            predicted_hours = float(row["tokens_b"]) * 1e9 / first.estimate.tokens_per_s_per_gpu / 3600
+            found[row["model"]] = round(predicted_hours / float(row["gpu_hours"]) - 1, 4)
+    return {"rows": len(found), "median_error": round(statistics.median(map(abs, found.values())), 4), "errors": found}
+
+
 def write_toml(constants: Constants) -> None:
     """Writes the fitted constants to frameworks.toml without changing other lines."""
     section = ""
@@ -206,6 +271,8 @@ def write_toml(constants: Constants) -> None:
     for group, name in (*names(), *PEAKS):
         for member in group.split("+"):
             fitted[member].add(name)
+    for member in framework_names():
+        fitted[member] |= {"time_error", "time_range", "memory_range"}
     for line in TOML.read_text(encoding="utf-8").splitlines():
         if found := re.match(r"\[(\w+)\]", line):
             section = found[1]
@@ -230,16 +297,25 @@ def main() -> None:
     result["all_rows_published_columns_only"] = figures(plain, residuals(plain, fitted))
     result["choice"] = planner_choice.figures(usable, residuals(usable, fitted))
     peaks = planner_memory.stated(runs)
-    fitted = planner_memory.fit_peaks(peaks, fitted)
+    ran = planner_memory.only_ran(runs)
+    fitted = planner_memory.fit_peaks([*peaks, *ran], fitted)
     result["memory"] = planner_memory.figures([(run, planner_memory.error(run, fitted)) for run in peaks])
-    result["memory_leave_one_source_out"] = planner_memory.figures(planner_memory.leave_one_out(peaks, fitted))
+    result["memory_of_runs_without_peak"] = planner_memory.rejected(ran, fitted)
+    unseen_peaks = planner_memory.leave_one_out([*peaks, *ran], fitted)
+    result["memory_leave_one_source_out"] = planner_memory.figures(unseen_peaks)
+    result["gpu_hours"] = hours()
     if not arguments.quick:
         unseen = leave_one_out(usable, fitted)
+        fitted = uncertainties(usable, unseen, unseen_peaks, fitted)
         result["leave_one_source_out"] = figures(usable, unseen)
         result["choice_leave_one_source_out"] = planner_choice.figures(usable, unseen)
     result["constants"] = {
         f"{group}.{name}": float(f"{getattr(fitted[group.partition('+')[0]], name):.4g}")
         for group, name in (*names(), *PEAKS)
+    }
+    result["uncertainty"] = {
+        name: {key: getattr(fitted[name], key) for key in ("time_error", "time_range", "memory_range")}
+        for name in framework_names()
     }
     result["rows_not_read"] = failed
     if arguments.write:

@@ -29,12 +29,22 @@ def stated(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run.memory_gib and not run.is_memory_doubted]
 
 
+def only_ran(runs: Sequence[Run]) -> list[Run]:
+    """The runs of which only the speed was published: they ran, so the device's memory is an upper bound of their
+    peak."""
+    return [run for run in runs if run.tokens_per_s_per_gpu and not run.memory_gib and not run.is_doubted]
+
+
 def error(run: Run, constants: Constants) -> float:
-    """Relative error of the predicted peak; if the source gives allocated memory, the allocated part is compared."""
+    """Relative error of the predicted peak; if the source gives allocated memory, the allocated part is compared.
+
+    For a run that gives no peak it is the predicted peak relative to the device's memory.
+    """
     shared = constants["shared"]
     stack = constants[run.job.framework]
     memory = memory_of(run.job, stack, shared)
-    return (allocated_gib(memory, shared) if run.is_allocated else memory.total) / run.memory_gib - 1
+    measured = run.memory_gib or run.job.gpu.memory_gib
+    return (allocated_gib(memory, shared) if run.is_allocated else memory.total) / measured - 1
 
 
 def with_values(
@@ -45,11 +55,15 @@ def with_values(
 
 
 def fit_peaks(runs: Sequence[Run], constants: Constants) -> dict[str, Framework | SharedConstants]:
-    """The constants that predict the runs' peaks best; a source's weight is the square root of its number of rows."""
+    """The constants that predict the runs' peaks best; a source's weight is the square root of its number of rows.
+
+    Of runs that give no peak only an error above 0 counts.
+    """
     counts: dict[str, int] = defaultdict(int)
     for run in runs:
         counts[run.source] += 1
     weight = np.array([counts[run.source] ** -0.5 for run in runs])
+    lowest = np.array([-np.inf if run.memory_gib else 0.0 for run in runs])
     # Peaks are linear in both constants, so three evaluations of each run are enough.
     once, allocator, groups = (
         np.array([error(run, with_values(constants, *values)) for run in runs]) for values in ((1, 0), (2, 0), (1, 1))
@@ -57,7 +71,7 @@ def fit_peaks(runs: Sequence[Run], constants: Constants) -> dict[str, Framework 
 
     def loss(values: tuple[float, float]) -> float:
         errors = once + (values[0] - 1) * (allocator - once) + values[1] * (groups - once)
-        size = np.abs(np.log1p(errors))
+        size = np.abs(np.log1p(np.maximum(errors, lowest)))
         robust = np.minimum(size, HUBER) * (2 * size - np.minimum(size, HUBER)) / HUBER**2
         pull = sum(((v - at) / spread) ** 2 for v, (at, spread) in zip(values, FITTED.values(), strict=True))
         return float((weight * robust).sum() + pull)
@@ -90,7 +104,16 @@ def figures(errors: Sequence[tuple[Run, float]]) -> dict[str, object]:
 def leave_one_out(runs: Sequence[Run], constants: Constants) -> list[tuple[Run, float]]:
     """Errors of each source's rows with constants fitted to the other sources."""
     errors = []
-    for source in sorted({run.source for run in runs}):
+    for source in sorted({run.source for run in stated(runs)}):
         fitted = fit_peaks([run for run in runs if run.source != source], constants)
-        errors += [(run, error(run, fitted)) for run in runs if run.source == source]
+        errors += [(run, error(run, fitted)) for run in stated(runs) if run.source == source]
     return errors
+
+
+def rejected(runs: Sequence[Run], constants: Constants) -> dict[str, object]:
+    """How many of the runs that give no peak are predicted to need more memory than their device has, by source."""
+    too_large = [run for run in runs if error(run, constants) > 0]
+    by_source: dict[str, int] = defaultdict(int)
+    for run in too_large:
+        by_source[run.source] += 1
+    return {"rows": len(runs), "predicted_not_to_fit": len(too_large), "sources": dict(by_source)}

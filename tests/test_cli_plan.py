@@ -223,7 +223,12 @@ class TestEmit:
 class TestEstimate:
     def test_the_promised_json(self, capsys):
         found = json.loads(run(capsys, *ESTIMATE, "--json").out)
-        assert set(found) == {"memory_gib", "fits", "step_time_s", "time_s", "tokens_per_s_per_gpu", "mfu"}
+        promised = {"memory_gib", "fits", "step_time_s", "time_s", "tokens_per_s_per_gpu", "mfu"}
+        assert promised <= set(found)
+        low, high = found["memory_range_gib"]
+        assert low < found["memory_gib"]["total"] < high
+        assert found["step_time_range_s"][0] < found["step_time_s"] < found["step_time_range_s"][1]
+        assert 0.5 < found["fits_probability"] <= 1
         assert set(found["memory_gib"]) == MEMORY
         assert set(found["time_s"]) == {"compute", "communication", "bubble", "optimizer"}
         assert sum(found["time_s"].values()) == pytest.approx(found["step_time_s"])

@@ -188,7 +188,7 @@ class TestUnlaunchableChoices:
     def test_the_error_names_a_choice_that_can_be_launched(self, model, tmp_path):
         first = planned(model, **PIPELINE)
         both = replace(first, choices=(*first.choices, *planned(model, **FAMILIES["fsdp2"]).choices))
-        with pytest.raises(UsageError, match=r"pp=2.*shards all states.*--choice 2 can \(fsdp2") as error:
+        with pytest.raises(UsageError, match=r"pp 2.*shards all states.*--choice 2 can \(fsdp2") as error:
             emit(both, tmp_path / "out")
         assert len(str(error.value).splitlines()) == 1
         assert not (tmp_path / "out").exists()

@@ -249,7 +249,10 @@ def test_interconnects(text, gb_s):
         ({"precision": "int3"}, "precision is 'int3'"),
         ({"ac": "maybe"}, "ac is 'maybe'"),
         ({"stack": "mine"}, "--stack is 'mine'"),
-        ({"dp_shard": "1", "tp": "8", "heads": "12"}, "tp is 8, which does not divide 12 attention heads"),
+        (
+            {"dp_shard": "1", "tp": "8", "heads": "12", "kv_heads": "4"},
+            "tp is 8, which does not divide 12 attention heads",
+        ),
         ({"dp_shard": "", "dp_replicate": "", "tp": "3"}, "tp 3 x pp 1 x cp 1 does not divide 8 GPUs"),
         ({"global_batch_seqs": "12"}, "global_batch is 12"),
         ({"layers": "", "params_b": ""}, "has neither widths nor params_b"),

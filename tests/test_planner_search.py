@@ -52,12 +52,45 @@ class TestSearch:
         found = layouts(request(method="lora"), 8)
         assert {(layout.tp, layout.pp) for layout, _, _ in found} == {(1, 1)}
 
-    def test_offload_is_the_last_resort(self):
-        easy = plan("qwen3-0.6b", gpu="H100-80GB", gpus=8)
-        assert {choice.estimate.job.offload for choice in easy.choices} == {"none"}
+    def test_offload_is_compared_with_the_layouts_that_fit_without(self):
+        easy = plan("qwen3-0.6b", gpu="H100-80GB", gpus=8, top=100)
+        assert easy.choices[0].estimate.job.offload == "none"
+        assert "full" in {choice.estimate.job.offload for choice in easy.choices}
         hard = plan("qwen2.5-14b", gpu="RTX4090", gpus=8, seq_len=1024)
         assert {choice.estimate.job.offload for choice in hard.choices} == {"full"}
         assert strategies(hard) == ["zero3"]
+        slow = plan("qwen2.5-32b", gpu="H100-PCIe", gpus=16, top=100)
+        rates = {choice.estimate.job.offload: choice.estimate.tokens_per_s_per_gpu for choice in slow.choices[::-1]}
+        assert min(rates["full"], rates["optimizer"]) > rates["none"]
+
+    def test_a_fused_loss_is_tried_where_liger_supports_the_family(self):
+        asked = {"gpu": "H100-80GB", "gpus": 64, "seq_len": 8192, "top": 1000}
+        fused = [c.estimate for c in plan("llama-3.1-70b", **asked).choices if c.estimate.job.fused_loss]
+        without = [c.estimate for c in plan("llama-3.1-70b", **asked, fused_loss=False).choices]
+        assert fused
+        assert not any(estimate.job.fused_loss for estimate in without)
+        for estimate in fused:
+            same = [e for e in without if (e.job.layout, e.job.offload) == (estimate.job.layout, estimate.job.offload)]
+            assert all(estimate.time.total * (1 + TIE_TOLERANCE) < e.time.total for e in same)
+        other = plan("falcon-7b", gpu="H100-80GB", gpus=8, top=100)
+        assert not any(choice.estimate.job.fused_loss for choice in other.choices)
+
+    def test_lower_precision_is_the_last_resort(self):
+        fits = plan("qwen3-1.7b", gpu="H100-80GB", gpus=1, top=100)
+        assert {(c.estimate.job.optimizer, c.estimate.job.pure) for c in fits.choices} == {("adamw", False)}
+        found = plan("qwen3-1.7b", gpu="T4", gpus=1, precision="fp16", top=100)
+        assert {choice.estimate.job.offload for choice in found.choices} <= {"optimizer", "full"}
+        small = plan("llama-3.2-3b", gpu="L40S", gpus=1, seq_len=2048, top=100, stack="titan")
+        assert {(c.estimate.job.optimizer, c.estimate.job.pure) for c in small.choices} == {("adamw_8bit", False)}
+
+    def test_stages_divide_layers_and_the_two_ends(self):
+        """126 layers on 16 ranks: with embedding and head 128 units, eight per rank, in up to eight stages."""
+        asked = request("llama-3.1-405b", gpus=1024, seq_len=8192, framework="megatron")
+        chosen, _ = search(asked, 1024)
+        stages = {e.job.virtual_stages for e in chosen if e.job.layout.pp == 16}
+        assert stages & {4, 8}
+        for estimate in chosen:
+            estimate.job.check()
 
     def test_offload_needs_enough_cpu_memory(self):
         result = plan("llama-3.1-70b", gpu="RTX4090", gpus=8)
@@ -183,7 +216,10 @@ class TestPlan:
         ("options", "message"),
         [
             ({"gpus": 0}, "--gpus is 0"),
-            ({"gpus": 32768}, "--gpus is 32768"),
+            ({"gpus": 131073}, "--gpus is 131073"),
+            ({"spot_interruptions": -1.0}, "--spot-interruptions is -1.0"),
+            ({"spot_interruptions": float("nan")}, "--spot-interruptions is nan"),
+            ({"spot_interruptions": 1e9}, "--spot-interruptions is 1000000000.0"),
             ({"objective": "fun"}, "--objective is 'fun'"),
             ({"deadline_hours": 3.0}, "need the number of tokens"),
             ({"tokens": -1.0}, "--tokens is -1.0"),
@@ -243,6 +279,6 @@ def test_gpu_hours_of_published_runs(model, gpu, gpus, seq_len, global_batch, to
 
 def test_405b_on_16384_gpus_is_planned_in_under_a_second():
     plan("llama-3.1-8b", gpu="H100-80GB", gpus=8)
-    begun = time.perf_counter()
+    begun = time.process_time()
     plan("llama-3.1-405b", gpu="H100-80GB", gpus=16384, seq_len=8192, tokens=15e12)
-    assert time.perf_counter() - begun < 1.0
+    assert time.process_time() - begun < 1.0

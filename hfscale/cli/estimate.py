@@ -37,9 +37,14 @@ def run(
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     activation_checkpointing: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = "none",
     precision: Annotated[Precision, typer.Option(help="Format of the matrix products.")] = "bf16",
+    pure_bf16: Annotated[
+        bool, typer.Option("--pure-bf16", help="Parameters, gradients and optimizer states are in bf16.")
+    ] = False,
+    liger: Annotated[bool, typer.Option("--liger", help="The loss is fused (use_liger_kernel).")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="The model runs under torch.compile.")] = False,
     stack: Annotated[str, typer.Option(help="Training framework: hf, titan or megatron.")] = "hf",
     method: Annotated[Method, typer.Option(help="Which parameters train.")] = "full",
+    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
     optimizer: Annotated[Optimizer, typer.Option(help="The optimizer.")] = "adamw",
     expert_parallel: Annotated[int, typer.Option(help="Ranks that share the experts of a layer.")] = 1,
     overlapped_experts: Annotated[
@@ -73,9 +78,12 @@ def run(
         zero=(3 if layout.dp_shard > 1 else 0) if zero is None else zero,
         recompute=activation_checkpointing,
         precision=precision,
+        pure=pure_bf16,
+        fused_loss=liger,
         compile=compile,
         stack=stack,
         method=method,
+        lora_rank=lora_rank,
         optimizer=optimizer,
         expert_parallel=expert_parallel,
         overlapped_experts=overlapped_experts,
@@ -119,10 +127,17 @@ def _print_estimate(result: Estimate) -> None:
     print(f"{job.shape.model_type} {job.shape.total_parameters / 1e9:.2f}B on {job.layout.world_size} {job.gpu.name}")
     print(f"  {job.layout}, ZeRO stage {job.zero}, micro-batch {job.micro_batch} x {job.micro_batches} per step")
     verdict = "fits" if result.fits else "does NOT fit"
-    print(f"memory {memory.total:.1f} GiB of {job.gpu.memory_gib:g}: {verdict}")
+    low, high = result.memory_range
+    print(
+        f"memory {memory.total:.1f} GiB ({low:.1f} to {high:.1f}) of {job.gpu.memory_gib:g}: {verdict} "
+        f"({result.fits_word}: {result.fits_probability:.0%})"
+    )
     for name, gib in vars(memory).items():
         print(f"  {name:14}{gib:8.2f} GiB")
-    print(f"step {time.total:.3f} s")
+    if result.host_gib_per_node:
+        print(f"CPU memory of a node for what is offloaded: {result.host_gib_per_node:,.0f} GiB")
+    slowest, fastest = result.time_range[::-1]
+    print(f"step {time.total:.3f} s ({fastest:.3f} to {slowest:.3f})")
     for name, seconds in vars(time).items():
         print(f"  {name:14}{seconds:8.3f} s  {seconds / time.total:4.0%}")
     mfu = "" if result.mfu is None else f", MFU {result.mfu:.1%} (attention in full)"

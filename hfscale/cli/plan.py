@@ -5,14 +5,14 @@ import os
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.job import Method, Optimizer, Precision, Task
-from hfscale.planner.plan import Objective, plan
+from hfscale.planner.plan import Objective, plan, plan_gpu_types
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
@@ -24,7 +24,10 @@ def run(
             metavar="MODEL", help="A built-in name, hub id or config.json; with --calibrate, the file to write."
         ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml, or a calibrated one: H100-80GB.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A GPU of hardware.toml, or a calibrated one: H100-80GB; or several: H100-80GB,A100-80GB."),
+    ] = None,
     gpus: Annotated[
         int | None, typer.Option(help="Number of GPUs; with --objective cost or gpus, the most to use.")
     ] = None,
@@ -51,7 +54,13 @@ def run(
     precision: Annotated[Precision, typer.Option(help="Format of the matrix products.")] = "bf16",
     optimizer: Annotated[Optimizer, typer.Option(help="The optimizer.")] = "adamw",
     compile: Annotated[bool, typer.Option("--compile", help="The model runs under torch.compile.")] = False,
-    liger: Annotated[bool, typer.Option("--liger", help="The loss is fused (use_liger_kernel).")] = False,
+    liger: Annotated[
+        bool | None,
+        typer.Option("--liger/--no-liger", help="The loss is fused (use_liger_kernel); by default both are tried."),
+    ] = None,
+    pure_bf16: Annotated[
+        bool, typer.Option("--pure-bf16", help="Parameters, gradients and optimizer states are in bf16.")
+    ] = False,
     network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
     objective: Annotated[Objective, typer.Option(help="What to rank by; gpus: fewest.")] = "time",
     min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Also search for the fewest GPUs.")] = False,
@@ -86,37 +95,41 @@ def run(
         raise UsageError("give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8")
     if top < 1:
         raise UsageError(f"--top is {top}: give a number of choices of at least 1")
-    result = plan(
-        model,
-        gpu=gpu,
-        gpus=gpus,
-        gpus_per_node=gpus_per_node,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        tokens=None if tokens is None else _parse_tokens(tokens),
-        method=method,
-        lora_rank=lora_rank,
-        stack=stack,
-        precision=precision,
-        optimizer=optimizer,
-        compile=compile,
-        fused_loss=liger,
-        network_gb_s=network_gb_s,
-        task=task,
-        num_generations=num_generations,
-        max_completion_length=max_completion_length,
-        beta=beta,
-        precompute_ref_log_probs=precompute_ref_log_probs,
-        objective=objective,
-        min_gpus=min_gpus,
-        deadline_hours=deadline,
-        budget_usd=budget,
-        usd_per_gpu_hour=usd_per_gpu_hour,
-        spot_interruptions=spot_interruptions,
-        prices=prices,
-        hardware=hardware,
-        top=top,
-    )
+    options: dict[str, Any] = {
+        "gpus": gpus,
+        "gpus_per_node": gpus_per_node,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "tokens": None if tokens is None else _parse_tokens(tokens),
+        "method": method,
+        "lora_rank": lora_rank,
+        "stack": stack,
+        "precision": precision,
+        "optimizer": optimizer,
+        "pure": pure_bf16,
+        "compile": compile,
+        "fused_loss": liger,
+        "network_gb_s": network_gb_s,
+        "task": task,
+        "num_generations": num_generations,
+        "max_completion_length": max_completion_length,
+        "beta": beta,
+        "precompute_ref_log_probs": precompute_ref_log_probs,
+        "objective": objective,
+        "min_gpus": min_gpus,
+        "deadline_hours": deadline,
+        "budget_usd": budget,
+        "usd_per_gpu_hour": usd_per_gpu_hour,
+        "spot_interruptions": spot_interruptions,
+        "prices": prices,
+        "hardware": hardware,
+        "top": top,
+    }
+    if "," in gpu:
+        if emit is not None or plot is not None:
+            raise UsageError(f"--gpu is {gpu}: --emit and --plot take one GPU; compare first, then name the one")
+        return _compare(model, [name.strip() for name in gpu.split(",") if name.strip()], options, as_json=as_json)
+    result = plan(model, gpu=gpu, **options)
     written = []
     if emit is not None and result.choices:
         from hfscale.planner.emit import emit as write_files
@@ -134,6 +147,18 @@ def run(
 
         show(result, written)
     return 0 if result.choices else 1
+
+
+def _compare(model: str, gpu_types: list[str], options: dict[str, Any], *, as_json: bool) -> int:
+    """Plan for several types of GPU and print the first choice on each."""
+    plans, failed = plan_gpu_types(model, gpu_types=gpu_types, **options)
+    if as_json:
+        print(json.dumps({"plans": [found.to_dict() for found in plans], "failed": failed}))
+    else:
+        from hfscale.cli.plan_view import show_gpu_types
+
+        show_gpu_types(plans, failed)
+    return 0 if any(found.choices for found in plans) else 1
 
 
 def _run_calibration(file: Path | None, *, as_json: bool) -> int:

@@ -53,6 +53,13 @@ class ParallelLayout:
     def __str__(self) -> str:
         return " x ".join(f"{axis.name}={getattr(self, axis.name)}" for axis in fields(self))
 
+    @property
+    def words(self) -> str:
+        """The axes of more than one rank in words, such as `replicate 2 shard 8`; `one GPU` if there are none."""
+        names = {"dp_replicate": "replicate", "dp_shard": "shard", "cp": "cp", "tp": "tp", "pp": "pp"}
+        sizes = {name: getattr(self, axis) for axis, name in names.items()}
+        return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+
     def check_world_size(self, world_size: int) -> None:
         """Checks that the layout uses exactly the processes that were started.
 

@@ -1,16 +1,16 @@
 """Advice on a plan's first choice, each piece computed for the case and with its source, and the assumptions of an
 estimate."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hfscale.facts.hardware import peak_tflops
 from hfscale.planner.cost import MTBF_GPU_HOURS, RESTART_S, SAVE_BYTES_S_PER_NODE, SPOT_INTERRUPTIONS_PER_NODE_HOUR
-from hfscale.planner.estimate import Estimate, estimate_job
+from hfscale.planner.estimate import Estimate
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import DEFAULT_ACHIEVED
 from hfscale.planner.memory import GIB, host_gib
-from hfscale.planner.network import DEFAULT_NETWORK_GB_S
+from hfscale.planner.network import datasheet_network_gb_s
 from hfscale.planner.search import HEADROOM, PlanRequest
 from hfscale.planner.tasks import generated_at_once, kv_cache_bytes
 
@@ -37,7 +37,7 @@ def advice(best: Estimate, choices: list[Estimate]) -> list[Advice]:
         choices (`list[Estimate]`): All choices.
     """
     found = [_offload(best), _tier(best), _largest_loss(best), _data_parallel_link(best), _tensor_parallel(best)]
-    found += [_loss(best), _zero_limits(best), _simpler(best, choices)]
+    found += [_zero_limits(best), _simpler(best, choices)]
     return [item for item in found if item is not None]
 
 
@@ -48,8 +48,7 @@ def _offload(best: Estimate) -> Advice | None:
         return None
     gigabytes = host_gib(job) * min(job.gpus_per_node, job.layout.world_size)
     return Advice(
-        text=f"Nothing fits without offload: every machine needs {gigabytes:,.0f} GiB of CPU memory for states. "
-        "More GPUs, or LoRA, would be several times faster.",
+        text=f"Offload needs {gigabytes:,.0f} GiB of CPU memory in every machine.",
         source="16 bytes per parameter, DeepSpeed ZeRO-Offload (Ren et al., arXiv 2101.06840)",
     )
 
@@ -111,7 +110,7 @@ def _data_parallel_link(best: Estimate) -> Advice | None:
     if not achieved:
         return None
     gigabits = achieved * 1e12 / tokens * 8 / 1e9
-    available = (job.network_gb_s or job.gpu.network_gb_s or DEFAULT_NETWORK_GB_S) * 8
+    available = (job.network_gb_s or datasheet_network_gb_s(job.gpu, job.gpus_per_node)) * 8
     verdict = "enough" if available >= gigabits else "too little: raise the tokens per GPU and step"
     return Advice(
         text=f"The backward pass hides data-parallel gradients if the network has at least {gigabits:.0f} Gbit/s per "
@@ -140,20 +139,8 @@ def _tensor_parallel(best: Estimate) -> Advice | None:
     return Advice(
         text=f"Keep the {job.layout.tp} tensor-parallel ranks inside a node: over NVLink their communication takes "
         f"{ratio:.0%} of the time of the computation, over the network it would take "
-        f"{ratio * link / (job.gpu.network_gb_s or DEFAULT_NETWORK_GB_S):.0%}.",
+        f"{ratio * link / datasheet_network_gb_s(job.gpu, job.gpus_per_node):.0%}.",
         source="Narayanan et al., arXiv 2104.04473, section 3.2",
-    )
-
-
-def _loss(best: Estimate) -> Advice | None:
-    """Whether a fused cross-entropy would save much memory."""
-    if best.job.fused_loss or best.memory.loss < 0.1 * best.job.gpu.memory_gib:
-        return None
-    fused = estimate_job(replace(best.job, fused_loss=True))
-    return Advice(
-        text=f"The logits take {best.memory.loss:.1f} GiB at the loss; use_liger_kernel would bring the peak from "
-        f"{best.memory.total:.0f} to {fused.memory.total:.0f} GiB.",
-        source="Liger Kernel, arXiv 2410.10989",
     )
 
 
@@ -172,18 +159,21 @@ def _zero_limits(best: Estimate) -> Advice | None:
     )
 
 
-def simplicity(estimate: Estimate) -> tuple[int, int]:
+def simplicity(estimate: Estimate) -> tuple[int, ...]:
     """Computes a sort key of how simple a layout is to use; the simplest layout has the smallest key.
 
     Returns:
-        `tuple[int, int]`: The number of mesh axes in use, and a rank of the software: 0 for DDP, 1 for FSDP2, 2 for
-            DeepSpeed, 3 for DeepSpeed with offload.
+        `tuple[int, ...]`: The number of mesh axes in use, where data parallelism counts only if it has two; a rank of
+            the software: 0 for DDP, 1 for FSDP2, 2 for DeepSpeed, 3 for DeepSpeed with offload; the number of pipeline
+            stages; and whether the loss is fused, which needs Liger Kernel.
     """
     job = estimate.job
     layout = job.layout
-    sizes = (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp)
+    axes = sum(size > 1 for size in (layout.cp, layout.tp, layout.pp)) + (
+        min(layout.dp_replicate, layout.dp_shard) > 1
+    )
     software = 3 if job.offload != "none" else (0, 2, 2, 1)[job.zero]
-    return sum(size > 1 for size in sizes), software
+    return axes, software, layout.pp * job.virtual_stages, int(job.fused_loss)
 
 
 def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
@@ -196,8 +186,8 @@ def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
     if slower > 0.1:
         return None
     return Advice(
-        text=f"{other.job.layout} with ZeRO stage {other.job.zero} is simpler and only {slower:.0%} slower, which "
-        "is about the error of the estimate.",
+        text=f"{other.job.layout.words} with ZeRO stage {other.job.zero} is simpler and only {slower:.0%} slower, "
+        "which is about the error of the estimate.",
         source="benchmarks/results/planner_fit.json",
     )
 
@@ -215,7 +205,7 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         (request.network_gb_s, "given"),
         (gpu.achieved_network_gb_s, "measured"),
         (gpu.network_gb_s, "the vendor's reference node"),
-        (DEFAULT_NETWORK_GB_S, "assumed"),
+        (datasheet_network_gb_s(gpu, request.gpus_per_node), "assumed: 100 Gbit/s per node; give --network-gb-s"),
     )
     network, origin = next((rate, source) for rate, source in known if rate)
     link = f"{gpu.link_gb_s:g} GB/s of NVLink or xGMI" if gpu.link_gb_s else "PCIe only"

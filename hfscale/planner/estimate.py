@@ -1,8 +1,10 @@
 """`estimate`: memory, time and throughput of one layout, itemised."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from hfscale.facts.hardware import Accelerator, find_accelerator, peak_tflops
@@ -21,8 +23,28 @@ from hfscale.planner.job import (
     Task,
     splits_activations,
 )
-from hfscale.planner.memory import Memory, memory_of, trained_parameters
+from hfscale.planner.memory import Memory, host_gib, memory_of, trained_parameters
 from hfscale.planner.throughput import StepTime, step_time
+
+SIGMAS_OF_80_PERCENT = 1.2816
+"""Standard deviations of the normal distribution on either side of its mean that 80% of it are within."""
+FITS_WORDS = ((0.95, "yes"), (0.75, "likely"), (0.25, "uncertain"), (0.0, "no"))
+"""Least probability of each word for whether a run fits."""
+
+
+def fits_word(probability: float) -> str:
+    """Returns the word for a probability that a run fits: `yes`, `likely`, `uncertain` or `no`."""
+    return next(word for least, word in FITS_WORDS if probability >= least)
+
+
+def spread(value: float, range_80: float) -> tuple[float, float]:
+    """Returns the range around a predicted value that holds for 80% of the published runs.
+
+    Args:
+        value (`float`): The value.
+        range_80 (`float`): The error, in logarithm, that 80% of the published runs keep.
+    """
+    return value * math.exp(-range_80), value * math.exp(range_80)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +62,32 @@ class Estimate:
     def fits(self) -> bool:
         """Whether the peak is within the device's memory."""
         return self.memory.total <= self.job.gpu.memory_gib
+
+    @property
+    def fits_probability(self) -> float:
+        """Probability that the peak is within the device's memory, from the errors of published peaks."""
+        spread = find_framework(self.job.framework).memory_range / SIGMAS_OF_80_PERCENT
+        return NormalDist(0.0, spread).cdf(math.log(self.job.gpu.memory_gib / self.memory.total))
+
+    @property
+    def fits_word(self) -> str:
+        """The probability that it fits as a word (`fits_word`)."""
+        return fits_word(self.fits_probability)
+
+    @property
+    def host_gib_per_node(self) -> float:
+        """CPU memory of a node for what is offloaded, GiB."""
+        return host_gib(self.job) * min(self.job.gpus_per_node, self.job.layout.world_size)
+
+    @property
+    def memory_range(self) -> tuple[float, float]:
+        """Range of the peak, GiB, that holds for 80% of the published peaks."""
+        return spread(self.memory.total, find_framework(self.job.framework).memory_range)
+
+    @property
+    def time_range(self) -> tuple[float, float]:
+        """Range of the step's duration, seconds, that holds for 80% of the published runs."""
+        return spread(self.time.total, find_framework(self.job.framework).time_range)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -62,8 +110,12 @@ class Estimate:
         """Returns the content that `hfscale estimate --json` prints, as a dictionary."""
         return {
             "memory_gib": {**asdict(self.memory), "total": self.memory.total},
+            "memory_range_gib": list(self.memory_range),
+            "host_memory_gib_per_node": self.host_gib_per_node,
             "fits": self.fits,
+            "fits_probability": self.fits_probability,
             "step_time_s": self.time.total,
+            "step_time_range_s": list(self.time_range),
             "time_s": asdict(self.time),
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,

@@ -57,6 +57,15 @@ class Framework:
     step_s: float
     """Seconds per step that are not modelled: logging, data, clipping."""
 
+    # -- errors for sources that the fit has not seen (benchmarks/planner_fit.py) -------------------------------------
+    time_error: float
+    """Error of predicted times that half of the runs keep, in logarithm: smaller differences between two layouts mean
+    nothing."""
+    time_range: float
+    """Error of predicted times that 80% of the runs keep, in logarithm."""
+    memory_range: float
+    """Error of predicted peaks that 80% of the runs keep, in logarithm."""
+
     # -- memory -------------------------------------------------------------------------------------------------------
     kept_h: float
     """Bytes kept per token and layer, in hidden widths: norms, residuals."""

@@ -189,10 +189,18 @@ class Job:
             return max(self.rank_layers), self.rank_layers[0 if self.is_v_shaped else -1]
         if layers % pp == 0 or pp == 1:
             return layers // pp, layers // pp
-        if (layers + 2) % pp == 0:
-            each = (layers + 2) // pp
+        if self.stage_units > layers:
+            each = self.stage_units // pp
             return (each if pp > 2 else each - 1), each - 1
         return -(-layers // pp), layers // pp
+
+    @cached_property
+    def stage_units(self) -> int:
+        """Layers that the pipeline's stages divide; two more where the embedding and the head count as a layer
+        each."""
+        layers = self.shape.layers
+        is_counted = self.framework != "hf" and layers % self.layout.pp and (layers + 2) % self.layout.pp == 0
+        return layers + 2 if is_counted else layers
 
     @cached_property
     def rank_layers(self) -> tuple[int, ...] | None:
@@ -251,7 +259,7 @@ class Job:
             raise LayoutError(
                 f"tp is {tp}, which does not divide {kv_heads} key-value heads: use {_divisor(kv_heads, tp)}"
             )
-        if pp * self.virtual_stages > shape.layers:
+        if pp * self.virtual_stages > self.stage_units:
             raise LayoutError(
                 f"pp {pp} x virtual_stages {self.virtual_stages} needs {pp * self.virtual_stages} layers, and the "
                 f"model has {shape.layers}: use pp of at most {shape.layers // self.virtual_stages}"

@@ -36,6 +36,9 @@ read and written by the fused softmax and by dropout with its mask, and read aga
 FP8_CAST_BYTES = 4.0
 """Bytes of memory traffic per element to cast an activation for an fp8 product: it is read in bf16 and written in fp8
 twice, once transposed (Transformer Engine). Cast weights are reused by all micro-batches of a step."""
+NF4_BYTES = 0.5 + 1 / 16 + 2.0
+"""Bytes of memory traffic per parameter in NF4 and pass, in addition to the product's own 2 bytes: 4 bits and their
+scales are read and 2 bytes are written, because the product runs on a copy in bf16 (bitsandbytes, `matmul_4bit`)."""
 NORM_PART = 0.5
 """Fraction of the reads and writes of hidden-wide activations that norms, residuals and dropout make: they keep 10 of
 a layer's 24 h (Korthikanti et al., arXiv 2205.05198, section 4.2.2), and move somewhat more."""
@@ -171,6 +174,8 @@ def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates
         moved = 2 * (rows * k + k * n + rows * n)
         if is_fp8:
             moved += FP8_CAST_BYTES * rows * k
+        if job.method == "qlora":
+            moved += NF4_BYTES * k * n
         seconds += copies * (2 * rows * k * n / rate + moved / rates.memory)
     return seconds
 

@@ -16,6 +16,33 @@ CONTEXT_PARALLEL_NOT_PLANNED = ("phi3",)
 does not support; the trainer checks the config itself."""
 
 
+LIGER_FAMILIES = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Families for which Liger Kernel fuses head and loss (Liger Kernel 0.6, transformers/monkey_patch.py)."""
+
+
+def can_fuse_loss(job: Job) -> bool:
+    """Returns whether a recipe can run a job with a fused loss (`use_liger_kernel`).
+
+    Liger supports some families, and neither pipeline stages nor tensor parallelism. TRL fuses the loss itself.
+    """
+    layout = job.layout
+    is_supported = job.framework == "hf" and job.shape.model_type in LIGER_FAMILIES and job.task == "text"
+    return is_supported and layout.tp == layout.pp == 1
+
+
 def uses_deepspeed(job: Job) -> bool:
     """Returns whether DeepSpeed runs the job's strategy."""
     return job.zero in (1, 2) or job.offload != "none"
@@ -43,6 +70,10 @@ def why_not(job: Job) -> str | None:
         return f"Trainer has no optimizer {job.optimizer}: use {', '.join(TRAINER_OPTIMIZERS)}"
     if job.offload != "none" and job.optimizer != "adamw":
         return f"DeepSpeed's offload supports AdamW only, not {job.optimizer}"
+    if job.pure and job.method == "full":
+        return "the recipes keep parameters in fp32: no recipe trains with parameters in bf16 (--pure-bf16)"
+    if job.fused_loss and not can_fuse_loss(job) and job.layout.pp == 1:
+        return f"Liger fuses the loss of {', '.join(LIGER_FAMILIES)} without tensor parallelism: leave out --liger"
     if job.precision == "fp8" and uses_deepspeed(job):
         return "fp8 is supported with DDP and FSDP2, not with DeepSpeed"
     return None

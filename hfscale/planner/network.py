@@ -27,9 +27,23 @@ def exposed_s(traffic: float, compute: float, overlap: float) -> float:
     return max(traffic - overlap * compute, (1 - overlap) * traffic)
 
 
-DEFAULT_NETWORK_GB_S = 12.5
-"""Network bandwidth per GPU, GB/s, where the vendor has no reference node: 100 Gbit/s each, or 800 for eight GPUs (AWS
-p4d has 400 Gbit/s for eight)."""
+DEFAULT_NODE_GB_S = 12.5
+"""Network bandwidth of a node, GB/s, where the vendor has no reference node: one card of 100 Gbit/s for all GPUs, as
+in AWS g4dn.metal (eight T4), g5.48xlarge (eight A10G) and g6.48xlarge (eight L4)."""
+
+
+def datasheet_network_gb_s(gpu: Accelerator, node_size: int) -> float:
+    """Returns the bandwidth between nodes per device and direction, GB/s, that is assumed where none is given.
+
+    It is that of the vendor's reference node, or else a device's share of `DEFAULT_NODE_GB_S`.
+
+    Args:
+        gpu (`Accelerator`): The device.
+        node_size (`int`): Devices per node.
+    """
+    return gpu.network_gb_s or DEFAULT_NODE_GB_S / node_size
+
+
 PEER_TO_PEER_PCIE = 0.5
 """Fraction of the PCIe bandwidth that two devices without NVLink reach: data crosses the host bridge, in both
 directions at once."""
@@ -69,7 +83,7 @@ class Network:
             gpu (`Accelerator`): The device.
             node_size (`int`): Devices per node.
             network_gb_s (`float`, *optional*): Bandwidth between nodes per device and direction, GB/s; by default the
-                device's, or `DEFAULT_NETWORK_GB_S`.
+                device's (`datasheet_network_gb_s`).
             shared (`SharedConstants`): Constants of links and networks.
 
         Raises:
@@ -80,7 +94,7 @@ class Network:
                 f"--network-gb-s is {network_gb_s}: give the bandwidth per GPU and direction, above 0 and finite"
             )
         link = gpu.link_gb_s or (gpu.host_gb_s or 16.0) * PEER_TO_PEER_PCIE
-        card = network_gb_s or gpu.network_gb_s or DEFAULT_NETWORK_GB_S
+        card = network_gb_s or datasheet_network_gb_s(gpu, node_size)
         # A measured bandwidth (`hfscale plan --calibrate`) is reached in full, a datasheet's only in part.
         if gpu.achieved_link_gb_s:
             link, shared = gpu.achieved_link_gb_s, replace(shared, link_rate=1.0)

@@ -1,12 +1,13 @@
 """`plan`: the best layouts for a model, what they cost, and why the others do not work."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hfscale.errors import LayoutError, UsageError
+from hfscale.errors import LayoutError, UnknownHardwareError, UsageError
 from hfscale.facts.hardware import Accelerator, find_accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
@@ -14,16 +15,19 @@ from hfscale.facts.models import find_model
 from hfscale.facts.prices import STALE_DAYS, Egress, Price, all_egress, all_prices, prices_of
 from hfscale.planner.advice import Advice, advice, assumptions, simplicity
 from hfscale.planner.cost import Cost, compare, cost, reliability
-from hfscale.planner.estimate import Estimate
+from hfscale.planner.estimate import Estimate, spread
 from hfscale.planner.frameworks import find_framework
+from hfscale.planner.improvements import Improvement, improvements
 from hfscale.planner.job import Method, Optimizer, Precision, Task, strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
-from hfscale.planner.search import TIE_TOLERANCE, PlanRequest, Rejected, search
+from hfscale.planner.search import PlanRequest, Rejected, search
 
 Objective = Literal["time", "cost", "gpus"]
 """What choices are ranked by."""
-MOST_GPUS = 16_384
+MOST_GPUS = 131_072
 """Largest number of GPUs that is searched."""
+MOST_INTERRUPTIONS = 60.0
+"""Largest number of preemptions per spot node and hour that is not taken for a typing mistake: one a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,15 @@ class Choice:
     known."""
     costs: tuple[Cost, ...] = ()
     """Cost at every provider, cheapest first; empty where no price is known."""
+
+    def scaled(self, value: float) -> tuple[float, float]:
+        """Returns the range of a value that is proportional to the step's duration, such as hours or dollars."""
+        return spread(value, find_framework(self.estimate.job.framework).time_range)
+
+    @property
+    def hours_range(self) -> tuple[float, float]:
+        """Range of the run's hours that holds for 80% of the published runs."""
+        return self.scaled(self.hours or 0.0)
 
     @property
     def gpu_hours(self) -> float | None:
@@ -68,9 +81,14 @@ class Choice:
             **({"generation_rounds": job.generation_rounds} if job.task == "grpo" else {}),
             "recipe": recipe_of(job),
             **self.estimate.to_dict(),
+            "fused_loss": job.fused_loss,
+            "optimizer": job.optimizer,
+            "pure": job.pure,
             "hours": self.hours,
+            "hours_range": None if self.hours is None else list(self.hours_range),
             "gpu_hours": self.gpu_hours,
             "cost_usd": self.usd,
+            "cost_range_usd": None if self.usd is None else list(self.scaled(self.usd)),
             "costs": [asdict(item) for item in self.costs],
         }
 
@@ -93,6 +111,8 @@ class Plan:
     """Layouts that do not work."""
     min_gpus: int | None
     """Fewest GPUs, of those searched, on which something fits and all limits hold; None where that was not asked."""
+    improvements: tuple[Improvement, ...]
+    """What would make the first choice faster or smaller, or, where nothing fits, what would make it fit."""
     advice: tuple[Advice, ...]
     """Advice on the first choice."""
     assumptions: tuple[str, ...]
@@ -140,6 +160,7 @@ class Plan:
             "order": self.order,
             "rejected": [{"layout": asdict(row.layout), "reason": row.reason} for row in self.rejected],
             "min_gpus": self.min_gpus,
+            "improvements": [item.to_dict() for item in self.improvements],
             "advice": [asdict(item) for item in self.advice],
             "assumptions": list(self.assumptions),
             "warnings": list(self.warnings),
@@ -178,8 +199,9 @@ def plan(
     stack: str = "hf",
     precision: Precision = "bf16",
     optimizer: Optimizer = "adamw",
+    pure: bool = False,
     compile: bool = False,
-    fused_loss: bool = False,
+    fused_loss: bool | None = None,
     network_gb_s: float | None = None,
     task: Task = "text",
     num_generations: int | None = None,
@@ -192,7 +214,7 @@ def plan(
     Args:
         model (`str` or `ModelShape`): A built-in name, a hub id, a `config.json` or its folder; or a shape.
         gpu (`str` or `Accelerator`): A name of `hardware.toml` or of the user's hardware file; or an accelerator.
-        gpus (`int`): Number of GPUs, at most 16,384; with `objective` `cost` or `gpus` the largest number to use.
+        gpus (`int`): Number of GPUs, at most 131,072; with `objective` `cost` or `gpus` the largest number to use.
         tokens (`float`, *optional*): Tokens to train on; without it no duration and no cost is given.
         objective (`str`): What to rank by: `time`, `cost` or `gpus` (fewest).
         top (`int`): Number of choices to return.
@@ -215,8 +237,10 @@ def plan(
         stack (`str`): The training framework whose constants are used: `hf`, `titan` or `megatron`.
         precision (`str`): Format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
         optimizer (`str`): `adamw`, `adamw_bf16`, `adamw_8bit`, `sgd`, `sgd_momentum`, `adafactor` or `muon`.
+        pure (`bool`): Whether parameters, gradients and optimizer states are in the format of the matrix products.
         compile (`bool`): Whether the model runs under torch.compile.
-        fused_loss (`bool`): Whether the loss never holds all logits at once (Liger).
+        fused_loss (`bool`, *optional*): Whether the loss never holds all logits at once (Liger); by default both are
+            tried where a recipe can.
         network_gb_s (`float`, *optional*): Bandwidth between nodes per GPU and direction, GB/s; by default that of the
             vendor's reference node.
         task (`str`): What a step trains on: `text` (text or chats, with the recipes of `ddp`, `sharded` and `tp_pp`),
@@ -243,6 +267,11 @@ def plan(
     if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= MOST_GPUS:
         raise LayoutError(f"--gpus is {gpus}: give a number from 1 to {MOST_GPUS:,}")
     _check_amounts(tokens=tokens, deadline=deadline_hours, budget=budget_usd, usd_per_gpu_hour=usd_per_gpu_hour)
+    if spot_interruptions is not None and not 0 <= spot_interruptions <= MOST_INTERRUPTIONS:
+        raise UsageError(
+            f"--spot-interruptions is {spot_interruptions}: give preemptions per spot node and hour, from 0 to "
+            f"{MOST_INTERRUPTIONS:g}, such as 0.02 for one in two days"
+        )
     if tokens is None and (objective == "cost" or deadline_hours or budget_usd):
         raise UsageError("hours and costs need the number of tokens to train on: give --tokens, such as 1T or 500M")
     if task not in get_args(Task):
@@ -261,6 +290,7 @@ def plan(
         framework=stack,
         precision=precision,
         optimizer=optimizer,
+        pure=pure,
         compile=compile,
         fused_loss=fused_loss,
         network_gb_s=network_gb_s,
@@ -295,20 +325,63 @@ def plan(
         choices += on_fewer_gpus
         if fewest is None and min_gpus and choices:
             fewest = gpus
-    choices = _ranked(choices, objective)[:top]
+    error = find_framework(request.framework).time_error
+    choices = _ranked(choices, objective, error)[:top]
     best = choices[0].estimate if choices else None
     return Plan(
         model=model if isinstance(model, str) else model.model_type,
         request=request,
         tokens=tokens,
         choices=tuple(choices),
-        order=_order(choices, objective),
+        order=_order(choices, objective, error),
         rejected=tuple(rejected),
         min_gpus=fewest,
+        improvements=tuple(improvements(request, best) if best or not estimates else ()),
         advice=tuple(advice(best, [choice.estimate for choice in choices])) if best else (),
         assumptions=tuple(assumptions(request, best.job if best else None, tokens)),
         warnings=tuple(warnings if tokens is not None and usd_per_gpu_hour is None else ()),
     )
+
+
+def plan_gpu_types(
+    model: str | ModelShape, *, gpu_types: Sequence[str], **options: Any
+) -> tuple[list[Plan], dict[str, str]]:
+    """Plans a training on each of several types of GPU.
+
+    Args:
+        model (`str` or `ModelShape`): As in `plan`.
+        gpu_types (`Sequence[str]`): Names of GPUs.
+        options: The other arguments of `plan`.
+
+    Returns:
+        `tuple[list[Plan], dict[str, str]]`: The plans, best first: by the cost of the first choice with the objective
+            `cost`, else by its duration; those in which nothing fits come last. And the reason why a GPU has no plan,
+            by its name, such as a precision that it does not support.
+
+    Raises:
+        `HfScaleError`: As in `plan`; of a `UsageError` only if it concerns all of the GPUs.
+    """
+    plans: list[Plan] = []
+    failed: dict[str, str] = {}
+    for name in gpu_types:
+        try:
+            plans.append(plan(model, gpu=name, **options))
+        except UnknownHardwareError:
+            raise
+        except UsageError as error:
+            failed[name] = str(error)
+            if len(failed) == len(gpu_types):
+                raise
+
+    def order(found: Plan) -> tuple[float, float]:
+        if not found.choices:
+            return math.inf, math.inf
+        first = found.choices[0]
+        usd = first.usd if first.usd is not None else math.inf
+        seconds = _time_per_token(first)
+        return (usd, seconds) if options.get("objective") == "cost" else (seconds, usd)
+
+    return sorted(plans, key=order), failed
 
 
 def _check_amounts(**amounts: float | None) -> None:
@@ -425,7 +498,7 @@ def _fewer_gpus(gpus: int, node: int) -> list[int]:
     return inside + nodes
 
 
-def _ranked(choices: Sequence[Choice], objective: Objective) -> list[Choice]:
+def _ranked(choices: Sequence[Choice], objective: Objective, error: float) -> list[Choice]:
     """Choices with the best first. Of those that the estimate cannot tell from the best, the simplest comes first."""
 
     if objective == "gpus":
@@ -433,7 +506,7 @@ def _ranked(choices: Sequence[Choice], objective: Objective) -> list[Choice]:
     measure = _time_per_token if objective == "time" else _usd
     ranked = sorted(choices, key=lambda choice: (measure(choice), _time_per_token(choice)))
     if ranked:
-        close = [choice for choice in ranked if measure(choice) <= measure(ranked[0]) * (1 + TIE_TOLERANCE)]
+        close = [choice for choice in ranked if measure(choice) <= measure(ranked[0]) * (1 + error)]
         first = min(close, key=lambda choice: (simplicity(choice.estimate), measure(choice), _time_per_token(choice)))
         ranked = [first, *(choice for choice in ranked if choice is not first)]
     return ranked
@@ -448,7 +521,7 @@ def _usd(choice: Choice) -> float:
     return choice.usd if choice.usd is not None else float("inf")
 
 
-def _order(choices: Sequence[Choice], objective: Objective) -> str | None:
+def _order(choices: Sequence[Choice], objective: Objective, error: float) -> str | None:
     """Why `_ranked` puts the first choice before one that is faster or costs less; None where it does not."""
     if objective == "gpus" or len(choices) < 2:
         return None
@@ -458,8 +531,8 @@ def _order(choices: Sequence[Choice], objective: Objective) -> str | None:
         return None
     return (
         f"choice 1 stands before choice 2, which is {gain:.1%} {better}, because it is simpler (fewer kinds of "
-        "parallelism, then no sharding, FSDP2, DeepSpeed) and the estimate cannot tell times within "
-        f"{TIE_TOLERANCE:.0%} apart"
+        "parallelism, then no sharding, FSDP2, DeepSpeed, offload) and the estimate, whose error is about "
+        f"{error:.0%}, cannot tell them apart"
     )
 
 

@@ -27,15 +27,15 @@ from hfscale.planner.job import (
     splits_activations,
     strategy_of,
 )
-from hfscale.planner.launchable import why_no_stages
+from hfscale.planner.launchable import can_fuse_loss, why_no_stages
 from hfscale.planner.memory import host_gib, memory_of
 from hfscale.planner.tasks import GENERATION_ROUNDS
 
 HEADROOM = 0.94
 """Part of a device's memory that a plan may use; the rest is for what the estimate misses (benchmarks/results)."""
 TIE_TOLERANCE = 0.03
-"""Relative difference in time up to which the estimate cannot tell two plans apart, so that the simpler one is
-preferred."""
+"""Relative difference in time up to which the simpler of two ways to run one layout is preferred. Their errors are
+nearly the same; those of two layouts are not, and differ by `Framework.time_error`."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batch sizes that are tried, in sequences."""
 HOST_GIB_PER_GPU = 256.0
@@ -47,6 +47,8 @@ LEAST_TOKENS_PER_CP_RANK = 4096
 MOST_UNEVEN = 1.15
 """Highest ratio, of the layers on the fullest pipeline rank to the average, that is tried. 61 layers on 16 ranks are
 four on the fullest and a ratio of 1.05, 126 layers on 16 ranks eight and 1.02."""
+MOST_VIRTUAL_STAGES = 8
+"""Largest number of stages per pipeline rank that is tried: NVIDIA's recipes for Llama 3.1 405B use 7 and 8."""
 MOST_STAGES = 64
 """Largest number of pipeline ranks that is tried; Llama 3 405B was trained with 16."""
 GRPO_BATCH = 1024
@@ -58,7 +60,7 @@ Candidate = tuple[ParallelLayout, int, Offload]
 """A layout, its ZeRO stage and what it offloads."""
 
 
-_OF_THE_PLAN = ("gpus", "global_batch")
+_OF_THE_PLAN = ("gpus", "global_batch", "fused_loss")
 """Fields of a `PlanRequest` that a `Job` does not have, or not in the same way."""
 
 
@@ -88,10 +90,12 @@ class PlanRequest:
     """Format of the matrix products."""
     optimizer: Optimizer = "adamw"
     """The optimizer."""
+    pure: bool = False
+    """Whether parameters, gradients and optimizer states are in the format of the matrix products."""
     compile: bool = False
     """Whether the model runs under torch.compile."""
-    fused_loss: bool = False
-    """Whether the loss never holds all logits at once."""
+    fused_loss: bool | None = None
+    """Whether the loss never holds all logits at once (Liger); None to try both where the recipes can."""
     network_gb_s: float | None = None
     """Bandwidth between nodes per device, GB/s; by default that of the vendor's reference node."""
     task: Task = "text"
@@ -117,6 +121,7 @@ class PlanRequest:
         shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_THE_PLAN}
         return Job(
             **shared,
+            fused_loss=bool(self.fused_loss),
             layout=layout,
             micro_batch=1,
             global_batch=global_batch,
@@ -169,7 +174,10 @@ def usual_batch(request: PlanRequest, gpus: int) -> int:
 
 
 def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Rejected]]:
-    """Estimates every layout of `gpus` devices. Layouts with offload are tried only if no other fits.
+    """Estimates every layout of `gpus` devices, with and without offload.
+
+    If none fits, formats that change the training's results are tried too: an optimizer with states in 8 bits, and
+    parameters and states in bf16 (`lower_precision`).
 
     Args:
         request (`PlanRequest`): What is planned for; its own number of GPUs is not used.
@@ -192,15 +200,15 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
     batch = request.global_batch or usual_batch(request, gpus)
     fitting: list[Estimate] = []
     rejected: list[Rejected] = []
-    for candidates in (layouts(request, gpus), _offloads(request, gpus)):
-        for layout, zero, offload in candidates:
-            found = _try(request, request.job(layout, global_batch=batch, zero=zero, offload=offload))
-            if isinstance(found, Estimate):
-                fitting.append(found)
-            elif not (found.reason.startswith(NO_PIPELINES) and any(row.reason == found.reason for row in rejected)):
-                rejected.append(found)
-        if fitting:
-            break
+    for layout, zero, offload in (*layouts(request, gpus), *_offloads(request, gpus)):
+        job = request.job(layout, global_batch=batch, zero=zero, offload=offload)
+        found = _try(request, job)
+        if isinstance(found, Estimate):
+            fitting.append(found)
+        elif not (found.reason.startswith(NO_PIPELINES) and any(row.reason == found.reason for row in rejected)):
+            rejected.append(found)
+    if not fitting:
+        fitting = _with_lower_precision(request, gpus, batch)
     if request.task != "text" and gpus > 1:
         rejected.append(_tasks_under_model_parallelism(gpus, request.task))
     elif request.method != "full" and gpus > 1:
@@ -208,6 +216,33 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
     if request.shape.moe is not None and request.framework == "hf":
         rejected.append(_expert_parallelism(gpus))
     return sorted(fitting, key=lambda estimate: estimate.time.total), rejected
+
+
+def lower_precision(request: PlanRequest) -> list[PlanRequest]:
+    """Returns the requests that need less memory because states have fewer bits, the least change first.
+
+    These change the training's results, so that a plan takes them only where nothing else fits. The list is empty for
+    adapters, whose states are small, for another optimizer than AdamW, and for Megatron, whose states are its own.
+
+    Args:
+        request (`PlanRequest`): What is planned for.
+    """
+    if request.method != "full" or request.optimizer != "adamw" or request.pure or request.framework == "megatron":
+        return []
+    eight_bits = replace(request, optimizer="adamw_8bit")
+    if request.precision not in ("bf16", "fp8"):
+        return [eight_bits]
+    return [eight_bits, replace(request, pure=True), replace(eight_bits, pure=True)]
+
+
+def _with_lower_precision(request: PlanRequest, gpus: int, batch: int) -> list[Estimate]:
+    """The estimates that fit with the least change of `lower_precision` with which any fits."""
+    for changed in lower_precision(request):
+        jobs = (changed.job(layout, global_batch=batch, zero=zero) for layout, zero, _ in layouts(changed, gpus))
+        found = [estimate for job in jobs if isinstance(estimate := _try(changed, job), Estimate)]
+        if found:
+            return found
+    return []
 
 
 # -- layouts to try ---------------------------------------------------------------------------------------------------
@@ -314,7 +349,7 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
     host_memory = HOST_GIB_PER_GPU if request.gpu.link_gb_s else HOST_GIB_PER_CARD
     if (needed := host_gib(job)) > host_memory:
         return because(f"offload needs {needed:.0f} GiB of CPU memory per GPU, and {host_memory:.0f} are assumed")
-    best, least_gib = _best(job)
+    best, least_gib = best_of_layout(job, fused=request.fused_loss is None and can_fuse_loss(job))
     if best is not None:
         return best
     if least_gib is None:
@@ -326,36 +361,50 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
     return _too_large(job, least_gib)
 
 
-def _best(job: Job) -> tuple[Estimate | None, float | None]:
-    """Searches schedules, recomputation, expert parallelism and micro-batches of a layout.
+def best_of_layout(job: Job, *, fused: bool) -> tuple[Estimate | None, float | None]:
+    """Searches schedules, recomputation, expert parallelism, micro-batches and the fused loss of a layout.
+
+    Args:
+        job (`Job`): The layout.
+        fused (`bool`): Whether to try the fused loss too.
 
     Returns:
-        `tuple`: The fastest estimate whose memory fits, or that of a simpler schedule which the estimate cannot tell
-        from the fastest; None if nothing fits. And the least memory that any variant needs, GiB; None if no schedule
-        runs with the micro-batches there are.
+        `tuple`: The fastest estimate whose memory fits, or a simpler one which is hardly slower; None if nothing fits.
+        And the least memory that any variant needs, GiB; None if no schedule runs with the micro-batches there are.
     """
-    fastest: dict[Schedule, Estimate] = {}
+    fastest: list[Estimate] = []
+    """The best estimate of each loss and schedule, the simplest first."""
     least_gib: float | None = None
-    for variant in _variants(job):
-        fitting, needed = _fitting_micro_batches(variant)
-        if needed is not None:
-            least_gib = needed if least_gib is None else min(least_gib, needed)
-        # Without a pipeline larger micro-batches are faster; with one they lengthen the bubble.
-        for trial in fitting if job.layout.pp > 1 else fitting[-2:]:
-            estimate = estimate_job(trial)
-            known = fastest.get(trial.schedule)
-            if known is None or estimate.time.total < known.time.total:
-                fastest[trial.schedule] = estimate
+    is_limited = True
+    for fused_loss in (job.fused_loss, True) if fused and not job.fused_loss else (job.fused_loss,):
+        if not is_limited:
+            break  # all micro-batches fit without recomputation
+        is_limited = False
+        for schedule, stages in _schedules(job):
+            best: Estimate | None = None
+            for variant in _variants(job, schedule, stages, fused_loss):
+                fitting, needed, is_cut = _fitting_micro_batches(variant)
+                is_limited = is_limited or is_cut
+                if needed is not None:
+                    least_gib = needed if least_gib is None else min(least_gib, needed)
+                # Without a pipeline larger micro-batches are faster; with one they lengthen the bubble.
+                for trial in fitting if job.layout.pp > 1 else fitting[-2:]:
+                    estimate = estimate_job(trial)
+                    if best is None or estimate.time.total < best.time.total:
+                        best = estimate
+            if best is not None:
+                fastest.append(best)
+                if best.time.bubble < TIE_TOLERANCE * best.time.total and best.job.recompute == "none":
+                    break  # another schedule can only shorten the bubble
     if not fastest:
         return None, least_gib
-    limit = min(estimate.time.total for estimate in fastest.values()) * (1 + TIE_TOLERANCE)
-    # Schedules were tried, and are kept in the dictionary, from the simplest on.
-    return next(estimate for estimate in fastest.values() if estimate.time.total <= limit), least_gib
+    limit = min(estimate.time.total for estimate in fastest) * (1 + TIE_TOLERANCE)
+    return next(estimate for estimate in fastest if estimate.time.total <= limit), least_gib
 
 
-def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None]:
-    """The jobs with each of `MICRO_BATCHES` whose memory fits, and the least memory that any needs, GiB; None if the
-    schedule runs with no number of micro-batches."""
+def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]:
+    """The jobs with each of `MICRO_BATCHES` whose memory fits; the least memory that any needs, GiB, which is None if
+    the schedule runs with no number of micro-batches; and whether memory rules out a larger micro-batch."""
     framework = find_framework(variant.framework)
     limit = variant.gpu.memory_gib * HEADROOM
     fitting: list[Job] = []
@@ -373,9 +422,9 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None]:
         needed = memory_of(trial, framework).total
         least_gib = needed if least_gib is None else min(least_gib, needed)
         if needed > limit:
-            break
+            return fitting, least_gib, True
         fitting.append(trial)
-    return fitting, least_gib
+    return fitting, least_gib, False
 
 
 def _schedule_runs(job: Job) -> bool:
@@ -387,25 +436,25 @@ def _schedule_runs(job: Job) -> bool:
     )
 
 
-def _variants(job: Job) -> Iterator[Job]:
-    """The job with each schedule, recomputation and expert parallelism to try, the simplest schedule first."""
-    for schedule, stages in _schedules(job):
-        for recompute in get_args(Recompute):
-            # A schedule that delays the weights' gradients keeps what they need, so recomputation saves nothing.
-            if recompute != "none" and schedule_name(schedule, stages) in SPLIT_BACKWARD:
-                continue
-            for experts in _expert_groups(job):
-                variant = replace(
-                    job,
-                    recompute=recompute,
-                    schedule=schedule,
-                    virtual_stages=stages,
-                    expert_parallel=experts,
-                )
-                if job.task == "grpo":
-                    yield from _generation_rounds(variant)
-                else:
-                    yield replace(variant, overlapped_experts=True) if can_overlap_experts(variant) else variant
+def _variants(job: Job, schedule: Schedule, stages: int, fused_loss: bool) -> Iterator[Job]:
+    """The job with a schedule and a loss, and each recomputation and expert parallelism to try."""
+    for recompute in get_args(Recompute):
+        # A schedule that delays the weights' gradients keeps what they need, so recomputation saves nothing.
+        if recompute != "none" and schedule_name(schedule, stages) in SPLIT_BACKWARD:
+            continue
+        for experts in _expert_groups(job):
+            variant = replace(
+                job,
+                fused_loss=fused_loss,
+                recompute=recompute,
+                schedule=schedule,
+                virtual_stages=stages,
+                expert_parallel=experts,
+            )
+            if job.task == "grpo":
+                yield from _generation_rounds(variant)
+            else:
+                yield replace(variant, overlapped_experts=True) if can_overlap_experts(variant) else variant
 
 
 def _generation_rounds(job: Job) -> Iterator[Job]:
@@ -422,16 +471,17 @@ def _schedules(job: Job) -> list[tuple[Schedule, int]]:
     if pp == 1 or job.framework != "hf":
         return [("1f1b", stages) for stages in _interleavings(job)]
     looped: list[tuple[Schedule, int]] = [("1f1b", 2), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
+    looped += [("1f1b", stages) for stages in (3, 4, 6, 8)]
     return [("1f1b", 1), *(found for found in looped if pp * found[1] <= layers)]
 
 
 def _interleavings(job: Job) -> list[int]:
     """Numbers of stages per rank that divide the layers of the fullest rank."""
     pp = job.layout.pp
-    layers = job.shape.layers
     if pp == 1:
         return [1]
-    return [v for v in (1, 2, 4) if job.layer_split[0] % v == 0 and pp * v <= layers]
+    each = -(-job.stage_units // pp)
+    return [v for v in range(1, MOST_VIRTUAL_STAGES + 1) if each % v == 0 and pp * v <= job.stage_units]
 
 
 def _expert_groups(job: Job) -> list[int]:

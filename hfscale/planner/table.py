@@ -2,12 +2,14 @@
 
 Columns: model, params_b, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, global_batch_seqs, gpus,
 gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile. Optional columns: stack, virtual_stages, zero,
-interconnect, method, loss (`compiled`) and measure. Measured columns and the row's source are ignored; a note is
-searched for adapters if no column names the method. What is inferred:
+interconnect, method, loss (`compiled`) and measure. Measured columns are ignored; a note is
+searched for adapters if no column names the method, and model, note and source for the name of the software. What is
+inferred:
 
 - the model's shape, where widths are blank: from the catalogue's model of that name, or from the parameter count;
 - whether the MLP is gated and the head tied: from the parameter count, otherwise from ffn = 4 x hidden;
-- a mixture of experts: from a name of the catalogue, or such as `8e top2` or `8x7B`;
+- a mixture of experts: from a name of the catalogue, or such as `8e top2`, `64 experts, 6 active` or `8x7B`; a name
+  that says `MoE` or `30B-A3B` only is an error, because a dense model of these widths would be another one;
 - the framework: from the layout and the spelling of precision and recomputation (`infer_framework`);
 - a blank recomputation: the least that fits the memory;
 - a blank micro-batch: one sequence with a pipeline, otherwise the largest that fits;
@@ -134,15 +136,32 @@ def row_shape(row: Mapping[str, str]) -> ModelShape:
     if (mixture := _known_mixture(model, layers, hidden)) is not None:
         return mixture
     experts = (0, 0)
-    if found := _EXPERTS.search(model):
+    words = f"{model} {text_of(row, 'note')}"
+    if found := _EXPERTS.search(words) or _ACTIVE_EXPERTS.search(words):
         experts = int(found[1]), int(found[2])
     elif found := _TIMES.search(model):
         experts = int(found[1]), 2
+    elif found := _MIXTURE.search(model):
+        raise UsageError(
+            f"model {model!r} is a mixture of experts ({found[0]}), and the row does not say of how many: write the "
+            "experts and those of a token into the name, such as '8e top2', or use a name of the catalogue"
+        )
     return _shape(layers, hidden, heads, kv_heads, ffn, vocab, billions, experts)
 
 
 _EXPERTS = re.compile(r"(\d+)\s*e(?:xperts?)?\W*top\W*(\d+)", flags=re.IGNORECASE)
 """`8e top2` in a model's name: a mixture of 8 experts, 2 of them per token."""
+_ACTIVE_EXPERTS = re.compile(
+    r"(\d+)\s*(?:routed\s+)?experts?\W*(\d+)\s*(?:active|activated|selected|used|per\s+token)", flags=re.IGNORECASE
+)
+"""`64 experts, 6 active` in a model's name."""
+_MIXTURE = re.compile(
+    r"moe\b|mixture[ -]of|\bexperts?\b|\d+(?:\.\d+)?b-?a\d+(?:\.\d+)?b|\b\d+e\b"
+    r"|\b(?:mixtral|dbrx|grok|arctic|gpt-?oss|kimi-?k2)|deepseek-?v[23]",
+    flags=re.IGNORECASE,
+)
+"""Words of a mixture of experts in a model's name that do not give the experts: `MoE`, `30B-A3B`, `17B-16E`, or the
+name of a series that has no dense model."""
 _TIMES = re.compile(r"\b(\d+)x\d+(?:\.\d+)?b\b", flags=re.IGNORECASE)
 """`8x7B` in a model's name: a mixture of 8 experts, 2 of them per token as in Mixtral."""
 
@@ -456,11 +475,15 @@ def _pipeline_batch(job: Job) -> Job:
 # -- what is inferred -------------------------------------------------------------------------------------------------
 
 
+_PYTORCH_3D = re.compile(r"nanotron|picotron|torchtitan", flags=re.IGNORECASE)
+"""Software that combines the axes in PyTorch without Megatron's fused kernels, whose name in a row decides."""
+
+
 def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
     """Infers the framework that a row's columns indicate.
 
-    - `titan`: torchao's spelling of fp8 (`float8`), a compiled model, or torchtitan's kinds of selective recomputation
-      (`-op`, `-layer`);
+    - `titan`: the name nanotron, picotron or torchtitan, torchao's spelling of fp8 (`float8`), a compiled model, or
+      torchtitan's kinds of selective recomputation (`-op`, `-layer`);
     - `megatron`: otherwise, Transformer Engine's fp8 (`TE`), tensor or pipeline parallelism, or data parallelism that
       shards no parameters on more than one GPU;
     - `hf`: sharded data parallelism in eager mode; `titan` where the column `compile` is blank.
@@ -473,7 +496,9 @@ def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
     ac = text_of(row, "ac").lower()
     compiled = text_of(row, "compile").lower()
     is_sharded_only = layout.tp == layout.pp == 1 and (layout.dp_shard > 1 or layout.world_size == 1)
-    if "float8" in precision or "mxfp8" in precision or compiled in ("yes", "true", "1"):
+    if _PYTORCH_3D.search(f"{text_of(row, 'model')} {text_of(row, 'note')} {text_of(row, 'source')}"):
+        return "titan"
+    if "float8" in precision or compiled in ("yes", "true", "1"):
         return "titan"
     if ac.startswith("selective-"):
         return "titan"
