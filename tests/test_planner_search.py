@@ -64,9 +64,9 @@ class TestSearch:
         assert min(rates["full"], rates["optimizer"]) > rates["none"]
 
     def test_a_fused_loss_is_tried_where_liger_supports_the_family(self):
-        asked = {"gpu": "H100-80GB", "gpus": 64, "seq_len": 8192, "top": 1000}
-        fused = [c.estimate for c in plan("llama-3.1-70b", **asked).choices if c.estimate.job.fused_loss]
-        without = [c.estimate for c in plan("llama-3.1-70b", **asked, fused_loss=False).choices]
+        asked = {"gpu": "L40S", "gpus": 8, "top": 1000}
+        fused = [c.estimate for c in plan("qwen3-8b", **asked).choices if c.estimate.job.fused_loss]
+        without = [c.estimate for c in plan("qwen3-8b", **asked, fused_loss=False).choices]
         assert fused
         assert not any(estimate.job.fused_loss for estimate in without)
         for estimate in fused:
