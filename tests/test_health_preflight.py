@@ -6,7 +6,7 @@ from workers.health_preflight import run
 
 from hfscale.facts.hardware import accelerator
 from hfscale.health import measure, preflight
-from hfscale.health.preflight import blame_ranks, known_hosts
+from hfscale.health.preflight import blame_ranks, compare_arrivals, known_hosts
 from hfscale.utils.findings import Finding, has_errors, join_errors, name_ranks
 
 HELLO = {rank: {"host": f"node-{rank // 2}", "local_rank": rank % 2, "local_world_size": 2} for rank in range(4)}
@@ -47,17 +47,32 @@ class TestBlame:
         assert "never arrived" in found.message
         assert blame_ranks(4, {0: HELLO[0]}, at("arrive", None, None, None))[2].host is None
 
-    def test_a_rank_behind_or_ahead_of_most_is_named(self):
+    def test_a_rank_behind_most_is_named_and_a_rank_ahead_only_if_it_has_skipped_something(self):
         (behind,) = blame_ranks(4, HELLO, at("all_reduce", "matmul", "all_reduce", "all_reduce"))
         assert (behind.ranks, "still in matmul" in behind.message) == ((1,), True)
-        (ahead,) = blame_ranks(4, HELLO, at("all_reduce", "all_reduce", "all_reduce", "all_gather"))
-        assert (ahead.ranks, "already in all_gather" in ahead.message) == ((3,), True)
+        notes = at("all_reduce", "all_reduce", "all_reduce", "all_gather")
+        (found,) = blame_ranks(4, HELLO, notes)
+        assert (found.ranks, "ended on rank 3 and not" in found.message) == ((), True)
+        for rank, note in notes.items():
+            note["entered"] = {"collectives": 9, "p2p": 4, "waits_in": None if rank == 3 else 9}
+        (found,) = blame_ranks(4, HELLO, notes)
+        assert found.ranks == (), "it has ended what the others wait in, and entered nothing since"
+        notes[3]["entered"]["waits_in"] = 9
+        (found,) = blame_ranks(4, HELLO, notes)
+        assert (found.ranks, "already in all_gather" in found.message) == ((3,), True)
 
-    def test_of_two_ranks_the_one_that_waits_for_no_other_is_named_and_otherwise_both(self):
-        (found,) = blame_ranks(2, HELLO, at("connect", "matmul"))
-        assert found.ranks == (1,)
+    def test_several_ranks_that_hang_by_themselves_are_named(self):
+        found = blame_ranks(4, HELLO, at("matmul", "matmul", "connect", "matmul"))
+        assert [finding.ranks for finding in found] == [(0,), (1,), (3,)]
         (found,) = blame_ranks(2, HELLO, at("all_reduce", "all_gather"))
-        assert found.ranks == (0, 1)
+        assert found.ranks == ()
+
+    def test_ranks_that_come_when_the_others_have_given_up_are_named(self):
+        notes = at("arrive", "arrive", "arrive", "arrive")
+        for rank, waited_s in enumerate((50.0, 52.0, 2.0, 1.0)):
+            notes[rank]["waited_s"] = waited_s
+        (found,) = blame_ranks(4, HELLO, notes)
+        assert (found.ranks, found.check, found.host) == ((2, 3), "arrival", "node-1")
 
     def test_an_error_of_one_rank_and_a_hang_of_all(self):
         notes = at("connect", "connect", "connect", "connect")
@@ -104,6 +119,12 @@ class TestComparison:
         note = preflight.describe_rank(environ)
         assert note["variables"] == {"NCCL_DEBUG": "INFO"}
         assert "secret" not in str(note)
+
+    def test_late_ranks_are_named_with_their_host(self):
+        hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
+        (found,) = compare_arrivals({0: 31.0, 1: 30.0, 2: 0.0, 3: 0.5}, hosts)
+        assert (found.level, found.ranks, found.host) == ("warning", (2, 3), "b")
+        assert compare_arrivals({0: 8.0, 1: 9.0, 2: 0.0, 3: 4.0}, hosts) == []
 
     def test_a_wrong_clock_is_named_with_its_host(self):
         hosts = dict.fromkeys(range(4), "a") | {3: "b"}
@@ -167,6 +188,14 @@ def test_healthy_ranks_are_not_blamed():
     assert errors(ended) == []
     assert not any(result["stuck"] for result in ended.results.values())
     assert {row["kind"] for row in ended.results[0]["links"]} == set(measure.KINDS)
+
+
+@pytest.mark.world(4)
+def test_ranks_that_come_up_slowly_are_not_refused():
+    """They arrive within nine seconds; the limit is 6.5, and counts from the last arrival."""
+    ended = run(4, "staggered:3", -1, 10.0)
+    assert errors(ended) == []
+    assert ended.results[0]["seconds"] > 9.0
 
 
 @pytest.mark.world(3)

@@ -13,7 +13,9 @@ DEFAULT_DEADLINE_S = 120.0
 
 
 def run(
-    deadline: Annotated[float, typer.Option(help="Seconds until every rank knows the verdict.")] = DEFAULT_DEADLINE_S,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds from the arrival of the last rank to the verdict.")
+    ] = DEFAULT_DEADLINE_S,
     output_dir: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints: free space and speed are checked.")
     ] = None,

@@ -14,11 +14,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,6 @@ from hfscale.health import measure, node, preflight
 from hfscale.health.rank_store import RankStore, launcher_has_store
 from hfscale.utils.findings import Finding, has_errors
 
-T = TypeVar("T")
 _REPORT_WAIT_S = 3.0
 """Seconds that ranks wait for each other to print their errors."""
 
@@ -39,7 +39,7 @@ class CheckRequest:
     """Holds the options of a check."""
 
     deadline_s: float
-    """Seconds within which every rank must have the verdict."""
+    """Seconds within which every rank must have the verdict, from the arrival of the last rank."""
     output_dir: Path | None = None
     """Where checkpoints will be written; None: the disk is not checked."""
     checkpoint_bytes: int | None = None
@@ -114,11 +114,12 @@ class CheckReport:
 def check_all(request: CheckRequest, *, begun: float, environ: Mapping[str, str] = os.environ) -> CheckReport:
     """Check this node, and where a launcher started several processes all ranks together.
 
-    Under a launcher the process itself ends with exit code 1 if the launcher's store hangs past the deadline.
+    Under a launcher the process itself ends with exit code 1 if the launcher's store does not answer for as long as
+    the deadline.
 
     Args:
         request (`CheckRequest`): the options.
-        begun (`float`): `time.monotonic()` from which the deadline counts, seconds.
+        begun (`float`): `time.monotonic()` from which the reported seconds count.
         environ (`Mapping[str, str]`): the environment variables.
 
     Returns:
@@ -156,22 +157,21 @@ def _check_ranks(
     """Run the pre-flight with all ranks of the launcher."""
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: ending.append(number))
-    deadline = begun + request.deadline_s
+    with _ending_without_answers(request.deadline_s, environ) as has_answered:
+        rank_store = RankStore.connect("check", environ, timeout_s=request.deadline_s - 1, opens=True)
+        plan = preflight.PreflightPlan(
+            device=device,
+            deadline_s=request.deadline_s,
+            connect=lambda: _make_process_group(rank_store, request, device),
+            facts={"node": [finding.to_dict() for finding in node_findings]},
+            sizes=_buffer_sizes(request, device),
+        )
 
-    def connect_store() -> RankStore:
-        return RankStore.connect("check", environ, timeout_s=deadline - time.monotonic() - 1, opens=True)
+        def is_ending() -> bool:
+            has_answered()
+            return bool(ending)
 
-    rank_store = _with_time_limit(deadline, environ, connect_store)
-    plan = preflight.PreflightPlan(
-        device=device,
-        deadline_s=request.deadline_s,
-        connect=lambda: _make_process_group(rank_store, request, device),
-        facts={"node": [finding.to_dict() for finding in node_findings]},
-        sizes=_buffer_sizes(request, device),
-    )
-    result = _with_time_limit(
-        deadline, environ, lambda: preflight.run(rank_store, plan, begun=begun, is_ending=lambda: bool(ending))
-    )
+        result = preflight.run(rank_store, plan, begun=begun, is_ending=is_ending)
     of_all_nodes = [Finding.from_dict(fields) for note in result.ranks.values() for fields in note.pop("node")]
     slow_links: list[Finding] = []
     if not request.short:
@@ -191,26 +191,35 @@ def _check_ranks(
     return report if report.ok else _print_errors(report, rank_store)
 
 
-def _with_time_limit(deadline: float, environ: Mapping[str, str], run: Callable[[], T]) -> T:
-    """`run()`; past the deadline (monotonic clock) this process ends, since then the store itself hangs."""
+@contextmanager
+def _ending_without_answers(limit_s: float, environ: Mapping[str, str]) -> Iterator[Callable[[], None]]:
+    """End this process if the store does not answer for `limit_s` seconds within the `with` block.
 
-    def end() -> None:
-        holder = "the launcher of the first node" if launcher_has_store(environ) else "rank 0"
-        print(
-            f"hfscale: error on rank {environ['RANK']}: {holder} at {environ['MASTER_ADDR']} holds the store of all "
-            "ranks and does not answer: it is stopped, dead or cut off",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
+    It gives a function, to be called after each answer of the store.
+    """
+    answered_at, is_done = time.monotonic(), threading.Event()
 
-    timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
-    timer.daemon = True
-    timer.start()
+    def has_answered() -> None:
+        nonlocal answered_at
+        answered_at = time.monotonic()
+
+    def watch() -> None:
+        while not is_done.wait(0.2):
+            if time.monotonic() - answered_at > limit_s:
+                holder = "the launcher of the first node" if launcher_has_store(environ) else "rank 0"
+                print(
+                    f"hfscale: error on rank {environ['RANK']}: {holder} at {environ['MASTER_ADDR']} holds the store "
+                    "of all ranks and does not answer: it is stopped, dead or cut off",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    threading.Thread(target=watch, name="hfscale-check-store", daemon=True).start()
     try:
-        return run()
+        yield has_answered
     finally:
-        timer.cancel()
+        is_done.set()
 
 
 def _print_errors(report: CheckReport, rank_store: RankStore) -> CheckReport:

@@ -3,13 +3,14 @@
 The protocol uses the launcher's key-value store (`RankStore`), which works when a collective hangs:
 
 1. *Hello.* Each rank writes its host, device, library versions and communication variables, and waits for all others.
+   The time limit restarts whenever a rank arrives, so that ranks may come up one after the other, however slowly.
 2. *Checks.* A thread runs the phases of `PHASES` in order: matrix products, the process group, each collective,
    clocks. It writes its results when it is done, or raises the flag `failed` when one of them raises an exception.
-3. *Wait.* The main thread polls the store until all results are there, the flag `failed` is up, the time is over, or
-   the launcher ends this process.
+3. *Wait.* The main thread polls the store until all results are there, the flag `failed` is up, the time since all
+   ranks arrived is over, or the launcher ends this process.
 4. *Failure.* If results are missing, the rank raises the flag, so that the others stop waiting too, and writes the
    phase it is in and its exception. For a grace period it waits for the others to do the same. Ranks that do not
-   answer, or that are in another phase than most, are to blame (`blame_ranks`).
+   answer, or that are behind most others, are to blame (`blame_ranks`).
 5. *Verdict.* Every rank reads the same notes from the store and computes the same findings from them.
 
 A phase that hangs blocks only the thread: the main thread still reads which rank is missing where.
@@ -29,8 +30,9 @@ import torch
 import torch.distributed as dist
 
 from hfscale.health import measure
+from hfscale.health.diagnosis import POINT_TO_POINT, positions
 from hfscale.health.rank_store import RankStore
-from hfscale.utils.findings import Finding, Level, rank_error
+from hfscale.utils.findings import Finding, Level, name_ranks, rank_error
 from hfscale.utils.versions import installed
 
 POLL_S = 0.02
@@ -45,6 +47,9 @@ PHASES = ("arrive", "matmul", "connect", *measure.KINDS, "matmul again", "clock"
 LOCAL_PHASES = ("arrive", "matmul", "matmul again")
 """Phases in which a rank waits for no other rank."""
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "hfscale")
+LATE_S = 10.0
+"""Seconds after the median rank from which a rank's arrival is reported: importing torch and transformers takes about
+this long from a cold disk."""
 CLOCK_SKEW_S = 1.0
 """Difference between clocks from which log lines and notices are put in a wrong order; NTP keeps clocks within
 milliseconds."""
@@ -59,7 +64,7 @@ class PreflightPlan:
     device: torch.device
     """The device of this rank."""
     deadline_s: float
-    """Seconds from the start to the verdict."""
+    """Seconds from the arrival of the last rank to the verdict, also where others never arrive."""
     connect: Callable[[], None] | None = None
     """Makes the default process group; None where it exists already."""
     sizes: tuple[int, ...] = SHORT_SIZES
@@ -96,7 +101,7 @@ def run(
     Args:
         rank_store (`RankStore`): a store that has not been used yet.
         plan (`PreflightPlan`): the same on all ranks, apart from the device's index.
-        begun (`float`, *optional*): `time.monotonic()` from which the deadline counts, seconds. By default now.
+        begun (`float`, *optional*): `time.monotonic()` from which `PreflightResult.seconds` counts. By default now.
         is_ending (`Callable[[], bool]`, *optional*): whether the launcher is ending this process.
 
     Returns:
@@ -104,20 +109,22 @@ def run(
     """
     begun = time.monotonic() if begun is None else begun
     grace_s = min(3.0, plan.deadline_s / 4)
-    until = begun + plan.deadline_s - grace_s - MARGIN_S
+    limit_s = plan.deadline_s - grace_s - MARGIN_S
 
     def may_wait() -> bool:
-        return time.monotonic() < until and not is_ending() and rank_store.flag("failed") is None
+        return not is_ending() and rank_store.flag("failed") is None
 
     checks = _Checks(rank_store, plan)
     rank_store.write("hello", {**describe_rank(device=plan.device), **plan.facts})
-    if _wait_for_all(rank_store, "hello", may_wait):
+    arrived_at = time.monotonic()
+    if _wait_for_all(rank_store, "hello", may_wait, limit_s, each_restarts_it=True):
+        checks.results["waited_s"] = time.monotonic() - arrived_at
         checks.start()
-        _wait_for_all(rank_store, "results", may_wait)
+        _wait_for_all(rank_store, "results", may_wait, limit_s)
     blamed: list[Finding] = []
     is_complete = rank_store.is_complete("results")
     if not is_complete:
-        blamed = _find_who_is_missing(rank_store, checks, grace_s)
+        blamed = _find_who_is_missing(rank_store, checks, grace_s, time.monotonic() - arrived_at)
     hello = rank_store.read("hello")
     results = rank_store.read("results")
     hosts = {rank: note["host"] for rank, note in hello.items()}
@@ -130,20 +137,61 @@ def run(
     )
 
 
-def _wait_for_all(rank_store: RankStore, topic: str, may_wait: Callable[[], bool]) -> bool:
-    """Wait until all ranks have written `topic` or `may_wait` is False; returns whether they all have."""
-    while not rank_store.is_complete(topic) and may_wait():
+def _wait_for_all(
+    rank_store: RankStore,
+    topic: str,
+    may_wait: Callable[[], bool],
+    limit_s: float,
+    *,
+    each_restarts_it: bool = False,
+) -> bool:
+    """Wait until all ranks have written `topic`, `may_wait` is False, or `limit_s` seconds are over.
+
+    Args:
+        rank_store (`RankStore`): the notes of the ranks.
+        topic (`str`): what they write.
+        may_wait (`Callable[[], bool]`): called again and again, after an answer of the store.
+        limit_s (`float`): longest time to wait, seconds.
+        each_restarts_it (`bool`): whether `limit_s` counts from the last time that a rank wrote.
+
+    Returns:
+        `bool`: whether all ranks have written.
+    """
+    most, since = 0, time.monotonic()
+    while (count := rank_store.count(topic)) < rank_store.world_size and may_wait():
+        if each_restarts_it and count > most:
+            most, since = count, time.monotonic()
+        if time.monotonic() - since > limit_s:
+            break
         time.sleep(POLL_S)
     return rank_store.is_complete(topic)
 
 
-def _find_who_is_missing(rank_store: RankStore, checks: "_Checks", grace_s: float) -> list[Finding]:
+def _find_who_is_missing(rank_store: RankStore, checks: "_Checks", grace_s: float, waited_s: float) -> list[Finding]:
     """End the wait on all ranks, exchange the phase that each of them is in, and return who is to blame."""
     rank_store.raise_flag("failed", str(rank_store.rank))
-    rank_store.write("present", {"phase": checks.phase, "error": checks.error})
-    until = time.monotonic() + grace_s
-    _wait_for_all(rank_store, "present", lambda: time.monotonic() < until)
+    note = {"phase": checks.phase, "error": checks.error, "entered": _entered(), "waited_s": waited_s}
+    rank_store.write("present", note)
+    _wait_for_all(rank_store, "present", lambda: True, grace_s)
     return blame_ranks(rank_store.world_size, rank_store.read("hello"), rank_store.read("present"))
+
+
+def _entered() -> dict[str, int | None] | None:
+    """What this rank has entered in the default group; None where that is not recorded.
+
+    `collectives` and `p2p` count the collectives, and the sends and receives; `waits_in` is the number of the
+    collective that it waits in.
+    """
+    found = {position.group: position for position in positions()} if dist.is_initialized() else {}
+    if not found:
+        return None
+    name = dist.group.WORLD.group_name
+    collectives, p2p = found.get(name), found.get(name + POINT_TO_POINT)
+    return {
+        "collectives": collectives.entered if collectives else 0,
+        "p2p": p2p.entered if p2p else 0,
+        "waits_in": collectives.waiting if collectives else None,
+    }
 
 
 class _Checks(threading.Thread):
@@ -228,8 +276,9 @@ def blame_ranks(
         world_size (`int`): the number of ranks that there should be.
         hello (`Mapping[int, Mapping[str, Any]]`): what each rank wrote when it arrived; ranks that never arrived are
             missing.
-        present (`Mapping[int, Mapping[str, Any]]`): what each rank that is alive wrote at the end: its `phase`, and
-            the `error` that ended it, if any.
+        present (`Mapping[int, Mapping[str, Any]]`): what each rank that is alive wrote at the end: its `phase`, the
+            `error` that ended it, what it has `entered` (if known), and how long it `waited_s`
+            since it arrived.
 
     Returns:
         `list[Finding]`: an error for each rank to blame, or one about all if no single rank is.
@@ -239,26 +288,21 @@ def blame_ranks(
     if absent:
         return [_blame_absent(rank, hosts, has_arrived=rank in hello) for rank in absent]
     phases = {rank: str(note["phase"]) for rank, note in present.items()}
-    reference = _reference_phase(phases)
-    if reference is None:
-        listed = ", ".join(f"rank {rank} in {phases[rank]}" for rank in sorted(phases))
-        fix = "one of them skipped a collective or called them in another order: check that all run the same code"
-        problem = f"are in different phases: {listed}"
-        return [Finding(level="error", check="order", problem=problem, fix=fix, ranks=tuple(phases))]
-    elsewhere = sorted(rank for rank, phase in phases.items() if phase != reference)
-    if elsewhere:
-        return [_blame_phase(rank, hosts, phases[rank], reference) for rank in elsewhere]
+    first = min(phases.values(), key=PHASES.index)
+    behind = sorted(rank for rank, phase in phases.items() if phase == first)
+    if len(behind) < world_size:
+        return _blame_phases(first, behind, phases, present, hosts)
+    if first == "arrive":
+        return [_blame_late(present, hosts)]
     errors = {rank: str(note["error"]) for rank, note in present.items() if note.get("error")}
     if 0 < len(errors) < world_size:
         fix = "the exception says what this rank lacks; the other ranks did not fail"
-        failed = f"{reference} failed: "
-        return [rank_error(reference, rank, hosts, failed + error, fix) for rank, error in sorted(errors.items())]
+        failed = f"{first} failed: "
+        return [rank_error(first, rank, hosts, failed + error, fix) for rank, error in sorted(errors.items())]
     reason = next(iter(errors.values()), "all wait")
     between = ", ".join(sorted(set(hosts.values())))
-    problem = f"{reference} ended on no rank ({reason}): the links between {between} do not carry it"
-    return [
-        Finding(level="error", check=reference, problem=problem, fix="check interfaces, firewalls, NCCL_DEBUG=INFO")
-    ]
+    problem = f"{first} ended on no rank ({reason}): the links between {between} do not carry it"
+    return [Finding(level="error", check=first, problem=problem, fix="check interfaces, firewalls, NCCL_DEBUG=INFO")]
 
 
 def _blame_absent(rank: int, hosts: Mapping[int, str], *, has_arrived: bool) -> Finding:
@@ -270,12 +314,65 @@ def _blame_absent(rank: int, hosts: Mapping[int, str], *, has_arrived: bool) -> 
     return rank_error("presence", rank, hosts, problem, "start it, or open the launcher's port between the nodes")
 
 
-def _blame_phase(rank: int, hosts: Mapping[int, str], phase: str, reference: str) -> Finding:
-    if PHASES.index(phase) < PHASES.index(reference):
-        problem = f"is still in {phase} while the others are in {reference}: it hangs there"
-    else:
-        problem = f"is already in {phase} while the others are in {reference}: it skipped or left {reference}"
-    return rank_error(reference, rank, hosts, problem, "check this rank's device and log, or take it out of the run")
+def _blame_late(present: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> Finding:
+    """All ranks are there now, but some came when the others had already stopped waiting for them."""
+    waited = {rank: float(note.get("waited_s", 0.0)) for rank, note in present.items()}
+    late = tuple(sorted(rank for rank, seconds in waited.items() if seconds <= max(waited.values()) / 2))
+    problem = f"arrived after the others had waited for {max(waited.values()):.0f} s"
+    fix = "give a longer --deadline, or see what slows the start of its node down"
+    where = {hosts[rank] for rank in late if rank in hosts}
+    host = where.pop() if len(where) == 1 else None
+    return Finding(level="error", check="arrival", problem=problem, fix=fix, ranks=late, host=host)
+
+
+def _blame_phases(
+    first: str,
+    behind: list[int],
+    phases: Mapping[int, str],
+    present: Mapping[int, Mapping[str, Any]],
+    hosts: Mapping[int, str],
+) -> list[Finding]:
+    """Blame ranks that are in another phase than others, where it is known that the fault is theirs.
+
+    A rank that is ahead has ended what the others are still in, which is no fault, unless what it has entered shows
+    that it skipped a part of that.
+
+    Args:
+        first (`str`): the earliest phase that a rank is in.
+        behind (`list[int]`): the ranks that are in it.
+        phases (`Mapping[int, str]`): the phase of each rank.
+        present (`Mapping[int, Mapping[str, Any]]`): as for `blame_ranks`.
+        hosts (`Mapping[int, str]`): the host of each rank, as far as it is known.
+    """
+    ahead = sorted(set(phases) - set(behind))
+    skipping = [rank for rank in ahead if any(_has_skipped(present[rank], present[other]) for other in behind)]
+    if first in measure.KINDS and skipping:
+        return [_blame_skipping(rank, hosts, phases[rank], first) for rank in skipping]
+    if first in LOCAL_PHASES or 2 * len(behind) < len(phases):
+        others, _ = Counter(phases[rank] for rank in ahead).most_common(1)[0]
+        return [_blame_behind(rank, hosts, first, others, present[rank].get("error")) for rank in behind]
+    problem = f"{first} ended on {name_ranks(ahead)} and not on {name_ranks(behind)}"
+    fix = "check the links between their nodes, and that all ranks run the same code"
+    return [Finding(level="error", check=first, problem=problem, fix=fix)]
+
+
+def _has_skipped(ahead: Mapping[str, Any], behind: Mapping[str, Any]) -> bool:
+    """Whether a rank has entered less than one that is behind it, or waits in a collective of the same number."""
+    mine, other = ahead.get("entered"), behind.get("entered")
+    if mine is None or other is None:
+        return False
+    has_less = mine["collectives"] < other["collectives"] or mine["p2p"] < other["p2p"]
+    return has_less or (mine["waits_in"] is not None and mine["waits_in"] <= other["collectives"])
+
+
+def _blame_behind(rank: int, hosts: Mapping[int, str], phase: str, others: str, error: str | None) -> Finding:
+    problem = f"is still in {phase} while others are in {others}: " + (f"it failed: {error}" if error else "it hangs")
+    return rank_error(phase, rank, hosts, problem, "check this rank's device and log, or take it out of the run")
+
+
+def _blame_skipping(rank: int, hosts: Mapping[int, str], phase: str, others: str) -> Finding:
+    problem = f"is already in {phase} while others are in {others}: it has skipped a collective of theirs"
+    return rank_error(others, rank, hosts, problem, "check that all ranks run the same code")
 
 
 def known_hosts(world_size: int, hello: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
@@ -297,20 +394,6 @@ def known_hosts(world_size: int, hello: Mapping[int, Mapping[str, Any]]) -> dict
             if first <= rank < first + int(note.get("local_world_size", 0)):
                 hosts[rank] = str(note["host"])
     return hosts
-
-
-def _reference_phase(phases: Mapping[int, str]) -> str | None:
-    """The phase that most ranks are in; ranks in another phase are to blame.
-
-    Where two phases are equally common, it is the one in which ranks wait for others, if there is exactly one such:
-    the ranks in the other phase hang by themselves. Otherwise None.
-    """
-    (first, most), *rest = Counter(phases.values()).most_common()
-    tied = [first, *(phase for phase, count in rest if count == most)]
-    if len(tied) == 1:
-        return first
-    waiting = [phase for phase in tied if phase not in LOCAL_PHASES]
-    return waiting[0] if len(waiting) == 1 else None
 
 
 # What must be equal on all ranks
@@ -403,7 +486,30 @@ def _compare_results(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[in
     everyone = "network" if len(set(hosts.values())) > 1 else "node"
     links = {rank: [row for row in r["links"] if row["where"] == everyone] for rank, r in results.items()}
     found += measure.compare_values(links, hosts) + measure.compare_neighbours(links, hosts)
+    found += compare_arrivals({rank: result["waited_s"] for rank, result in results.items()}, hosts)
     return found + compare_clocks({rank: result["clock"] for rank, result in results.items()}, hosts)
+
+
+def compare_arrivals(waited_s: Mapping[int, float], hosts: Mapping[int, str]) -> list[Finding]:
+    """Find hosts whose ranks arrived much later than the median rank.
+
+    Args:
+        waited_s (`Mapping[int, float]`): how long each rank waited until all ranks had arrived, seconds.
+        hosts (`Mapping[int, str]`): the host of each rank.
+
+    Returns:
+        `list[Finding]`: a warning for each host with ranks that arrived more than `LATE_S` after the median.
+    """
+    ordered = sorted(waited_s.values())
+    median = ordered[len(ordered) // 2]
+    late = {rank: median - seconds for rank, seconds in waited_s.items() if median - seconds > LATE_S}
+    found = []
+    for host in sorted({hosts[rank] for rank in late}):
+        ranks = tuple(rank for rank in sorted(late) if hosts[rank] == host)
+        problem = f"arrived {max(late[rank] for rank in ranks):.0f} s after the median rank"
+        fix = "see what slows its start down: its disk, a cold cache of the image or of Python's modules, other work"
+        found.append(Finding(check="arrival", problem=problem, fix=fix, ranks=ranks, host=host))
+    return found
 
 
 def compare_clocks(clocks_s: Mapping[int, float], hosts: Mapping[int, str]) -> list[Finding]:

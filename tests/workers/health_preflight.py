@@ -18,6 +18,8 @@ def checked(rank_store, rank, fault, guilty, deadline_s):
     """What one rank finds, when `guilty` has `fault`."""
     if fault == "nodes" and rank >= rank_store.world_size // 2:  # one machine pretends to be two nodes
         preflight.socket = SimpleNamespace(gethostname=lambda: "node-b")
+    if fault.startswith("staggered"):
+        time.sleep(rank * float(fault.partition(":")[2]))
     if rank == guilty:
         make_faulty(fault, rank)
     plan = preflight.PreflightPlan(
