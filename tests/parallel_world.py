@@ -198,7 +198,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         "model": model,
         "args": args,
         "train_dataset": Tokens(**data),
-        "eval_dataset": Tokens(**(data | {"size": 24})),
+        "eval_dataset": Tokens(**(data | {"size": job.get("eval_rows", 24)})),
         "callbacks": [*([ScalingCallback()] if job.get("scaling") else []), *job.get("callbacks", ()), log],
     }
     if parallel is None:

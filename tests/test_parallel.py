@@ -78,6 +78,16 @@ def test_schedules_and_inputs_on_four_processes():
     check(4, jobs)
 
 
+def test_an_evaluation_counts_each_sample_once():
+    """The last batch of 21 rows is filled up to 8: one rank has 4 samples, the other one, or none of 18 rows."""
+    common = {"args": {"learning_rate": 0.0, "max_steps": 1, "eval_steps": 1}}
+    layouts = [({}, 21, {}), ({"pp_size": 2}, 21, {}), ({}, 18, {"ragged": True})]
+    jobs = [common | {"parallel": parallel, "eval_rows": rows, "data": data} for parallel, rows, data in layouts]
+    expected, found = in_world(1, train, [plain(job) for job in jobs]), in_world(2, train, jobs)
+    for job, one, two in zip(jobs, expected, found, strict=True):
+        assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=FIRST), job
+
+
 @pytest.mark.faults
 def test_every_schedule_alone():
     check(4, [{"parallel": CUBE | {"pipeline_schedule": schedule}} for schedule in ("GPipe", "1F1B", "DualPipeV")])

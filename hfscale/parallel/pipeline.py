@@ -95,8 +95,22 @@ def pad_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str,
     return {name: _padded(name, value, rows, -(-length // multiple) * multiple) for name, value in inputs.items()}
 
 
-def _ignored(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: torch.full_like(batch[name], IGNORED_LABEL) for name in _PADDING if name in batch}
+def with_labels_of_first(inputs: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """Have the labels of all rows after the first ones ignored.
+
+    Args:
+        inputs (`dict`): tensors of (rows, sequence).
+        rows (`int`): number of rows that keep their labels.
+
+    Returns:
+        The inputs, of the same shapes; the given tensors are not changed.
+    """
+    return {**inputs, **_ignored(inputs, after=rows)}
+
+
+def _ignored(batch: dict[str, torch.Tensor], after: int = 0) -> dict[str, torch.Tensor]:
+    labels = {name: batch[name] for name in _PADDING if name in batch}
+    return {name: torch.cat([x[:after], torch.full_like(x[after:], IGNORED_LABEL)]) for name, x in labels.items()}
 
 
 def _padded(name: str, value: torch.Tensor, rows: int, length: int) -> torch.Tensor:

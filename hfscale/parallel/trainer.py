@@ -32,7 +32,7 @@ from hfscale.parallel.checks import check_config
 from hfscale.parallel.losses import without_shifting
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
-from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches
+from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches, with_labels_of_first
 from hfscale.parallel.weights import draw_weights, read_weights
 from hfscale.utils.versions import is_peft_model, require
 
@@ -118,6 +118,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         self.parallel_model = ParallelModel(self.parallelized, self.pipeline)
         self._buffered_batches: list[dict[str, torch.Tensor]] = []
         self._num_items: torch.Tensor | int | None = None
+        self._is_evaluating = False
 
     # --- batches: ranks that share a sample count once --------------------------------------------------------------
 
@@ -226,7 +227,10 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             The loss, a scalar that is equal on every rank, and None in place of logits and of labels.
         """
         inputs = self._prepare_inputs(inputs)
-        items = self._get_num_items_in_batch([inputs], self.args.device)
+        counted = with_labels_of_first(inputs, self._samples_of(len(inputs["input_ids"])))
+        items = self._get_num_items_in_batch([counted], self.args.device)
+        if items is not None:  # else a batch without labels would have a loss of NaN
+            inputs = counted
         self.parallel_model.eval()
         micro_batches = min(self.stage_plan.stages, inputs["input_ids"].shape[0])
         self.current_gradient_accumulation_steps = micro_batches
@@ -243,14 +247,26 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             args, kwargs: as for `Trainer.evaluation_loop`.
         """
         self.gather_function = self._once_per_sample
-        return super().evaluation_loop(*args, **kwargs)
+        self._is_evaluating = True
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._is_evaluating = False
 
     def _once_per_sample(self, losses: torch.Tensor) -> torch.Tensor:
-        gathered = losses.repeat(self.layout.data_parallel_size)
-        gradient_state = self.accelerator.gradient_state
-        if gradient_state.end_of_dataloader and gradient_state.remainder > 0:
-            return gathered[: gradient_state.remainder]
-        return gathered
+        return losses.repeat(self.layout.data_parallel_size)[: self._samples_left]
+
+    @property
+    def _samples_left(self) -> int | None:
+        """Samples in the last batches of an evaluation, which are filled up with others; None: all are counted."""
+        state = self.accelerator.gradient_state
+        is_last = self._is_evaluating and state.end_of_dataloader and state.remainder > 0
+        return state.remainder if is_last else None
+
+    def _samples_of(self, rows: int) -> int:
+        """Return how many of the rows of this rank's batch are samples to count; they are the first ones."""
+        left = self._samples_left
+        return rows if left is None else min(max(left - self.mesh.data_rank * rows, 0), rows)
 
     def _run_pipeline(
         self, inputs: dict[str, torch.Tensor], micro_batches: int, items: torch.Tensor | int | None
