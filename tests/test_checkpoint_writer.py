@@ -24,7 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.manifest import MANIFEST_NAME
-from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
+from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.store import UNFINISHED, verify
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, clear_unfinished, finish_renames, rank_of_file
 from hfscale.errors import StorageError
@@ -532,7 +532,10 @@ class TestHostSnapshot:
         tree["none"] = None
         tree["empty"] = torch.empty(0)
         tree["groups"] = [{"betas": shared}, {"betas": shared}]
-        copied = HostSnapshot().take(tree)
+        snapshot = HostSnapshot()
+        assert snapshot.bytes_to_allocate(tree) == 48 + 4 + 4
+        copied = snapshot.take(tree)
+        assert snapshot.bytes_to_allocate(tree) == 0
         weight.add_(100)
         assert type(copied) is OrderedDict
         assert torch.equal(copied["weight"], torch.arange(12.0).reshape(3, 4))
@@ -543,7 +546,6 @@ class TestHostSnapshot:
         assert copied["groups"][0]["betas"] is copied["groups"][1]["betas"]
         assert copied["groups"] is not tree["groups"]
         assert copied["half"].dtype == torch.bfloat16
-        assert tensor_bytes(tree) == 48 + 4 + 4
 
     def test_buffers_are_reused_and_unused_ones_are_freed(self):
         snapshot = HostSnapshot()
@@ -556,6 +558,13 @@ class TestHostSnapshot:
         assert two["a"].data_ptr() == pointer
         assert two["a"].eq(7).all()
         assert len(snapshot._buffers) == 1
+
+    def test_a_clone_of_a_tensor_gets_the_buffer_of_the_same_size(self):
+        """DeepSpeed clones the tensors of model states in each save."""
+        snapshot, tensor = HostSnapshot(), torch.zeros(1000)
+        pointer = snapshot.take([tensor.clone()])[0].data_ptr()
+        assert snapshot.bytes_to_allocate([tensor.clone(), torch.zeros(10)]) == 40
+        assert snapshot.take([tensor.clone()])[0].data_ptr() == pointer
 
     def test_large_tensors_are_copied_by_several_threads(self, monkeypatch):
         monkeypatch.setattr("hfscale.checkpoint.snapshot._SLICE_BYTES", 1000)

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,12 +19,22 @@ class HostSnapshot:
 
     The copy keeps everything that saving depends on: shapes, strides, which tensors share a storage, and which
     containers are the same object. Buffers for tensors on an accelerator are pinned. The next snapshot reuses the
-    buffers, so **a snapshot is valid until the next `take`**. No accelerator memory is used. The buffers need as much
-    host memory as the state; CUDA's allocator of pinned memory rounds each up to a power of two.
+    buffers of the same size, so **a snapshot is valid until the next `take`**. No accelerator memory is used. The
+    buffers need as much host memory as the state; CUDA's allocator of pinned memory rounds each up to a power of two.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+        self._buffers: list[torch.Tensor] = []
+
+    def bytes_to_allocate(self, tree: Any) -> int:
+        """Return the bytes of host memory that `take(tree)` would allocate, beyond the buffers that exist.
+
+        Args:
+            tree (`Any`): what would be copied.
+        """
+        wanted = Counter((_is_pinned_for(device), size) for device, _, size in _storages(tree))
+        wanted -= Counter(map(_kind, self._buffers))
+        return sum(count * _allocated_bytes(*kind) for kind, count in wanted.items())
 
     @torch.no_grad()
     def take(self, tree: Any) -> Any:
@@ -36,6 +46,7 @@ class HostSnapshot:
         Returns:
             `Any`: the same structure with all tensors in host memory, valid until the next `take`.
         """
+        free = self._free_all_but(Counter((_is_pinned_for(device), size) for device, _, size in _storages(tree)))
         used: dict[tuple[torch.device, int, int], torch.Tensor] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -43,31 +54,48 @@ class HostSnapshot:
             storage = tensor.untyped_storage()
             key = (tensor.device, storage.data_ptr(), storage.nbytes())
             if key not in used:
-                used[key] = self._buffers[key] if key in self._buffers else _host_bytes(tensor)
+                kind = (_is_pinned_for(tensor.device), storage.nbytes())
+                used[key] = free[kind].pop() if free[kind] else _host_bytes(*kind)
                 source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
                 copies.append((used[key], source))
             return used[key]
 
         copied = _copy_tree(tree, buffer, {})
         _transfer(copies)
-        self._buffers = used  # frees the buffers of tensors that no longer exist
+        self._buffers = list(used.values())
         return copied
 
+    def _free_all_but(self, wanted: Counter[tuple[bool, int]]) -> dict[tuple[bool, int], list[torch.Tensor]]:
+        """Return the buffers that fit what is wanted, by kind, and free the others before new ones are allocated."""
+        kept: dict[tuple[bool, int], list[torch.Tensor]] = defaultdict(list)
+        for buffer in self._buffers:
+            if len(kept[_kind(buffer)]) < wanted[_kind(buffer)]:
+                kept[_kind(buffer)].append(buffer)
+        self._buffers = []
+        return kept
 
-def tensor_bytes(tree: Any) -> int:
-    """Return the bytes of the tensors of `tree` on this rank, counting each storage once.
 
-    A snapshot of `tree` needs at least that much host memory.
-
-    Args:
-        tree (`Any`): nested dictionaries, lists and tuples of tensors; of a `DTensor`, the local part is counted.
-    """
-    storages = {}
+def _storages(tree: Any) -> set[tuple[torch.device, int, int]]:
+    """Return device, address and bytes of each storage of the tensors of `tree`."""
+    found = set()
     for tensor in _tensors(tree):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
-        storages[(local.device, storage.data_ptr())] = storage.nbytes()
-    return sum(storages.values())
+        found.add((local.device, storage.data_ptr(), storage.nbytes()))
+    return found
+
+
+def _is_pinned_for(device: torch.device) -> bool:
+    return device.type != "cpu" and torch.accelerator.is_available()
+
+
+def _kind(buffer: torch.Tensor) -> tuple[bool, int]:
+    return buffer.is_pinned(), buffer.numel()
+
+
+def _allocated_bytes(is_pinned: bool, size: int) -> int:
+    """Return what a buffer really takes: CUDA's allocator rounds pinned memory up (`CachingHostAllocatorImpl`)."""
+    return 1 << (size - 1).bit_length() if is_pinned and size > 0 else size
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -81,9 +109,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _host_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    pinned = tensor.device.type != "cpu" and torch.accelerator.is_available()
-    return torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, pin_memory=pinned)
+def _host_bytes(is_pinned: bool, size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def _copy_tree(value: Any, buffer: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any]) -> Any:

@@ -23,7 +23,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 
 from hfscale.checkpoint.formats.dcp import dcp_errors
 from hfscale.checkpoint.manifest import Manifest
-from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
+from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.store import UNFINISHED
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, open_to_subclass, unfinished_folder
 from hfscale.integrations.hub import push_checkpoint
@@ -241,7 +241,7 @@ class TrainerSaving:
         if self._has_fitted:
             return True
         live = self._live_state()
-        wanted = tensor_bytes(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
+        wanted = self._snapshot.bytes_to_allocate(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
         each_rank_copies = self._fsdp is not None or _SHARDS in live
         fits = fits_in_host_memory(wanted, copies=processes_on_this_host() if each_rank_copies else 1)
         self._has_fitted = distributed.all_max([float(not fits)])[0] == 0

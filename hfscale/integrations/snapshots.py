@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -28,25 +27,26 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hfscale.checkpoint.formats.dcp import dcp_errors
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
-from hfscale.checkpoint.snapshot import HostSnapshot, tensor_bytes
+from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.store import write_atomically
+from hfscale.utils.host_memory import available_bytes
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_distributed_by_transformers, is_peft_model
 
 logger = get_logger(__name__)
 
 SHARE_OF_FREE_MEMORY = 0.8
-"""How much of the host's free memory the copies of a checkpoint may take."""
+"""How much of the free memory of the host or of its container the copies of a checkpoint may take."""
 
 
 def fits_in_host_memory(size_bytes: int, *, copies: int) -> bool:
-    """Return whether copies of one size fit into the share of the host's free memory that they may take.
+    """Return whether copies of one size fit into the share of the free memory that they may take.
 
     Args:
-        size_bytes (`int`): size of one copy in bytes.
+        size_bytes (`int`): memory that one copy has yet to allocate, in bytes.
         copies (`int`): number of copies on this host, usually one per process.
     """
-    return size_bytes * copies <= psutil.virtual_memory().available * SHARE_OF_FREE_MEMORY
+    return size_bytes * copies <= available_bytes() * SHARE_OF_FREE_MEMORY
 
 
 def processes_on_this_host() -> int:
@@ -267,8 +267,8 @@ class FsdpSnapshot:
         self._snapshot = HostSnapshot()
 
     def bytes(self) -> int:
-        """Return the host memory in bytes that a snapshot takes on this rank."""
-        return tensor_bytes(self._live())
+        """Return the host memory in bytes that the next snapshot would allocate on this rank."""
+        return self._snapshot.bytes_to_allocate(self._live())
 
     def take(self) -> Callable[[Path, dist.ProcessGroup | None], None]:
         """Copy the shards, and return the function that writes the copy. Every rank must call both.
@@ -349,7 +349,7 @@ class DeferredWrites:
             state_dict (`Any`): the content, with live tensors.
             path (`str`): the path of the file.
         """
-        wanted = sum(tensor_bytes(given) for given, _ in self._given) + tensor_bytes(state_dict)
+        wanted = self._snapshot.bytes_to_allocate([*(given for given, _ in self._given), state_dict])
         if fits_in_host_memory(wanted, copies=processes_on_this_host()):
             self._given.append((state_dict, os.path.realpath(path)))  # it may lead through a link that is removed
         else:
