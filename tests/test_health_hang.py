@@ -12,6 +12,9 @@ from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback
 from workers.health_hang import run
 
+from hfscale import SpotCheckpointCallback
+from hfscale.checkpoint.manifest import MANIFEST_NAME
+from hfscale.checkpoint.writer import CheckpointWriter
 from hfscale.health.diagnosis import (
     Position,
     Snapshot,
@@ -296,6 +299,24 @@ def test_a_long_step_is_a_hang_and_a_long_save_or_evaluation_is_not(tmp_path, ha
         assert "on_step_end" in (watchdog.folder / "rank-0.txt").read_text()
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_wait_inside_a_slow_save_is_no_hang(tmp_path, monkeypatch, asynchronous):
+    """The second save waits for the first, and the end of the training for the second."""
+    run = CheckpointWriter._run
+
+    def slow(writer, job):
+        time.sleep(1.2)
+        run(writer, job)
+
+    monkeypatch.setattr(CheckpointWriter, "_run", slow)
+    watching = WithWatchdog(tmp_path)
+    spot = SpotCheckpointCallback(asynchronous=asynchronous, cloud=None)
+    saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    tiny_trainer(tmp_path, spot, watching, **saving).train()
+    assert spot.last_committed == "checkpoint-8"
+    assert watching.watchdog.findings == []
+
+
 class RewardingTrainer(Trainer):
     """Computes rewards at the sixth step, as TRL's GRPOTrainer does."""
 
@@ -373,6 +394,7 @@ def test_under_trainer_the_hanging_rank_is_named_and_both_processes_end(launch, 
     (verdict,) = (tmp_path / "out" / "hfscale_hang").glob("*/verdict.json")
     (finding,) = json.loads(verdict.read_text())["findings"]
     assert finding["ranks"] == [1]
+    assert (tmp_path / "out" / "checkpoint-28" / MANIFEST_NAME).exists(), "it was in flight at the hang"
     skews = json.loads((tmp_path / "skews.json").read_text())
     assert len(skews) == 3
     assert all(skew >= 1 for skew in skews)

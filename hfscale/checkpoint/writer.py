@@ -234,6 +234,11 @@ class CheckpointWriter:
             self._failure = error
 
 
+def is_saving() -> bool:
+    """Return whether a thread of this process is writing a checkpoint in the background."""
+    return any(writer.in_flight for writer in list(_last_writers.values()))
+
+
 def unfinished_folder(run_dir: Path, step: int) -> Path:
     """Return the folder in which the checkpoint of `step` is written until it is committed.
 

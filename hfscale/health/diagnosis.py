@@ -41,6 +41,8 @@ COMPILING = (
 """Files on the stack of a thread that compiles: it may be slow, and does so rarely."""
 _TRAINER = "transformers/trainer"
 SAVING = ("_save_checkpoint", "save_model", "on_save", "_save_optimizer_and_scheduler")
+OWN_SAVING = ("/hfscale/checkpoint/", "/hfscale/integrations/saving.py")
+"""Files on the stack of a thread that writes or copies a checkpoint, or waits for one."""
 EVALUATING = ("evaluate", "predict", "evaluation_loop", "on_evaluate")
 """Names of Trainer's functions and of callback events; they are only compared with the names on the stack."""
 GENERATING = ("generate", "_prepare_inputs")
@@ -188,6 +190,8 @@ def slow_activity(frames: list[FrameType]) -> str | None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if any(part in file for part in COMPILING):
             return "compiling"
+        if any(part in file for part in OWN_SAVING):
+            return "saving"
         if _TRAINER in file or name.startswith("on_"):
             if name in SAVING:
                 return "saving"

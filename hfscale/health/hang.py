@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from hfscale.checkpoint.writer import is_saving
 from hfscale.health.diagnosis import (
     Snapshot,
     all_stacks,
@@ -45,6 +46,7 @@ MOST_FILES = 512
 """Number of files with stacks that are written about one hang."""
 _WARM_UP_STEPS = 3
 _EXIT_CODE = 1
+_SAVE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class HangWatchdog(threading.Thread):
         output_dir (`Path`): where the folder `hfscale_hang` is written.
         limits (`Limits`, *optional*): when silence counts as a hang.
         abort (`bool`): whether to end this process after the report (exit code 1), so that the launcher restarts all
-            ranks.
+            ranks. A checkpoint that is being written in the background is completed before.
         inside (`FrameType`, *optional*): a call that is on the watched thread's stack as long as there is something to
             watch; the watchdog ends when it no longer is.
     """
@@ -215,8 +217,22 @@ class HangWatchdog(threading.Thread):
         if self._reader_of == incident:
             self._report(incident)
         if self._abort:
-            time.sleep(1.0 + self._scaled_s)  # for the rank that writes the report
-            os._exit(_EXIT_CODE)
+            self._end_process(incident)
+
+    def _end_process(self, incident: str) -> None:
+        """End this process when the report is written and no checkpoint is being written in the background.
+
+        Such a checkpoint can be complete in a moment, and with it all the training up to it. All ranks that are alive
+        take part in writing it; if one has not answered, it is probably dead, and the others do not wait as long.
+        """
+        is_complete = self._store.is_complete(f"{incident}/snapshot")
+        until = time.monotonic() + (self.limits.outside_s if is_complete else self.limits.floor_s)
+        time.sleep(1.0 + self._scaled_s)  # for the rank that writes the report
+        if is_saving():
+            logger.warning("the process ends when the checkpoint that is being written is complete")
+        while is_saving() and time.monotonic() < until:
+            time.sleep(_SAVE_POLL_S)
+        os._exit(_EXIT_CODE)
 
     def _wait_for_verdict(self, incident: str) -> list[Finding]:
         """Return the findings that one rank publishes; empty if a rank does something that may take long.

@@ -1,5 +1,7 @@
 """Two processes under Trainer; at step 30 the second one hangs, and the watchdog ends both.
 
+A checkpoint is being written then, and takes some seconds more.
+
 accelerate launch … tests/workers/health_training.py
 """
 
@@ -13,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tiny import logged, tiny_trainer
 from transformers import TrainerCallback
 
-from hfscale import CommHealthCallback
+from hfscale import CommHealthCallback, SpotCheckpointCallback
+from hfscale.checkpoint.writer import CheckpointWriter
 
 
 class HangAtStep30(TrainerCallback):
@@ -28,6 +31,14 @@ class HangAtStep30(TrainerCallback):
             Path("skews.json").write_text(json.dumps(logged(trainer, "scaling/straggler_skew")))
 
 
+def write_slowly(writer, job):
+    time.sleep(8.0)
+    write(writer, job)
+
+
+write, CheckpointWriter._run = CheckpointWriter._run, write_slowly
+spot = SpotCheckpointCallback(cloud=None)
 health = CommHealthCallback(hang_after_s=2.0, on_hang="abort", on_bad_training="stop")
-trainer = tiny_trainer("out", health, HangAtStep30(), max_steps=60, logging_steps=10)
+saving = {"save_strategy": "steps", "save_steps": 28}
+trainer = tiny_trainer("out", health, spot, HangAtStep30(), max_steps=60, logging_steps=10, **saving)
 trainer.train()
