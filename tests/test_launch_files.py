@@ -359,12 +359,22 @@ def test_slurm_starts_a_launcher_per_node(slurm, fake_python, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "requeues"),
-    [(1, "RUNNING", 0), (WRONG_USAGE, "RUNNING", 0), (PREEMPTED, "RUNNING", 1), (PREEMPTED, "CANCELLED", 0)],
+    ("code", "env", "requeues"),
+    [
+        (1, {}, 0),
+        (1, {"MIN_RUN_S": "0"}, 1),
+        (137, {"MIN_RUN_S": "0"}, 1),
+        (1, {"MIN_RUN_S": "0", "MAX_RESTARTS": "7", "SLURM_RESTART_COUNT": "7"}, 0),
+        (WRONG_USAGE, {"MIN_RUN_S": "0"}, 0),
+        (PREEMPTED, {"SLURM_RESTART_COUNT": "500"}, 1),
+        (PREEMPTED, {"FAKE_STATE": "CANCELLED"}, 0),
+    ],
 )
-def test_slurm_requeues_only_a_preempted_job(slurm, fake_python, tmp_path, code, state, requeues):
-    fakes = {"PYTHON": fake_python, "FAKE_EXIT": str(code), "FAKE_STATE": state}
-    env = slurm | fakes | {"CONFIG_FILE": "accelerate_configs/ddp.yaml"}
+def test_slurm_requeues_a_job_after_a_preemption_and_after_a_late_failure(
+    slurm, fake_python, tmp_path, code, env, requeues
+):
+    fakes = {"PYTHON": fake_python, "FAKE_EXIT": str(code)}
+    env = slurm | fakes | env | {"CONFIG_FILE": "accelerate_configs/ddp.yaml"}
     assert run("bash", SBATCH, "recipes/ddp/train.py", env=env).code == code
     assert (tmp_path / "scontrol").read_text().count(f"requeue {JOB['SLURM_JOB_ID']}\n") == requeues
 
