@@ -112,6 +112,14 @@ class TestAws:
         server.replies[ACTION] = Reply(body=json.dumps({"action": action, "time": moment}))
         assert aws.poll().seconds_left() == pytest.approx(120, abs=2)
 
+    @pytest.mark.parametrize("fast_s", [-300, 300])
+    def test_the_clock_of_this_machine_does_not_matter(self, server, aws, fast_s):
+        action = {"action": "stop", "time": time_in(120 - fast_s).strftime("%Y-%m-%dT%H:%M:%SZ")}
+        server.replies[ACTION] = Reply(
+            body=json.dumps(action), headers={"Date": format_datetime(time_in(-fast_s), True)}
+        )
+        assert aws.poll().seconds_left() == pytest.approx(120, abs=2)
+
     def test_a_refused_token_is_replaced_once(self, server, aws):
         tokens = iter(["old", "new"])
         server.replies[TOKEN] = lambda request: Reply(body=next(tokens))

@@ -160,9 +160,8 @@ class AwsWatch:
         answer = self._get("/latest/meta-data/spot/instance-action")
         if answer is None:
             return None
-        action = json.loads(answer)
-        ends = datetime.fromisoformat(action["time"])
-        return Notice(source=self.source, seconds=_seconds_until(ends))
+        ends = datetime.fromisoformat(json.loads(answer.text)["time"])
+        return Notice(source=self.source, seconds=_seconds_until(ends, answer))
 
     def hinted(self) -> bool:
         """Return True at the first poll that finds a rebalance recommendation, and False at all later ones."""
@@ -171,14 +170,14 @@ class AwsWatch:
         self._was_hinted = self._get("/latest/meta-data/events/recommendations/rebalance") is not None
         return self._was_hinted
 
-    def _get(self, path: str) -> str | None:
-        """Return the text of the answer, or None for status 404. A refused token is replaced once."""
+    def _get(self, path: str) -> Answer | None:
+        """Return the answer, or None for status 404. A refused token is replaced once."""
         for _ in range(2):
             if self._token is None:
                 self._token = self._new_token()
             answer = self._client.request("GET", path, {"X-aws-ec2-metadata-token": self._token})
             if answer.status != 401:
-                return None if answer.status == 404 else _text(answer, path)
+                return None if answer.status == 404 else _checked(answer, path)
             self._token = None
         raise MetadataError(f"{path}: a new token was refused too")
 
@@ -188,7 +187,7 @@ class AwsWatch:
             answer = self._client.request("PUT", path, {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
         except MetadataError as error:
             raise MetadataError(f"{error} (in a container the instance needs a metadata hop limit of 2)") from error
-        token = _text(answer, path)
+        token = _checked(answer, path).text
         if not token.isascii() or not token.isprintable():
             raise MetadataError(f"{path}: the answer is not a token")
         return token
@@ -215,7 +214,7 @@ class GcpWatch:
         )
         limit_s = self.wait_s + self._client.timeout_s
         answer = self._client.request("GET", path, {"Metadata-Flavor": "Google"}, timeout_s=limit_s)
-        value = _text(answer, path).strip()
+        value = _checked(answer, path).text.strip()
         if answer.headers.get("metadata-flavor") != "Google" or value not in ("TRUE", "FALSE"):
             raise MetadataError("the answer does not come from Google's metadata service")
         etag = answer.headers.get("etag", "")
@@ -242,9 +241,11 @@ class AzureWatch:
         """Return a notice with the time of the earliest event that ends this machine, or None if there is none."""
         if self._name is None:
             path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-            self._name = self._get(path).strip().lower()
-        document = json.loads(self._get("/metadata/scheduledevents?api-version=2020-07-01"))
-        ends = [self._seconds(event) for event in document["Events"] if self._concerns_us(event)]
+            self._name = self._get(path).text.strip().lower()
+        answer = self._get("/metadata/scheduledevents?api-version=2020-07-01")
+        ends = [
+            _seconds_left(event, answer) for event in json.loads(answer.text)["Events"] if self._concerns_us(event)
+        ]
         return Notice(source=self.source, seconds=min(ends)) if ends else None
 
     def hinted(self) -> bool:
@@ -255,14 +256,8 @@ class AzureWatch:
         resources = [str(name).lower().removeprefix("_") for name in event["Resources"]]
         return event["EventType"] in self.ending and (self._name or "").removeprefix("_") in resources
 
-    def _seconds(self, event: Mapping[str, Any]) -> float:
-        not_before = event.get("NotBefore")
-        return (
-            _seconds_until(parsedate_to_datetime(not_before)) if not_before else 0.0
-        )  # it is empty once the event has begun
-
-    def _get(self, path: str) -> str:
-        return _text(self._client.request("GET", path, {"Metadata": "true"}), path)
+    def _get(self, path: str) -> Answer:
+        return _checked(self._client.request("GET", path, {"Metadata": "true"}), path)
 
 
 CLOUDS: dict[str, type[AwsWatch] | type[GcpWatch] | type[AzureWatch]] = {
@@ -388,16 +383,28 @@ class CloudPoller(threading.Thread):
         return min(max(self._watch.every_s, 1.0) * 2.0 ** min(self._failures, 5), _LONGEST_PAUSE_S)
 
 
-def _text(answer: Answer, path: str) -> str:
+def _checked(answer: Answer, path: str) -> Answer:
     if answer.status != 200:
         raise MetadataError(f"{path} answered {answer.status}")
-    return answer.text
+    return answer
 
 
-def _seconds_until(moment: datetime) -> float:
-    """Return the seconds from now until `moment`, at least 0. A time without a zone is UTC, as the clouds write it."""
+def _seconds_left(event: Mapping[str, Any], answer: Answer) -> float:
+    """Return the seconds until a scheduled event of Azure; its `NotBefore` is empty once it has begun."""
+    not_before = event.get("NotBefore")
+    return _seconds_until(parsedate_to_datetime(not_before), answer) if not_before else 0.0
+
+
+def _seconds_until(moment: datetime, answer: Answer) -> float:
+    """Return the seconds from an answer until `moment`, at least 0.
+
+    The time of the answer is its `Date`, since this machine's clock may be wrong. HTTP lets a server without a clock
+    leave it out; then it is this machine's. A time without a zone is UTC, as the clouds write it.
+    """
+    date = answer.headers.get("date")
+    now = parsedate_to_datetime(date) if date else datetime.now(UTC)
     aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    return max((aware - datetime.now(UTC)).total_seconds(), 0.0)
+    return max((aware - now).total_seconds(), 0.0)
 
 
 def _read(path: Path) -> str:
