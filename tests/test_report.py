@@ -8,11 +8,15 @@ from html.parser import HTMLParser
 
 import pytest
 
+import hfscale
 from hfscale.cli import main
 from hfscale.errors import UsageError
+from hfscale.facts.models import catalogue
+from hfscale.planner.memory import allocated_gib
 from hfscale.report.formatting import count, duration, percent, size, usd
 from hfscale.report.html import Series, heat_map, line_chart, thin, ticks
 from hfscale.report.page import page
+from hfscale.report.prediction import predict
 from hfscale.report.run_data import load_run
 from hfscale.report.summary import bottlenecks
 
@@ -118,6 +122,97 @@ def test_a_run_is_read_from_its_files(tmp_path):
     ]
     assert run.split["compute"] == pytest.approx(540)  # 10% of the 600 s in steps is exposed communication
     assert sum(run.split.values()) == pytest.approx(1000)
+
+
+def job_event():
+    """The event of a full training of Llama 3.1 8B under FSDP2."""
+    config = {key: value for key, value in catalogue()["llama-3.1-8b"].items() if key != "hub"}
+    return {
+        "event": "job",
+        "step": 10,
+        "time": BEGIN,
+        "config": config,
+        "layout": {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "pp": 1},
+        "zero": 3,
+        "micro_batch": 2,
+        "method": "full",
+        "lora_rank": 16,
+        "optimizer": "adamw_torch_fused",
+        "compile": False,
+        "fused_loss": False,
+        "offload": "none",
+        "gpus_per_node": 4,
+        "virtual_stages": 1,
+        "schedule": "1F1B",
+        "sequence_parallel": False,
+        "trainer": "Trainer",
+    }
+
+
+def compared(folder, tokens_per_s, **changed):
+    """The comparison of a run with its estimate; `changed` are keys of its metrics or of its job."""
+    job = job_event() | {key: value for key, value in changed.items() if "/" not in key}
+    workload = {"event": "workload", "step": 10, "time": BEGIN, **WORKLOAD, "device": "NVIDIA H100 80GB HBM3"}
+    metrics = {"scaling/tokens_per_s": tokens_per_s, **{key: value for key, value in changed.items() if "/" in key}}
+    records = [{"step": step, "time": BEGIN, **metrics} for step in (10, 20, 30)]
+    folder.mkdir()
+    return predict(load_run(write_run(folder, events=[workload, job], records=records)))
+
+
+class TestPrediction:
+    @pytest.fixture(autouse=True)
+    def no_user_file(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+
+    def test_the_estimate_of_the_run_is_the_planners(self, tmp_path):
+        found = compared(tmp_path / "run", 20_000.0, **{"gpu/memory_peak_gib": 61.0})
+        expected = hfscale.estimate(
+            "llama-3.1-8b",
+            gpu="H100-80GB",
+            layout={"dp_shard": 4},
+            seq_len=8192,
+            micro_batch=2,
+            global_batch=8,
+            zero=3,
+            gpus_per_node=4,
+        )
+        assert found.predicted_tokens_per_s == pytest.approx(4 * expected.tokens_per_s_per_gpu)
+        assert found.speed_error == pytest.approx(4 * expected.tokens_per_s_per_gpu / 20_000 - 1)
+        assert found.predicted_memory_gib == pytest.approx(allocated_gib(expected.memory))
+
+    @pytest.mark.parametrize(
+        ("slower", "shares", "assumption"),
+        [
+            (1.0, {}, "within 10%"),
+            (0.5, {}, "rates of computation"),
+            (0.5, {"scaling/data_wait_fraction": 0.5}, "waits for data"),
+            (0.5, {"scaling/comm_fraction": 0.5}, "overlap of communication"),
+        ],
+    )
+    def test_the_assumption_that_was_off_is_named(self, tmp_path, slower, shares, assumption):
+        predicted = compared(tmp_path / "first", 1.0).predicted_tokens_per_s
+        found = compared(tmp_path / "second", predicted * slower, **shares)
+        assert assumption in found.assumptions[0]
+        assert sum(found.measured_s.values()) == pytest.approx(8 * 8192 / (predicted * slower))
+
+    @pytest.mark.parametrize(
+        ("changed", "reason"),
+        [
+            ({"trainer": "GRPOTrainer"}, "GRPOTrainer"),
+            ({"optimizer": "lion"}, "optimizer"),
+            ({"layout": {"dp_shard": "x"}}, "incomplete"),
+            ({"config": []}, "incomplete"),
+            ({"config": {"model_type": "unheard"}}, "unheard"),
+            ({"micro_batch": 0}, "micro_batch"),
+        ],
+    )
+    def test_why_there_is_no_comparison(self, tmp_path, changed, reason):
+        assert reason in compared(tmp_path / "run", 1.0, **changed)
+
+    def test_an_older_run_says_so(self, tmp_path, capsys):
+        write_run(tmp_path)
+        assert main(["report", str(tmp_path), "--json"]) == 0
+        assert "earlier version" in json.loads(capsys.readouterr().out)["prediction"]["absent"]
 
 
 def test_the_times_of_an_unfinished_run_come_from_its_newest_checkpoint(tmp_path):

@@ -24,6 +24,7 @@ from hfscale.metrics.clocks import PhaseClock, StepPace
 from hfscale.metrics.records import RankLines, read_records
 from hfscale.metrics.throughput import FlopsModel, training_dtype
 from hfscale.report.page import page
+from hfscale.report.prediction import predict
 from hfscale.report.run_data import load_run
 from hfscale.report.summary import headline, subtitle
 from hfscale.utils.versions import is_at_least
@@ -55,6 +56,30 @@ class SlowStep(TrainerCallback):
 
 def jsonl(output_dir):
     return [json.loads(line) for line in (output_dir / "scaling.jsonl").read_text().splitlines()]
+
+
+def test_a_run_records_what_its_estimate_needs(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "hfscale").mkdir()
+    row = {
+        "name": "local-cpu",
+        "fp32_tflops": 0.1,
+        "memory_gib": 8.0,
+        "memory_tb_s": 0.01,
+        "source": "x",
+        "date": "2026",
+    }
+    lines = (f"{key} = {json.dumps(value)}" for key, value in row.items())
+    (tmp_path / "hfscale" / "hardware.toml").write_text("\n".join(["[[accelerator]]", *lines]))
+    trainer = tiny_trainer(tmp_path / "run", ScalingMetricsCallback(), gradient_accumulation_steps=2)
+    trainer.train()
+    found = predict(load_run(tmp_path / "run"))
+    job = found.estimate.job
+    args = trainer.args
+    assert job.shape.total_parameters == sum(p.numel() for p in trainer.model.parameters())
+    assert (job.micro_batch, job.micro_batches) == (args.train_batch_size, 2)
+    assert (job.seq_len, job.precision, job.optimizer, job.recompute) == (LENGTH, "fp32", "adamw", "none")
+    assert found.tokens_per_s == load_run(tmp_path / "run").median("scaling/tokens_per_s")
 
 
 def test_tokens_are_counted_exactly_with_accumulation_and_odd_windows(tmp_path):

@@ -1,13 +1,14 @@
 """hfscale tune: reading the launch command, choosing and running configurations, correcting the hardware row."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 
 import psutil
 import pytest
 import torch
-from conftest import RECIPE, REPOSITORY, run_process
+from conftest import RECIPE, REPOSITORY
 
 from hfscale.cli import main
 from hfscale.errors import UsageError
@@ -200,6 +201,7 @@ def test_wrong_usage(flags, message, capsys):
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(1200)
 def test_three_configurations_on_a_cpu(tmp_path, monkeypatch):
     settings = tmp_path / "settings" / "hfscale"
     settings.mkdir(parents=True)
@@ -220,16 +222,18 @@ date = "2026"
     monkeypatch.setenv("XDG_CONFIG_HOME", str(settings.parent))
     argv = ["tune", "--steps", "3", "--top", "3", "--gpu", "local-cpu", "--output-dir", "tuned", "--json", "--"]
     command = launch("--block_size", "128", "--learning_rate", "1e-3")
-    done = run_process([sys.executable, "-m", "hfscale", *argv, *command], tmp_path)
-    assert done.code == 0, done.err
-    answer = json.loads(done.out)
+    done = subprocess.run(
+        [sys.executable, "-m", "hfscale", *argv, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
     rows = {row["name"]: row for row in answer["configurations"]}
     assert len(rows) == 3
     assert len({row["strategy"] for row in rows.values()}) == 3
     assert all(row["predicted_tokens_per_s"] > 0 and row["error"] is None for row in rows.values())
     assert answer["chosen"] == max(rows, key=lambda name: rows[name]["measured_tokens_per_s"])
     assert sorted(row["steps"] for row in rows.values()) == [3, 6, 6]
-    assert len([line for line in done.err.splitlines() if "tokens/s" in line]) == number_of_runs(3)
+    assert len([line for line in done.stderr.splitlines() if "tokens/s" in line]) == number_of_runs(3)
     recipe = (tmp_path / "tuned" / "best" / "recipe.yaml").read_text()
     assert 'learning_rate: "1e-3"' in recipe
     assert "--max_steps" not in (tmp_path / "tuned" / "best" / "launch.sh").read_text()

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerState
 
 from hfscale.errors import UnsupportedModelError
 from hfscale.integrations.flops import StepFlops, extends_loss, has_own_loss, reason_not_to_count
+from hfscale.integrations.job_facts import job_facts
 from hfscale.integrations.strategy import running_strategy, unwrap_compiled
 from hfscale.integrations.trainer import TrainerAdapter, global_batch_size, saved_state
 from hfscale.metrics.baseline import Match, Workload, find, read_baselines, user_file
@@ -416,6 +417,10 @@ class EfficiencyMeter(Meter):
         if self._match is not None:
             facts["baseline"] = self._match.describe()
         return facts
+
+    def job_facts(self) -> dict[str, Any]:
+        """Return the run as the planner describes it, for the comparison in the report."""
+        return job_facts(self._trainer)
 
 
 class GoodputMeter(Meter):

@@ -264,6 +264,7 @@ class ScalingMetricsCallback(AdapterCallback):
         if self._recorder.needs_workload:
             facts = self._efficiency.facts() | self._utilization.facts()
             self._recorder.workload(state, facts, self._goodput.rate)
+            self._recorder.job(state, self._efficiency.job_facts())
         self._recorder.ranks(
             state,
             {

@@ -9,10 +9,12 @@ import typer
 
 from hfscale.report.formatting import duration, percent, size
 from hfscale.report.page import write_page
+from hfscale.report.prediction import Prediction, comparison, predict
 from hfscale.report.run_data import Run, load_run
 from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, bottlenecks, failures, headline, subtitle
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 _WIDTH = 110
@@ -49,6 +51,9 @@ def _to_dict(found: Run) -> dict[str, object]:
             {"title": one.check, "share": one.share, "numbers": one.problem, "mend": one.fix, "fix": one.fix}
             for one in bottlenecks(found)
         ],
+        "prediction": predicted.to_dict()
+        if isinstance(predicted := predict(found), Prediction)
+        else {"absent": predicted},
         "failures": dict(found.failures),
         "seconds": dict(found.split),
         "attempts": [asdict(attempt) for attempt in found.attempts],
@@ -78,6 +83,8 @@ def _show(found: Run) -> None:
     for note in (*found.notes[-1:], failures(found)):
         if note is not None:
             console.print(Text(f"  {note[:1].upper() + note[1:]}."))
+    console.print(Text("\nPredicted and measured", style="bold"))
+    _show_prediction(console, predict(found))
     for title, table in (
         ("Where the time went", _split(found)),
         ("Launches", _launches(found)),
@@ -86,6 +93,14 @@ def _show(found: Run) -> None:
         if table.row_count:
             console.print(Text(f"\n{title}", style="bold"))
             console.print(table)
+
+
+def _show_prediction(console: "Console", found: Prediction | str) -> None:
+    from rich.text import Text
+
+    lines = [f"not compared: {found}"] if isinstance(found, str) else [*comparison(found), *found.assumptions]
+    for line in lines:
+        console.print(Text(f"  {line[:1].upper() + line[1:]}."))
 
 
 def _headline(found: Run) -> "Table":

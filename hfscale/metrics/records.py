@@ -3,7 +3,7 @@
 | file | one line per | holds |
 |---|---|---|
 | `scaling.jsonl` | log | `step`, `time`, metric keys, Trainer's loss, gradient norm, learning rate, epoch |
-| `hfscale_timeline.jsonl` | event | `event` (`launch`, `workload`, `save`, `finding`, `failures`, `end`), `time` … |
+| `hfscale_timeline.jsonl` | event | `time`, `event` (`launch`, `workload`, `job`, `save`, `finding`, `end` …) |
 | `hfscale_ranks.jsonl` | log, thinned for many ranks | `step`, `time` and lists with one number per rank |
 
 Times are Unix seconds. Only the main process writes. A reader skips a line that a killed process left unfinished.
@@ -290,6 +290,15 @@ class RunRecorder:
         self._workload_is_written = True
         price = {"usd_per_gpu_hour": rate.usd_per_gpu_hour, "price_source": rate.source} if rate is not None else {}
         self._write("workload", state, **facts, **price)
+
+    def job(self, state: "TrainerState", facts: Mapping[str, Any]) -> None:
+        """Record once how the planner describes the run, for the comparison with its estimate in the report.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            facts (`Mapping[str, Any]`): Model config, layout and options; values that JSON does not have become text.
+        """
+        self._write("job", state, **json.loads(json.dumps(facts, default=str)))
 
     def ranks(self, state: "TrainerState", numbers: Mapping[str, Sequence[float]]) -> None:
         """Write a line of `hfscale_ranks.jsonl`.

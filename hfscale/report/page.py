@@ -19,6 +19,7 @@ from hfscale.report.html import (
     stacked_bar,
     timeline,
 )
+from hfscale.report.prediction import comparison, predict
 from hfscale.report.run_data import Run
 from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, Tile, bottlenecks, failures, headline, subtitle
 
@@ -65,6 +66,7 @@ def page(run: Run) -> str:
         _header(run),
         _tiles(headline(run)),
         _bottlenecks(run),
+        _prediction(run),
         _split(run),
         _timeline(run),
         _pair(_loss(run), _throughput(run)),
@@ -108,6 +110,13 @@ def _bottlenecks(run: Run) -> str:
         for one in found[:MAX_BOTTLENECKS]
     )
     return f'<section class="bottlenecks"><h2>What to change first</h2><ol>{items}</ol>{notes}</section>'
+
+
+def _prediction(run: Run) -> str:
+    found = predict(run)
+    lines = [f"not compared: {found}"] if isinstance(found, str) else [*comparison(found), *found.assumptions]
+    text = "".join(f"<p>{escape(line[:1].upper() + line[1:])}.</p>" for line in lines)
+    return f"<section><h2>Predicted and measured</h2>{text}</section>"
 
 
 def _split(run: Run) -> str:

@@ -70,6 +70,8 @@ class Run:
     """The reason for the status, if there is one."""
     facts: Mapping[str, Any]
     """What the run does: the `workload` event of the timeline."""
+    job: Mapping[str, Any]
+    """How the planner describes the run: the `job` event of the timeline, unchecked; empty if there is none."""
     records: Sequence[Mapping[str, float]]
     """The lines of `scaling.jsonl`, numbers only."""
     ranks: Mapping[str, Sequence[tuple[float, Sequence[float]]]]
@@ -133,7 +135,8 @@ def load_run(output_dir: Path) -> Run:
     if not output_dir.is_dir():
         raise UsageError(f"{output_dir} is not a directory: give the --output_dir of a run")
     raw = read_records(output_dir / JSONL_NAME)
-    events = [_clean(event) for event in read_events(output_dir)]
+    raw_events = read_events(output_dir)
+    events = [_clean(event) for event in raw_events]
     if not raw and not events:
         raise UsageError(
             f"{output_dir} has no {JSONL_NAME}: give the --output_dir of a run with ScalingCallback or "
@@ -150,6 +153,7 @@ def load_run(output_dir: Path) -> Run:
         status=state if state in ("running", "completed", "preempted", "failed") else "unknown",
         reason=_text(status.get("reason")),
         facts=workload,
+        job=next((event for event in reversed(raw_events) if event["event"] == "job"), {}),
         records=records,
         ranks=_ranks(output_dir / RANKS_NAME),
         attempts=attempts,
