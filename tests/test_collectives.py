@@ -1,13 +1,14 @@
 """Exchanges between ranks: their values, the check of their names, and errors of one rank that all ranks raise."""
 
+import resource
 import time
 
 import pytest
 import torch.distributed as dist
 from forked_ranks import run_ranks
 
-from hfscale.errors import StorageError, UsageError
-from hfscale.utils import collectives
+from hfscale.errors import HealthError, StorageError, UsageError
+from hfscale.utils import collectives, tree
 from hfscale.utils.collectives import DEBUG_VARIABLE, SAVING, TRAINING
 from hfscale.utils.distributed import rank
 
@@ -132,3 +133,44 @@ def test_a_rank_that_fails_before_a_collective_of_another_library_raises_though_
 def test_an_exchange_within_an_agreed_block_is_refused():
     with pytest.raises(RuntimeError, match="'log' inside of 'prepare'"), TRAINING.agreed("prepare"):
         TRAINING.barrier("log")
+
+
+@pytest.mark.world(5)
+@pytest.mark.parametrize("largest", [2, 512])
+def test_a_tree_of_groups_exchanges_what_one_group_exchanges(tmp_path, largest):
+    """Five ranks in groups of three and two, whose leaders are 0 and 3."""
+
+    def fail_on(guilty):
+        if rank() == guilty:
+            raise StorageError("full")
+
+    def values():
+        tree.Tree.over_all_ranks.__func__.__kwdefaults__["largest"] = largest
+        texts = ["x" * 1000 * number for number in range(5)]
+        assert TRAINING.gather("texts", texts[rank()]) == texts
+        text = TRAINING.combine("count", texts[rank()], lambda found: f"{rank()} {len(''.join(found))}")
+        assert text == "0 10000"
+        table = [[float(number), 0.5] for number in range(5)]
+        assert TRAINING.gather_numbers("numbers", table[rank()]).tolist() == table
+        assert TRAINING.combine_numbers("sum", table[rank()], lambda rows: rows.sum(0).tolist()) == [10.0, 2.5]
+        wait = TRAINING.start_max("vote", [float(rank()), -float(rank())])
+        TRAINING.barrier("all")
+        assert wait() == [4.0, 0.0]
+        with pytest.raises(StorageError), TRAINING.agreed("write"):
+            fail_on(4)
+        assert bool(TRAINING._tree.one_group) == (largest == 512)
+
+    codes, texts = in_ranks(values, tmp_path, ranks=5)
+    assert codes == [0] * 5, texts
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_raised_or_named():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 300), hard))
+        tree._allow_files(512)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 768
+        with pytest.raises(HealthError, match=f"open files is {hard}.*need"):
+            tree._allow_files(hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,7 +5,7 @@ what only one rank knows. Exchanges are entered where all ranks come by construc
 step boundary, Trainer's own log, a save, the end), and what a rank has to say (an error, a finding, a reason to write
 while training waits) is the value that it gives, from which all ranks then draw the same conclusion.
 
-A channel has a gloo group of its own and exchanges CPU tensors: it works next to NCCL, never queues behind the
+A channel has gloo groups of its own (`Tree`) and exchanges CPU tensors: it works next to NCCL, never queues behind the
 collectives of the training, and never makes a GPU wait. The exchanges of one channel have one order, so a thread that
 runs next to the training uses another channel than the training.
 
@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from hfscale import errors
 from hfscale.utils.distributed import is_distributed, rank, world_size
+from hfscale.utils.tree import Tree
 from hfscale.utils.versions import group_store
 
 DEBUG_VARIABLE = "HFSCALE_DEBUG_EXCHANGES"
@@ -52,18 +53,31 @@ class Channel:
         self.timeout = timeout
         self._world: dist.ProcessGroup | None = None
         self._group: dist.ProcessGroup | None = None
+        self._tree: Tree | None = None
+        self._pending: Callable[[], object] | None = None
         self._entered = 0
         self._within: str | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The gloo group over all ranks; None with one process. The first access must be at the same point on all."""
+        """A gloo group over all ranks, for collectives of a library (DCP); None with one process.
+
+        The first access must be at the same point on all ranks. The exchanges of the channel itself are on `Tree`.
+        """
         if not is_distributed():
             return None
-        if self._world is not dist.group.WORLD:  # a new default group: the old one was destroyed, and this one with it
-            self._world = dist.group.WORLD
-            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+        tree = self._connect()
+        if self._group is None:
+            largest = tree.one_group
+            self._group = largest or dist.new_group(backend="gloo", timeout=self.timeout)
         return self._group
+
+    def _connect(self) -> Tree:
+        """Return the tree; it is created at the first call after the default group."""
+        if self._tree is None or self._world is not dist.group.WORLD:  # the old default group was destroyed
+            self._world, self._group, self._pending = dist.group.WORLD, None, None
+            self._tree = Tree.over_all_ranks(self.timeout)
+        return self._tree
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Return the value of every rank, in rank order.
@@ -82,7 +96,7 @@ class Channel:
             name (`str`): the name of the exchange.
             data (`bytes`): this rank's; their number may differ between ranks.
         """
-        return self._all_gather(data) if self._enter(name) else [data]
+        return self._connect().gather_bytes_everywhere(data) if self._enter(name) else [data]
 
     def combine(self, name: str, value: Any, function: Callable[[list[Any]], Any]) -> Any:
         """Return `function(values)` on every rank, which is called on rank 0 only.
@@ -98,17 +112,8 @@ class Channel:
         """
         if not self._enter(name):
             return json.loads(json.dumps(function([value])))
-        values = [json.loads(data) for data in self._all_gather(json.dumps(value).encode())]
-        result, failure, error = None, None, None
-        if rank() == 0:
-            try:
-                result = function(values)
-            except Exception as raised:
-                error, failure = raised, _described(raised)
-        result, failure = json.loads(self._broadcast(json.dumps([result, failure]).encode()))
-        if failure is not None:
-            raise error or _rebuilt(0, *failure)
-        return result
+        values = self._connect().gather_bytes(json.dumps(value).encode())
+        return self._from_rank_0(lambda: function([json.loads(data) for data in values or []]))
 
     def on_rank_0(self, name: str, function: Callable[[], Any]) -> Any:
         """Return `function()` on every rank, which is called on rank 0 only.
@@ -132,9 +137,29 @@ class Channel:
         row = torch.tensor(numbers, dtype=torch.float64)
         if not self._enter(name):
             return row[None]
-        table = torch.empty(world_size(), len(row), dtype=torch.float64)
-        dist.all_gather(list(table.unbind()), row, group=self._group)
+        tree = self._connect()
+        table = tree.gather_rows(row)
+        if table is None:
+            table = torch.empty(world_size(), len(row), dtype=torch.float64)
+        tree.broadcast(table)
         return table
+
+    def combine_numbers(self, name: str, numbers: Sequence[float], function: Callable[[torch.Tensor], Any]) -> Any:
+        """Return `function(table)` on every rank, which is called on rank 0 only: `combine` for many numbers.
+
+        Args:
+            name (`str`): the name of the exchange.
+            numbers (`Sequence[float]`): as many on every rank.
+            function (`Callable`): called with a table of the numbers of each rank, (ranks, numbers) in fp64.
+
+        Raises:
+            Exception: what `function` raised, on all ranks; its type is as in `agreed`.
+        """
+        row = torch.tensor(numbers, dtype=torch.float64)
+        if not self._enter(name):
+            return json.loads(json.dumps(function(row[None])))
+        table = self._connect().gather_rows(row)
+        return self._from_rank_0(lambda: function(table))
 
     def maximum(self, name: str, numbers: Sequence[float]) -> list[float]:
         """Return the element-wise maximum over all ranks.
@@ -155,10 +180,10 @@ class Channel:
         if not self._enter(name):
             return lambda: list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.float64)
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = self._pending = self._connect().start_max(tensor)
 
         def wait() -> list[float]:
-            work.wait()
+            work()
             return tensor.tolist()
 
         return wait
@@ -169,8 +194,7 @@ class Channel:
         Args:
             name (`str`): the name of the exchange.
         """
-        if self._enter(name):
-            dist.barrier(group=self._group)
+        self.maximum(name, [0.0])
 
     def gather_outcomes(self, name: str, outcome: Any, *, error: Exception | None) -> list[Any]:
         """Return the outcome of what every rank has just done, in rank order, where it may have failed on some.
@@ -185,15 +209,20 @@ class Channel:
         Raises:
             Exception: `error`, if the other ranks do not come.
         """
-        if is_distributed():
-            store, key = self._store(), f"arrived/{self._entered}"
-            store.add(key, 1)
-            until = time.monotonic() + PATIENCE_S
-            while error is not None and store.add(key, 0) < world_size():
-                if time.monotonic() > until:
-                    raise error
-                time.sleep(0.01)
+        self._wait_for_the_others(error)
         return self.gather(name, outcome)
+
+    def _wait_for_the_others(self, error: Exception | None) -> None:
+        """Raise the error if the other ranks do not come."""
+        if not is_distributed():
+            return
+        store, key = self._store(), f"arrived/{self._entered}"
+        store.add(key, 1)
+        until = time.monotonic() + PATIENCE_S
+        while error is not None and store.add(key, 0) < world_size():
+            if time.monotonic() > until:
+                raise error
+            time.sleep(0.01)
 
     @contextmanager
     def agreed(self, name: str) -> Iterator[None]:
@@ -217,30 +246,27 @@ class Channel:
             error = raised
         finally:
             self._within = None
-        outcomes = self.gather_outcomes(name, error and _described(error), error=error)
+        self._wait_for_the_others(error)
+        first = self.combine(name, error and _described(error), _first_failure)
         if error is not None:
             raise error
-        for number, outcome in enumerate(outcomes):
-            if outcome is not None:
-                raise _rebuilt(number, *outcome)
+        if first is not None:
+            number, failure = first
+            raise _rebuilt(number, *failure)
 
-    def _all_gather(self, data: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-        dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self._group)
-        longest = int(max(lengths))
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(rows, torch.nn.functional.pad(mine, (0, longest - mine.numel())), group=self._group)
-        return [row[: int(length)].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
-
-    def _broadcast(self, data: bytes) -> bytes:
-        """Return the bytes of rank 0 on every rank."""
-        length = torch.tensor([len(data)])
-        dist.broadcast(length, src=0, group=self._group)
-        row = torch.frombuffer(bytearray(data), dtype=torch.uint8) if rank() == 0 else None
-        row = torch.empty(int(length), dtype=torch.uint8) if row is None else row
-        dist.broadcast(row, src=0, group=self._group)
-        return row.numpy().tobytes()
+    def _from_rank_0(self, function: Callable[[], Any]) -> Any:
+        """Return `function()`, which is called on rank 0 only, or raise its error, on all ranks."""
+        result, failure, error, data = None, None, None, None
+        if rank() == 0:
+            try:
+                result = function()
+            except Exception as raised:
+                error, failure = raised, _described(raised)
+            data = json.dumps([result, failure]).encode()
+        result, failure = json.loads(self._connect().broadcast_bytes(data))
+        if failure is not None:
+            raise error or _rebuilt(0, *failure)
+        return result
 
     def _enter(self, name: str) -> bool:
         """Begin the exchange `name`; return whether there are other ranks."""
@@ -252,7 +278,11 @@ class Channel:
         timeout_s = float(os.environ.get(DEBUG_VARIABLE, "0"))
         if timeout_s:
             self._check_names(name, timeout_s)
-        return self.group is not None  # it is created here, after all ranks have arrived
+        tree = self._connect()  # the groups are created here, after all ranks have arrived
+        if self._pending is not None:
+            self._pending()
+            self._pending = None
+        return tree is not None
 
     def _store(self) -> dist.Store:
         """Return the store of the default group, with this channel's own keys."""
@@ -281,6 +311,11 @@ TRAINING = Channel("training", timedelta(minutes=30))
 """On the training thread, from the beginning of a training to its end."""
 SAVING = Channel("saving", timedelta(hours=2))
 """On the thread that writes checkpoints."""
+
+
+def _first_failure(outcomes: list[Any]) -> tuple[int, Any] | None:
+    """Return the lowest rank that has failed, and how."""
+    return next(((number, outcome) for number, outcome in enumerate(outcomes) if outcome is not None), None)
 
 
 def _described(error: Exception) -> tuple[str, tuple[Any, ...], str]:

@@ -1,0 +1,210 @@
+"""Gathers values on rank 0 and sends values from it, over gloo groups none of which is large.
+
+A gloo group connects each of its ranks with every other one. Over 16,384 ranks that would be 16,384 open connections
+in each process, and 48 TB of addresses that the store of the launcher would have to send. Up to `LARGEST_GROUP` ranks
+one group is used. Beyond, consecutive ranks form groups of about the square root of their number; the first rank of
+each is its leader, and the leaders form a group: at 16,384 ranks each process has at most 254 connections.
+"""
+
+import math
+import resource
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from hfscale.errors import HealthError
+
+LARGEST_GROUP = 512
+"""Number of ranks up to which one group connects all."""
+_SPARE_FILES = 256
+"""Open files that a process needs apart from the connections of the tree."""
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One group of the tree that this rank is a member of. Its first rank is its leader."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    """The global ranks of the group, in ascending order."""
+    rows: int = 1
+    """Number of values that each member hands on: that of the group below it that it leads."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the leader."""
+        return dist.get_rank(self.group) == 0
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return the rows of all members on the leader, (members x rows, width), and None elsewhere.
+
+        Args:
+            rows (`torch.Tensor`): the rows of this member, (at most `self.rows`, width), of the same width and type on
+                all members.
+        """
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, self.rows - len(rows)))
+        table = rows.new_empty(len(self.ranks), *padded.shape) if self.is_leader else None
+        dist.gather(padded, None if table is None else list(table.unbind()), group=self.group, group_dst=0)
+        return None if table is None else table.flatten(0, 1)
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Return the data of all members on the leader, and None elsewhere; their lengths may differ."""
+        longest = torch.tensor([len(data)])
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+        framed = _framed([data]) + bytes(int(longest) - len(data))
+        mine = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        rows = mine.new_empty(len(self.ranks), len(mine)) if self.is_leader else None
+        dist.gather(mine, None if rows is None else list(rows.unbind()), group=self.group, group_dst=0)
+        if rows is None:
+            return None
+        return [next(_parts(row.numpy().tobytes())) for row in rows]
+
+
+class Tree:
+    """Exchanges values between all ranks over the groups that this rank is a member of.
+
+    All calls are collectives: every rank makes the same ones in the same order.
+
+    Args:
+        levels (`list[Level]`): the groups, from the ranks to rank 0.
+        depth (`int`): number of levels of rank 0.
+        world_size (`int`): number of ranks.
+    """
+
+    def __init__(self, levels: list[Level], *, depth: int, world_size: int) -> None:
+        self._levels = levels
+        self._depth = depth
+        self._world_size = world_size
+        self._thread = ThreadPoolExecutor(1, "hfscale-exchange") if depth > 1 else None
+
+    @classmethod
+    def over_all_ranks(cls, timeout: timedelta, *, largest: int = LARGEST_GROUP) -> "Tree":
+        """Create the groups over all ranks of the default group.
+
+        Args:
+            timeout (`timedelta`): longest time that one collective may take.
+            largest (`int`): number of ranks up to which one group connects all.
+
+        Raises:
+            HealthError: the limit of open files is too low for the connections.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if ranks <= largest:
+            _allow_files(ranks)
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            return cls([Level(group=group, ranks=tuple(range(ranks)))], depth=1, world_size=ranks)
+        size = math.ceil(math.sqrt(ranks))
+        leaders = tuple(range(0, ranks, size))
+        _allow_files(size + len(leaders))
+        first = rank - rank % size
+        members = tuple(range(first, min(first + size, ranks)))
+        levels = [Level(group=_new_group(members, timeout), ranks=members)]
+        if rank == first:
+            levels.append(Level(group=_new_group(leaders, timeout), ranks=leaders, rows=size))
+        return cls(levels, depth=2, world_size=ranks)
+
+    @property
+    def one_group(self) -> dist.ProcessGroup | None:
+        """The group over all ranks, if one group connects all."""
+        return self._levels[0].group if self._depth == 1 else None
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor | None:
+        """Return a table with the row of each rank on rank 0, (ranks, width), and None elsewhere.
+
+        Args:
+            row (`torch.Tensor`): this rank's row, (width,), of the same width and type on all ranks.
+        """
+        rows: torch.Tensor | None = row[None]
+        for level in self._levels:
+            assert rows is not None
+            rows = level.gather_rows(rows)
+        return None if rows is None else rows[: self._world_size]
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Return the data of each rank on rank 0, in rank order, and None elsewhere; their lengths may differ."""
+        parts = [data]
+        for level in self._levels:
+            packed = level.gather_bytes(_framed(parts))
+            if packed is None:
+                return None
+            parts = [part for pack in packed for part in _parts(pack)]
+        return parts
+
+    def gather_bytes_everywhere(self, data: bytes) -> list[bytes]:
+        """Return the data of each rank on all ranks, in rank order."""
+        parts = self.gather_bytes(data)
+        return list(_parts(self.broadcast_bytes(None if parts is None else _framed(parts))))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor of the same shape and type on all ranks by that of rank 0."""
+        for level in reversed(self._levels):
+            dist.broadcast(tensor, group=level.group, group_src=0)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Return the data of rank 0 on all ranks; elsewhere `data` is None."""
+        length = torch.tensor([0 if data is None else len(data)])
+        self.broadcast(length)
+        sent = torch.empty(int(length), dtype=torch.uint8)
+        if data is not None:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else sent
+        if len(sent):
+            self.broadcast(sent)
+        return sent.numpy().tobytes()
+
+    def start_max(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Start overwriting `tensor` by its element-wise maximum over all ranks, and return what waits for it.
+
+        Wait before the next exchange.
+        """
+        if self._thread is None:
+            return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._levels[0].group, async_op=True).wait
+        return self._thread.submit(self._max, tensor).result
+
+    def _max(self, tensor: torch.Tensor) -> None:
+        lowest, *above = self._levels
+        dist.reduce(tensor, op=dist.ReduceOp.MAX, group=lowest.group, group_dst=0)
+        for level in above:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=level.group)
+        dist.broadcast(tensor, group=lowest.group, group_src=0)
+
+
+def _framed(parts: list[bytes]) -> bytes:
+    """Return the parts one after the other, each behind its length."""
+    return b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") + part for part in parts)
+
+
+def _parts(framed: bytes) -> Iterator[bytes]:
+    """Return the parts that `_framed` has joined."""
+    at = 0
+    while at < len(framed):
+        end = at + _LENGTH_BYTES + int.from_bytes(framed[at : at + _LENGTH_BYTES], "little")
+        yield framed[at + _LENGTH_BYTES : end]
+        at = end
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+    """Create a group that only its members create."""
+    return dist.new_group(list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True)
+
+
+def _allow_files(connections: int) -> None:
+    """Raise the limit of open files of this process to what the connections need.
+
+    Raises:
+        HealthError: the hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _SPARE_FILES + psutil.Process().num_fds()
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise HealthError(
+                f"the limit of open files is {hard}, and the connections to the other ranks need {needed}: raise it "
+                "on this node (ulimit -Hn; LimitNOFILE in systemd; --ulimit nofile in Docker)"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
