@@ -9,6 +9,7 @@ commit. It contains
 with paths relative to the checkpoint, in POSIX form.
 """
 
+import heapq
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from hfscale.errors import CheckpointError
 FORMAT = 1
 MANIFEST_NAME = "hfscale_manifest.json"
 _CHUNK_BYTES = 8 * 2**20
+_OPENING_BYTES = 2**20
+"""Bytes that a reader could read in the time that it takes to open a file; about 1 ms on network storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,26 @@ class Manifest:
     """Every other file of the checkpoint, by relative POSIX path."""
     format: int = FORMAT
     """Version of this format."""
+
+    def share(self, number: int, readers: int) -> list[str]:
+        """Return the files that one of several readers reads, so that all have about as many bytes to read.
+
+        Each file, the longest first, goes to the reader with the fewest bytes.
+
+        Args:
+            number (`int`): the number of the reader, counted from 0.
+            readers (`int`): how many there are.
+        """
+        if readers == 1:
+            return list(self.files)
+        loads = [(0, reader) for reader in range(readers)]
+        names = []
+        for name in sorted(self.files, key=lambda name: (-self.files[name].bytes, name)):
+            load, reader = loads[0]
+            heapq.heapreplace(loads, (load + self.files[name].bytes + _OPENING_BYTES, reader))
+            if reader == number:
+                names.append(name)
+        return names
 
     def to_json(self) -> str:
         """Return the manifest as indented JSON."""

@@ -363,16 +363,23 @@ def _inert_placeholder(module: str, name: str) -> Any:
     return _Inert if is_storage or name in _CHECKPOINT_NAMES.get(module, ()) else None
 
 
-def check_pickles(checkpoint: Path) -> None:
+def check_pickles(checkpoint: Path, names: Iterable[str] | None = None) -> None:
     """Check that the pickles of `checkpoint` that a library may load build only tensors and plain values.
+
+    Args:
+        checkpoint (`Path`): the folder of the checkpoint.
+        names (`Iterable[str]`, *optional*): the files to check; None: all, and the links of the checkpoint
+            (`check_links`).
 
     Raises:
         CheckpointError: a file names something else, cannot be read as a pickle, is not of the only form in which
             torch writes it, or is a symbolic link, or DeepSpeed's `latest` does not name a folder of the checkpoint;
             the message names the first one.
     """
-    _check_links(checkpoint)
-    for name in checkpoint_files(checkpoint):
+    if names is None:
+        check_links(checkpoint)
+        names = checkpoint_files(checkpoint)
+    for name in names:
         path = checkpoint / name
         if name in _LATEST_NAMES:
             _check_latest(path)
@@ -384,8 +391,11 @@ def check_pickles(checkpoint: Path) -> None:
             _check_archive(path)
 
 
-def _check_links(checkpoint: Path) -> None:
+def check_links(checkpoint: Path) -> None:
     """Check that no folder and no file that a library may unpickle is a symbolic link.
+
+    Args:
+        checkpoint (`Path`): the folder of the checkpoint.
 
     Raises:
         CheckpointError: there is such a link.

@@ -389,8 +389,12 @@ def fetch_newest(store: RemoteStore, output_dir: Path) -> None:
     group = distributed.own_group(_MAX_DOWNLOAD_TIME)
     step: int | None = None
     problem: str | None = None
+    try:
+        local = newest_usable(output_dir)
+    except CheckpointError:
+        local = None  # its reasons have been logged; a good one in the store takes their place
     if distributed.rank() == 0:
-        step, problem = _result_or_problem(lambda: _fetch_newest(store, output_dir))
+        step, problem = _result_or_problem(lambda: _fetch_newest(store, output_dir, local))
     (step, problem), *_ = distributed.gather_json([step, problem], group)
     if problem is None and step is not None:
         leads_node = distributed.rank() != 0 and os.environ.get("LOCAL_RANK") == "0"
@@ -411,17 +415,13 @@ def _result_or_problem(operation: Callable[[], Result]) -> tuple[Result | None, 
         return None, redacted_message(error)
 
 
-def _fetch_newest(store: RemoteStore, output_dir: Path) -> int | None:
-    """Fetch a checkpoint that is newer than the local ones; return its step, or None if there is none.
+def _fetch_newest(store: RemoteStore, output_dir: Path, local: Path | None) -> int | None:
+    """Fetch a checkpoint that is newer than the `local` one, and return its step, or None if there is none.
 
     Raises:
         StorageError: the store cannot be read, and there is no usable local checkpoint.
         CheckpointError: none of the store's checkpoints is good, and there is no usable local checkpoint.
     """
-    try:
-        local = newest_usable(output_dir)
-    except CheckpointError:
-        local = None  # its reasons have been logged; a good one in the store takes their place
     local_step = checkpoint_step(local) if local is not None else -1
     try:
         steps = store.committed_steps()

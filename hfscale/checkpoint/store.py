@@ -112,8 +112,13 @@ def update_manifest(checkpoint: Path) -> None:
         write_atomically(checkpoint / MANIFEST_NAME, replace(manifest, files=files).to_json())
 
 
-def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
+def verify(checkpoint: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> Manifest:
     """Read every file of `checkpoint` and compare it with the manifest.
+
+    Args:
+        checkpoint (`str` or `Path`): the folder of the checkpoint.
+        share (`tuple[int, int]`): the number of this reader and how many readers there are, of which each reads a
+            part of the files (`Manifest.share`); by default there is one.
 
     Returns:
         `Manifest`: the manifest, if all files match it.
@@ -127,8 +132,8 @@ def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
     named = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if named is not None and int(named[1]) != manifest.step:
         raise CheckpointError(f"{checkpoint} is corrupt: its manifest is for step {manifest.step}")
-    for name, expected in manifest.files.items():
-        path = checkpoint / name
+    for name in manifest.share(*share):
+        path, expected = checkpoint / name, manifest.files[name]
         check_no_link(checkpoint, name)
         if not path.is_file():
             raise CheckpointError(f"{checkpoint} is corrupt: {name} is missing")

@@ -11,10 +11,12 @@ from pathlib import Path
 from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
 from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import tag_folder
-from hfscale.checkpoint.manifest import MANIFEST_NAME, checkpoint_files
-from hfscale.checkpoint.pickles import METADATA_NAME, read_dcp_metadata
-from hfscale.checkpoint.store import checkpoint_step, list_checkpoints, verify
+from hfscale.checkpoint.manifest import MANIFEST_NAME, checkpoint_files, read_manifest
+from hfscale.checkpoint.pickles import METADATA_NAME, check_links, check_pickles, read_dcp_metadata
+from hfscale.checkpoint.store import checkpoint_step, list_checkpoints, verify, wait_until_visible
 from hfscale.errors import CheckpointError
+from hfscale.utils import distributed
+from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -28,8 +30,8 @@ _SCHEDULER = "scheduler.pt"
 def newest_usable(output_dir: Path) -> Path | None:
     """Return the newest checkpoint of a run that is verified or that plain Trainer has completed.
 
-    Candidates are read completely, newest first. A warning says why one was skipped, and that one without a manifest
-    has no hashes.
+    Every rank must call it, and gets the same result. Candidates are read completely, newest first, each rank a share
+    of the files. A warning says why one was skipped, and that one without a manifest has no hashes.
 
     Args:
         output_dir (`Path`): output directory of the run.
@@ -38,26 +40,17 @@ def newest_usable(output_dir: Path) -> Path | None:
         `Path` or `None`: the checkpoint; None if no folder `checkpoint-N` exists.
 
     Raises:
-        CheckpointError: there are checkpoints and none is usable. The message names the newest and what is wrong.
+        CheckpointError: there are checkpoints and none is usable. The message names the newest and what is wrong. Or a
+            rank does not see a checkpoint that rank 0 sees.
     """
     reasons = []
-    for checkpoint in reversed(list_checkpoints(output_dir)):
-        try:
-            if (checkpoint / MANIFEST_NAME).is_file():
-                verify(checkpoint)
-            else:
-                check_complete(checkpoint)
-                logger.warning(
-                    "%s has no %s, as plain Trainer leaves it: all its files are there, but without hashes a changed "
-                    "byte is not noticed",
-                    checkpoint,
-                    MANIFEST_NAME,
-                )
-        except CheckpointError as error:
-            logger.warning("checkpoint skipped: %s", error)
-            reasons.append(str(error))
-            continue
-        return checkpoint
+    names: list[str] = START.on_rank_0("checkpoints", lambda: [path.name for path in list_checkpoints(output_dir)])
+    for name in reversed(names):
+        problem = find_problem(output_dir / name)
+        if problem is None:
+            return output_dir / name
+        logger.warning("checkpoint skipped: %s", problem)
+        reasons.append(problem)
     if reasons:
         others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         raise CheckpointError(
@@ -65,6 +58,76 @@ def newest_usable(output_dir: Path) -> Path | None:
             "from scratch with --resume_from_checkpoint false"
         )
     return None
+
+
+def find_problem(checkpoint: Path) -> str | None:
+    """Verify a checkpoint, each rank a share of its files; one without a manifest is only checked to be complete.
+
+    Every rank must call it.
+
+    Args:
+        checkpoint (`Path`): the folder of the checkpoint.
+
+    Returns:
+        `str` or `None`: why the checkpoint is not usable; None if it is.
+
+    Raises:
+        CheckpointError: a rank does not see the checkpoint; raised on every rank.
+    """
+    has_manifest = START.on_rank_0("manifest", (checkpoint / MANIFEST_NAME).is_file)
+    _check_visible(checkpoint / (MANIFEST_NAME if has_manifest else _LAST_WRITTEN))
+    problem: str | None = None
+    with START.agreed("verification"):
+        try:
+            if has_manifest:
+                verify(checkpoint, share=(distributed.rank(), distributed.world_size()))
+            elif distributed.rank() == 0:
+                check_complete(checkpoint)
+        except CheckpointError as error:
+            problem = str(error)
+    problem = START.combine("problems", problem, lambda found: next((text for text in found if text), None))
+    if problem is None and not has_manifest:
+        logger.warning(
+            "%s has no %s, as plain Trainer leaves it: all its files are there, but without hashes a changed byte is "
+            "not noticed",
+            checkpoint,
+            MANIFEST_NAME,
+        )
+    return problem
+
+
+def check_pickles_on_all_ranks(checkpoint: Path) -> None:
+    """Check the pickles of a verified checkpoint, each rank a share of its files. Every rank must call it.
+
+    Its files match its manifest, but anybody could have written both.
+
+    Args:
+        checkpoint (`Path`): the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: a pickle has more than tensors and plain values; raised on every rank.
+    """
+    has_manifest = START.on_rank_0("manifest", (checkpoint / MANIFEST_NAME).is_file)
+    with START.agreed("pickles"):
+        recorded = read_manifest(checkpoint) if has_manifest else None
+        if distributed.rank() == 0:
+            check_links(checkpoint)
+            known = recorded.files if recorded is not None else {}
+            check_pickles(checkpoint, [name for name in checkpoint_files(checkpoint) if name not in known])
+        if recorded is not None:
+            check_pickles(checkpoint, recorded.share(distributed.rank(), distributed.world_size()))
+
+
+def _check_visible(path: Path) -> None:
+    """Raise a CheckpointError if a rank does not see, after some waiting, a file that rank 0 sees or looks for."""
+    is_there = START.on_rank_0("is there", path.is_file)
+    sees = not is_there or wait_until_visible(path)
+    rank_without = int(START.maximum("visible", [float(-1 if sees else distributed.rank())])[0])
+    if rank_without >= 0:
+        raise CheckpointError(
+            f"rank {rank_without} does not see {path.parent}, which rank 0 has read: put output_dir on storage that "
+            "every machine shares"
+        )
 
 
 def check_complete(checkpoint: Path) -> None:

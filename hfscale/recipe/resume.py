@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hfscale.checkpoint.pickles import check_pickles
 from hfscale.checkpoint.remote import RemoteStore, fetch_newest
-from hfscale.checkpoint.store import checkpoint_step, verify, wait_until_visible
-from hfscale.checkpoint.usable import newest_usable
+from hfscale.checkpoint.usable import check_pickles_on_all_ranks, find_problem, newest_usable
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
@@ -18,6 +16,7 @@ from hfscale.integrations.loading import discard_conversions
 from hfscale.integrations.strategy import requested_family
 from hfscale.integrations.trainer import TrainerAdapter
 from hfscale.utils import distributed
+from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
 
     With `--resume_from_checkpoint true` it is the newest checkpoint of `output_dir` that is verified, or that plain
     Trainer has completed (which has no hashes: a warning says so), or None if there are no checkpoints; with `false`
-    it is None; any other value is the path of a checkpoint. The main process reads and verifies, the others follow
-    it. With `true`, a newer checkpoint in the remote store is fetched first.
+    it is None; any other value is the path of a checkpoint. Each rank reads and verifies a share of its files. With
+    `true`, a newer checkpoint in the remote store is fetched first.
 
     Args:
         args (`TrainingArguments`): `output_dir` and `resume_from_checkpoint`.
@@ -57,36 +56,21 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     if requested.lower() == "false":
         return None
     if requested.lower() != "true":
-        if distributed.rank() == 0:
-            _check_given(Path(requested))
-            check_pickles(Path(requested))
-        distributed.barrier()
+        has_manifest = START.on_rank_0("given checkpoint", lambda: _check_given(Path(requested)))
+        problem = find_problem(Path(requested)) if has_manifest else None
+        if problem is not None:
+            raise CheckpointError(f"--resume_from_checkpoint: {problem}; name another, or give true")
+        check_pickles_on_all_ranks(Path(requested))
         return requested
-    if distributed.rank() == 0:
-        finish_renames(Path(args.output_dir))
+    START.on_rank_0("unfinished renames", lambda: bool(finish_renames(Path(args.output_dir))))
     if store is not None:
         fetch_newest(store, Path(args.output_dir))
-    found = newest_usable(Path(args.output_dir)) if distributed.rank() == 0 else None
-    if found is not None:
-        check_pickles(found)  # its files match its manifest, but anybody could have written both
-    step = int(distributed.all_max([checkpoint_step(found) if found else -1])[0])
-    if step < 0:
+    found = newest_usable(Path(args.output_dir))
+    if found is None:
         return None
-    checkpoint = Path(args.output_dir) / f"checkpoint-{step}"
-    _check_visible(checkpoint)
-    logger.info("continues from checkpoint-%d of %s", step, args.output_dir)
-    return str(checkpoint)
-
-
-def _check_visible(checkpoint: Path) -> None:
-    """Raise a CheckpointError if a rank does not see, after some waiting, what the main process has verified."""
-    sees = wait_until_visible(checkpoint / TRAINER_STATE_NAME)
-    rank_without = int(distributed.all_max([float(-1 if sees else distributed.rank())])[0])
-    if rank_without >= 0:
-        raise CheckpointError(
-            f"rank {rank_without} does not see {checkpoint}, which rank 0 has read: put output_dir on storage "
-            "that every machine shares"
-        )
+    check_pickles_on_all_ranks(found)
+    logger.info("continues from %s of %s", found.name, args.output_dir)
+    return str(found)
 
 
 def keep_global_batch(
@@ -183,15 +167,13 @@ def _has_results(output_dir: Path, checkpoint: Path) -> bool:
     return not distributed.all_max([float(missing)])[0]
 
 
-def _check_given(checkpoint: Path) -> None:
+def _check_given(checkpoint: Path) -> bool:
+    """Return whether the checkpoint has a manifest."""
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         raise UsageError(
             f"--resume_from_checkpoint {checkpoint} is not a checkpoint folder: name one, or give true or false"
         )
-    if not (checkpoint / MANIFEST_NAME).is_file():
-        logger.info("%s has no %s: it cannot be verified and is used as it is", checkpoint, MANIFEST_NAME)
-        return
-    try:
-        verify(checkpoint)
-    except CheckpointError as error:
-        raise CheckpointError(f"--resume_from_checkpoint: {error}; name another, or give true") from None
+    if (checkpoint / MANIFEST_NAME).is_file():
+        return True
+    logger.info("%s has no %s: it cannot be verified and is used as it is", checkpoint, MANIFEST_NAME)
+    return False
