@@ -69,6 +69,21 @@ class TestPlan:
         out = [line.rstrip() for line in run(capsys, *command.split()).out.splitlines()]
         assert out[: shown.count("\n")] == shown.splitlines()
 
+    def test_several_types_of_gpu_are_one_table(self, capsys):
+        argv = ["plan", "qwen3-0.6b", "--gpu", "A10G,H100-80GB,T4", "--gpus", "1", "--tokens", "1B"]
+        lines = run(capsys, *argv).out.splitlines()
+        rows = [line.split()[0] for line in lines if line.startswith(("A10G", "H100"))]
+        assert rows == ["H100-80GB", "A10G"]
+        assert any("T4: precision is bf16" in line for line in lines)
+        found = json.loads(run(capsys, *argv, "--json").out)
+        assert [one["hardware"]["gpu"] for one in found["plans"]] == rows
+        assert set(found["failed"]) == {"T4"}
+
+    def test_layouts_are_in_words(self, capsys):
+        out = run(capsys, *PLAN).out
+        assert "dp_replicate=" not in out
+        assert "replicate 8: ddp needs" in out
+
     def test_a_faster_layout_comes_second_for_a_reason(self, capsys):
         argv = ["plan", "llama-3.1-8b", "--gpu", "A100-80GB", "--gpus", "4"]
         found = json.loads(run(capsys, *argv, "--json").out)
@@ -105,6 +120,9 @@ class TestPlan:
             ([*PLAN, "--stack", "jax"], ["'jax'", "megatron"]),
             ([*PLAN, "--prices", "/nowhere.toml"], ["/nowhere.toml"]),
             ([*PLAN, "--top", "0"], ["--top is 0"]),
+            ([*PLAN, "--spot-interruptions=-1"], ["--spot-interruptions is -1.0", "from 0 to 60"]),
+            ([*PLAN, "--spot-interruptions", "nan"], ["--spot-interruptions is nan"]),
+            ([*PLAN[:3], "H100,A100-80GB", *PLAN[4:], "--emit", "out"], ["--gpu is H100,A100-80GB", "one GPU"]),
             ([*PLAN, "--plot", "plan.txt"], ["plan.txt", ".svg"]),
             ([*PLAN, "--stack", "titan", "--emit", "out"], ["--emit", "titan"]),
             (["plan", "llama-3.1-8b"], ["--gpu"]),
@@ -272,6 +290,18 @@ class TestEstimate:
             "--json",
         ]
         assert json.loads(run(capsys, *argv).out)["mfu"] > 0.1
+
+    def test_loss_states_adapters_and_optimizer_are_flags(self, capsys):
+        def peak(*flags):
+            argv = [*ESTIMATE, "--micro-batch", "2", *flags, "--json"]
+            return json.loads(run(capsys, *argv).out)["memory_gib"]
+
+        plain = peak()
+        assert peak("--liger")["loss"] < plain["loss"]
+        assert peak("--pure-bf16")["optimizer"] < plain["optimizer"]
+        assert peak("--optimizer", "adamw_8bit")["optimizer"] < plain["optimizer"]
+        low, high = (peak("--method", "lora", "--lora-rank", rank)["optimizer"] for rank in ("8", "64"))
+        assert high == pytest.approx(8 * low)
 
     def test_remaining_ranks_shard_or_replicate(self, capsys):
         assert "dp_replicate=1 x dp_shard=8" in run(capsys, *ESTIMATE).out

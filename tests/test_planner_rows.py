@@ -81,6 +81,26 @@ def test_mixtures_of_a_known_name_and_width_are_those_of_the_catalogue(model, wi
     assert shape.layers == len(shape.windows) == len(shape.moe_layers) == int(widths.get("layers", "32"))
 
 
+@pytest.mark.parametrize(
+    ("model", "experts"),
+    [("a model of 64 experts, 6 active", (64, 6)), ("MoE with 8 experts, top-2", (8, 2)), ("8 experts top 1", (8, 1))],
+)
+def test_experts_are_read_from_words(model, experts):
+    shape = row_shape(row(model=model, params_b=""))
+    assert (shape.moe.experts, shape.moe.top_k) == experts
+    noted = row_shape(row(model="some MoE", params_b="", note=model))
+    assert (noted.moe.experts, noted.moe.top_k) == experts
+
+
+@pytest.mark.parametrize(
+    "model", ["some MoE", "a mixture-of-experts", "Qwen-like 30B-A3B", "Scout 17B-16E", "Mixtral", "a 16-expert model"]
+)
+def test_a_mixture_whose_experts_are_unknown_is_not_sized_as_dense(model):
+    line = table_line(0, row(model=model, params_b="47"))
+    assert "mixture of experts" in line["error"]
+    assert line["tokens_per_s_per_gpu"] is None
+
+
 def test_the_exchange_of_many_small_experts_is_overlapped():
     widths = {"hidden": "7168", "layers": "61", "heads": "128", "kv_heads": "128", "vocab": "129280"}
     changes = {
@@ -115,6 +135,9 @@ def test_missing_widths_are_inferred_from_the_parameter_count():
         ({"compile": "yes"}, "titan"),
         ({"compile": ""}, "titan"),
         ({"precision": "float8"}, "titan"),
+        ({"precision": "mxfp8"}, "hf"),
+        ({"precision": "mxfp8", "dp_shard": "1", "tp": "8"}, "megatron"),
+        ({"model": "nanotron-3.57B", "dp_shard": "1", "tp": "8"}, "titan"),
         ({"ac": "selective-op"}, "titan"),
         ({"dp_shard": "", "dp_replicate": "8"}, "megatron"),
         ({"dp_shard": "1", "tp": "8"}, "megatron"),

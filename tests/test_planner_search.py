@@ -1,15 +1,22 @@
 """The search: which layouts it tries, how it ranks them, and why it rejects others."""
 
+import math
 import time
+from dataclasses import replace
 
 import pytest
 
+from hfscale import estimate as estimate_layout
 from hfscale import plan
-from hfscale.errors import LayoutError, UsageError
+from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
+from hfscale.planner.advice import simplicity
+from hfscale.planner.estimate import estimate_job
+from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import strategy_of
+from hfscale.planner.plan import plan_gpu_types
 from hfscale.planner.search import HEADROOM, TIE_TOLERANCE, PlanRequest, layouts, search, usual_batch
 
 
@@ -72,7 +79,7 @@ class TestSearch:
         for estimate in fused:
             same = [e for e in without if (e.job.layout, e.job.offload) == (estimate.job.layout, estimate.job.offload)]
             assert all(estimate.time.total * (1 + TIE_TOLERANCE) < e.time.total for e in same)
-        other = plan("falcon-7b", gpu="H100-80GB", gpus=8, top=100)
+        other = plan("pythia-1.4b", gpu="H100-80GB", gpus=8, top=100)
         assert not any(choice.estimate.job.fused_loss for choice in other.choices)
 
     def test_lower_precision_is_the_last_resort(self):
@@ -103,6 +110,10 @@ class TestSearch:
     def test_a_batch_that_no_layout_divides_is_reported(self):
         result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, global_batch=3)
         assert any("global batch 3 is not a multiple" in row.reason for row in result.rejected)
+        small = plan("llama-3.1-70b", gpu="A100-40GB", gpus=16, global_batch=3)
+        assert not small.choices
+        assert any(row.reason.endswith("--global-batch 16") for row in small.rejected)
+        assert any("--global-batch 16" in item.change for item in small.improvements)
 
     @pytest.mark.parametrize(
         ("model", "gpus", "tokens"),
@@ -185,6 +196,95 @@ class TestRanking:
         assert sum("GiB per GPU even with full recomputation" in row.reason for row in result.rejected) > 5
 
 
+class TestUncertainty:
+    def test_ranges_contain_the_value_and_grow_with_the_error(self):
+        found = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, tokens=1e9).choices[0]
+        framework = find_framework("hf")
+        for value, (low, high), error in (
+            (found.estimate.memory.total, found.estimate.memory_range, framework.memory_range),
+            (found.estimate.time.total, found.estimate.time_range, framework.time_range),
+            (found.hours, found.hours_range, framework.time_range),
+            (found.usd, found.scaled(found.usd), framework.time_range),
+        ):
+            assert low == pytest.approx(value * math.exp(-error))
+            assert high == pytest.approx(value * math.exp(error))
+
+    def test_the_probability_that_it_fits_falls_with_the_peak(self):
+        sizes = {"gpu": "H100-80GB", "layout": {"dp_shard": 8}, "seq_len": 4096, "zero": 3}
+        found = [estimate_layout("llama-3.1-8b", **sizes, micro_batch=micro_batch) for micro_batch in (1, 2, 4)]
+        probabilities = [one.fits_probability for one in found]
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert [one.fits_word for one in found] == ["yes", "uncertain", "no"] or probabilities[
+            0
+        ] > 0.95 > probabilities[2]
+        assert all(one.fits == (one.fits_probability >= 0.5) for one in found)
+
+    def test_within_the_error_the_simplest_layout_comes_first(self):
+        result = plan("llama-3.1-8b", gpu="A100-80GB", gpus=4, top=100)
+        first, *others = (choice.estimate for choice in result.choices)
+        close = [e for e in others if first.time.total > e.time.total]
+        assert close
+        assert all(simplicity(first) <= simplicity(other) for other in close)
+        assert first.time.total <= min(e.time.total for e in close) * (1 + find_framework("hf").time_error)
+
+    def test_data_parallel_ranks_are_not_an_axis_that_makes_a_layout_complicated(self):
+        asked = request("llama-3.1-405b", gpus=1024, seq_len=8192, framework="megatron")
+        by_pp = {e.job.layout.pp: e for e in search(asked, 1024)[0] if (e.job.layout.tp, e.job.layout.cp) == (8, 2)}
+        assert simplicity(by_pp[16]) < simplicity(by_pp[64])
+
+
+class TestImprovements:
+    def test_what_is_faster_or_smaller_is_computed_for_the_first_choice(self):
+        result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=64)
+        first = result.choices[0].estimate
+        assert result.improvements
+        for item in result.improvements:
+            faster = item.tokens_per_s_per_gpu > first.tokens_per_s_per_gpu
+            assert faster or item.memory_gib < first.memory.total, item
+            assert item.speedup == pytest.approx(item.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu)
+        full = next(item for item in result.improvements if item.change == "recomputation full")
+        job = replace(first.job, recompute="full")
+        assert full.memory_gib == pytest.approx(estimate_job(job).memory.total)
+        assert {item.change for item in result.improvements if item.changes_results} >= {
+            "fp8 matrix products: --precision fp8"
+        }
+
+    def test_what_would_make_it_fit_does_fit(self):
+        result = plan("llama-3.1-8b", gpu="RTX4090", gpus=1)
+        assert not result.choices
+        changes = {item.change: item for item in result.improvements}
+        assert changes["adapters: --method qlora"].memory_gib < 24
+        assert changes["adapters: --method qlora"].tokens_per_s_per_gpu == pytest.approx(
+            max(
+                choice.estimate.tokens_per_s_per_gpu
+                for choice in plan("llama-3.1-8b", gpu="RTX4090", gpus=1, method="qlora", top=100).choices
+            )
+        )
+        assert any(change.startswith("more GPUs: --gpus") for change in changes)
+
+
+class TestGpuTypes:
+    def test_plans_are_sorted_by_time_or_cost(self):
+        names = ["A100-80GB", "L40S", "H100-80GB"]
+        plans, failed = plan_gpu_types("llama-3.1-8b", gpu_types=names, gpus=8, tokens=1e9)
+        hours = [found.choices[0].hours for found in plans]
+        assert hours == sorted(hours)
+        assert {found.request.gpu.name for found in plans} == set(names)
+        assert not failed
+        cheap, _ = plan_gpu_types("llama-3.1-8b", gpu_types=names, gpus=8, tokens=1e9, objective="cost")
+        costs = [found.choices[0].usd for found in cheap]
+        assert costs == sorted(costs)
+
+    def test_a_gpu_that_does_not_support_the_precision_is_left_out(self):
+        plans, failed = plan_gpu_types("qwen3-0.6b", gpu_types=["T4", "L4"], gpus=1)
+        assert [found.request.gpu.name for found in plans] == ["L4"]
+        assert "use precision fp16" in failed["T4"]
+        with pytest.raises(UsageError, match="fp16"):
+            plan_gpu_types("qwen3-0.6b", gpu_types=["T4"], gpus=1)
+        with pytest.raises(UsageError, match="H1000"):
+            plan_gpu_types("qwen3-0.6b", gpu_types=["L4", "H1000"], gpus=1)
+
+
 class TestPlan:
     def test_prices_hours_and_the_users_rate(self):
         ours = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, tokens=1e9, usd_per_gpu_hour=2.0).choices[0]
@@ -211,6 +311,14 @@ class TestPlan:
         assert all(item.source for item in result.advice)
         assert any("Gbit/s per GPU" in text for text in texts)
         assert result.assumptions
+
+    def test_key_value_heads_must_divide_the_heads(self):
+        config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        shape = ModelShape.from_config(
+            {**config, "num_key_value_heads": 3, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
+        )
+        with pytest.raises(UnsupportedModelError, match=r"num_key_value_heads is 3.*num_attention_heads 4"):
+            plan(shape, gpu="H100-80GB", gpus=1)
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -28,6 +28,13 @@ def network(constants=PERFECT, **options):
 
 
 class TestNetwork:
+    @pytest.mark.parametrize(
+        ("gpu", "card"), [("T4", 12.5 / 8), ("RTX4090", 12.5 / 8), ("L40S", 12.5), ("MI300X", 50.0)]
+    )
+    def test_cards_without_a_reference_node_share_one_network_card(self, gpu, card):
+        links = Network.of(accelerator(gpu), node_size=8, network_gb_s=None, shared=PERFECT)
+        assert links.card_bytes_s == pytest.approx(card * 1e9)
+
     def test_a_ring_moves_all_but_a_ranks_own_part(self):
         assert network().gather_s(8e9, Group(size=8)) == pytest.approx(8e9 * 7 / 8 / 450e9)
         assert network().reduce_s(8e9, Group(size=8)) == pytest.approx(2 * 8e9 * 7 / 8 / 450e9)
@@ -235,6 +242,11 @@ class TestPublishedRuns:
         figures = planner_fit.figures(runs, planner_fit.residuals(runs, planner_fit.current()))
         assert figures["rank_correlation"] > 0.99
 
+    def test_fp8_is_at_most_twice_as_fast_as_bf16(self):
+        assert all(max(c.fp8_gain, c.fp8_rowwise_gain) <= 2 for c in map(find_framework, framework_names()))
+        vector = planner_fit.to_vector(planner_fit.current()) + 50.0
+        assert planner_fit.to_constants(vector, planner_fit.current())["hf"].fp8_gain <= 2
+
     def test_half_of_the_peaks_are_within_5_percent_also_of_unseen_sources(self):
         all_runs, constants = planner_runs.load()[0], planner_fit.current()
         peaks = planner_memory.stated(all_runs)
@@ -292,3 +304,20 @@ class TestPublishedRuns:
         after = planner_fit.fit(some, before, rounds=1)
         old, new = (abs(planner_fit.residuals(some, constants)).mean() for constants in (before, after))
         assert new < old
+
+
+def test_qlora_dequantises_every_matrix_in_every_pass():
+    """4 bits and their scales are read and 2 bytes are written per parameter, in forward and backward pass."""
+    plain, quantised = (
+        estimate_job(job(method=method, dp_shard=1, zero=0, global_batch=1, seq_len=2048))
+        for method in ("lora", "qlora")
+    )
+    model = plain.job.shape
+    in_layers = sum(linear.inputs * linear.outputs for linear in model.layer_kinds[0].linears) * model.layers
+    memory = plain.job.gpu.memory_tb_s * 1e12 * shared_constants().memory_rate
+    expected = 2 * (0.5 + 1 / 16 + 2) * in_layers / memory
+    assert quantised.time.compute - plain.time.compute == pytest.approx(expected, rel=0.01)
+    recomputed = estimate_job(replace(quantised.job, recompute="full")).time.compute
+    assert recomputed - estimate_job(replace(plain.job, recompute="full")).time.compute == pytest.approx(
+        1.5 * expected, rel=0.01
+    )

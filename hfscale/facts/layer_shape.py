@@ -178,11 +178,6 @@ def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
     hidden = config.count("hidden_size")
     heads = config.count("num_attention_heads")
     kv_heads = family.kv_heads(config)
-    if heads % kv_heads:
-        raise UnsupportedModelError(
-            f"config of model_type {config.model_type!r}: num_key_value_heads is {kv_heads}, which does not divide "
-            f"num_attention_heads {heads}: use a divisor of {heads}"
-        )
     head_dim = config.optional_count("head_dim") or _even_head_dim(config, hidden, heads)
     queries = heads * head_dim
     keys = kv_heads * head_dim

@@ -135,6 +135,10 @@ def _to_fit(request: PlanRequest) -> list[Improvement]:
     """Changes of the request with which something fits, each with its first choice."""
     gpus = request.gpus
     tried: list[tuple[str, Estimate | None, bool]] = []
+    if request.global_batch is not None and request.global_batch % gpus:
+        batch = -(-request.global_batch // gpus) * gpus
+        found_with_it = _first(replace(request, global_batch=batch), gpus)
+        tried.append((f"larger batch: --global-batch {batch}", found_with_it, True))
     if request.method == "full" and request.task == "text":
         adapters = replace(request, method="lora", fused_loss=None)
         tried.append(("adapters: --method lora", _first(adapters, gpus), True))

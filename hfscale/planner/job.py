@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from hfscale.errors import LayoutError, UsageError
+from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
@@ -216,6 +216,7 @@ class Job:
 
         Raises:
             `LayoutError`: Sizes do not fit together; the message gives the numbers and what would fit.
+            `UnsupportedModelError`: The key-value heads do not divide the attention heads.
             `UsageError`: An option is unknown, or the device does not support the precision.
         """
         for name, known in CHOICES.items():
@@ -253,6 +254,11 @@ class Job:
         shape = self.shape
         heads = shape.attention.heads
         kv_heads = shape.attention.kv_heads
+        if heads % kv_heads:
+            raise UnsupportedModelError(
+                f"num_key_value_heads is {kv_heads}, which does not divide num_attention_heads {heads}: use a divisor "
+                f"of {heads} in the model's config"
+            )
         if heads % tp:
             raise LayoutError(f"tp is {tp}, which does not divide {heads} attention heads: use {_divisor(heads, tp)}")
         if kv_heads % tp and tp % kv_heads:

@@ -344,7 +344,8 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
         return because(f"{NO_PIPELINES}: {reason}")
     if job.global_batch % job.data_parallel:
         return because(
-            f"global batch {job.global_batch} is not a multiple of its {job.data_parallel} data-parallel ranks"
+            f"global batch {job.global_batch} is not a multiple of its {job.data_parallel} data-parallel ranks: give "
+            f"--global-batch {max(1, round(job.global_batch / job.data_parallel)) * job.data_parallel}"
         )
     host_memory = HOST_GIB_PER_GPU if request.gpu.link_gb_s else HOST_GIB_PER_CARD
     if (needed := host_gib(job)) > host_memory:
