@@ -242,6 +242,24 @@ class TestPublishedRuns:
         figures = planner_fit.figures(runs, planner_fit.residuals(runs, planner_fit.current()))
         assert figures["rank_correlation"] > 0.99
 
+    def test_runs_without_a_published_peak_are_upper_bounds(self):
+        """Those that are predicted not to fit lower the fitted memory; those that fit change hardly anything."""
+        all_runs, constants = planner_runs.load()[0], planner_fit.current()
+        peaks = planner_memory.stated(all_runs)
+        ran = planner_memory.only_ran(all_runs)
+        alone = planner_memory.fit_peaks(peaks, constants)["shared"]
+        generous = planner_memory.with_values(constants, 1.12, 1.0)
+        fitting = [run for run in ran if planner_memory.error(run, generous) <= 0]
+        too_large = [run for run in ran if planner_memory.error(run, constants) > 0]
+        assert fitting
+        assert too_large
+        with_fitting = planner_memory.fit_peaks([*peaks, *fitting], constants)["shared"]
+        assert with_fitting.fragmentation == pytest.approx(
+            alone.fragmentation, abs=0.005
+        )  # sources share their weight
+        with_too_large = planner_memory.fit_peaks([*peaks, *too_large], constants)["shared"]
+        assert with_too_large.fragmentation < alone.fragmentation - 0.01
+
     def test_fp8_is_at_most_twice_as_fast_as_bf16(self):
         assert all(max(c.fp8_gain, c.fp8_rowwise_gain) <= 2 for c in map(find_framework, framework_names()))
         vector = planner_fit.to_vector(planner_fit.current()) + 50.0

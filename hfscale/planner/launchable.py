@@ -36,11 +36,11 @@ LIGER_FAMILIES = (
 def can_fuse_loss(job: Job) -> bool:
     """Returns whether a recipe can run a job with a fused loss (`use_liger_kernel`).
 
-    Liger supports some families, and neither pipeline stages nor tensor parallelism. TRL fuses the loss itself.
+    Liger supports some families. It is planned without tensor, pipeline and context parallelism, with which it was not
+    tested. TRL fuses the loss itself.
     """
-    layout = job.layout
     is_supported = job.framework == "hf" and job.shape.model_type in LIGER_FAMILIES and job.task == "text"
-    return is_supported and layout.tp == layout.pp == 1
+    return is_supported and job.layout.ranks_per_replica == 1
 
 
 def uses_deepspeed(job: Job) -> bool:
@@ -73,7 +73,8 @@ def why_not(job: Job) -> str | None:
     if job.pure and job.method == "full":
         return "the recipes keep parameters in fp32: no recipe trains with parameters in bf16 (--pure-bf16)"
     if job.fused_loss and not can_fuse_loss(job) and job.layout.pp == 1:
-        return f"Liger fuses the loss of {', '.join(LIGER_FAMILIES)} without tensor parallelism: leave out --liger"
+        families = ", ".join(LIGER_FAMILIES)
+        return f"Liger fuses the loss of {families}, without tensor or context parallelism: leave out --liger"
     if job.precision == "fp8" and uses_deepspeed(job):
         return "fp8 is supported with DDP and FSDP2, not with DeepSpeed"
     return None
