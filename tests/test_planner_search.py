@@ -88,6 +88,7 @@ class TestSearch:
         found = plan("qwen3-1.7b", gpu="T4", gpus=1, precision="fp16", top=100)
         assert {choice.estimate.job.offload for choice in found.choices} <= {"optimizer", "full"}
         small = plan("llama-3.2-3b", gpu="L40S", gpus=1, seq_len=2048, top=100, stack="titan")
+        assert any("optimizer adamw_8bit, which change the training's results" in text for text in small.assumptions)
         assert {(c.estimate.job.optimizer, c.estimate.job.pure) for c in small.choices} == {("adamw_8bit", False)}
 
     def test_stages_divide_layers_and_the_two_ends(self):

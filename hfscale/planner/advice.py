@@ -223,6 +223,12 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         unit = {"dpo": "pairs", "grpo": "completions"}.get(request.task, "sequences")
         found.append(f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})")
         found += _of_the_task(job)
+    if job is not None and job.fused_loss and job.framework == "hf":
+        found.append("the fused loss needs Liger Kernel (pip install 'hfscale[gpu]'); --no-liger plans without it")
+    if job is not None and (job.optimizer, job.pure) != (request.optimizer, request.pure):
+        bits = [f"optimizer {job.optimizer}"] if job.optimizer != request.optimizer else []
+        bits += ["parameters and states in bf16"] if job.pure != request.pure else []
+        found.append(f"nothing fits otherwise: {', '.join(bits)}, which change the training's results")
     if job is not None and job.overlapped_experts:
         found.append(
             "tokens are sent to their experts and back while another micro-batch is computed, once to each node "
