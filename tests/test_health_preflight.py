@@ -60,6 +60,11 @@ class TestBlame:
         notes[3]["entered"]["waits_in"] = 9
         (found,) = blame_ranks(4, HELLO, notes)
         assert (found.ranks, "already in all_gather" in found.message) == ((3,), True)
+        notes = at("neighbours", "neighbours", "neighbours", "all_to_all")
+        for note in notes.values():
+            note["done"] = []
+        (found,) = blame_ranks(4, HELLO, notes)
+        assert found.ranks == (3,), "it has not done what the others are in"
 
     def test_several_ranks_that_hang_by_themselves_are_named(self):
         found = blame_ranks(4, HELLO, at("matmul", "matmul", "connect", "matmul"))

@@ -170,8 +170,9 @@ def _wait_for_all(
 def _find_who_is_missing(rank_store: RankStore, checks: "_Checks", grace_s: float, waited_s: float) -> list[Finding]:
     """End the wait on all ranks, exchange the phase that each of them is in, and return who is to blame."""
     rank_store.raise_flag("failed", str(rank_store.rank))
-    note = {"phase": checks.phase, "error": checks.error, "entered": _entered(), "waited_s": waited_s}
-    rank_store.write("present", note)
+    note = {"phase": checks.phase, "error": checks.error, "waited_s": waited_s}
+    done = sorted({row["kind"] for row in list(checks.results["links"])})
+    rank_store.write("present", note | {"done": done, "entered": _entered()})
     _wait_for_all(rank_store, "present", lambda: True, grace_s)
     return blame_ranks(rank_store.world_size, rank_store.read("hello"), rank_store.read("present"))
 
@@ -277,8 +278,8 @@ def blame_ranks(
         hello (`Mapping[int, Mapping[str, Any]]`): what each rank wrote when it arrived; ranks that never arrived are
             missing.
         present (`Mapping[int, Mapping[str, Any]]`): what each rank that is alive wrote at the end: its `phase`, the
-            `error` that ended it, what it has `entered` (if known), and how long it `waited_s`
-            since it arrived.
+            `error` that ended it, the collectives that it has `done`, what it has `entered` (if known), and how long
+            it `waited_s` since it arrived.
 
     Returns:
         `list[Finding]`: an error for each rank to blame, or one about all if no single rank is.
@@ -334,8 +335,8 @@ def _blame_phases(
 ) -> list[Finding]:
     """Blame ranks that are in another phase than others, where it is known that the fault is theirs.
 
-    A rank that is ahead has ended what the others are still in, which is no fault, unless what it has entered shows
-    that it skipped a part of that.
+    A rank that is ahead has ended what the others are still in, which is no fault, unless what it has done and entered
+    shows that it skipped that or a part of it.
 
     Args:
         first (`str`): the earliest phase that a rank is in.
@@ -345,8 +346,8 @@ def _blame_phases(
         hosts (`Mapping[int, str]`): the host of each rank, as far as it is known.
     """
     ahead = sorted(set(phases) - set(behind))
-    skipping = [rank for rank in ahead if any(_has_skipped(present[rank], present[other]) for other in behind)]
-    if first in measure.KINDS and skipping:
+    skipping = [rank for rank in ahead if any(_has_skipped(first, present[rank], present[other]) for other in behind)]
+    if skipping:
         return [_blame_skipping(rank, hosts, phases[rank], first) for rank in skipping]
     if first in LOCAL_PHASES or 2 * len(behind) < len(phases):
         others, _ = Counter(phases[rank] for rank in ahead).most_common(1)[0]
@@ -356,10 +357,15 @@ def _blame_phases(
     return [Finding(level="error", check=first, problem=problem, fix=fix)]
 
 
-def _has_skipped(ahead: Mapping[str, Any], behind: Mapping[str, Any]) -> bool:
-    """Whether a rank has entered less than one that is behind it, or waits in a collective of the same number."""
+def _has_skipped(phase: str, ahead: Mapping[str, Any], behind: Mapping[str, Any]) -> bool:
+    """Whether a rank has not done `phase`, which another is still in, or only a part of it.
+
+    It has done a part of it if it has entered less than the other, or waits in a collective of the same number.
+    """
+    if phase in measure.KINDS and phase not in ahead.get("done", measure.KINDS):
+        return True
     mine, other = ahead.get("entered"), behind.get("entered")
-    if mine is None or other is None:
+    if phase not in measure.KINDS or mine is None or other is None:
         return False
     has_less = mine["collectives"] < other["collectives"] or mine["p2p"] < other["p2p"]
     return has_less or (mine["waits_in"] is not None and mine["waits_in"] <= other["collectives"])
