@@ -6,11 +6,13 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 
+from hfscale.checkpoint.store import flush
 from hfscale.errors import HfScaleError, OutputDirInUseError, StorageError, UsageError
 from hfscale.utils import distributed
 from hfscale.utils.logging import get_logger
@@ -132,6 +134,9 @@ def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -
     if is_holder:
         try:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
+            for folder in Path(output_dir).resolve().parents:
+                with suppress(OSError):  # a folder that this user cannot read, and so has not created
+                    flush(folder)
             lock_output_dir(output_dir)
         except UsageError as refused:
             error = refused

@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,8 @@ def archive(output_dir: str | os.PathLike[str], *, after_step: int, limit: int |
             if target.exists():
                 _delete(target)
             moved.append(checkpoint.rename(target))
+    if moved:
+        flush(Path(output_dir))
     archives = list_archives(output_dir)
     for path in archives[: -limit if limit is not None else 0]:
         if path not in moved:
@@ -544,8 +547,10 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException:
+        with suppress(OSError):  # the error above says what is wrong
+            temporary.unlink()
+        raise
     flush(path.parent)
 
 

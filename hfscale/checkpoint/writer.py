@@ -316,6 +316,8 @@ def finish_renames(run_dir: Path) -> list[Path]:
             with suppress(FileNotFoundError):  # another rank has renamed it already
                 folder.rename(target)
                 renamed.append(target)
+    if renamed:
+        flush(run_dir)
     return renamed
 
 

@@ -2,14 +2,17 @@
 // operation the process is killed (SIGKILL, as if the machine were lost), or the disk fails (an errno). These variables
 // are read from the environment at the first operation of each process:
 //
-//   CRASH_FOLDER  absolute path of the folder; operations elsewhere are not counted
-//   CRASH_RANK    only the process with this RANK counts; by default all processes do
-//   CRASH_AT      k, from 1; 0: never
-//   CRASH_ERRNO   from the k-th operation on, fail with this errno instead of killing the process
-//   CRASH_LOG     file to which a line "k operation size path" is appended before each operation; size is the length
-//                 of a file that is flushed, else -1
+//   CRASH_FOLDER   absolute path of the folder, without a slash at its end; operations elsewhere are not counted
+//   CRASH_RANK     only the process with this RANK is killed or fails; by default all processes do
+//   CRASH_AT       k, from 1; 0: never
+//   CRASH_ERRNO    from the k-th operation on, fail with this errno instead of killing the process
+//   CRASH_FAILING  comma-separated operations that fail; by default all do
+//   CRASH_LOG      file to which every process appends a line before each operation, with these fields between tabs:
+//                  number of the operation in its process, process, thread, operation, size, path, source of a rename
+//                  or target of a link. The size is the length of a file that is flushed, else -1.
+//   CRASH_TRASH    folder on the same file system: a file that is deleted or replaced stays there as PROCESS-NUMBER
 //
-// The tests read the log to determine which data had been flushed to the disk at that moment.
+// From the log and the deleted files, `disk.py` computes what is on the disk if the machine is lost at that moment.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -31,26 +34,26 @@ namespace {
 constexpr int kDescriptors = 65536;
 std::string *paths[kDescriptors];  // paths of the files below the folder that are open for writing
 std::atomic<int> operations{0};
-std::string folder, log_path;
+std::string folder, log_path, trash, failing;
 pid_t known_pid = 0;
 int crash_at = 0, crash_errno = 0;
-bool counts = false;
 
 void configure() {
   if (known_pid == getpid()) return;  // a forked process has another environment
   known_pid = getpid();
-  const char *name = getenv("CRASH_FOLDER");
+  auto value = [](const char *name) { return getenv(name) ? getenv(name) : ""; };
   const char *rank = getenv("RANK"), *wanted = getenv("CRASH_RANK");
-  counts = name && (!wanted || !rank || !strcmp(wanted, rank));
-  folder = name ? name : "";
-  log_path = getenv("CRASH_LOG") ? getenv("CRASH_LOG") : "";
-  crash_at = getenv("CRASH_AT") ? atoi(getenv("CRASH_AT")) : 0;
-  crash_errno = getenv("CRASH_ERRNO") ? atoi(getenv("CRASH_ERRNO")) : 0;
+  folder = value("CRASH_FOLDER");
+  log_path = value("CRASH_LOG");
+  trash = value("CRASH_TRASH");
+  failing = *value("CRASH_FAILING") ? std::string(",") + value("CRASH_FAILING") + "," : "";
+  crash_at = !wanted || !rank || !strcmp(wanted, rank) ? atoi(value("CRASH_AT")) : 0;
+  crash_errno = atoi(value("CRASH_ERRNO"));
   operations = 0;
 }
 
 std::string absolute(const char *path) {
-  if (!path) return "";
+  if (!path || !*path) return "";
   char here[PATH_MAX];
   std::string full = path[0] != '/' && getcwd(here, sizeof here) ? std::string(here) + "/" + path : path;
   size_t slash = full.rfind('/');
@@ -60,26 +63,37 @@ std::string absolute(const char *path) {
 
 bool is_below(const std::string &path) {
   configure();
-  return counts && path.compare(0, folder.size(), folder) == 0;
+  return !folder.empty() && !path.compare(0, folder.size(), folder) &&
+         (path.size() == folder.size() || path[folder.size()] == '/');
+}
+
+// Keeps the file that an operation deletes or replaces.
+void keep(const std::string &path, int number) {
+  if (trash.empty()) return;
+  std::string kept = trash + "/" + std::to_string(getpid()) + "-" + std::to_string(number);
+  syscall(SYS_linkat, AT_FDCWD, path.c_str(), AT_FDCWD, kept.c_str(), 0);  // it fails for a folder, which is right
 }
 
 // Counts one operation. Returns true if it must fail with the errno that has been set.
-bool must_fail(const char *operation, const std::string &path, int fd = -1) {
+bool must_fail(const char *operation, const std::string &path, int fd = -1, const std::string &other = "") {
   int number = ++operations;
   if (!log_path.empty()) {
     struct stat status;
     long long size = fd >= 0 && !strcmp(operation, "fsync") && !fstat(fd, &status) ? status.st_size : -1;
-    std::string line = std::to_string(number) + " " + operation + " " + std::to_string(size) + " " + path + "\n";
+    std::string line = std::to_string(number) + "\t" + std::to_string(getpid()) + "\t" +
+                       std::to_string(syscall(SYS_gettid)) + "\t" + operation + "\t" + std::to_string(size) + "\t" +
+                       path + "\t" + other + "\n";
     int out = syscall(SYS_openat, AT_FDCWD, log_path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644);
     if (out >= 0) {
       syscall(SYS_write, out, line.data(), line.size());
       syscall(SYS_close, out);
     }
   }
+  if (!strcmp(operation, "unlink") || !strcmp(operation, "rename")) keep(path, number);
   if (!crash_at || number < crash_at) return false;
   if (!crash_errno) kill(getpid(), SIGKILL);
   errno = crash_errno;
-  return strcmp(operation, "unlink") && strcmp(operation, "rmdir");  // files can be deleted on a full disk
+  return failing.empty() || failing.find(std::string(",") + operation + ",") != std::string::npos;
 }
 
 template <typename Function>
@@ -96,12 +110,19 @@ void remember(int descriptor, const std::string &path) {
 
 bool known(int descriptor) { return descriptor >= 0 && descriptor < kDescriptors && paths[descriptor]; }
 
+// The absolute path of a name relative to an open folder, "" if the folder is not below ours.
+std::string path_at(int at, const char *path) {
+  if (at == AT_FDCWD || (path && path[0] == '/')) return absolute(path);
+  return known(at) ? *paths[at] + "/" + path : "";
+}
+
 template <typename Open>
 int opened(const char *path, int flags, Open open) {
+  if ((flags & O_TMPFILE) == O_TMPFILE) return open();  // the file has no name
   std::string full = absolute(path);
   bool writes = (flags & (O_WRONLY | O_RDWR | O_CREAT)) && is_below(full);
   bool is_folder = !writes && is_below(full);  // opened read-only: counted when it is flushed
-  if (writes && must_fail("open", full)) return -1;
+  if (writes && must_fail(flags & O_CREAT ? "create" : "open", full)) return -1;
   int descriptor = open();
   if (writes || is_folder) remember(descriptor, full);
   return descriptor;
@@ -111,7 +132,7 @@ template <typename Open>
 FILE *opened_stream(const char *path, const char *mode, Open open) {
   std::string full = absolute(path);
   bool writes = strpbrk(mode, "wa+") && is_below(full);
-  if (writes && must_fail("open", full)) return nullptr;
+  if (writes && must_fail(strpbrk(mode, "wa") ? "create" : "open", full)) return nullptr;
   FILE *stream = open();
   if (writes && stream) remember(fileno(stream), full);
   return stream;
@@ -136,7 +157,8 @@ FILE *opened_stream(const char *path, const char *mode, Open open) {
   int name(int at, const char *path, int flags, ...) {                                        \
     MODE_OF(flags)                                                                            \
     static auto real = next<int (*)(int, const char *, int, ...)>(#name);                     \
-    return opened(at == AT_FDCWD ? path : nullptr, flags, [&] { return real(at, path, flags, mode); }); \
+    std::string full = path_at(at, path);                                                     \
+    return opened(full.c_str(), flags, [&] { return real(at, path, flags, mode); });          \
   }
 #define FOPEN(name)                                                                           \
   FILE *name(const char *path, const char *mode) {                                            \
@@ -149,11 +171,11 @@ FILE *opened_stream(const char *path, const char *mode, Open open) {
     if (known(fd) && is_below(*paths[fd]) && must_fail(operation, *paths[fd], fd)) return -1;        \
     return real arguments;                                                                    \
   }
-#define ON_PATH(name, operation, parameters, arguments, path)                                      \
+#define ON_PATH(name, operation, parameters, arguments, path, other)                                \
   int name parameters {                                                                       \
     static auto real = next<int(*) parameters>(#name);                                        \
     std::string full = absolute(path);                                                        \
-    if (is_below(full) && must_fail(operation, full)) return -1;                                     \
+    if (is_below(full) && must_fail(operation, full, -1, other)) return -1;                          \
     return real arguments;                                                                    \
   }
 
@@ -172,16 +194,16 @@ ON_DESCRIPTOR(int, fsync, "fsync", (int fd), (fd))
 ON_DESCRIPTOR(int, fdatasync, "fsync", (int fd), (fd))
 ON_DESCRIPTOR(int, ftruncate, "truncate", (int fd, off_t length), (fd, length))
 ON_DESCRIPTOR(int, ftruncate64, "truncate", (int fd, off64_t length), (fd, length))
-ON_PATH(rename, "rename", (const char *from, const char *to), (from, to), to)
-ON_PATH(symlink, "symlink", (const char *from, const char *to), (from, to), to)
-ON_PATH(unlink, "unlink", (const char *path), (path), path)
-ON_PATH(rmdir, "rmdir", (const char *path), (path), path)
-ON_PATH(mkdir, "mkdir", (const char *path, mode_t mode), (path, mode), path)
+ON_PATH(rename, "rename", (const char *from, const char *to), (from, to), to, absolute(from))
+ON_PATH(symlink, "symlink", (const char *from, const char *to), (from, to), to, from)
+ON_PATH(unlink, "unlink", (const char *path), (path), path, "")
+ON_PATH(rmdir, "rmdir", (const char *path), (path), path, "")
+ON_PATH(mkdir, "mkdir", (const char *path, mode_t mode), (path, mode), path, "")
 
 int unlinkat(int at, const char *path, int flags) {  // shutil.rmtree uses names relative to an open folder
   static auto real = next<int (*)(int, const char *, int)>("unlinkat");
-  std::string full = at == AT_FDCWD ? absolute(path) : known(at) ? *paths[at] + "/" + path : "";
-  if (is_below(full)) must_fail(flags & AT_REMOVEDIR ? "rmdir" : "unlink", full);
+  std::string full = path_at(at, path);
+  if (is_below(full) && !faccessat(at, path, F_OK, AT_SYMLINK_NOFOLLOW) && must_fail(flags & AT_REMOVEDIR ? "rmdir" : "unlink", full)) return -1;
   return real(at, path, flags);
 }
 

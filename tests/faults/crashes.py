@@ -6,11 +6,13 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
+from disk import Disk, Operation, Tree, restore, tree_of
 from fork_client import ForkServer
 
 from hfscale.metrics.records import read_records
@@ -20,59 +22,74 @@ LIMIT_S = 120
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One line of the shim's log."""
-
-    number: int
-    name: str
-    size: int
-    """Length in bytes of a file that is flushed, else -1."""
-    path: Path
-
-
-@dataclass(frozen=True)
 class Outcome:
     """How a training ended, and the operations on its files."""
 
     codes: list[int]
     err: str
     operations: list[Operation]
-    sizes: dict[Path, int]
-    """Lengths of the files that existed before."""
+    """Of all ranks, in order."""
+    pids: list[int]
+    """Process of each rank."""
+    cwd: Path
+    start: Tree
+    """The files that existed before."""
+    trash: Path
+    """Folder with the files that were deleted."""
 
-    def committed_step(self, crashed_at: int) -> int:
-        """Return the newest step whose checkpoint was committed before the operation `crashed_at`."""
-        steps = [
-            step
-            for operation in self.operations
-            if operation.number < crashed_at and (step := _committed_step(operation)) is not None
+    def operations_of(self, rank: int) -> list[Operation]:
+        """Return the operations of one rank."""
+        return [operation for operation in self.operations if operation.pid == self.pids[rank]]
+
+    def disk(self) -> Disk:
+        """Return the disk after the last operation. The contents of its files are also those of `states`."""
+        disk = Disk(self.cwd, self.start)
+        for operation in self._performed():
+            disk.apply(operation)
+        return disk
+
+    def states(self) -> Iterator[tuple[int, Disk]]:
+        """Yield, for each operation, the newest step that is committed by then, and the disk."""
+        disk, performed, seen = Disk(self.cwd, self.start), self._performed(), committed_step(())
+        for number, operation in enumerate(performed):
+            disk.apply(operation)
+            if operation.name != "write":
+                seen = max(seen, committed_step(performed[: number + 1]))
+            yield seen, disk
+
+    def _performed(self) -> list[Operation]:
+        """Return the operations without the last one of each process if it did not happen, or if that is unknown."""
+        last = {operation.pid: operation for operation in self.operations}
+        return [
+            operation for operation in self.operations if last[operation.pid] is not operation or _happened(operation)
         ]
-        return max(steps, default=0)
-
-    def unflushed(self) -> dict[Path, int]:
-        """Return the files with unflushed writes, and how many bytes of each are safe if the machine is lost.
-
-        That is the length that the file had when it was last flushed. The last operation may not have happened.
-        """
-        dirty: set[Path] = set()
-        flushed = dict(self.sizes)
-        for operation in self.operations[:-1]:
-            if operation.name in ("write", "truncate"):
-                dirty.add(operation.path)
-            elif operation.name == "fsync":
-                dirty.discard(operation.path)
-                flushed[operation.path] = operation.size
-        if self.operations and self.operations[-1].name in ("write", "truncate"):
-            dirty.add(self.operations[-1].path)
-        return {path: flushed.get(path, 0) for path in dirty}
 
 
-def _committed_step(operation: Operation) -> int | None:
-    """Return the step of the checkpoint that the operation commits: it renames a folder to checkpoint-N."""
-    if operation.name != "rename":
-        return None
-    prefix, _, step = operation.path.name.partition("-")
-    return int(step) if prefix == "checkpoint" and step.isdigit() else None
+def _happened(operation: Operation) -> bool:
+    if operation.name == "rename":
+        return not os.path.lexists(operation.other)
+    return operation.name != "fsync" and os.path.lexists(operation.path) == (operation.name not in ("unlink", "rmdir"))
+
+
+def committed_step(operations: Sequence[Operation], *, needs_flush: bool = True) -> int:
+    """Return the newest step of which the run has promised a checkpoint, 0 if there is none.
+
+    The rename to `checkpoint-N` is the commit. The promise is made when the thread has also flushed the folders: when
+    its next operation is another one than fsync, for example a deletion of the previous checkpoint.
+
+    Args:
+        operations: in order.
+        needs_flush (`bool`): if False, the rename is a promise; so it is as long as the machine is not lost.
+    """
+    renamed: dict[int, int] = {}
+    promised = 0
+    for operation in operations:
+        if operation.thread in renamed and (operation.name != "fsync" or not needs_flush):
+            promised = max(promised, renamed.pop(operation.thread))
+        prefix, _, step = operation.path.name.partition("-")
+        if operation.name == "rename" and prefix == "checkpoint" and step.isdigit():
+            renamed[operation.thread] = int(step)
+    return promised
 
 
 class CrashRunner:
@@ -102,21 +119,27 @@ class CrashRunner:
         at: int = 0,
         after_s: float | None = None,
         errno: int = 0,
+        failing: str = "",
         rank: int = 0,
         env: dict[str, str] | None = None,
+        worker: Path = WORKER,
     ) -> Outcome:
         """Train until step `steps`, with `env` in addition to this process's own environment.
 
         All ranks are killed at the operation number `at` of `rank`, or `after_s` seconds after the first operation.
-        With `errno` they are not killed; the disk of `rank` fails from that operation on.
+        With `errno` they are not killed; the disk of `rank` fails from that operation on, in all operations or in
+        those that `failing` names, with commas between them.
         """
         cwd.mkdir(exist_ok=True)
-        sizes = {path: path.stat().st_size for path in cwd.rglob("*") if path.is_file()}
+        start, trash = tree_of(cwd), cwd.with_name(f"{cwd.name}.deleted")
+        shutil.rmtree(trash, ignore_errors=True)
+        trash.mkdir()
         with tempfile.TemporaryDirectory() as folder:
             out, err, log = (Path(folder) / name for name in ("out", "err", "log"))
-            crash = {"CRASH_FOLDER": f"{cwd}/", "CRASH_LOG": str(log), "CRASH_AT": str(at), "CRASH_RANK": str(rank)}
+            crash = {"CRASH_FOLDER": str(cwd), "CRASH_LOG": str(log), "CRASH_AT": str(at), "CRASH_RANK": str(rank)}
+            crash |= {"CRASH_TRASH": str(trash), "CRASH_FAILING": failing}
             settings = os.environ | (env or {}) | crash | ({"CRASH_ERRNO": str(errno)} if errno else {})
-            argv = [str(WORKER), str(steps), self.kind]
+            argv = [str(worker), str(steps), self.kind]
             job = self.server.start("script", argv, cwd=cwd, env=settings, out=out, err=err, ranks=ranks)
             if after_s is not None:
                 self.server.wait_until(job, log.exists, LIMIT_S)
@@ -127,16 +150,21 @@ class CrashRunner:
                 job.signal(signal.SIGKILL)
             codes = self.server.wait(job, LIMIT_S)
             lines = log.read_text().splitlines() if log.exists() else []
-            parts = (line.split(" ", 3) for line in lines)
-            operations = [Operation(int(number), name, int(size), Path(path)) for number, name, size, path in parts]
-            return Outcome(codes, err.read_text(), operations, sizes)
+            operations = [Operation.of(line) for line in lines]
+            return Outcome(codes, err.read_text(), operations, job.pids, cwd, start, trash)
 
     @staticmethod
-    def lose_unflushed(outcome: Outcome) -> None:
-        """Truncate each file with unflushed writes to the length that it had when it was last flushed."""
-        for path, size in outcome.unflushed().items():
-            if path.is_file():
-                os.truncate(path, min(path.stat().st_size, size))
+    def lose_machine(outcome: Outcome, survivors: Sequence[str]) -> None:
+        """Leave of the run's folder what is on the disk if the machine was lost when the run ended.
+
+        Args:
+            outcome (`Outcome`): of the run.
+            survivors: the operations whose changes of names reach the disk without fsync (`disk.SURVIVORS`).
+        """
+        disk, left = outcome.disk(), outcome.cwd.with_name(f"{outcome.cwd.name}.left")
+        restore(disk.after_loss(survivors), disk.contents(outcome.trash), left)
+        shutil.rmtree(outcome.cwd)
+        left.rename(outcome.cwd)
 
     @staticmethod
     def records(cwd: Path) -> list[tuple[int, float, float]]:

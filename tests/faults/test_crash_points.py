@@ -2,8 +2,9 @@
 
 Each trial starts with a run that has committed steps 2 and 3. It resumes, saves step 4, deletes step 2, saves step 5
 and deletes step 3, and crashes at one operation (open, write, fsync, rename, unlink …). The test asserts that the
-newest verified checkpoint is the newest that was committed, even if all unflushed data is lost, and that the
-relaunched run has the same results as a run without a crash, bit by bit.
+newest verified checkpoint is the newest that was committed, and that the relaunched run has the same results as a run
+without a crash, bit by bit. For the loss of the machine, `disk.py` computes from the log of one run what is on the
+disk after each operation if files, and names in folders, are lost that were not flushed.
 
 The quick part crashes at some operations, the long part (`make test-faults`) at all of them, also with two ranks, and
 with a subclass of Trainer that writes files of its own into `checkpoint-N`.
@@ -13,12 +14,15 @@ import errno
 import shutil
 
 import pytest
-from crashes import CrashRunner, crash_server  # noqa: F401  the fixture
+from conftest import REPOSITORY
+from crashes import CrashRunner, committed_step, crash_server  # noqa: F401  the fixture
+from disk import SURVIVORS, restore, signature, with_two_names
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 
 STEPS = 5
 
@@ -42,12 +46,15 @@ def crashes(crash_server, case, tmp_path_factory):  # noqa: F811
     assert runner.train(runner.folder / "start", 3, ranks=ranks).codes == [0] * ranks
     runner.reference = runner.train(runner.copy("reference"), STEPS, ranks=ranks)
     assert runner.reference.codes == [0] * ranks
+    runner.operations = len(runner.reference.operations_of(0))
     runner.ranks = ranks
     return runner
 
 
 def assert_usable(crashes, cwd, committed):
     """Assert that the newest verified checkpoint is the newest that was committed, or a later complete one."""
+    for renamed in finish_renames(cwd / "out"):
+        verify(renamed)
     newest = latest_checkpoint(cwd / "out")
     assert newest is not None
     manifest = read_manifest(newest)
@@ -77,21 +84,18 @@ def has_crashed(crashes, outcome, at):
     """
     if any(outcome.codes):
         return True
-    may_be_missing = crashes.ranks > 1 and at > 0.95 * len(crashes.reference.operations)
+    may_be_missing = crashes.ranks > 1 and at > 0.95 * crashes.operations
     assert may_be_missing, f"operation {at} failed and the run ended without an error"
     return False
 
 
-def assert_survives_machine_loss(crashes, at, *, relaunch):
+def assert_survives_a_kill(crashes, at, *, relaunch):
     cwd = crashes.copy("crashed")
     outcome = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at)
     if not has_crashed(crashes, outcome, at):
         return
     assert -9 in outcome.codes
-    committed = outcome.committed_step(at)
-    assert_usable(crashes, cwd, committed)
-    crashes.lose_unflushed(outcome)
-    assert_usable(crashes, cwd, committed)
+    assert_usable(crashes, cwd, committed_step(outcome.operations, needs_flush=False))
     if relaunch:
         assert_relaunch_equals_reference(crashes, cwd)
 
@@ -101,41 +105,101 @@ def assert_survives_disk_failure(crashes, at, number, *, relaunch):
     outcome = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at, errno=number)
     if not has_crashed(crashes, outcome, at):
         return
-    assert_usable(crashes, cwd, outcome.committed_step(at))
+    assert_usable(crashes, cwd, committed_step(outcome.operations, needs_flush=False))
     if relaunch:
         assert_relaunch_equals_reference(crashes, cwd)
 
 
+def disks_after_loss(outcome, folder):
+    """Yield each different folder that a loss of the machine can leave of a run, and the step promised by then."""
+    contents, seen = outcome.disk().contents(outcome.trash), {}
+    for committed, disk in outcome.states():
+        for survivors in SURVIVORS.values():
+            top = disk.after_loss(survivors)
+            if seen.setdefault(signature(top), -1) < committed:
+                seen[signature(top)] = committed
+                left = folder / str(len(seen))
+                restore(top, contents, left)
+                yield left, committed, with_two_names(top)
+                shutil.rmtree(left)
+
+
 @pytest.mark.timeout(600)
-def test_machine_loss_at_some_operations(crashes):
+def test_machine_loss_after_every_operation(crashes, tmp_path):
+    number = 0
+    for number, (cwd, committed, twice) in enumerate(disks_after_loss(crashes.reference, tmp_path)):
+        assert_usable(crashes, cwd, committed)
+        assert f"out/checkpoint-{committed}" not in twice
+        if number % 40 == 39 and (crashes.ranks, crashes.kind) in LONG:
+            assert_relaunch_equals_reference(crashes, cwd)
+    assert number > 40
+
+
+@pytest.fixture(scope="module")
+def commits(crash_server, tmp_path_factory):  # noqa: F811
+    """Commits by one process, without a training."""
+    runner = CrashRunner(crash_server, tmp_path_factory.mktemp("commits"))
+    outcome = runner.train(runner.folder / "run", 4, worker=REPOSITORY / "tests" / "workers" / "committing.py")
+    assert outcome.codes == [0], outcome.err
+    return outcome
+
+
+def test_commits_survive_a_machine_loss_after_every_operation(commits, tmp_path):
+    for cwd, committed, twice in disks_after_loss(commits, tmp_path):
+        out = cwd / "out"
+        assert f"out/checkpoint-{committed}" not in twice
+        if not out.is_dir():
+            assert committed == 0
+            continue
+        for renamed in finish_renames(out):
+            verify(renamed)
+        newest = latest_checkpoint(out)
+        assert committed <= (verify(newest).step if newest else 0)
+        clear_unfinished(out)
+        assert latest_checkpoint(out) == newest
+
+
+@pytest.mark.timeout(300)
+def test_kills_at_some_operations(crashes):
     if (crashes.ranks, crashes.kind) in LONG:
         pytest.skip("the next test covers all operations")
-    operations = len(crashes.reference.operations)
-    for number, at in enumerate(range(3, operations, max(operations // 12, 1))):
-        assert_survives_machine_loss(crashes, at, relaunch=number % 6 == 0)
+    for number in range(4):
+        assert_survives_a_kill(crashes, 3 + number * crashes.operations // 4, relaunch=number % 2 == 0)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_disk_failure_at_some_operations(crashes, number):
-    operations = len(crashes.reference.operations)
-    for at in (operations // 5, operations // 2):
-        assert_survives_disk_failure(crashes, at, number, relaunch=at > operations // 4)
+    for at in (crashes.operations // 5, crashes.operations // 2):
+        assert_survives_disk_failure(crashes, at, number, relaunch=at > crashes.operations // 4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("failing", ["unlink,rmdir", "rmdir"])
+def test_deletions_that_fail_end_no_run(crashes, failing):
+    """The rotation of old checkpoints fails; the run logs a warning and ends as the reference does."""
+    cwd = crashes.copy("undeletable")
+    outcome = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=1, errno=errno.EIO, failing=failing)
+    assert outcome.codes == [0] * crashes.ranks, outcome.err[-2000:]
+    assert any(operation.name == "rmdir" for operation in outcome.operations)
+    assert "deleting old checkpoints" in outcome.err
+    assert verify(latest_checkpoint(cwd / "out")).step == STEPS
+    assert crashes.records(cwd) == crashes.records(crashes.folder / "reference")
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(7200)
-def test_machine_loss_at_every_operation(crashes):
-    for at in range(1, len(crashes.reference.operations) + 1):
-        assert_survives_machine_loss(crashes, at, relaunch=at % 3 == 0)
+def test_kills_at_every_operation(crashes):
+    for at in range(1, crashes.operations + 1):
+        assert_survives_a_kill(crashes, at, relaunch=at % 6 == 0)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_disk_failure_at_every_third_operation(crashes, number):
-    for at in range(1, len(crashes.reference.operations), 3):
-        assert_survives_disk_failure(crashes, at, number, relaunch=at % 4 == 0)
+def test_disk_failure_at_every_sixth_operation(crashes, number):
+    for at in range(1 + (number == errno.EIO) * 2 + (number == errno.EROFS) * 4, crashes.operations, 6):
+        assert_survives_disk_failure(crashes, at, number, relaunch=at % 12 < 6)
 
 
 def test_control_plain_trainer_picks_an_incomplete_checkpoint(crashes):
