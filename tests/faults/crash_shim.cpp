@@ -9,7 +9,8 @@
 //   CRASH_FAILING  comma-separated operations that fail; by default all do
 //   CRASH_LOG      file to which every process appends a line before each operation, with these fields between tabs:
 //                  number of the operation in its process, process, thread, operation, size, path, source of a rename
-//                  or target of a link. The size is the length of a file that is flushed, else -1.
+//                  or target of a link. The size is the length of a file that is flushed, else -1. After an fsync has
+//                  succeeded, its line is appended again, with the operation "flushed".
 //   CRASH_TRASH    folder on the same file system: a file that is deleted or replaced stays there as PROCESS-NUMBER
 //
 // From the log and the deleted files, `disk.py` computes what is on the disk if the machine is lost at that moment.
@@ -74,21 +75,21 @@ void keep(const std::string &path, int number) {
   syscall(SYS_linkat, AT_FDCWD, path.c_str(), AT_FDCWD, kept.c_str(), 0);  // it fails for a folder, which is right
 }
 
+void append(int number, const char *operation, long long size, const std::string &path, const std::string &other) {
+  if (log_path.empty()) return;
+  std::string line = std::to_string(number) + "\t" + std::to_string(getpid()) + "\t" +
+                     std::to_string(syscall(SYS_gettid)) + "\t" + operation + "\t" + std::to_string(size) + "\t" +
+                     path + "\t" + other + "\n";
+  int out = syscall(SYS_openat, AT_FDCWD, log_path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644);
+  if (out < 0) return;
+  syscall(SYS_write, out, line.data(), line.size());
+  syscall(SYS_close, out);
+}
+
 // Counts one operation. Returns true if it must fail with the errno that has been set.
-bool must_fail(const char *operation, const std::string &path, int fd = -1, const std::string &other = "") {
+bool must_fail(const char *operation, const std::string &path, long long size = -1, const std::string &other = "") {
   int number = ++operations;
-  if (!log_path.empty()) {
-    struct stat status;
-    long long size = fd >= 0 && !strcmp(operation, "fsync") && !fstat(fd, &status) ? status.st_size : -1;
-    std::string line = std::to_string(number) + "\t" + std::to_string(getpid()) + "\t" +
-                       std::to_string(syscall(SYS_gettid)) + "\t" + operation + "\t" + std::to_string(size) + "\t" +
-                       path + "\t" + other + "\n";
-    int out = syscall(SYS_openat, AT_FDCWD, log_path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644);
-    if (out >= 0) {
-      syscall(SYS_write, out, line.data(), line.size());
-      syscall(SYS_close, out);
-    }
-  }
+  append(number, operation, size, path, other);
   if (!strcmp(operation, "unlink") || !strcmp(operation, "rename")) keep(path, number);
   if (!crash_at || number < crash_at) return false;
   if (!crash_errno) kill(getpid(), SIGKILL);
@@ -168,8 +169,19 @@ FILE *opened_stream(const char *path, const char *mode, Open open) {
 #define ON_DESCRIPTOR(type, name, operation, parameters, arguments)                                \
   type name parameters {                                                                      \
     static auto real = next<type(*) parameters>(#name);                                       \
-    if (known(fd) && is_below(*paths[fd]) && must_fail(operation, *paths[fd], fd)) return -1;        \
+    if (known(fd) && is_below(*paths[fd]) && must_fail(operation, *paths[fd])) return -1;        \
     return real arguments;                                                                    \
+  }
+#define FSYNC(name)                                                                           \
+  int name(int fd) {                                                                          \
+    static auto real = next<int (*)(int)>(#name);                                             \
+    if (!known(fd) || !is_below(*paths[fd])) return real(fd);                                 \
+    struct stat status;                                                                       \
+    long long size = fstat(fd, &status) ? -1 : status.st_size;                                \
+    if (must_fail("fsync", *paths[fd], size)) return -1;                                      \
+    int result = real(fd);                                                                    \
+    if (!result) append(operations, "flushed", size, *paths[fd], "");                         \
+    return result;                                                                            \
   }
 #define ON_PATH(name, operation, parameters, arguments, path, other)                                \
   int name parameters {                                                                       \
@@ -190,8 +202,8 @@ ON_DESCRIPTOR(ssize_t, write, "write", (int fd, const void *data, size_t size), 
 ON_DESCRIPTOR(ssize_t, pwrite, "write", (int fd, const void *data, size_t size, off_t at), (fd, data, size, at))
 ON_DESCRIPTOR(ssize_t, pwrite64, "write", (int fd, const void *data, size_t size, off64_t at), (fd, data, size, at))
 ON_DESCRIPTOR(ssize_t, writev, "write", (int fd, const struct iovec *parts, int count), (fd, parts, count))
-ON_DESCRIPTOR(int, fsync, "fsync", (int fd), (fd))
-ON_DESCRIPTOR(int, fdatasync, "fsync", (int fd), (fd))
+FSYNC(fsync)
+FSYNC(fdatasync)
 ON_DESCRIPTOR(int, ftruncate, "truncate", (int fd, off_t length), (fd, length))
 ON_DESCRIPTOR(int, ftruncate64, "truncate", (int fd, off64_t length), (fd, length))
 ON_PATH(rename, "rename", (const char *from, const char *to), (from, to), to, absolute(from))
@@ -203,7 +215,8 @@ ON_PATH(mkdir, "mkdir", (const char *path, mode_t mode), (path, mode), path, "")
 int unlinkat(int at, const char *path, int flags) {  // shutil.rmtree uses names relative to an open folder
   static auto real = next<int (*)(int, const char *, int)>("unlinkat");
   std::string full = path_at(at, path);
-  if (is_below(full) && !faccessat(at, path, F_OK, AT_SYMLINK_NOFOLLOW) && must_fail(flags & AT_REMOVEDIR ? "rmdir" : "unlink", full)) return -1;
+  bool exists = !faccessat(at, path, F_OK, AT_SYMLINK_NOFOLLOW);
+  if (exists && is_below(full) && must_fail(flags & AT_REMOVEDIR ? "rmdir" : "unlink", full)) return -1;
   return real(at, path, flags);
 }
 

@@ -38,8 +38,8 @@ class Outcome:
     """Folder with the files that were deleted."""
 
     def operations_of(self, rank: int) -> list[Operation]:
-        """Return the operations of one rank."""
-        return [operation for operation in self.operations if operation.pid == self.pids[rank]]
+        """Return the operations that one rank counted."""
+        return [entry for entry in self.operations if entry.pid == self.pids[rank] and entry.name != "flushed"]
 
     def disk(self) -> Disk:
         """Return the disk after the last operation. The contents of its files are also those of `states`."""
@@ -58,7 +58,7 @@ class Outcome:
             yield seen, disk
 
     def _performed(self) -> list[Operation]:
-        """Return the operations without the last one of each process if it did not happen, or if that is unknown."""
+        """Return the operations without the last one of each process if it did not happen."""
         last = {operation.pid: operation for operation in self.operations}
         return [
             operation for operation in self.operations if last[operation.pid] is not operation or _happened(operation)
@@ -68,7 +68,7 @@ class Outcome:
 def _happened(operation: Operation) -> bool:
     if operation.name == "rename":
         return not os.path.lexists(operation.other)
-    return operation.name != "fsync" and os.path.lexists(operation.path) == (operation.name not in ("unlink", "rmdir"))
+    return os.path.lexists(operation.path) == (operation.name not in ("unlink", "rmdir"))
 
 
 def committed_step(operations: Sequence[Operation], *, needs_flush: bool = True) -> int:
@@ -84,7 +84,7 @@ def committed_step(operations: Sequence[Operation], *, needs_flush: bool = True)
     renamed: dict[int, int] = {}
     promised = 0
     for operation in operations:
-        if operation.thread in renamed and (operation.name != "fsync" or not needs_flush):
+        if operation.thread in renamed and (operation.name not in ("fsync", "flushed") or not needs_flush):
             promised = max(promised, renamed.pop(operation.thread))
         prefix, _, step = operation.path.name.partition("-")
         if operation.name == "rename" and prefix == "checkpoint" and step.isdigit():

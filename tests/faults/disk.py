@@ -116,13 +116,13 @@ class Disk:
     def apply(self, operation: Operation) -> None:
         """Apply an operation; one that must have failed, such as the creation of an existing folder, does nothing."""
         path, parent = operation.path, self.find(operation.path.parent) if operation.path != self._root else None
-        if operation.name == "fsync" and isinstance(parent, Folder) and path.name not in parent.names:
+        if operation.name == "flushed" and isinstance(parent, Folder) and path.name not in parent.names:
             self._rename_temporary(parent, path.name)
         node = self.find(path)
-        if operation.name == "fsync" and isinstance(node, Folder):
+        if operation.name == "flushed" and isinstance(node, Folder):
             node.on_disk = dict(node.names)
             self._unflushed = [change for change in self._unflushed if change[1] is not node]
-        elif operation.name == "fsync" and isinstance(node, File):
+        elif operation.name == "flushed" and isinstance(node, File):
             node.flushed = operation.size
         elif not isinstance(parent, Folder):
             return
