@@ -68,7 +68,9 @@ class Outcome:
 def _happened(operation: Operation) -> bool:
     if operation.name == "rename":
         return not os.path.lexists(operation.other)
-    return os.path.lexists(operation.path) == (operation.name not in ("unlink", "rmdir"))
+    if operation.name in ("unlink", "rmdir"):
+        return not os.path.lexists(operation.path)
+    return True
 
 
 def committed_step(operations: Sequence[Operation], *, needs_flush: bool = True) -> int:
