@@ -847,7 +847,7 @@ def loopback_node(rank: int, port: int, nodes: int = 2) -> dict[str, str]:
     return NODE | here | {"PYTHON": sys.executable, "CONFIG_FILE": config}
 
 
-@pytest.mark.faults  # half a minute; the next tests show in less that the launchers of two nodes start one world
+@pytest.mark.faults  # half a minute; the test of Slurm shows in less that the launchers of two nodes start one world
 @pytest.mark.world(2)
 def test_two_nodes_train_together(tmp_path):
     """Two launchers with one rendezvous and one folder are one training of two processes."""
@@ -866,6 +866,7 @@ def test_two_nodes_train_together(tmp_path):
     assert verify(tmp_path / "out" / "checkpoint-2").world_size == 2
 
 
+@pytest.mark.faults
 @pytest.mark.world(2)
 def test_two_nodes_under_torchrun_are_one_world(tmp_path):
     port = free_port()
@@ -892,6 +893,7 @@ def test_the_recipe_trains_in_the_environment_of_torchrun(tmp_path):
     assert verify(tmp_path / "out" / "checkpoint-2").world_size == 2
 
 
+@pytest.mark.faults
 @pytest.mark.world(2)
 def test_deepspeed_too_has_a_launcher_per_node(tmp_path):
     """By default accelerate starts DeepSpeed's own launcher for several nodes, which needs pdsh and ssh."""

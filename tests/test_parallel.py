@@ -196,7 +196,7 @@ def wrong(names, results):
     return {
         name: error
         for name, error in zip(names, results, strict=True)
-        if error["loss"] > FIRST or error["norm"] > 1e-5 or error["evaluation"] > FIRST
+        if error["loss"] > FIRST or error["norm"] > 2e-5 or error["evaluation"] > FIRST
     }
 
 

@@ -124,6 +124,7 @@ NVME = Case(
     strategy="zero3", traits=(HALF, "optimizer offloaded to nvme, param offloaded to nvme")
 )  # in the fault suite
 RESUMED = ("fsdp2",)  # the fault suite resumes the others
+VARIANTS = ("fsdp2_grad_op", "zero2_offload", "zero3_offload", "zero3_hpz")  # launched in the fault suite
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +205,10 @@ def test_every_config_has_a_case():
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "ddp"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.faults] if n in VARIANTS else []) for n in CASES if n != "ddp"],
+)
 def test_a_config_runs_its_strategy_and_trains_like_ddp(trained, name):
     folder, control, case = trained(name), trained("ddp"), CASES[name]
     assert log_lines(folder, "strategy") == [f"hfscale: strategy {case.strategy} on {case.processes} processes (cpu)"]
