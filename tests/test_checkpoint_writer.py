@@ -469,6 +469,28 @@ class TestFailure:
         verify(tmp_path / "checkpoint-4")
 
 
+def test_the_thread_that_writes_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
+    """The calls are recorded: the devices themselves are those of test_gpu.py."""
+    used = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((threading.current_thread(), device)))
+    writer = CheckpointWriter()
+    writer.start(
+        CheckpointJob(
+            run_dir=tmp_path,
+            step=4,
+            strategy="single",
+            global_batch_size=4,
+            commits=True,
+            write=lambda folder: used.append((threading.current_thread(), "write")),
+        )
+    )
+    writer.wait()
+    assert used == [(used[0][0], 5), (used[0][0], "write")]
+    assert used[0][0] is not threading.main_thread()
+
+
 class TestRepairAfterACrash:
     def leave(self, folder, name, with_manifest):
         checkpoint = folder / UNFINISHED / name

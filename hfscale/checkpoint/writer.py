@@ -77,6 +77,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hfscale.checkpoint.lock import is_locked_by_another_process
@@ -183,7 +184,9 @@ class CheckpointWriter:
         self._started_at = job.started_at
         _last_writers[job.run_dir.resolve()] = self
         # A daemon thread: the callers that know how long they may wait do so before the process ends.
-        self._thread = threading.Thread(target=self._run, args=(job,), name="hfscale-checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_in_thread, args=(job, current_gpu()), name="hfscale-checkpoint", daemon=True
+        )
         self._thread.start()
 
     def run(self, job: CheckpointJob) -> None:
@@ -226,6 +229,11 @@ class CheckpointWriter:
             is_known = isinstance(self._failure, StorageError)
             logger.warning("%s", self._failure, exc_info=None if is_known else self._failure)
 
+    def _run_in_thread(self, job: CheckpointJob, gpu: int | None) -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        self._run(job)
+
     def _run(self, job: CheckpointJob) -> None:
         try:
             _write_and_commit(job, self._group)
@@ -237,6 +245,16 @@ class CheckpointWriter:
 def is_saving() -> bool:
     """Return whether a thread of this process is writing a checkpoint in the background."""
     return any(writer.in_flight for writer in list(_last_writers.values()))
+
+
+def current_gpu() -> int | None:
+    """Return the index of this thread's CUDA device; None if the process has not used CUDA.
+
+    The current device belongs to a thread, and a new thread has device 0. There every rank of a node would open a
+    context, of hundreds of MiB, as soon as torch's distributed checkpointing asks for the current stream
+    (`_OverlappingCpuLoader`).
+    """
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 def unfinished_folder(run_dir: Path, step: int) -> Path:
