@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hfscale.cli import autostop
 from hfscale.health import gpu
 from hfscale.health.gpu import GpuWatch, NvmlSensor, Reading, xids
 from hfscale.health.monitor import GpuThread, Monitor
@@ -161,8 +162,19 @@ def test_metric_keys_are_logged_with_a_sensor_and_absent_without():
     assert Monitor(hosts=["node"], gpu=without_values).exchange(1, math.nan)[0] == {"gpu/throttled": 0.0}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, test_gpu.py reads the sensor")
+def test_without_a_driver_the_real_package_gives_no_sensor():
+    import pynvml
+
+    with pytest.raises(pynvml.NVMLError):
+        pynvml.nvmlInit()
+    assert gpu.sensor_of(torch.device("cuda", 0)) is None
+    assert autostop.gpu_activity() is None
+
+
 def test_the_stand_in_has_the_names_of_pynvml():
-    pynvml = pytest.importorskip("pynvml")
+    import pynvml
+
     for name in vars(nvml()):
         assert name == "asked" or hasattr(pynvml, name), name
     assert pynvml.nvmlClocksEventReasonHwThermalSlowdown in gpu.THERMAL
