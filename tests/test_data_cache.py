@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import datasets
 import pytest
@@ -188,3 +189,26 @@ def test_runs_at_the_same_time_and_a_killed_one_leave_a_complete_cache(cache, tr
     assert json.loads(first)[0]["text"] == [record["text"] for record in DOCUMENTS]
     rows, _ = prepare(cache, train)
     assert rows
+
+
+def test_the_folder_of_a_killed_process_is_deleted_by_the_next_one(cache, train):
+    """A folder whose process lives is kept, and so is one that was made just now."""
+
+    def load(folder):
+        held, abandoned, new = (cache / "hfscale" / f"loading-{name}" for name in ("held", "abandoned", "new"))
+        for other in (abandoned, new):
+            other.mkdir()
+            (other / "lock").touch()
+        Path(folder).rename(held)
+        held.joinpath("data").touch()
+        for old in (held, abandoned):
+            os.utime(old, (time.time() - 100, time.time() - 100))
+        load_by_content([train], read, options=(), source="--train_file train.jsonl")
+        assert [path.is_dir() for path in (held, abandoned, new)] == [True, False, True]
+        held.rename(folder)
+        return read(folder)
+
+    def read(folder):
+        return datasets.load_dataset("json", data_files={"train": str(train)}, cache_dir=folder)
+
+    load_by_content([train], load, options=("another",), source="--train_file train.jsonl")

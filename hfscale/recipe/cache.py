@@ -6,9 +6,12 @@ the content. What is derived from these records with `Dataset.map` is cached nex
 makes of the record's fingerprint, the function and all that it refers to: tokenizer, chat template and flags.
 """
 
+import fcntl
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
@@ -19,6 +22,8 @@ from hfscale.checkpoint.manifest import FileRecord
 from hfscale.checkpoint.store import write_atomically
 from hfscale.errors import DataError
 
+_TEMPORARY, _LOCK = "loading-", "lock"
+_LOCKED_AFTER_S = 60.0  # from the creation of a temporary folder until its process surely holds the lock
 _SETTLED_NS = 2 * 10**9  # a file that changed less than this before it was read could change again without a trace
 
 
@@ -43,13 +48,18 @@ def load_by_content(
     """
     cache = Path(datasets.config.HF_DATASETS_CACHE, "hfscale")
     cache.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(cache)
     before = [_state(file) for file in files]
     contents = [_content(file, cache) for file in files]
     key = xxhash.xxh3_128_hexdigest(repr((datasets.__version__, options, contents)).encode())
     folder = cache / key
     if not folder.is_dir():
-        # What remains of the temporary folder, or was left by a killed process, is only disk space.
-        with tempfile.TemporaryDirectory(prefix="loading-", dir=cache, ignore_cleanup_errors=True) as temporary:
+        with (
+            tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=cache, ignore_cleanup_errors=True) as temporary,
+            Path(temporary, _LOCK).open("w") as lock,
+        ):
+            with suppress(OSError):  # a file system without locks: if this process is killed, the folder is left
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, also if it is killed
             loaded = load(temporary)
             if [_state(file) for file in files] != before:
                 raise DataError(f"{source} has changed while it was read: start again when it is complete")
@@ -72,6 +82,16 @@ def load_by_content(
             for split, records in found.items()
         }
     )
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Delete the temporary folders of processes that were killed: those whose lock nobody holds."""
+    for folder in cache.glob(f"{_TEMPORARY}*"):
+        with suppress(OSError):  # another process is deleting it, or holds its lock
+            if time.time() - folder.stat().st_mtime > _LOCKED_AFTER_S:
+                with Path(folder, _LOCK).open("r+") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
 
 
 def _content(file: Path, cache: Path) -> str:
