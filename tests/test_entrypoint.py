@@ -13,9 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import EXTENSIONS, REPOSITORY, accelerate_launch
+from tiny import tiny_trainer
 
+from hfscale import ScalingCallback
 from hfscale.checkpoint.lock import LOCK_NAME
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
+from hfscale.recipe import entrypoint
 from hfscale.recipe.entrypoint import check_output_dir, missing_dependency
 from hfscale.utils.disk_errors import storage_error
 
@@ -278,3 +281,16 @@ def test_the_lock_of_a_killed_launch_does_not_block_the_next(tmp_path: Path) -> 
     assert done.code == 0, done.err[-4000:]
     (line,) = done.lines("hfscale: removed")
     assert line.startswith(f"hfscale: removed {lock}: ")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "row"),
+    [
+        ({"eval_loss": 1.25}, ("evaluation loss", "1.2500")),
+        ({"eval_loss": -0.0, "eval_reward": 0.75}, ("evaluation reward", "0.7500")),  # of GRPO
+    ],
+)
+def test_the_summary_has_the_evaluation_that_says_something(tmp_path, metrics, row):
+    callback = ScalingCallback()
+    rows = entrypoint._summary_rows(tiny_trainer(tmp_path, callback), callback, metrics)
+    assert [found for found in rows if found[0].startswith("evaluation")] == [row]

@@ -184,7 +184,9 @@ def _summary_rows(trainer: "Trainer", callback: "ScalingCallback", metrics: dict
     rewards = [entry["reward"] for entry in history if "reward" in entry]  # of TRL's trainers that generate
     if rewards:
         rows.append(("reward", f"{rewards[0]:.4f} -> {rewards[-1]:.4f}"))
-    if "eval_loss" in metrics:
+    if "eval_reward" in metrics:  # the loss of these trainers is about 0 whatever the model does
+        rows.append(("evaluation reward", f"{metrics['eval_reward']:.4f}"))
+    elif "eval_loss" in metrics:
         rows.append(("evaluation loss", f"{metrics['eval_loss']:.4f}"))
     rates = [entry["scaling/tokens_per_s_per_gpu"] for entry in history if "scaling/tokens_per_s_per_gpu" in entry]
     if rates:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from traceback import walk_tb
 from typing import TYPE_CHECKING
 
 from hfscale.errors import DataError, LayoutError, UsageError
@@ -51,6 +52,8 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt": (("prompt",),),
 }
 """Kind of records -> sets of columns, of which a dataset needs one."""
+_TRL_AND_BELOW = ("trl", "transformers", "accelerate", "peft", "datasets")
+"""Packages whose errors in the constructor of a trainer are about flags or records."""
 
 
 @dataclass(kw_only=True)
@@ -218,10 +221,15 @@ def keep_generation_batch(args: GRPOArguments, checkpoint: str | None) -> None:
 def errors_of_trl() -> Iterator[None]:
     """Turn what a trainer of TRL raises about flags and records into one line. Use it around its constructor.
 
+    An error that was raised in hfscale, or by the code that calls the constructor, is left as it is.
+
     Raises:
         UsageError: TRL has refused a flag, a combination of flags or a record.
     """
     try:
         yield
     except (ValueError, TypeError, KeyError, NotImplementedError, TemplateError) as error:
+        packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+        if next((name for name in reversed(packages) if name in (*_TRL_AND_BELOW, "hfscale")), None) == "hfscale":
+            raise
         raise UsageError(f"TRL refuses these flags or records: {type(error).__name__}: {one_line(error)}") from error

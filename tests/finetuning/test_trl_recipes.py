@@ -13,10 +13,12 @@ import recipe_runs
 import torch
 from conftest import REPOSITORY
 from forked_ranks import run_ranks
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.store import verify
+from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.layout import split_batch
 
 pytestmark = pytest.mark.finetuning
 
@@ -283,3 +285,16 @@ def interrupted(whole, folder):
         shutil.rmtree(folder / "out" / f"checkpoint-{step}")
     (folder / "out" / "all_results.json").unlink()
     return folder
+
+
+def test_only_errors_that_libraries_raise_are_reported_as_mistakes_in_flags():
+    from hfscale.recipe.trl import errors_of_trl
+
+    with pytest.raises(UsageError, match="no-such-model"), errors_of_trl():
+        AutoConfig.for_model("no-such-model")
+    with pytest.raises(TypeError), errors_of_trl():  # in hfscale
+        split_batch("8", 2, 4)
+    with pytest.raises(TypeError), errors_of_trl():  # in the code that calls the constructor
+        int(None)
+    with pytest.raises(LayoutError), errors_of_trl():
+        raise LayoutError("2 processes")
