@@ -1,10 +1,21 @@
 """What only a CUDA GPU can show: `make test-gpu`."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import RECIPE
+from conftest import RECIPE, REPOSITORY, agent_launch
+from test_stream_position import StopAt
+from tiny import logged, tiny_model, tiny_tokenizer, tiny_trainer
+
+from hfscale import SampleGenerationCallback, SpotCheckpointCallback
+from hfscale.checkpoint.snapshot import HostSnapshot
+from hfscale.checkpoint.store import verify
+from hfscale.health import gpu
+from hfscale.metrics.clocks import clock_of
 
 pytestmark = pytest.mark.gpu
 
@@ -31,3 +42,119 @@ def test_the_recipe_trains_in_bf16_and_knows_the_gpu(python, tmp_path):
     assert 0 < record["scaling/mfu"] < 1
     assert 0 < record["gpu/memory_peak_gib"] < torch.cuda.get_device_properties(0).total_memory / 2**30
     assert done.lines("hfscale: strategy") == ["hfscale: strategy single on 1 processes (cuda)"]
+
+
+@pytest.fixture
+def two_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+
+def in_new_process(folder, program, **env):
+    """Run Python code in a process of its own and return what it prints, as JSON."""
+    code = f"import sys; sys.path.insert(0, {str(REPOSITORY / 'tests')!r})\n{program}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=os.environ | env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_snapshot_waits_for_the_work_before_it_and_not_for_that_after_it():
+    value = torch.zeros(3 * 2**20, device="cuda")
+    torch.cuda._sleep(100_000_000)  # tens of milliseconds, queued before the assignment
+    value.fill_(1)
+    copied = HostSnapshot().take([value])[0]
+    value.fill_(2)
+    assert copied.is_pinned()
+    assert copied.eq(1).all()
+
+
+def test_pinned_buffers_take_what_is_counted_and_are_used_again():
+    """12 MiB, which CUDA's allocator rounds up to 16."""
+    value, snapshot = torch.zeros(3 * 2**20, device="cuda"), HostSnapshot()
+    assert snapshot.bytes_to_allocate([value]) == 2**24
+    before = torch.cuda.host_memory_stats()["active_bytes.current"]
+    first = snapshot.take([value])[0].data_ptr()
+    assert torch.cuda.host_memory_stats()["active_bytes.current"] - before == 2**24
+    assert snapshot.bytes_to_allocate([value.clone()]) == 0
+    assert snapshot.take([value.clone()])[0].data_ptr() == first
+
+
+def test_the_clock_measures_the_device_and_not_the_host():
+    clock = clock_of(torch.device("cuda"))
+    start = clock.now()
+    torch.cuda._sleep(200_000_000)
+    end = clock.now()
+    assert not clock.has_passed(end)
+    clock.wait_for(end)
+    assert clock.has_passed(end)
+    assert 0.02 < clock.seconds(start, end) < 2
+
+
+def test_a_resumed_run_continues_the_random_numbers_of_the_gpu(tmp_path):
+    """Attention kernels add in any order, so that losses are equal to rounding; other dropout gives 1e-2."""
+
+    def train(folder, *, resume=None, stop_at=-1):
+        options = {"use_cpu": False, "max_steps": 8, "save_strategy": "steps", "save_steps": 100}
+        callbacks = [SpotCheckpointCallback(), StopAt(stop_at)]
+        trainer = tiny_trainer(folder, *callbacks, model=tiny_model(attention_dropout=0.3), **options)
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer, "loss")
+
+    expected = train(tmp_path / "plain")
+    train(tmp_path / "cut", stop_at=3)
+    assert train(tmp_path / "cut", resume=str(tmp_path / "cut" / "checkpoint-3")) == pytest.approx(expected, abs=1e-4)
+
+
+def test_samples_during_training_leave_the_random_numbers_of_the_gpu(tmp_path):
+    states = []
+    for callbacks in ([], [SampleGenerationCallback(["w3 w4"], every_steps=2, max_new_tokens=5, temperature=1.0)]):
+        options = {"use_cpu": False, "model": tiny_model(attention_dropout=0.3), "tokenizer": tiny_tokenizer()}
+        tiny_trainer(tmp_path / str(len(callbacks)), *callbacks, **options).train()
+        states.append(torch.cuda.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_the_sensor_is_that_of_the_visible_gpu(tmp_path):
+    """NVML counts all GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES."""
+    program = (
+        "import json, torch; from cuda_driver import pci_address; from hfscale.health import gpu\n"
+        "reading = gpu.sensor_of(torch.device('cuda', 0)).read()\n"
+        "print(json.dumps([reading.bus, pci_address(0), reading.temperature_c, reading.power_w]))"
+    )
+    for index in range(torch.cuda.device_count()):
+        bus, address, temperature_c, power_w = in_new_process(tmp_path, program, CUDA_VISIBLE_DEVICES=str(index))
+        assert gpu._same_bus(address, bus)
+        assert 10 < temperature_c < 110
+        assert power_w > 1
+
+
+def test_the_check_of_a_machine_passes_on_every_gpu(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu"]
+    done = subprocess.run(
+        [*command, "-m", "hfscale", "check"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_each_rank_opens_a_context_on_its_own_gpu_only(two_gpus, strategy, tmp_path):
+    """And the ranks destroy their NCCL and gloo groups without an abort: the exit code is 0."""
+    script = REPOSITORY / "tests" / "workers" / "gpu_contexts.py"
+    config = REPOSITORY / "accelerate_configs" / f"{strategy}.yaml"
+    done = agent_launch(tmp_path, config, 2, script)
+    assert done.code == 0, done.err[-4000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert found == {"contexts": [rank], "own": rank, "synchronous_because": None}
+
+
+def test_tensor_and_pipeline_parallel_training_on_two_gpus(two_gpus, tmp_path):
+    script, config = REPOSITORY / "recipes" / "tp_pp" / "train.py", REPOSITORY / "accelerate_configs" / "tp_pp.yaml"
+    flags = ["--max_steps", "4", "--save_steps", "2", "--block_size", "128", "--output_dir", "out"]
+    flags += ["--gradient_accumulation_steps", "4"]
+    for name in ("tp_size", "pp_size"):
+        done = agent_launch(tmp_path, config, 2, script, *flags, f"--{name}", "2", "--resume_from_checkpoint", "false")
+        assert done.code == 0, done.err[-4000:]
+        verify(tmp_path / "out" / "checkpoint-4")

@@ -1,0 +1,32 @@
+"""Trains with saves in the background, and writes on which GPUs each rank has a context: gpu_contexts.py."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from cuda_driver import open_contexts
+from tiny import RandomTokens, tiny_arguments, tiny_model
+from transformers import Trainer
+
+from hfscale import ParallelArguments, ScalingCallback
+from hfscale.recipe.entrypoint import run
+from hfscale.recipe.layout import set_up_parallelism
+
+
+def main() -> None:
+    args = tiny_arguments("out", use_cpu=False, save_strategy="steps", save_steps=2, max_steps=6)
+    set_up_parallelism(ParallelArguments(), args)
+    callback = ScalingCallback()
+    Trainer(model=tiny_model(), args=args, train_dataset=RandomTokens(), callbacks=[callback]).train()
+    found = {
+        "contexts": open_contexts(),
+        "own": int(os.environ["LOCAL_RANK"]),
+        "synchronous_because": callback.spot_checkpoint._saving.synchronous_because,
+    }
+    Path(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+run(main)
