@@ -131,6 +131,11 @@ class TestSearch:
         assert batch % gpus == 0
         assert batch * 4096 == pytest.approx(tokens * 2**20, rel=0.1)
 
+    def test_more_gpus_than_llama_3_had_get_its_tokens_per_gpu(self):
+        batch = usual_batch(request("llama-3.1-405b", gpus=131_072, seq_len=8192), 131_072)
+        assert batch * 8192 == 131_072 * 1024
+        assert plan("llama-3.1-405b", gpu="H100-80GB", gpus=131_072, seq_len=8192, stack="megatron").choices
+
 
 class TestRanking:
     def test_a_small_model_on_one_node_is_replicated(self):

@@ -12,7 +12,7 @@ import typer
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.estimate import Estimate, estimate, estimate_job
-from hfscale.planner.job import Method, Offload, Optimizer, Precision, Recompute, Schedule
+from hfscale.planner.job import Method, Offload, Optimizer, Precision, Recompute, Schedule, check_pure
 from hfscale.planner.memory import allocated_gib
 from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
 
@@ -65,6 +65,7 @@ def run(
         return
     if model is None or gpu is None:
         raise UsageError("give a MODEL and --gpu, such as llama-3.1-8b --gpu H100-80GB, or --table FILE.csv")
+    check_pure(pure_bf16, precision)
     layout = _fill_layout(gpus, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, zero=zero)
     result = estimate(
         model,

@@ -11,7 +11,7 @@ import typer
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
-from hfscale.planner.job import Method, Optimizer, Precision, Task
+from hfscale.planner.job import Method, Optimizer, Precision, Task, check_pure
 from hfscale.planner.plan import Objective, plan, plan_gpu_types
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -93,6 +93,7 @@ def run(
         return _run_calibration(None if model is None else Path(model), as_json=as_json)
     if model is None or gpu is None or gpus is None:
         raise UsageError("give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8")
+    check_pure(pure_bf16, precision)
     if top < 1:
         raise UsageError(f"--top is {top}: give a number of choices of at least 1")
     options: dict[str, Any] = {
@@ -128,7 +129,10 @@ def run(
     if "," in gpu:
         if emit is not None or plot is not None:
             raise UsageError(f"--gpu is {gpu}: --emit and --plot take one GPU; compare first, then name the one")
-        return _compare(model, [name.strip() for name in gpu.split(",") if name.strip()], options, as_json=as_json)
+        names = [name.strip() for name in gpu.split(",") if name.strip()]
+        if not names:
+            raise UsageError(f"--gpu is {gpu!r}: give names of GPUs, such as H100-80GB,A100-80GB")
+        return _compare(model, names, options, as_json=as_json)
     result = plan(model, gpu=gpu, **options)
     written = []
     if emit is not None and result.choices:

@@ -332,6 +332,16 @@ class Job:
             )
 
 
+def check_pure(pure_bf16: bool, precision: Precision) -> None:
+    """Checks that parameters and states in bf16 (`--pure-bf16`) belong to the format of the matrix products.
+
+    Raises:
+        `UsageError`: The matrix products are in fp16 or fp32.
+    """
+    if pure_bf16 and precision not in ("bf16", "fp8"):
+        raise UsageError(f"--pure-bf16 is given with --precision {precision}: use --precision bf16, or leave it out")
+
+
 FINE_GRAINED = 64
 """Number of experts from which a mixture counts as one of many small experts, as DeepSeek's: Mixtral and Grok have 8,
 DBRX 16."""

@@ -151,10 +151,10 @@ def usual_batch(request: PlanRequest, gpus: int) -> int:
 
     It is a multiple of the number of GPUs if there are at least as many sequences as GPUs, and otherwise a power of
     two. For full training it is about 4M tokens as for Llama 2; 16M from 4,096 GPUs on as for Llama 3 405B (arXiv
-    2407.21783, section 3.4.1); 64M from 1,024 GPUs on for mixtures of many small experts as for DeepSeek-V3 (15,360 x
-    4,096; arXiv 2412.19437, section 4.2). For adapters it is about 128 sequences. For the tasks `sft` and `dpo` it is
-    about 128 as for Tulu 3 (allenai/open-instruct, docs/tulu3.md), and for `grpo` about 1,024 completions as for
-    DeepSeekMath (arXiv 2402.03300, section 4.2), in complete groups.
+    2407.21783, section 3.4.1), and beyond its 16,384 GPUs as many tokens per GPU; 64M from 1,024 GPUs on for mixtures
+    of many small experts as for DeepSeek-V3 (15,360 x 4,096; arXiv 2412.19437, section 4.2). For adapters it is about
+    128 sequences. For the tasks `sft` and `dpo` it is about 128 as for Tulu 3 (allenai/open-instruct, docs/tulu3.md),
+    and for `grpo` about 1,024 completions as for DeepSeekMath (arXiv 2402.03300, section 4.2), in complete groups.
 
     Args:
         request (`PlanRequest`): What is planned for, of which the method, the model and the sequence length are used.
@@ -167,6 +167,7 @@ def usual_batch(request: PlanRequest, gpus: int) -> int:
         wanted = 128
     else:
         millions = 64 if gpus >= 1024 and is_fine_grained(request.shape) else 16 if gpus >= 4096 else 4
+        millions = max(millions, gpus // 1024 if gpus > 16_384 else 0)
         wanted = millions * 2**20 // request.seq_len
     if wanted < gpus:
         return 1 << max(0, wanted.bit_length() - 1)
