@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hfscale.callbacks.preemption_stop import EXCHANGE_EVERY_S
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING, StepAgreement
 
 PAIRS = 15
 STEPS = 60
@@ -61,12 +61,12 @@ def rank_main(rank: int, folder: str) -> None:
     """Writes `summary` and `pairs` on rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    distributed.side_group()
-    work, agreement = calibrated(), distributed.StepAgreement(EXCHANGE_EVERY_S, overlapped=True)
+    TRAINING.barrier("begin")
+    work, agreement = calibrated(), StepAgreement("votes", EXCHANGE_EVERY_S, overlapped=True)
     exchanges = {
         "without": lambda: None,
         "overlapped": lambda: agreement.step(lambda: 0.0),
-        "waited for": lambda: distributed.all_max([0.0]),
+        "waited for": lambda: TRAINING.maximum("vote", [0.0]),
     }
     one_turn(work, exchanges["overlapped"])
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in exchanges}

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, full_callback, small_trainer
 from benchmarks.launched import launch_benchmark, send_result
 from hfscale import CommHealthCallback
-from hfscale.utils import distributed
+from hfscale.utils.collectives import Channel
 
 PAIRS = 3
 
@@ -70,8 +70,8 @@ def main() -> None:
     steps = STEPS - UNTIMED_STEPS
     own.wrap_all()
     exchanges = OwnTime()
-    for exchange in ("gather_rows", "all_max"):
-        exchanges.wrap(distributed, exchange)
+    for exchange in ("gather_numbers", "maximum"):
+        exchanges.wrap(Channel, exchange)
     ratios: list[float] = []
     bare_s: list[float] = []
     own_s: list[float] = []

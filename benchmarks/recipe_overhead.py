@@ -26,6 +26,7 @@ from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.layout import set_up_parallelism
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 
 STRATEGIES = ("ddp", "fsdp2")
 TURN_STEPS = 10
@@ -105,7 +106,7 @@ def worker() -> None:
             seconds[name] = turns.seconds
     if distributed.rank() == 0:
         send_result(seconds)
-    distributed.barrier()
+    TRAINING.barrier("end")
 
 
 class Turns(TrainerCallback):

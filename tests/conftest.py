@@ -15,6 +15,7 @@ import pytest
 from fork_client import fork_server
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
+os.environ["HFSCALE_DEBUG_EXCHANGES"] = "120"  # all ranks must enter the same exchanges; they wait so many seconds
 os.environ["HFSCALE_CLOUD"] = "none"  # no test sends a request to a cloud's metadata address
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background processes ignore the signal
 EXTENSIONS = Path(sys.prefix, "torch_extensions")  # DeepSpeed's operators, of build_extensions.py

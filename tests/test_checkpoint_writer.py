@@ -31,6 +31,7 @@ from hfscale.errors import StorageError
 from hfscale.integrations import saving as trainer_saving
 from hfscale.integrations import snapshots
 from hfscale.recipe import corpus
+from hfscale.utils.collectives import SAVING
 
 
 @contextmanager
@@ -455,7 +456,7 @@ class TestFailure:
             {"problem": None, "fix": None},
             {"problem": "TypeError: no", "fix": None, "traceback": "in state_dict"},
         ]
-        monkeypatch.setattr("hfscale.utils.distributed.gather_json", lambda own, group: rows)
+        monkeypatch.setattr(SAVING, "gather_outcomes", lambda name, own, error: rows)
         job = CheckpointJob(run_dir=tmp_path, step=4, strategy="single", global_batch_size=4, commits=True)
         with pytest.raises(RuntimeError, match=r"TypeError: no\s+in state_dict"):
             CheckpointWriter().run(job)

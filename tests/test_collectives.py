@@ -1,13 +1,22 @@
 """Exchanges between ranks: their values, the check of their names, and errors of one rank that all ranks raise."""
 
+import math
+import os
 import resource
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
+from tiny import tiny_trainer
+from transformers import TrainerCallback
 
+from hfscale import CommHealthCallback, ScalingCallback, SpotCheckpointCallback
+from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
 from hfscale.errors import HealthError, StorageError, UsageError
+from hfscale.integrations.snapshots import FsdpSnapshot
 from hfscale.utils import collectives, tree
 from hfscale.utils.collectives import DEBUG_VARIABLE, SAVING, TRAINING
 from hfscale.utils.distributed import rank
@@ -174,3 +183,132 @@ def test_a_limit_of_open_files_that_is_too_low_is_raised_or_named():
             tree._allow_files(hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def trained(folder, *callbacks, before=lambda trainer: None, **arguments):
+    """Train a tiny model on each rank of a world, as a user does."""
+    trainer = tiny_trainer(folder / "out", *callbacks, **({"max_steps": 8, "logging_steps": 2} | arguments))
+    before(trainer)
+    trainer.train()
+    return trainer
+
+
+def train_in_ranks(folder, train):
+    codes = run_ranks(2, train, log=folder, env={DEBUG_VARIABLE: "60"}, timeout_s=120.0)
+    return codes, [(folder / f"rank-{number}.log").read_text() for number in range(2)]
+
+
+class OnSave(TrainerCallback):
+    """Reads what was saved, as a user's upload does."""
+
+    def on_save(self, args, state, control, **kwargs):
+        """Look for the checkpoint of this step."""
+        assert (Path(args.output_dir) / f"checkpoint-{state.global_step}").is_dir()
+
+
+class Logs(TrainerCallback):
+    """Logs on the main process only, as user code does."""
+
+    def __init__(self):
+        self.trainer = None
+
+    def of(self, trainer):
+        """Log through this Trainer."""
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Log a loss of its own."""
+        if state.global_step == 5 and state.is_world_process_zero:
+            self.trainer.log({"loss": 1.0, "extra": 2.0})
+
+
+@pytest.mark.world(2)
+def test_a_callback_on_one_rank_that_reads_checkpoints_makes_all_ranks_wait_for_saves(tmp_path):
+    def train():
+        callbacks = [ScalingCallback(spot_checkpoint=SpotCheckpointCallback(cloud=None))]
+        trained(
+            tmp_path, *callbacks, *([OnSave()] if os.environ["RANK"] == "0" else []),
+            save_strategy="steps", save_steps=5,
+        )  # fmt: skip
+        dist.destroy_process_group()
+
+    codes, texts = train_in_ranks(tmp_path, train)
+    assert codes == [0, 0], texts
+
+
+@pytest.mark.world(2)
+def test_user_code_may_log_a_loss_on_one_rank_only(tmp_path):
+    def train():
+        logs = Logs()
+        trainer = trained(tmp_path, ScalingCallback(), logs, save_strategy="no", before=logs.of)
+        assert all("scaling/tokens_per_s" in row for row in trainer.state.log_history if "grad_norm" in row)
+        assert not any("scaling/tokens_per_s" in row for row in trainer.state.log_history if "extra" in row)
+        dist.destroy_process_group()
+
+    codes, texts = train_in_ranks(tmp_path, train)
+    assert codes == [0, 0], texts
+
+
+@pytest.mark.world(2)
+def test_a_gradient_norm_that_is_not_finite_on_one_rank_stops_all_ranks(tmp_path):
+    def break_norm(trainer):
+        original = trainer._get_grad_norm
+
+        def norm(model, grad_norm=None):
+            is_broken = trainer.state.global_step == 5 and os.environ["RANK"] == "1"
+            return torch.tensor(math.nan) if is_broken else original(model, grad_norm=grad_norm)
+
+        trainer._get_grad_norm = norm
+
+    def train():
+        callback = CommHealthCallback(on_bad_training="stop", preflight=False)
+        with pytest.raises(HealthError, match="gradient norm is nan at step 6"):
+            trained(tmp_path, callback, before=break_norm, save_strategy="no")
+        os._exit(0)
+
+    codes, texts = train_in_ranks(tmp_path, train)
+    assert codes == [0, 0], texts
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("when", ["before", "folders"])
+def test_an_error_of_one_rank_in_a_save_is_raised_on_all(tmp_path, when):
+    """Before the save is handed over (DeepSpeed's own part), and in the folders of the shards, before collectives."""
+    full = OSError(28, "No space left on device", "part")
+
+    def write(folder):
+        if rank() == 1 and when == "folders":
+            raise full
+
+    def save():
+        error = full if rank() == 1 and when == "before" else None
+        job = CheckpointJob(
+            run_dir=tmp_path / "out", step=1, strategy="fsdp2", global_batch_size=1, commits=rank() == 0, error=error,
+            write=write, write_collectively=lambda folder, group: dist.barrier(group),
+        )  # fmt: skip
+        with pytest.raises(StorageError, match=r"on rank 1: .*No space left on device"):
+            CheckpointWriter().run(job)
+
+    codes, texts = in_ranks(save, tmp_path)
+    assert codes == [0, 0], texts
+
+
+def test_the_folders_of_fsdp_shards_are_made_before_the_ranks_write_together(tmp_path):
+    """DCP's first collective hangs all ranks if one of them has failed before it."""
+    snapshot = FsdpSnapshot.__new__(FsdpSnapshot)
+    snapshot.make_folders(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"pytorch_model_fsdp_0", "optimizer_0"}
+
+
+@pytest.mark.world(2)
+def test_trainings_of_one_process_use_the_same_process_groups(tmp_path):
+    def train():
+        numbers = []
+        for number in range(2):
+            trained(tmp_path / str(number), ScalingCallback(), max_steps=2, save_strategy="steps", save_steps=2)
+            numbers.append(len(dist.distributed_c10d._world.pg_map))
+        assert numbers[0] == numbers[1], numbers
+        dist.destroy_process_group()
+
+    codes, texts = train_in_ranks(tmp_path, train)
+    assert codes == [0, 0], texts

@@ -1,4 +1,4 @@
-"""Exchanges of values between ranks, on one process and on several."""
+"""At which steps ranks exchange values (`StepAgreement`), on one process and on several."""
 
 import json
 import sys
@@ -7,15 +7,8 @@ import pytest
 from conftest import REPOSITORY, run_process
 
 from hfscale.checkpoint.store import list_checkpoints, verify
-from hfscale.utils import distributed
-from hfscale.utils.distributed import StepAgreement
-
-
-def test_one_process_agrees_with_itself():
-    assert (distributed.rank(), distributed.world_size()) == (0, 1)
-    assert distributed.all_max([1.0, 2.0]) == [1.0, 2.0]
-    assert distributed.gather_rows([1.0, 2.0]) == [[1.0, 2.0]]
-    distributed.barrier()
+from hfscale.utils import collectives
+from hfscale.utils.collectives import StepAgreement
 
 
 class FakeClock:
@@ -23,7 +16,7 @@ class FakeClock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(distributed.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(collectives.time, "monotonic", lambda: self.now)
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -33,7 +26,7 @@ class FakeClock:
 )
 def test_exchanges_keep_their_interval(monkeypatch, step_s, every_s, overlapped):
     clock = FakeClock(monkeypatch)
-    agreement = StepAgreement(every_s, overlapped=overlapped)
+    agreement = StepAgreement("test", every_s, overlapped=overlapped)
     exchanges = []
     for step in range(4000):
         clock.now += step_s
@@ -45,7 +38,7 @@ def test_exchanges_keep_their_interval(monkeypatch, step_s, every_s, overlapped)
 
 def test_the_value_is_computed_at_exchanges_only(monkeypatch):
     """Computing it may read a file system."""
-    clock, agreement, calls = FakeClock(monkeypatch), StepAgreement(0.5, overlapped=True), []
+    clock, agreement, calls = FakeClock(monkeypatch), StepAgreement("test", 0.5, overlapped=True), []
     for step in range(100):
         clock.now += 0.05
         agreement.step(lambda step=step: float(calls.append(step) or 0))
@@ -54,7 +47,7 @@ def test_the_value_is_computed_at_exchanges_only(monkeypatch):
 
 def test_a_slow_first_step_does_not_set_the_interval(monkeypatch):
     clock = FakeClock(monkeypatch)
-    agreement = StepAgreement(every_s=5.0)
+    agreement = StepAgreement("test", every_s=5.0)
     clock.now += 300.0  # compilation
     assert agreement.step(lambda: 1.0) == 1.0
     exchanges = 0
@@ -66,7 +59,7 @@ def test_a_slow_first_step_does_not_set_the_interval(monkeypatch):
 
 def test_a_quick_first_step_does_not_set_the_interval(monkeypatch):
     clock = FakeClock(monkeypatch)
-    agreement = StepAgreement(every_s=5.0)
+    agreement = StepAgreement("test", every_s=5.0)
     clock.now += 0.001
     agreement.step(lambda: 0.0)
     exchanged = []

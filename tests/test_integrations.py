@@ -200,7 +200,7 @@ def test_the_order_of_the_users_callbacks_stays(tmp_path):
     trainer = tiny_trainer(tmp_path, Look(), ScalingCallback(), Raise("on_nothing"))
     before = changes(trainer)["callbacks"]
     trainer.train()
-    assert orders[-1] == ["MetricInjector", *before, "_AfterOthers"]
+    assert orders[-1] == [*before, "_AfterOthers"]
 
 
 def test_added_metrics_reach_callbacks_that_come_before(tmp_path):
@@ -213,7 +213,7 @@ def test_added_metrics_reach_callbacks_that_come_before(tmp_path):
 
     class Adds(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            TrainerAdapter.current().add_metrics(lambda state: {"through/adapter": 1.0})
+            TrainerAdapter.current().add_metrics(lambda state, logs: {"through/adapter": 1.0})
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             logs["late"] = 1.0

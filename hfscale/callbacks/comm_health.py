@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from hfscale.integrations.strategy import check_launch, check_strategy, describe
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
 from hfscale.metrics.records import RankLines
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.findings import Finding, join_errors
 from hfscale.utils.logging import get_logger, is_main_process
 
@@ -123,10 +125,10 @@ class CommHealthCallback(AdapterCallback):
         trainer = adapter.trainer
         check_launch(args)
         strategy = check_strategy(trainer)
-        steps = [row[0] for row in distributed.gather_rows([state.global_step])]
+        steps = TRAINING.gather("start: step", state.global_step)
         if len(set(steps)) > 1:
             raise StrategyMismatchError(
-                f"the ranks start at different steps {[int(step) for step in steps]}: they do not see the same "
+                f"the ranks start at different steps {steps}: they do not see the same "
                 "output_dir; put it on storage that all machines share"
             )
         logger.info("strategy %s on %d processes (%s)", strategy, args.world_size, args.device.type)
@@ -136,6 +138,8 @@ class CommHealthCallback(AdapterCallback):
         self._begin_run()
         self._healthy_step = state.global_step
         rank_store = connect_rank_store(args) if self.preflight or self.hang_after_s else None
+        if not all(TRAINING.gather("start: rank store", rank_store is not None)):
+            rank_store = None  # a rank that cannot reach it would be missed by the others
         if self.preflight:
             check_ranks(trainer, rank_store)
         self._rank_lines = RankLines(adapter.run_dir()) if state.is_world_process_zero else None
@@ -237,20 +241,19 @@ class CommHealthCallback(AdapterCallback):
             self._watchdog.stop()
         (self._previous_hook or sys.__excepthook__)(kind, error, trace)
 
-    def _keys(self, state: TrainerState) -> dict[str, float]:
+    def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
         """Compare the ranks and return the metric keys of this log. It is called on every rank."""
         if self._monitor is None:
             return {}
-        logs = state.log_history[-1]
         step = state.global_step
-        keys, found = self._monitor.exchange(step, logs.get("grad_norm"))
-        if "loss" in logs:
-            bad_loss = self._losses.check(step, logs["loss"], logs.get("grad_norm"))
+        keys, found, worst = self._monitor.exchange(step, logs.get("loss"), logs.get("grad_norm"))
+        if worst.loss is not None:
+            bad_loss = self._losses.check(step, worst.loss, worst.grad_norm)
             found += [bad_loss] if bad_loss is not None else []
         if self._rank_lines is not None and self._monitor.own_s:
             self._rank_lines.add(step, {"compute_s": self._monitor.own_s})
         log_findings(found)
-        # Findings about the loss and the replicas are the same on every rank, so all ranks stop or none.
+        # These findings follow from what all ranks have exchanged, so all ranks stop or none.
         bad = [f for f in found if f.level == "error" and f.check in ("loss", "replicas")]
         if bad and self.on_bad_training == "stop":
             self._stop(bad)
@@ -267,12 +270,12 @@ class CommHealthCallback(AdapterCallback):
         # A checkpoint that is still being written would be committed after the others have been archived.
         adapter = TrainerAdapter.current()
         adapter.wait_for_save()
-        distributed.barrier()
+        TRAINING.barrier("stop: saves have ended")
         output_dir = adapter.run_dir()
-        archives = adapter.trainer.args.should_save and output_dir.is_dir()
-        if archives:
-            archive(output_dir, after_step=self._healthy_step)
-        distributed.barrier()
+        with TRAINING.agreed("stop: archive"):
+            archives = adapter.trainer.args.should_save and output_dir.is_dir()
+            if archives:
+                archive(output_dir, after_step=self._healthy_step)
         good = latest_checkpoint(output_dir) if archives else None
         self._end()
         resume = f"the relaunched command resumes from {Path(good).name}" if good else "no good checkpoint was written"

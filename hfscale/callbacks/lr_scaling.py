@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,7 +200,7 @@ class LRScalingCallback(AdapterCallback):
             "lr_scaling: learning rate%s %s -> %s, %s: %s", whose, _range(given), _range(rates), warmup, scaling.reason
         )
 
-    def _keys(self, state: TrainerState) -> dict[str, float]:
+    def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
         return {"lr_scaling/factor": self._factor} if self._factor is not None else {}
 
     def _decide(self, optimizer: str, batch_size: int) -> LRScaling:

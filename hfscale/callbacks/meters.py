@@ -65,6 +65,8 @@ class Window:
     """Tokens / seconds / processes."""
     sequence_length: int
     """Tokens per sequence, mean over tokens; 0 without tokens."""
+    grad_norm: float | None = None
+    """Gradient norm that Trainer logs; None: it logs none."""
 
 
 class Meter:
@@ -533,7 +535,7 @@ class NoiseScaleMeter(Meter):
 
     def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
         """Add this step's sample, if all ranks measured it, and return the noise scale averaged over the samples."""
-        norm = state.log_history[-1].get("grad_norm") if state.log_history else None
+        norm = window.grad_norm
         squares = columns["small_batch_square"]
         if norm is not None and all(map(math.isfinite, [*squares, norm])):
             passes = self._trainer.current_gradient_accumulation_steps

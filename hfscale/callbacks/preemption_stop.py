@@ -46,7 +46,7 @@ from hfscale.preemption import (
 from hfscale.preemption.clouds import check_cloud, watch_cloud
 from hfscale.preemption.notice import AWS, STOP_FILE
 from hfscale.utils import distributed
-from hfscale.utils.distributed import StepAgreement
+from hfscale.utils.collectives import TRAINING, StepAgreement
 from hfscale.utils.logging import get_logger
 from hfscale.utils.processes import describe_process
 from hfscale.utils.run_state import CopiedWithoutRun
@@ -106,8 +106,8 @@ class _Outlook:
 
     def of_all_ranks(self) -> "_Outlook":
         """Return the worst values of all ranks; every rank must call it."""
-        source, minus_left, write_s, around_save_s = distributed.all_max(
-            [float(self.source), -self.seconds_left, self.write_s, self.around_save_s]
+        source, minus_left, write_s, around_save_s = TRAINING.maximum(
+            "stop: outlook", [float(self.source), -self.seconds_left, self.write_s, self.around_save_s]
         )
         return _Outlook(source=int(source), seconds_left=-minus_left, write_s=write_s, around_save_s=around_save_s)
 
@@ -341,11 +341,10 @@ class PreemptionStop(CopiedWithoutRun):
 
     def _gather_processes(self) -> list[dict[str, Any]]:
         """Return what `describe_process` returns on each rank; every rank must call it."""
-        group = distributed.side_group() if distributed.is_distributed() else None
-        return distributed.gather_json(describe_process(), group)
+        return TRAINING.gather("processes", describe_process())
 
     def _new_agreement(self) -> StepAgreement:
-        return StepAgreement(self.exchange_every_s, overlapped=True)
+        return StepAgreement("stop: votes", self.exchange_every_s, overlapped=True)
 
     def _vote(self) -> float:
         """Return this rank's vote; rank 0 also looks for the stop file."""

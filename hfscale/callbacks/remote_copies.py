@@ -7,7 +7,7 @@ from transformers import TrainerState
 from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest
 from hfscale.checkpoint.store import UNFINISHED
 from hfscale.errors import StorageError
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger
 from hfscale.utils.run_state import CopiedWithoutRun
 
@@ -115,5 +115,5 @@ class RemoteCopies(CopiedWithoutRun):
                 if uploader.last_uploaded != last:
                     uploader.offer(self._run_dir / last)
                     busy = True
-            if not distributed.all_max([float(busy)])[0]:
+            if not TRAINING.maximum("end: remote copies", [float(busy)])[0]:
                 return

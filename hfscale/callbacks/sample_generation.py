@@ -25,6 +25,7 @@ from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
 from hfscale.integrations.wandb_run import log_samples
 from hfscale.metrics.records import append_record, begin_lines
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -180,8 +181,7 @@ class SampleGenerationCallback(AdapterCallback):
                 raise
             error = failure
         message = f"{type(error).__name__}: {error}" if error else None
-        group = distributed.side_group() if distributed.is_distributed() else None
-        gathered = distributed.gather_json([message, {i: answers[i] for i in mine if i in answers}], group)
+        gathered = TRAINING.gather("samples", [message, {i: answers[i] for i in mine if i in answers}])
         for failed, (text, _) in enumerate(gathered):
             if text is not None:
                 raise HfScaleError(f"rank {failed} could not generate samples: {text}") from error

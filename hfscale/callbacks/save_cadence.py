@@ -5,7 +5,7 @@ import time
 from transformers import TrainerState, TrainingArguments
 
 from hfscale.errors import UsageError
-from hfscale.utils import distributed
+from hfscale.utils.collectives import StepAgreement
 from hfscale.utils.run_state import CopiedWithoutRun
 
 DEFAULT_EVERY_STEPS = 500
@@ -34,7 +34,7 @@ class SaveCadence(CopiedWithoutRun):
         self._begin_run()
 
     def _begin_run(self) -> None:
-        self._agreement = distributed.StepAgreement(every_s=_AGREE_ON_CADENCE_EVERY_S)
+        self._agreement = StepAgreement("cadence", every_s=_AGREE_ON_CADENCE_EVERY_S)
         self._saved_step = 0
         self._saved_at = 0.0
 

@@ -1,5 +1,6 @@
 """ScalingMetricsCallback: throughput, efficiency, and where time and money go, at each logging step."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hfscale.metrics.clocks import PhaseClock
 from hfscale.metrics.records import RunRecorder, last_logged_step
 from hfscale.metrics.tokens import TokenCounter, TokenCounts
 from hfscale.metrics.triage import TriageWatch
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import context_parallel_size, sequence_parallel_size
 
@@ -244,10 +245,12 @@ class ScalingMetricsCallback(AdapterCallback):
     def _batch_fetched(self) -> None:
         self._clock.end("data_wait")
 
-    def _keys(self, state: TrainerState) -> dict[str, float]:
+    def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
         """Return the metric keys of the window that ends now. It is called on every rank."""
-        columns = distributed.gather_columns(self._numbers(state))
-        window = self._window(columns, state)
+        numbers = self._numbers(state)
+        table = TRAINING.gather_numbers("log: throughput", list(numbers.values()))
+        columns = dict(zip(numbers, table.T.tolist(), strict=True))
+        window = self._window(columns, state, logs.get("grad_norm"))
         if window is None:
             return {}
         waits = [
@@ -311,7 +314,7 @@ class ScalingMetricsCallback(AdapterCallback):
             numbers |= meter.numbers(state)
         return numbers
 
-    def _window(self, columns: Columns, state: TrainerState) -> Window | None:
+    def _window(self, columns: Columns, state: TrainerState, grad_norm: float | None) -> Window | None:
         """Combine the numbers of all ranks, and count their tokens; None if nothing was trained on."""
         steps = state.global_step - self._logged_step
         self._logged_step = state.global_step
@@ -329,6 +332,7 @@ class ScalingMetricsCallback(AdapterCallback):
             tokens_seen=self._tokens_seen,
             tokens_per_s_per_gpu=tokens / seconds / len(columns["tokens"]),
             sequence_length=round(mean_length * self._sequence_parts),
+            grad_norm=grad_norm,
         )
 
 

@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,7 @@ from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, saved_
 from hfscale.metrics.clocks import StepPace
 from hfscale.preemption import Preempted
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING, StepAgreement
 from hfscale.utils.logging import get_logger
 from hfscale.utils.secondary import secondary
 from hfscale.utils.versions import uses_jit_checkpoint
@@ -146,7 +148,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._pending_keys: dict[str, float] = {}
         self._stalls_s: dict[int, float] = {}
         self._saving: TrainerSaving | None = None
-        self._watch: distributed.StepAgreement | None = None
+        self._watch: StepAgreement | None = None
         self._pace = StepPace()
         self._idle_since = 0.0
 
@@ -183,15 +185,16 @@ class SpotCheckpointCallback(AdapterCallback):
         self._wait()  # for a save that a training left in flight when it broke off
         self._begin_run()
         self.last_committed = None
-        _finish_load(adapter.trainer)
+        with TRAINING.agreed("start: load"):
+            _finish_load(adapter.trainer)
         self._take_over_saving(adapter)
         if args.save_strategy == "no":
             logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
-        if args.should_save:
-            self._prepare_output_dir(args, state)
+        with TRAINING.agreed("start: output directory"):  # no rank may begin to write what another is about to archive
+            if args.should_save:
+                self._prepare_output_dir(args, state)
         atexit.register(self._at_exit)
         adapter.at_training_end(self._report_failure)
-        distributed.barrier()  # no rank may begin to write what another is about to archive
         self._begin_counting(adapter, state)
         self.preemption.begin(adapter, kwargs.get("train_dataloader"))
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
@@ -288,7 +291,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self.cadence.saved(state)
         self._stalls_s[state.global_step] = time.monotonic() - self._idle_since
         # On one process a check at each step costs nothing.
-        self._watch = distributed.StepAgreement(_CHECK_WRITER_EVERY_S if distributed.is_distributed() else 0.0)
+        self._watch = StepAgreement("save", _CHECK_WRITER_EVERY_S if distributed.is_distributed() else 0.0)
         self.preemption.at_save(args, state, control)
 
     def on_epoch_end(
@@ -375,7 +378,7 @@ class SpotCheckpointCallback(AdapterCallback):
         """
         if self._saving is None or not self._saving.has_readers:
             return
-        distributed.barrier()
+        TRAINING.barrier("save: files of callbacks")
         checkpoint = self._run_dir / f"checkpoint-{state.global_step}"
         if self._saving.commits and checkpoint.is_dir():
             update_manifest(checkpoint)
@@ -424,7 +427,7 @@ class SpotCheckpointCallback(AdapterCallback):
             "checkpoint/bytes": float(sum(record.bytes for record in manifest.files.values())),
         }
 
-    def _keys(self, state: TrainerState) -> dict[str, float]:
+    def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
         keys, self._pending_keys = self._pending_keys, {}
         if keys and self.last_committed is not None:
             step = checkpoint_step(Path(self.last_committed))
@@ -521,7 +524,7 @@ def _refuse_to_discard(args: TrainingArguments, state: TrainerState) -> None:
         CheckpointError: on every rank: there are checkpoints, and none of them is verified.
     """
     discards = state.global_step == 0 and Path(args.output_dir).resolve() in without_verified
-    if distributed.all_max([float(discards)])[0]:
+    if TRAINING.maximum("start: discards", [float(discards)])[0]:
         raise CheckpointError(
             f"{args.output_dir} has checkpoints and none of them is verified, so latest_checkpoint has returned None: "
             "pass the path of one as resume_from_checkpoint, or move them to start from scratch"

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from hfscale.checkpoint.store import flush
-from hfscale.errors import HfScaleError, OutputDirInUseError, StorageError, UsageError
-from hfscale.utils import distributed
+from hfscale.errors import OutputDirInUseError, StorageError, UsageError
+from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -129,22 +129,16 @@ def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -
         OutputDirInUseError: another machine has held the lock for some minutes; raised on every rank.
         StorageError: the lock file cannot be written; raised on every rank.
     """
-    kinds: tuple[type[HfScaleError], ...] = (UsageError, OutputDirInUseError, StorageError)
-    error: HfScaleError | None = None
-    if is_holder:
-        try:
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
-            for folder in Path(output_dir).resolve().parents:
-                with suppress(OSError):  # a folder that this user cannot read, and so has not created
-                    flush(folder)
-            lock_output_dir(output_dir)
-        except UsageError as refused:
-            error = refused
-        except OSError as failure:
-            error = StorageError(f"{output_dir} cannot be locked: {failure.strerror}; make it writable")
-    worst = int(distributed.all_max([float(kinds.index(type(error)) if error is not None else -1)])[0])
-    if worst >= 0:
-        raise error or kinds[worst](f"{output_dir} is in use by another run or cannot be locked: see the other ranks")
+    with START.agreed("lock of the output directory"):
+        if is_holder:
+            try:
+                Path(output_dir).mkdir(parents=True, exist_ok=True)
+                for folder in Path(output_dir).resolve().parents:
+                    with suppress(OSError):  # a folder that this user cannot read, and so has not created
+                        flush(folder)
+                lock_output_dir(output_dir)
+            except OSError as failure:
+                raise StorageError(f"{output_dir} cannot be locked: {failure.strerror}; make it writable") from failure
 
 
 def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:

@@ -12,7 +12,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from hfscale.checkpoint.store import (
 from hfscale.checkpoint.usable import newest_usable
 from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.utils import distributed
+from hfscale.utils.collectives import START
 from hfscale.utils.disk_errors import PROGRAM_ERRORS
 from hfscale.utils.logging import get_logger
 from hfscale.utils.redaction import redact
@@ -42,7 +42,6 @@ COPYING = "copying a checkpoint"
 SUPERSEDED_MANIFEST_NAME = "hfscale_manifest.superseded.json"
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 1.0  # each later pause is twice as long: 15 s in all
-_MAX_DOWNLOAD_TIME = timedelta(hours=24)
 _FEATURES = dict.fromkeys(("s3", "s3a"), "s3:// remote checkpoints")
 _FEATURES |= dict.fromkeys(("gs", "gcs"), "gs:// remote checkpoints")
 _fetched: set[tuple[str, str]] = set()
@@ -386,33 +385,20 @@ def fetch_newest(store: RemoteStore, output_dir: Path) -> None:
     if (store.url, str(output_dir)) in _fetched:
         return
     _fetched.add((store.url, str(output_dir)))
-    group = distributed.own_group(_MAX_DOWNLOAD_TIME)
-    step: int | None = None
-    problem: str | None = None
     try:
         local = newest_usable(output_dir)
     except CheckpointError:
         local = None  # its reasons have been logged; a good one in the store takes their place
-    if distributed.rank() == 0:
-        step, problem = _result_or_problem(lambda: _fetch_newest(store, output_dir, local))
-    (step, problem), *_ = distributed.gather_json([step, problem], group)
-    if problem is None and step is not None:
-        leads_node = distributed.rank() != 0 and os.environ.get("LOCAL_RANK") == "0"
-        if leads_node and not _is_good(output_dir / f"checkpoint-{step}"):
-            download = partial(store.download, step, output_dir, output_dir / UNFINISHED / "download")
-            _, problem = _result_or_problem(download)
-        problems = distributed.gather_json(problem, group)
-        problem = next((found for found in problems if found is not None), None)
-    if problem is not None:
-        raise StorageError(f"{problem}; make the store readable, or start without the remote")
-
-
-def _result_or_problem(operation: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """Return the result of `operation`, or the message of its error for the other ranks."""
     try:
-        return operation(), None
+        step = START.on_rank_0("fetch the newest checkpoint", lambda: _fetch_newest(store, output_dir, local))
+        leads_node = distributed.rank() != 0 and os.environ.get("LOCAL_RANK") == "0"
+        with START.agreed("fetch on each node"):
+            if step is not None and leads_node and not _is_good(output_dir / f"checkpoint-{step}"):
+                store.download(step, output_dir, output_dir / UNFINISHED / "download")
     except (HfScaleError, OSError) as error:
-        return None, redacted_message(error)
+        raise StorageError(
+            f"{redacted_message(error)}; make the store readable, or start without the remote"
+        ) from None
 
 
 def _fetch_newest(store: RemoteStore, output_dir: Path, local: Path | None) -> int | None:

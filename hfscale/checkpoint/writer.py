@@ -28,8 +28,9 @@ in it is of an earlier attempt: those have been archived when training started (
 All ranks write one checkpoint in this order (`_write_and_commit`):
 
 1. Each rank creates `.unfinished/checkpoint-N` and writes its own files into it (`CheckpointJob.write`).
-2. The ranks exchange their errors. If there is one, the committing rank deletes the folder and every rank raises: a
-   `StorageError` if a file could not be written, else the error itself. The same happens in steps 4 and 6.
+2. The ranks exchange their errors, as they do before step 1 for errors from before the job was handed over. If there
+   is one, the committing rank deletes the folder and every rank raises: a `StorageError` if a file could not be
+   written, else the error itself. The same happens in steps 4 and 6.
 3. The ranks write the files that need collectives (`CheckpointJob.write_collectively`). Then each rank hashes its own
    files and calls fsync on each.
 4. The ranks exchange their errors, and the lengths and hashes of their files.
@@ -92,6 +93,7 @@ from hfscale.checkpoint.store import (
 )
 from hfscale.errors import StorageError
 from hfscale.utils import distributed
+from hfscale.utils.collectives import SAVING, TRAINING
 from hfscale.utils.disk_errors import how_to_fix_write, is_failed_torch_write
 from hfscale.utils.logging import get_logger
 
@@ -125,7 +127,7 @@ class CheckpointJob:
     """Writes this rank's own files into the folder that it is given; None if they are already there."""
     write_collectively: Callable[[Path, dist.ProcessGroup | None], None] | None = None
     """Writes what needs collectives between the ranks, on the group that it is given. It is called only if no `write`
-    has failed."""
+    has failed; what can fail before its first collective belongs into `write`."""
     error: Exception | None = None
     """An error on this rank that occurred before the job was handed over."""
     on_commit: Callable[[Manifest], None] | None = None
@@ -147,11 +149,11 @@ class CheckpointJob:
 class CheckpointWriter:
     """Writes one checkpoint at a time, in a background thread or in the calling one.
 
-    Every rank must create one at the same point, because its exchanges run on a process group of their own.
+    Every rank must create one at the same point: the process group of the channel `SAVING` is created with the first.
     """
 
     def __init__(self) -> None:
-        self._group = distributed.own_group()
+        self._group = SAVING.group
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._started_at = 0.0
@@ -175,12 +177,10 @@ class CheckpointWriter:
     def start(self, job: CheckpointJob) -> None:
         """Write `job` in a background thread, after waiting for a checkpoint that is still being written.
 
-        An error of `job` itself is raised by the next `wait`, `start` or `run`.
-
         Raises:
-            Exception: as `wait`.
+            Exception: as `wait`; an error that occurred before the job was handed over is raised here, on all ranks.
         """
-        self.wait()
+        self._begin(job)
         self._started_at = job.started_at
         _last_writers[job.run_dir.resolve()] = self
         # A daemon thread: the callers that know how long they may wait do so before the process ends.
@@ -195,9 +195,16 @@ class CheckpointWriter:
         Raises:
             Exception: as `wait`.
         """
-        self.wait()
+        self._begin(job)
         self._run(job)
         self.wait()
+
+    def _begin(self, job: CheckpointJob) -> None:
+        self.wait()
+        for other in _last_writers.values():
+            if other.in_flight:  # of a training that an exception ended: it exchanges on the same channel
+                other.wait_without_raising()
+        _exchange("save: state is copied", job, job.error)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written, or for `timeout_s` seconds.
@@ -282,22 +289,22 @@ def open_to_subclass(run_dir: Path, step: int, *, is_holder: bool) -> Iterator[N
         OSError: on every rank, if the link cannot be made.
     """
     folder, target = unfinished_folder(run_dir, step), run_dir / f"checkpoint-{step}"
-    problem: OSError | None = None
-    if is_holder:
-        try:
+    with TRAINING.agreed("save: link"):
+        if is_holder:
             folder.mkdir(parents=True, exist_ok=True)
             if target.is_dir():
                 shutil.rmtree(_replaced(folder), ignore_errors=True)
                 target.rename(_replaced(folder))
             target.symlink_to(folder.relative_to(run_dir), target_is_directory=True)
-        except OSError as error:
-            problem = error
-    if distributed.all_max([float(problem is not None)])[0]:
-        raise problem or OSError(f"{target} cannot be made: see the error of another rank")
+    failed: Exception | None = None
     try:
         yield
+    except Exception as error:
+        failed = error
+        raise
     finally:
-        distributed.barrier()  # another rank may still be writing through the link
+        # Another rank may still be writing through the link.
+        TRAINING.gather_outcomes("save: link is not used any more", None, error=failed)
         if is_holder:
             target.unlink()
 
@@ -348,15 +355,14 @@ def clear_unfinished(run_dir: Path) -> None:
 
 def _write_and_commit(job: CheckpointJob, group: dist.ProcessGroup | None) -> None:
     """Write and commit the checkpoint, on all ranks at once; the exchange after each part stops all if one fails."""
-    problem = job.error
-    if problem is None:
-        try:
-            job.folder.mkdir(parents=True, exist_ok=True)
-            if job.write is not None:
-                job.write(job.folder)
-        except Exception as error:
-            problem = error
-    _exchange(job, group, problem)
+    problem: Exception | None = None
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        if job.write is not None:
+            job.write(job.folder)
+    except Exception as error:
+        problem = error
+    _exchange("save: own files", job, problem)
     records: dict[str, FileRecord] = {}
     try:
         if job.write_collectively is not None:
@@ -364,7 +370,7 @@ def _write_and_commit(job: CheckpointJob, group: dist.ProcessGroup | None) -> No
         records = _record_own_files(job)
     except Exception as error:
         problem = error
-    all_files = _exchange(job, group, problem, {name: asdict(record) for name, record in records.items()})
+    all_files = _exchange("save: all files", job, problem, {name: asdict(record) for name, record in records.items()})
     if job.commits:
         try:
             if job.is_shared:
@@ -372,12 +378,12 @@ def _write_and_commit(job: CheckpointJob, group: dist.ProcessGroup | None) -> No
             _commit(job, records)
         except Exception as error:
             problem = error
-    _exchange(job, group, problem)
+    _exchange("save: commit", job, problem)
 
 
 def _exchange(
+    name: str,
     job: CheckpointJob,
-    group: dist.ProcessGroup | None,
     problem: Exception | None,
     files: dict[str, dict[str, Any]] | None = None,
 ) -> list[dict[str, dict[str, Any]]]:
@@ -396,7 +402,7 @@ def _exchange(
         "traceback": "".join(traceback.format_exception(problem)) if is_defect else None,
         "files": files or {},
     }
-    rows = distributed.gather_json(own, group)
+    rows = SAVING.gather_outcomes(name, own, error=problem)
     failed = [number for number, row in enumerate(rows) if row["problem"] is not None]
     if not failed:
         return [row["files"] for row in rows]

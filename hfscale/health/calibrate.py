@@ -27,6 +27,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, match_device_name, read_hardware_document, read_hardware_file
 from hfscale.health import measure
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.disk_errors import writing
 
 GIB = 2**30
@@ -166,7 +167,7 @@ def _process_group(on_gpu: bool) -> Iterator[None]:
 
 
 def _slowest_rank_s(seconds: float) -> float:
-    return distributed.all_max([seconds])[0]
+    return TRAINING.maximum("calibration", [seconds])[0]
 
 
 def _median_s(run: Callable[[], object], device: torch.device) -> float:

@@ -4,7 +4,7 @@ import math
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from hfscale.health.loss import checksum, compare_replicas
 from hfscale.health.stragglers import DataWaitJudge, StragglerJudge
 from hfscale.metrics.clocks import PhaseClock
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.findings import Finding
 
 GPU_EVERY_S = 10.0
@@ -21,8 +22,7 @@ GPU_EVERY_S = 10.0
 
 def gather_hosts() -> list[str]:
     """Return the host name of each rank, in rank order; every rank must call it."""
-    group = distributed.side_group() if distributed.is_distributed() else None
-    return distributed.gather_json(socket.gethostname(), group)
+    return TRAINING.gather("start: hosts", socket.gethostname())
 
 
 class GpuThread(threading.Thread):
@@ -55,6 +55,24 @@ class GpuThread(threading.Thread):
         self._stop_now.set()
         if self.is_alive():
             self.join(5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstLog:
+    """The loss and the gradient norm of a log, the same on every rank: the first that is not finite, or rank 0's."""
+
+    loss: float | None
+    """None: Trainer has logged no loss."""
+    grad_norm: float | None
+    """None: Trainer has logged no gradient norm."""
+
+
+def _worst(columns: dict[str, list[float]]) -> WorstLog:
+    def worst(name: str) -> float | None:
+        values = [value for value, has in zip(columns[name], columns[f"has_{name}"], strict=True) if has]
+        return next((value for value in values if not math.isfinite(value)), values[0] if values else None)
+
+    return WorstLog(loss=worst("loss"), grad_norm=worst("grad_norm"))
 
 
 class Monitor:
@@ -107,15 +125,18 @@ class Monitor:
         """Report the end of a log, an evaluation or a save between steps, which does not count as a wait for data."""
         self._clock.end("aside")
 
-    def exchange(self, step: int, grad_norm: float | None) -> tuple[dict[str, float], list[Finding]]:
+    def exchange(
+        self, step: int, loss: float | None, grad_norm: float | None
+    ) -> tuple[dict[str, float], list[Finding], WorstLog]:
         """Compare all ranks; every rank must call it at the same step.
 
         Args:
             step (`int`): the step of this log.
+            loss (`float`, *optional*): the loss that Trainer logs on this rank; None if it logs none.
             grad_norm (`float`, *optional*): the gradient norm on this rank; None if there is none.
 
         Returns:
-            `tuple[dict[str, float], list[Finding]]`: the metric keys of this log, and new findings.
+            `tuple`: the metric keys of this log, new findings, and the worst loss and gradient norm of all ranks.
         """
         self._clock.end("aside")
         seconds = self._clock.take()
@@ -123,11 +144,14 @@ class Monitor:
         numbers = {
             "data_wait_s": seconds.get("data", 0.0),
             "window_s": seconds.get("data", 0.0) + seconds.get("step", 0.0),
+            "has_loss": float(loss is not None),
+            "loss": 0.0 if loss is None else loss,
+            "has_grad_norm": float(grad_norm is not None),
             "grad_norm": math.nan if grad_norm is None else grad_norm,
             "checksum": self._checksum(step),
             **self._gpu_numbers(),
         }
-        table = distributed.gather_table([*numbers.values(), *times])
+        table = TRAINING.gather_numbers("log: health", [*numbers.values(), *times])
         columns = dict(zip(numbers, table[:, : len(numbers)].T.tolist(), strict=True))
         judgement = self._straggler_judge.add(table[:, len(numbers) :].numpy())
         self.own_s = judgement.own_s
@@ -138,7 +162,11 @@ class Monitor:
             rank = distributed.rank()
             found += [replace(finding, ranks=(rank,), host=self._hosts[rank]) for finding in self._gpu.take()]
         keys = {} if judgement.skew is None else {"scaling/straggler_skew": judgement.skew}
-        return keys | _gpu_keys(columns["temperature_c"], columns["power_w"], columns["throttled"]), found
+        return (
+            keys | _gpu_keys(columns["temperature_c"], columns["power_w"], columns["throttled"]),
+            found,
+            _worst(columns),
+        )
 
     def stop(self) -> None:
         """Remove the timer's hooks and end the GPU thread."""

@@ -1,29 +1,42 @@
 """What `TrainerAdapter` adds to a Trainer: the keys of the callbacks in its logs, and calls after each batch."""
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 
-LogSource = Callable[[TrainerState], dict[str, float]]
+LogSource = Callable[[TrainerState, Mapping[str, float]], dict[str, float]]
 
 
-class MetricInjector(TrainerCallback):
-    """Completes each training log with the keys of its sources, as the first of a Trainer's callbacks.
+class MetricInjector:
+    """Replaces a Trainer's `log` and completes each training log with the keys of its sources.
 
     A metric therefore needs no log record of its own: it is in the same record as the loss of its step, in
     `log_history`, on the console and in every integration of `report_to`. Use it through `TrainerAdapter.add_metrics`.
+
+    Sources exchange values between the ranks. So they are called only where Trainer itself logs, which it does on all
+    ranks: in the methods that also call `store_flos`, a collective of Trainer's own. A log of the user's code, which
+    may be on one rank only, is left as it is. What a subclass does in its own `log` has no effect on the exchanges
+    either, because they are made before.
+
+    Args:
+        trainer (`Trainer`): the Trainer.
+        log (`Callable`): its own `log`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer, log: Callable[..., None]) -> None:
+        self._trainer = trainer
+        self._log = log
         self._sources: list[LogSource] = []
         self._last_calls: list[Callable[[], None]] = []
 
     def add(self, source: LogSource) -> None:
-        """Have `source(state)` called for metric keys at each training log.
+        """Have `source` called for metric keys at each training log.
 
         Args:
-            source (`Callable`): returns values by metric key; adding it twice has no effect.
+            source (`Callable`): called as `source(state, logs)` with the keys that Trainer logs; returns values by
+                metric key. Adding it twice has no effect.
         """
         if source not in self._sources:
             self._sources.append(source)
@@ -37,22 +50,15 @@ class MetricInjector(TrainerCallback):
         if call not in self._last_calls:
             self._last_calls.append(call)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
-        if logs is None or not ("loss" in logs or "train_runtime" in logs):
-            return  # an evaluation's own record
-        for call in self._last_calls if "train_runtime" in logs else ():
-            call()
-        for source in self._sources:
-            keys = source(state)
-            logs.update(keys)
-            state.log_history[-1].update(keys)  # Trainer appended a copy of `logs` just before
+    def __call__(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        caller = sys._getframe(1)
+        if "store_flos" in caller.f_code.co_names and caller.f_locals.get("self") is self._trainer:
+            for call in self._last_calls if "train_runtime" in logs else ():
+                call()
+            given = dict(logs)
+            for source in self._sources:
+                logs.update(source(self._trainer.state, given))
+        self._log(logs, *args, **kwargs)
 
 
 class DataFetchHook:

@@ -26,7 +26,7 @@ from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDe
 from hfscale.integrations.frames import resumed_from
 from hfscale.integrations.strategy import requested_strategy, running_strategy
 from hfscale.integrations.trainer import global_batch_size
-from hfscale.utils import distributed
+from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import what_is_missing
 
@@ -76,13 +76,12 @@ def readable_checkpoint(
                 f"{reader.upper()}: launch with the config that the run started with, {_START_OVER}"
             )
         target = _conversion_folder(Path(args.output_dir), source, reader, args.world_size)
-        if distributed.rank() == 0:
-            _convert(source, target, manifest, reader, args.world_size)
-        distributed.barrier()
+        START.on_rank_0("convert", lambda: _convert(source, target, manifest, reader, args.world_size))
         patience_s = 0.0 if args.save_on_each_node else VISIBILITY_TIMEOUT_S
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not wait_until_visible(target / MANIFEST_NAME, patience_s):
-            _convert(source, target, manifest, reader, args.world_size)  # a node with a disk of its own
-        distributed.barrier()
+        leads_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        with START.agreed("convert on each node"):
+            if leads_node and not wait_until_visible(target / MANIFEST_NAME, patience_s):
+                _convert(source, target, manifest, reader, args.world_size)  # a node with a disk of its own
         checkpoint = str(target)
     if reader.startswith("zero") and (Path(checkpoint) / UNIVERSAL_LATEST).is_file():
         _load_universal(args)

@@ -46,7 +46,7 @@ from hfscale.integrations.snapshots import (
 )
 from hfscale.integrations.strategy import is_parallel_trainer, running_strategy
 from hfscale.integrations.trainer import TrainerAdapter, global_batch_size
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_peft_model, saves_safetensors
 
@@ -110,6 +110,8 @@ class TrainerSaving:
         """Why training waits for each save; None if it does not."""
         if asynchronous:
             self.synchronous_because = why_synchronous(trainer, self._strategy)
+        self._agree_with_other_ranks()
+        if asynchronous:
             if self.synchronous_because is not None:
                 logger.info("training waits for each save: %s", self.synchronous_because)
             elif self._writes_own_model:
@@ -124,11 +126,20 @@ class TrainerSaving:
         trainer_writes = self.synchronous_because is not None or self._deferred is not None
         self._processing_files = {} if trainer_writes or is_parallel_trainer(trainer) else processing_files(trainer)
 
+    def _agree_with_other_ranks(self) -> None:
+        """Wait for each save on all ranks if one must, and expect readers if one has any: callbacks may differ."""
+        reasons = TRAINING.gather("start: saving", [self.synchronous_because, self.has_readers])
+        if self.synchronous_because is None:
+            others = [f"{reason} (on rank {rank})" for rank, (reason, _) in enumerate(reasons) if reason is not None]
+            self.synchronous_because = others[0] if others else None
+        self.has_readers = any(has_readers for _, has_readers in reasons)
+
     def _save(self, model: Any, trial: Any) -> None:
         """Save a checkpoint; this replaces `Trainer._save_checkpoint`."""
         begun = time.monotonic()
         self.writer.wait()  # one save at a time: the buffers are about to be filled again
-        self._begin(self._trainer.state, self._trainer.args)
+        with TRAINING.agreed("save: begin"):
+            self._begin(self._trainer.state, self._trainer.args)
         if self._deferred is not None:
             self.writer.start(self._job_of_trainer(model, trial, begun))
             return
@@ -203,6 +214,8 @@ class TrainerSaving:
             write_collectively = partial(_write_shards, copied[_SHARDS])
 
         def write(folder: Path) -> None:
+            if self._fsdp is not None:
+                self._fsdp.make_folders(folder)
             if "model" in copied:
                 write_model(trainer, folder, copied["model"], self._processing_files)
             for name in (OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME):
@@ -240,11 +253,12 @@ class TrainerSaving:
         """Return whether the first snapshot fits on every host; later ones use its buffers. All ranks must call it."""
         if self._has_fitted:
             return True
-        live = self._live_state()
-        wanted = self._snapshot.bytes_to_allocate(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
-        each_rank_copies = self._fsdp is not None or _SHARDS in live
-        fits = fits_in_host_memory(wanted, copies=processes_on_this_host() if each_rank_copies else 1)
-        self._has_fitted = distributed.all_max([float(not fits)])[0] == 0
+        with TRAINING.agreed("save: size"):
+            live = self._live_state()
+            wanted = self._snapshot.bytes_to_allocate(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
+            each_rank_copies = self._fsdp is not None or _SHARDS in live
+            fits = fits_in_host_memory(wanted, copies=processes_on_this_host() if each_rank_copies else 1)
+        self._has_fitted = TRAINING.maximum("save: memory", [float(not fits)])[0] == 0
         return self._has_fitted
 
     # --- while training waits ---------------------------------------------------------------------------------------

@@ -251,6 +251,9 @@ def is_sharded_fsdp2(trainer: Trainer) -> bool:
     return plugin.fsdp_version == 2 and plugin.state_dict_type.name == "SHARDED_STATE_DICT"
 
 
+_FSDP_PARTS = {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}
+
+
 class FsdpSnapshot:
     """Copies this rank's FSDP2 shards to host memory, into the same buffers each time.
 
@@ -270,19 +273,30 @@ class FsdpSnapshot:
         """Return the host memory in bytes that the next snapshot would allocate on this rank."""
         return self._snapshot.bytes_to_allocate(self._live())
 
+    def make_folders(self, folder: Path) -> None:
+        """Make the folders of the shards. Every rank calls it, before the ranks agree to write together.
+
+        Args:
+            folder (`Path`): the folder of the checkpoint.
+
+        Raises:
+            OSError: a folder cannot be made.
+        """
+        for name in _FSDP_PARTS.values():
+            (folder / f"{name}_0").mkdir(exist_ok=True)
+
     def take(self) -> Callable[[Path, dist.ProcessGroup | None], None]:
         """Copy the shards, and return the function that writes the copy. Every rank must call both.
 
         Returns:
             `Callable`: to be called as `write(folder, group)` with the folder of the checkpoint and a process group
-            (None: the default group, or one process). It must be called before the next `take`.
+            (None: the default group, or one process), after `make_folders`. It must be called before the next `take`.
         """
         copied = self._snapshot.take(self._live())
 
         def write(folder: Path, group: dist.ProcessGroup | None) -> None:
-            for key, name in (("model", FSDP_MODEL_NAME), ("optimizer", OPTIMIZER_NAME)):
+            for key, name in _FSDP_PARTS.items():
                 part = folder / f"{name}_0"
-                part.mkdir(exist_ok=True)
                 with dcp_errors():
                     dcp.save({key: copied[key]}, storage_writer=dcp.FileSystemWriter(part), process_group=group)
 

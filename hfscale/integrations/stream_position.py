@@ -29,6 +29,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hfscale.integrations.frames import resumed_from
 from hfscale.integrations.trainer import TrainerAdapter, global_batch_size, saved_state
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -266,7 +267,7 @@ class StreamPosition(TrainerCallback):
             return
         # Other nodes may have no position in their checkpoint: rank 0 decides.
         known_samples = position["samples"] if is_known and distributed.rank() == 0 else -1
-        self._begun_with = int(distributed.all_max([float(known_samples)])[0])
+        self._begun_with = int(TRAINING.maximum("start: stream", [float(known_samples)])[0])
         if self._begun_with < 0:
             seen = state.global_step * batch
             logger.info("the position in the stream is not known: the %d sequences already seen are read again", seen)

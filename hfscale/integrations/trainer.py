@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hfscale.integrations.frames import calling_trainer, training_frame
 from hfscale.integrations.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.integrations.hub import without_working_files
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.run_state import CopiedWithoutRun
 from hfscale.utils.versions import has_epoch_methods
 
@@ -94,7 +94,8 @@ class TrainerAdapter:
         """Add the metric keys of `source` to each training log, on every rank, in the order of addition.
 
         Args:
-            source (`Callable`): called as `source(state)` at each training log; returns values by metric key.
+            source (`Callable`): called as `source(state, logs)` at each log that Trainer itself makes, with the keys
+                of that log; returns values by metric key. All ranks come there, so it may exchange values.
         """
         self._metric_injector().add(source)
 
@@ -110,8 +111,8 @@ class TrainerAdapter:
 
     def _metric_injector(self) -> "MetricInjector":
         if self._injector is None:
-            self._injector = MetricInjector()
-            self.prepend_callback(self._injector)
+            self._injector = MetricInjector(self.trainer, self.trainer.log)
+            self._replace(self.trainer, "log", self._injector)
             self.at_training_end(lambda: setattr(self, "_injector", None))
         return self._injector
 
@@ -394,7 +395,7 @@ class TrainerAdapter:
 
     def _raise_final_error(self) -> None:
         if self._final_error is not None:
-            distributed.barrier()  # a rank that ends first makes the launcher end the others
+            TRAINING.barrier("end")  # a rank that ends first makes the launcher end the others
             raise self._final_error
 
     def at_training_end(self, call: Callable[[], None]) -> None:
@@ -511,6 +512,7 @@ class TrainerAdapter:
             self._watch_running_training()
             undo = self._undo
         before = vars(owner).get(name, _ABSENT)
+        earlier = undo.pop((id(owner), name), lambda: None)
         setattr(owner, name, value)
 
         def put_back() -> None:
@@ -520,6 +522,7 @@ class TrainerAdapter:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+            earlier()
 
         undo[id(owner), name] = put_back
 

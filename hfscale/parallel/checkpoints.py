@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
@@ -44,6 +44,7 @@ from hfscale.parallel.mesh import ParallelMesh, copy_local_shard, local_tensor, 
 from hfscale.parallel.model import ParallelizedModel
 from hfscale.parallel.tensor import PackedParameter
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.disk_errors import PROGRAM_ERRORS
 from hfscale.utils.versions import is_peft_model
 
@@ -264,13 +265,13 @@ def write_weights(folder: Path, parallelized: ParallelizedModel, mesh: ParallelM
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
         index |= dict.fromkeys(tensors, name)
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    indexes = _gather_objects((index, size))
+    indexes = TRAINING.gather("index of the exported weights", [index, size])
     if distributed.rank() == 0:
         # A weight that two stages hold (a tied one) is in two files; the index names the first.
         weight_map = {key: name for index, _ in reversed(indexes) for key, name in index.items()}
         content = {"metadata": {"total_size": sum(size for _, size in indexes)}, "weight_map": weight_map}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    distributed.barrier()
+    TRAINING.barrier("exported weights are written")
 
 
 def _files(parallelized: ParallelizedModel) -> Iterator[dict[str, torch.Tensor]]:
@@ -294,7 +295,8 @@ def _files(parallelized: ParallelizedModel) -> Iterator[dict[str, torch.Tensor]]
 
 def _write_adapter(folder: Path, parallelized: ParallelizedModel, *, is_writer: bool) -> None:
     own = {name: _full_tensor(tensor) for name, tensor in model_tensors(parallelized).items()}
-    gathered = _gather_objects(own if is_writer else {})
+    packed = safetensors.torch.save({name: tensor.contiguous() for name, tensor in own.items()} if is_writer else {})
+    gathered = [safetensors.torch.load(data) for data in TRAINING.gather_bytes("exported adapters", packed)]
     if distributed.rank() == 0:
         # In its files peft adds the names of its two wrappers and leaves out the adapter's own name.
         named = {
@@ -303,7 +305,7 @@ def _write_adapter(folder: Path, parallelized: ParallelizedModel, *, is_writer: 
             for name, tensor in tensors.items()
         }
         save_file(named, folder / ADAPTER_FILE, {"format": "pt"})
-    distributed.barrier()
+    TRAINING.barrier("exported adapters are written")
 
 
 def _without_adapter(name: str) -> str:
@@ -313,15 +315,6 @@ def _without_adapter(name: str) -> str:
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-
-
-def _gather_objects(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order."""
-    if not distributed.is_distributed():
-        return [value]
-    values: list[Any] = [None] * distributed.world_size()
-    dist.all_gather_object(values, value, group=distributed.side_group())
-    return values
 
 
 # --- the Trainer's side ----------------------------------------------------------------------------------------------

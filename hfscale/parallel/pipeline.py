@@ -2,7 +2,7 @@
 
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.losses import IGNORED_LABEL, AttachLoss, RouterBalanceLoss
 from hfscale.parallel.partition import ModelStructure, StageSpec
 from hfscale.parallel.stages import StagePlan
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 
 TORCH_SCHEDULES = {
     "GPipe": ScheduleGPipe,
@@ -469,21 +469,23 @@ class StageTimes:
         self._lines = RankLines(output_dir)
         clock.read()
 
-    def keys(self, state: TrainerState) -> dict[str, float]:
+    def keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the time since the previous call. Call it on every rank.
 
         Args:
             state (`TrainerState`): the step, and whether this is the main process, which writes the ranks' times.
+            logs (`Mapping[str, float]`): the keys of Trainer's log, which are not used.
 
         Returns:
             Metric key -> value; empty where no schedule has run.
         """
         busy_s, schedules_s, schedules = self._clock.read()
-        columns = distributed.gather_columns({"busy_s": busy_s, "schedules_s": schedules_s, "schedules": schedules})
-        if not sum(columns["schedules_s"]):
+        table = TRAINING.gather_numbers("log: stages", [busy_s, schedules_s, schedules])
+        busy, whole, number = table.T.tolist()
+        if not sum(whole):
             return {}
         if state.is_world_process_zero and (self._folder / JSONL_NAME).exists():
-            own = [seconds / number for seconds, number in zip(columns["busy_s"], columns["schedules"], strict=True)]
+            own = [seconds / times for seconds, times in zip(busy, number, strict=True)]
             self._lines.add(state.global_step, {"stage_s": own})
         # A rank that finishes its part early waits outside its schedule too, so the longest schedule counts for all.
-        return {"scaling/bubble_fraction": 1 - statistics.mean(columns["busy_s"]) / max(columns["schedules_s"])}
+        return {"scaling/bubble_fraction": 1 - statistics.mean(busy) / max(whole)}

@@ -10,7 +10,7 @@ from transformers.integrations import set_hf_deepspeed_config, unset_hf_deepspee
 
 from hfscale.errors import UsageError
 from hfscale.integrations.generation import stop_tokens
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_peft_model
 
@@ -50,7 +50,7 @@ def save_final_model(trainer: "Trainer", *, merge_adapters: bool = False) -> Non
         _write_generation_config(trainer, folder)
         if merge_adapters and is_peft_model(trainer.model):
             _merge_while_others_wait(trainer, folder)
-    distributed.barrier()
+    TRAINING.barrier("export")
 
 
 def write_merged(adapter: Path, target: Path) -> None:

@@ -26,6 +26,7 @@ from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments, ModelArguments, errors_name_flag
 from hfscale.recipe.layout import distributed_config
 from hfscale.utils import distributed
+from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_fsdp_enabled, recomputes_activations, require
 
@@ -255,11 +256,12 @@ def _build_sharded(
 ) -> PreTrainedModel:
     """Initialise a model under tensor parallelism: rank 0 saves it first, since transformers shards while it reads."""
     folder = Path(training_args.output_dir) / ".initial-weights"
-    if distributed.rank() == 0:
-        build_model(config, seed=training_args.seed, **options).save_pretrained(folder)
-    distributed.barrier()
+    START.on_rank_0(
+        "write initial weights",
+        lambda: build_model(config, seed=training_args.seed, **options).save_pretrained(folder),
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sharding, **options)
-    distributed.barrier()
+    START.barrier("initial weights are read")
     if distributed.rank() == 0:
         shutil.rmtree(folder)
     return model

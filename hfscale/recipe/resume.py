@@ -15,7 +15,6 @@ from hfscale.facts.layout import split_batch
 from hfscale.integrations.loading import discard_conversions
 from hfscale.integrations.strategy import requested_family
 from hfscale.integrations.trainer import TrainerAdapter
-from hfscale.utils import distributed
 from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
 
@@ -160,11 +159,10 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
 
 def _has_results(output_dir: Path, checkpoint: Path) -> bool:
     """Whether the main process sees results newer than the checkpoint; older ones are those of a shorter run."""
-    results = output_dir / RESULTS_NAME
-    missing = False
-    if distributed.rank() == 0:
-        missing = not results.is_file() or results.stat().st_mtime < (checkpoint / TRAINER_STATE_NAME).stat().st_mtime
-    return not distributed.all_max([float(missing)])[0]
+    results, state = output_dir / RESULTS_NAME, checkpoint / TRAINER_STATE_NAME
+    return START.on_rank_0(
+        "find results", lambda: results.is_file() and results.stat().st_mtime >= state.stat().st_mtime
+    )
 
 
 def _check_given(checkpoint: Path) -> bool:

@@ -214,9 +214,10 @@ class Channel:
 
     def _wait_for_the_others(self, error: Exception | None) -> None:
         """Raise the error if the other ranks do not come."""
-        if not is_distributed():
+        store = self._store() if is_distributed() else None
+        if store is None:
             return
-        store, key = self._store(), f"arrived/{self._entered}"
+        key = f"arrived/{self._entered}"
         store.add(key, 1)
         until = time.monotonic() + PATIENCE_S
         while error is not None and store.add(key, 0) < world_size():
@@ -276,22 +277,23 @@ class Channel:
             return False
         self._entered += 1
         timeout_s = float(os.environ.get(DEBUG_VARIABLE, "0"))
-        if timeout_s:
-            self._check_names(name, timeout_s)
+        store = self._store() if timeout_s else None
+        if store is not None:
+            self._check_names(name, store, timeout_s)
         tree = self._connect()  # the groups are created here, after all ranks have arrived
         if self._pending is not None:
             self._pending()
             self._pending = None
         return tree is not None
 
-    def _store(self) -> dist.Store:
-        """Return the store of the default group, with this channel's own keys."""
-        return dist.PrefixStore(f"hfscale/{self.name}", group_store(dist.group.WORLD))
+    def _store(self) -> dist.Store | None:
+        """Return the store of the default group, with this channel's own keys; None before torch 2.8."""
+        store = group_store(dist.group.WORLD)
+        return dist.PrefixStore(f"hfscale/{self.name}", store) if store is not None else None
 
-    def _check_names(self, name: str, timeout_s: float) -> None:
+    def _check_names(self, name: str, store: dist.Store, timeout_s: float) -> None:
         """Raise a RuntimeError if another rank enters another exchange than this one, or none in time."""
         exchange = f"exchange {self._entered} of {self.name!r}"
-        store = self._store()
         keys = [f"names/{self._entered}/{number}" for number in range(world_size())]
         store.set(keys[rank()], name)
         until = time.monotonic() + timeout_s

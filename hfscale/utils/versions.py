@@ -209,16 +209,12 @@ def saves_safetensors(args: "TrainingArguments") -> bool:
 
 
 def group_store(group: Any) -> Any:
-    """Return the key-value store over which a process group was created.
+    """Return the key-value store over which a process group was created; None before torch 2.8, which hides it.
 
     Args:
         group (`ProcessGroup`): `get_group_store` exists from torch 2.8.
     """
-    from torch.distributed import distributed_c10d
-
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return distributed_c10d._get_process_group_store(group)
+    return group.get_group_store() if hasattr(group, "get_group_store") else None
 
 
 def is_distributed_by_transformers(trainer: "Trainer") -> bool:

@@ -25,7 +25,7 @@ from hfscale import LRScalingCallback, ScalingCallback, ScalingMetricsCallback, 
 from hfscale.checkpoint.store import verify
 from hfscale.errors import CheckpointError
 from hfscale.integrations.strategy import let_fsdp_run_on_cpu
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 
 STEPS = 6
 SAVE_STEPS = 2
@@ -235,16 +235,11 @@ class Count(TrainerCallback):
         """Return the sum of the tokens and the mean of the FLOPs over all processes."""
         tokens, flops = {}, {}
         for step, counted in self.flops.items():
-            columns = distributed.gather_columns(
-                {
-                    "flops": counted,
-                    "tokens": self.tokens.get(step, [0])[0],
-                    "padding": self.tokens.get(step, [0, 0])[1],
-                }
-            )
-            flops[step] = sum(columns["flops"]) / len(columns["flops"])
+            mine = [counted, *self.tokens.get(step, [0, 0])]
+            rows = TRAINING.gather_numbers("counted", mine)
+            flops[step] = float(rows[:, 0].mean())
             if step in self.tokens:
-                tokens[step] = [int(sum(columns["tokens"])), int(sum(columns["padding"]))]
+                tokens[step] = [int(rows[:, 1].sum()), int(rows[:, 2].sum())]
         return tokens, flops
 
     def _count(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -358,7 +353,7 @@ def run_contract(kind: Kind, folder: Path) -> Runs:
     wait_for_checkpoint(folder / "crashed")
     if not dist.is_initialized() or dist.get_rank() == 0:
         shutil.copytree(folder / "crashed", folder / "unplugged", ignore=shutil.ignore_patterns(".hfscale*"))
-    distributed.barrier()
+    TRAINING.barrier("end")
     trainer = make(kind, folder / "crashed", doubling(kind), **half)
     trainer.train(resume_from_checkpoint=latest_checkpoint(folder / "crashed"))
     resumed = described(trainer, folder / "crashed")

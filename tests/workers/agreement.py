@@ -12,7 +12,7 @@ from tiny import tiny_trainer
 from transformers import TrainerCallback
 
 from hfscale import SpotCheckpointCallback
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 
 
 class SavedSteps(TrainerCallback):
@@ -31,7 +31,7 @@ saved = SavedSteps()
 trainer = tiny_trainer("out", spot, Pause(0.02), saved, **arguments)
 rank = dist.get_rank()
 mine = [3.0, 6.0] if rank == 1 else [0.0, 7.0]
-values = {"max": distributed.all_max(mine), "rows": distributed.gather_rows(mine)}
+values = {"max": TRAINING.maximum("max", mine), "rows": TRAINING.gather_numbers("rows", mine).tolist()}
 if rank == 0:
     Path("values.json").write_text(json.dumps(values))
 spot.cadence.every_minutes = 0.2 / 60 if rank == 1 else 10.0

@@ -16,7 +16,7 @@ from tiny import logged, tiny_trainer
 from hfscale.errors import UsageError
 from hfscale.recipe.compression import TopKState, compress_gradients, topk_hook
 from hfscale.recipe.entrypoint import run
-from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 
 
 class Bucket:
@@ -62,7 +62,7 @@ def main():
         compress_gradients(trainer, method, powersgd_rank=2, topk_fraction=0.1, start_step=3)
         trainer.train()
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).double()
-        sums = distributed.gather_rows([float(weights.sum()), float(weights.square().sum())])
+        sums = TRAINING.gather("weights", [float(weights.sum()), float(weights.square().sum())])
         results[method] = {"loss": logged(trainer, "loss"), "agree": sums[0] == sums[1]}
     for method in ("bf16", "powersgd"):
         try:
@@ -70,7 +70,7 @@ def main():
         except UsageError as error:
             results[method] = str(error)
     topk = topk_sums(20)
-    rows = {name: distributed.gather_rows(topk[name]) for name in ("given", "kept")}
+    rows = {name: TRAINING.gather(name, topk[name]) for name in ("given", "kept")}
     if dist.get_rank() == 0:
         results["sent"] = topk | rows
         Path("results.json").write_text(json.dumps(results))

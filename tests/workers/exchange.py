@@ -22,6 +22,7 @@ from hfscale.metrics.noise_scale import NoiseScale, ReduceScatterProbe, Sample
 from hfscale.metrics.triage import TriageInput, triage
 from hfscale.recipe.entrypoint import run
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 
 
 class Wide(nn.Module):
@@ -77,8 +78,8 @@ def under_fsdp2():
         probe.close()
         sampled.step_end()
         total, exchanges = probe.read(parts)
-        big = sum(row[0] for row in distributed.gather_rows([float(model.w.grad.to_local().square().sum())]))
-        small = [row[0] for row in distributed.gather_rows([exchanges * total])]
+        big = sum(row[0] for row in TRAINING.gather("big", [float(model.w.grad.to_local().square().sum())]))
+        small = [row[0] for row in TRAINING.gather("small", [exchanges * total])]
         scale.add(
             Sample(
                 small_square=sum(small) / 2,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hfscale.utils.distributed import StepAgreement
+from hfscale.utils.collectives import StepAgreement
 
 WORLD, ROUNDS, STEPS = 3, 8, 120
 
@@ -28,7 +28,7 @@ def one_round(seed, rank):
         common.randrange(1, STEPS // 2),
         common.choice([0.0, 0.002, 0.01, 0.03]),
     )
-    agreement = StepAgreement(0.05, overlapped=True)
+    agreement = StepAgreement("test", 0.05, overlapped=True)
     noticed: list[float] = []
     for step in range(1, STEPS + 1):
         time.sleep(own.uniform(0, 2 * step_s))
