@@ -333,15 +333,13 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
     if rank_store is None:
         log_findings(of_this_node)
         return
-    facts = {"node": [finding.to_dict() for finding in of_this_node]}
-    plan = preflight.PreflightPlan(device=args.device, deadline_s=PREFLIGHT_DEADLINE_S, facts=facts)
+    plan = preflight.PreflightPlan(device=args.device, deadline_s=PREFLIGHT_DEADLINE_S, node_findings=of_this_node)
     result = preflight.run(rank_store, plan)
     # A slow device does no harm apart from slowing the run down: it is logged, and the run's own times will show it.
     bad = [finding for finding in result.findings if finding.level == "error" and finding.check != "speed"]
     if bad:
         raise HealthError(f"the ranks are not fit to train: {join_errors(bad)}")
-    of_all_nodes = [Finding.from_dict(fields) for _, note in sorted(result.ranks.items()) for fields in note["node"]]
-    log_findings([*result.findings, *of_all_nodes])
+    log_findings([*result.findings, *result.node_findings])
 
 
 def _check_disk(trainer: Trainer) -> list[Finding]:

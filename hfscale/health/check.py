@@ -6,7 +6,7 @@
 Under a launcher every rank connects to the launcher's key-value store (`RankStore`), runs the pre-flight
 (`hfscale.health.preflight`) and gets the same findings. If one of them is an error, each rank prints it and writes
 that it has: the launcher ends all ranks as soon as the first one leaves, so none leaves before all have printed. The
-lowest rank that is alive prints the report.
+rank that has read the notes of all ranks (rank 0, if it is alive) prints the report.
 """
 
 import os
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,13 @@ class CheckReport:
     rank: int
     """The rank of this process."""
     ranks: Mapping[int, Mapping[str, Any]]
-    """What each rank wrote about itself."""
+    """What each rank wrote about itself, on the rank that reports; empty on the others."""
     links: list[dict[str, Any]]
     """A row for each collective, group and size, with the time of the slowest rank (`preflight.slowest_links`)."""
     seconds: float
     """Seconds from the start to the verdict."""
     is_reporter: bool
-    """Whether this process prints the report: the lowest rank that is alive."""
+    """Whether this process prints the report: the one that has read the notes of all ranks."""
     rank_store: RankStore | None = None
     """The store of all ranks; None for a single process."""
     stuck: bool = False
@@ -163,7 +163,7 @@ def _check_ranks(
             device=device,
             deadline_s=request.deadline_s,
             connect=lambda: _make_process_group(rank_store, request, device),
-            facts={"node": [finding.to_dict() for finding in node_findings]},
+            node_findings=node_findings,
             sizes=_buffer_sizes(request, device),
         )
 
@@ -172,19 +172,18 @@ def _check_ranks(
             return bool(ending)
 
         result = preflight.run(rank_store, plan, begun=begun, is_ending=is_ending)
-    of_all_nodes = [Finding.from_dict(fields) for note in result.ranks.values() for fields in note.pop("node")]
     slow_links: list[Finding] = []
     if not request.short:
         gpu = match_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         slow_links = measure.compare_links(result.links, gpu, node.read_count(environ, "LOCAL_WORLD_SIZE", 1))
     report = CheckReport(
-        findings=(*result.findings, *slow_links, *of_all_nodes),
+        findings=(*result.findings, *slow_links, *result.node_findings),
         world_size=rank_store.world_size,
         rank=rank_store.rank,
         ranks=result.ranks,
         links=result.links,
         seconds=result.seconds,
-        is_reporter=rank_store.rank == 0,
+        is_reporter=result.is_reader,
         rank_store=rank_store,
         stuck=result.stuck,
     )
@@ -223,7 +222,7 @@ def _ending_without_answers(limit_s: float, environ: Mapping[str, str]) -> Itera
 
 
 def _print_errors(report: CheckReport, rank_store: RankStore) -> CheckReport:
-    """Print the errors on this rank, and wait until all ranks that are alive have; the lowest of them reports."""
+    """Print the errors on this rank, and wait until all ranks that are alive have."""
     for finding in report.findings:
         if finding.level == "error":
             print(f"hfscale: error on rank {report.rank}: {finding}", file=sys.stderr, flush=True)
@@ -232,10 +231,10 @@ def _print_errors(report: CheckReport, rank_store: RankStore) -> CheckReport:
     try:
         rank_store.write("printed", {})
         while rank_store.count("printed") < report.world_size - len(absent) and time.monotonic() < until:
-            time.sleep(preflight.POLL_S)
-        return replace(report, is_reporter=report.rank == min(rank_store.read("printed")))
+            time.sleep(rank_store.poll_s)
     except dist.DistError:  # the rank that keeps the store has seen that all have printed, and left
-        return replace(report, is_reporter=False)
+        pass
+    return report
 
 
 def leave(report: CheckReport) -> int:

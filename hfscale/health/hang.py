@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hfscale.checkpoint.writer import is_saving
 from hfscale.health.diagnosis import (
@@ -98,10 +99,7 @@ class HangWatchdog(threading.Thread):
         """Seconds that thousands of ranks need in addition, for their requests to the one store."""
         self._poll_s = max(self.limits.poll_s, rank_store.poll_s)
         self._answer_s = self.limits.grace_s + self._scaled_s
-        self._head_start_s = min(1.0, self.limits.grace_s / 2) + self._scaled_s
-        self._verdict_s = self._answer_s + 2 * self._head_start_s + 1.0
-        self._reader_of: str | None = None
-        """The last alarm whose answers this rank has read."""
+        self._verdict_s = 3 * self._answer_s + 1.0
         self._answers: dict[int, Snapshot] = {}
         self._output_dir = output_dir
         self._abort = abort
@@ -206,7 +204,15 @@ class HangWatchdog(threading.Thread):
         incident = f"hang/{self._incident}"
         self._incident += 1
         self._store.write(f"{incident}/snapshot", self._snapshot(frames).to_dict())
-        found = self._wait_for_verdict(incident)
+        verdict, is_reader = self._store.decide(
+            incident,
+            lambda: self._judge(incident),
+            after_s=self._answer_s,
+            limit_s=self._verdict_s,
+            is_ready=lambda: self._store.is_complete(f"{incident}/snapshot"),
+        )
+        # None: the rank that read the answers has ended too; if the hang lasts, there is another alarm.
+        found = [Finding.from_dict(fields) for fields in verdict or []]
         now = time.monotonic()
         self._no_alarm_before = now + self.limits.floor_s  # where a rank may be slow, ask again later
         if not found:
@@ -214,8 +220,8 @@ class HangWatchdog(threading.Thread):
         self.findings = found
         self._reported_at = now
         self._is_examined.set()
-        if self._reader_of == incident:
-            self._report(incident)
+        if is_reader:
+            self._report()
         if self._abort:
             self._end_process(incident)
 
@@ -234,34 +240,13 @@ class HangWatchdog(threading.Thread):
             time.sleep(_SAVE_POLL_S)
         os._exit(_EXIT_CODE)
 
-    def _wait_for_verdict(self, incident: str) -> list[Finding]:
-        """Return the findings that one rank publishes; empty if a rank does something that may take long.
-
-        The answers are read by rank 0 as soon as all are there or the time to answer is over, and by another rank if
-        rank 0 has not published a verdict some time after that.
-        """
-        began, topic = time.monotonic(), f"{incident}/snapshot"
-        may_read_after_s = self._answer_s + (0.0 if self._store.rank == 0 else self._head_start_s)
-        while (waited_s := time.monotonic() - began) < self._verdict_s:
-            verdict = self._store.published(f"{incident}/verdict")
-            if verdict is not None:
-                return [Finding.from_dict(fields) for fields in verdict]
-            is_complete = self._store.rank == 0 and self._store.is_complete(topic)
-            if (is_complete or waited_s >= may_read_after_s) and self._store.claim(f"{incident}/reader"):
-                self._reader_of = incident
-                return self._judge(incident)
-            time.sleep(max(0.05, self._store.poll_s))
-        return []  # the reader has ended too; if the hang lasts, there is another alarm
-
-    def _judge(self, incident: str) -> list[Finding]:
-        """Read all answers, publish who is to blame, and return it."""
-        self._answers = {
-            rank: Snapshot.from_dict(note) for rank, note in self._store.read(f"{incident}/snapshot").items()
-        }
+    def _judge(self, incident: str) -> list[dict[str, Any]]:
+        """Read all answers, and return who is to blame; nobody if a rank does something that may take long."""
+        answers = self._store.read(f"{incident}/snapshot")
+        self._answers = {rank: Snapshot.from_dict(note) for rank, note in answers.items()}
         hosts = {rank: note["host"] for rank, note in self._store.read("hang/hello").items()}
-        found = limit_findings(diagnose(self._store.world_size, hosts, self._answers))
-        self._store.publish(f"{incident}/verdict", [finding.to_dict() for finding in found])
-        return found
+        found = diagnose(self._store.world_size, hosts, self._answers)
+        return [finding.to_dict() for finding in limit_findings(found)]
 
     def _snapshot(self, frames: list[FrameType]) -> Snapshot:
         idle_s = time.monotonic() - self._last_progress_at
@@ -277,7 +262,7 @@ class HangWatchdog(threading.Thread):
             stacks=self._store.keep(all_stacks()),
         )
 
-    def _report(self, incident: str) -> None:
+    def _report(self) -> None:
         """Log one line, and write a folder with all details."""
         found, answers = self.findings, self._answers
         step = max(snap.step for snap in answers.values())

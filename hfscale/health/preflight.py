@@ -11,7 +11,8 @@ The protocol uses the launcher's key-value store (`RankStore`), which works when
 4. *Failure.* If results are missing, the rank raises the flag, so that the others stop waiting too, and writes the
    phase it is in and its exception. For a grace period it waits for the others to do the same. Ranks that do not
    answer, or that are behind most others, are to blame (`blame_ranks`).
-5. *Verdict.* Every rank reads the same notes from the store and computes the same findings from them.
+5. *Verdict.* One rank, rank 0 if it is alive, reads all notes, compares them and publishes the findings. So the work
+   grows with the number of ranks and not with its square.
 
 A phase that hangs blocks only the thread: the main thread still reads which rank is missing where.
 """
@@ -22,8 +23,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +33,9 @@ import torch.distributed as dist
 from hfscale.health import measure
 from hfscale.health.diagnosis import POINT_TO_POINT, positions
 from hfscale.health.rank_store import RankStore
-from hfscale.utils.findings import Finding, Level, name_ranks, rank_error
+from hfscale.utils.findings import Finding, Level, limit_findings, name_ranks, rank_error
 from hfscale.utils.versions import installed
 
-POLL_S = 0.02
 CPU_SIZES = (4096, 2**20, 2**24)
 GPU_SIZES = (4096, 2**20, 2**26, 2**28)
 SHORT_SIZES = (4096, 2**20)
@@ -73,8 +73,8 @@ class PreflightPlan:
     """Timed calls of each collective and size."""
     compute_s: float = 0.1
     """Seconds of matrix products."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further facts about this rank for the report."""
+    node_findings: Sequence[Finding] = ()
+    """What this rank has found about its node, for the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,12 @@ class PreflightResult:
 
     findings: tuple[Finding, ...]
     """What is wrong; empty if nothing is."""
+    node_findings: tuple[Finding, ...]
+    """What the ranks have found about their nodes (`PreflightPlan.node_findings`)."""
+    is_reader: bool
+    """Whether this rank has read the notes of all ranks."""
     ranks: dict[int, dict[str, Any]]
-    """What each rank wrote about itself (`describe_rank`)."""
+    """What each rank wrote about itself (`describe_rank`), on the rank that has read it; empty on the others."""
     links: list[dict[str, Any]]
     """A row for each collective, group and size, with the time of the slowest rank (`slowest_links`)."""
     seconds: float
@@ -108,33 +112,59 @@ def run(
         `PreflightResult`: the findings about all ranks, and what they measured.
     """
     begun = time.monotonic() if begun is None else begun
-    grace_s = min(3.0, plan.deadline_s / 4)
+    grace_s = min(3.0 + rank_store.world_size / 4096, plan.deadline_s / 4)
     limit_s = plan.deadline_s - grace_s - MARGIN_S
 
     def may_wait() -> bool:
         return not is_ending() and rank_store.flag("failed") is None
 
     checks = _Checks(rank_store, plan)
-    rank_store.write("hello", {**describe_rank(device=plan.device), **plan.facts})
+    of_node = [finding.to_dict() for finding in plan.node_findings]
+    rank_store.write("hello", {**describe_rank(device=plan.device), "node": of_node})
     arrived_at = time.monotonic()
     if _wait_for_all(rank_store, "hello", may_wait, limit_s, each_restarts_it=True):
         checks.results["waited_s"] = time.monotonic() - arrived_at
         checks.start()
         _wait_for_all(rank_store, "results", may_wait, limit_s)
-    blamed: list[Finding] = []
     is_complete = rank_store.is_complete("results")
     if not is_complete:
-        blamed = _find_who_is_missing(rank_store, checks, grace_s, time.monotonic() - arrived_at)
-    hello = rank_store.read("hello")
-    results = rank_store.read("results")
-    hosts = {rank: note["host"] for rank, note in hello.items()}
+        _report_presence(rank_store, checks, grace_s, time.monotonic() - arrived_at)
+    hello: dict[int, dict[str, Any]] = {}
+
+    def judge() -> dict[str, Any]:
+        hello.update(rank_store.read("hello"))
+        return _judge(rank_store, hello, is_complete=is_complete)
+
+    verdict, is_reader = rank_store.decide(
+        "verdict", judge, after_s=grace_s, limit_s=4 * grace_s, is_ready=lambda: True
+    )
+    if verdict is None:
+        problem = f"no rank has published a verdict within {4 * grace_s:.0f} s: the one that read the notes has ended"
+        lost = Finding(level="error", check="verdict", problem=problem, fix="see the logs, then start all again")
+        verdict = {"findings": [lost.to_dict()], "node": [], "links": []}
     return PreflightResult(
-        findings=(*blamed, *compare_ranks(hello), *_compare_results(results, hosts)),
+        findings=tuple(map(Finding.from_dict, verdict["findings"])),
+        node_findings=tuple(map(Finding.from_dict, verdict["node"])),
+        is_reader=is_reader,
         ranks=hello,
-        links=slowest_links(results),
+        links=verdict["links"],
         seconds=time.monotonic() - begun,
         stuck=checks.is_alive(),
     )
+
+
+def _judge(rank_store: RankStore, hello: dict[int, dict[str, Any]], *, is_complete: bool) -> dict[str, Any]:
+    """Read what all ranks wrote, and return the verdict that they all get."""
+    results = rank_store.read("results")
+    hosts = {rank: note["host"] for rank, note in hello.items()}
+    of_nodes = [Finding.from_dict(fields) for _, note in sorted(hello.items()) for fields in note.pop("node")]
+    found = [] if is_complete else blame_ranks(rank_store.world_size, hello, rank_store.read("present"))
+    found += [*compare_ranks(hello), *_compare_results(results, hosts)]
+    return {
+        "findings": [finding.to_dict() for finding in limit_findings(found)],
+        "node": [finding.to_dict() for finding in limit_findings(of_nodes)],
+        "links": slowest_links(results),
+    }
 
 
 def _wait_for_all(
@@ -163,18 +193,17 @@ def _wait_for_all(
             most, since = count, time.monotonic()
         if time.monotonic() - since > limit_s:
             break
-        time.sleep(POLL_S)
+        time.sleep(rank_store.poll_s)
     return rank_store.is_complete(topic)
 
 
-def _find_who_is_missing(rank_store: RankStore, checks: "_Checks", grace_s: float, waited_s: float) -> list[Finding]:
-    """End the wait on all ranks, exchange the phase that each of them is in, and return who is to blame."""
+def _report_presence(rank_store: RankStore, checks: "_Checks", grace_s: float, waited_s: float) -> None:
+    """End the wait on all ranks, write the phase that this rank is in, and wait for the others to do so."""
     rank_store.raise_flag("failed", str(rank_store.rank))
     note = {"phase": checks.phase, "error": checks.error, "waited_s": waited_s}
     done = sorted({row["kind"] for row in list(checks.results["links"])})
     rank_store.write("present", note | {"done": done, "entered": _entered()})
     _wait_for_all(rank_store, "present", lambda: True, grace_s)
-    return blame_ranks(rank_store.world_size, rank_store.read("hello"), rank_store.read("present"))
 
 
 def _entered() -> dict[str, int | None] | None:
@@ -243,13 +272,15 @@ class _Checks(threading.Thread):
 
     def _groups(self) -> dict[str, dist.ProcessGroup | None]:
         """The group of all ranks, and on several nodes with equally many, consecutive ranks the group of this node."""
-        hosts = [note["host"] for _, note in sorted(self.rank_store.read("hello").items())]
-        nodes = list(dict.fromkeys(hosts))
-        per_node = len(hosts) // len(nodes)
-        is_regular = per_node > 0 and all(hosts[i] == nodes[i // per_node] for i in range(len(hosts)))
-        if len(nodes) == 1:
+        if self.rank_store.rank == 0:
+            hello = self.rank_store.read("hello")
+            self.rank_store.publish("nodes", ranks_per_node([note["host"] for _, note in sorted(hello.items())]))
+        while (nodes := self.rank_store.published("nodes")) is None:
+            time.sleep(self.rank_store.poll_s)
+        number, per_node = nodes
+        if number == 1:
             return {"node": None}
-        if per_node == 1 or not is_regular or self.plan.connect is None:
+        if per_node < 2 or self.plan.connect is None:
             return {"network": None}
         return {"network": None, "node": dist.new_subgroups(group_size=per_node)[0]}
 
@@ -263,6 +294,20 @@ class _Checks(threading.Thread):
             token.item()
             best = min(best, (time.perf_counter() - begun, time.time()))
         return best[1]
+
+
+def ranks_per_node(hosts: Sequence[str]) -> tuple[int, int]:
+    """Return the number of nodes, and how many consecutive ranks each has; 0 if it is not the same for all.
+
+    Args:
+        hosts (`Sequence[str]`): the host of each rank.
+    """
+    nodes = list(dict.fromkeys(hosts))
+    per_node = len(hosts) // len(nodes)
+    is_regular = per_node * len(nodes) == len(hosts) and all(
+        host == nodes[rank // per_node] for rank, host in enumerate(hosts)
+    )
+    return len(nodes), per_node if is_regular else 0
 
 
 # Who is missing
@@ -346,7 +391,9 @@ def _blame_phases(
         hosts (`Mapping[int, str]`): the host of each rank, as far as it is known.
     """
     ahead = sorted(set(phases) - set(behind))
-    skipping = [rank for rank in ahead if any(_has_skipped(first, present[rank], present[other]) for other in behind)]
+    # Most ranks that are behind have written the same.
+    different = {(str(present[rank].get("entered")), str(present[rank].get("done"))): rank for rank in behind}.values()
+    skipping = [r for r in ahead if any(_has_skipped(first, present[r], present[other]) for other in different)]
     if skipping:
         return [_blame_skipping(rank, hosts, phases[rank], first) for rank in skipping]
     if first in LOCAL_PHASES or 2 * len(behind) < len(phases):
@@ -394,11 +441,10 @@ def known_hosts(world_size: int, hello: Mapping[int, Mapping[str, Any]]) -> dict
         `dict[int, str]`: the host by rank; ranks whose host is not known are missing.
     """
     hosts = {rank: str(note["host"]) for rank, note in hello.items()}
-    for rank in set(range(world_size)) - set(hosts):
-        for other, note in hello.items():
-            first = other - int(note.get("local_rank", 0))
-            if first <= rank < first + int(note.get("local_world_size", 0)):
-                hosts[rank] = str(note["host"])
+    for other, note in hello.items():
+        first = other - int(note.get("local_rank", 0))
+        for rank in range(first, min(first + int(note.get("local_world_size", 0)), world_size)):
+            hosts.setdefault(rank, str(note["host"]))
     return hosts
 
 

@@ -6,7 +6,8 @@ in a collective does not block it for the others, which can read there who has n
 
 import json
 import os
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -134,6 +135,43 @@ class RankStore:
         """Return what a rank has published under `name`, or None if none has yet."""
         key = f"published/{name}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def decide(
+        self,
+        name: str,
+        judge: Callable[[], Any],
+        *,
+        after_s: float,
+        limit_s: float,
+        is_ready: Callable[[], bool] = bool,
+    ) -> tuple[Any, bool]:
+        """Let one rank judge the notes of all, and return its verdict on every rank that calls this.
+
+        It is rank 0, unless rank 0 has not judged in time.
+
+        Args:
+            name (`str`): the name of the verdict.
+            judge (`Callable[[], Any]`): reads the notes and returns the verdict; JSON must be able to hold it.
+            after_s (`float`): seconds after which rank 0 judges; twice that for the other ranks.
+            limit_s (`float`): longest time to wait, seconds.
+            is_ready (`Callable[[], bool]`, *optional*): whether rank 0 may judge earlier.
+
+        Returns:
+            `tuple[Any, bool]`: the verdict, and whether this rank has judged. The verdict is None if the rank that
+            claimed to judge has not published one in time.
+        """
+        began = time.monotonic()
+        may_judge_after_s = after_s if self.rank == 0 else 2 * after_s
+        while (waited_s := time.monotonic() - began) < limit_s:
+            verdict = self.published(name)
+            if verdict is not None:
+                return verdict, False
+            if (waited_s >= may_judge_after_s or (self.rank == 0 and is_ready())) and self.claim(name):
+                verdict = judge()
+                self.publish(name, verdict)
+                return verdict, True
+            time.sleep(max(0.05, self.poll_s))
+        return None, False
 
     def keep(self, text: str) -> str:
         """Keep a text once, however many ranks keep the same one, and return the key of `kept`."""
