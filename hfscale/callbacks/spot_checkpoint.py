@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfscale.callbacks.memory_snapshots import MemorySnapshots
 from hfscale.callbacks.preemption_stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.callbacks.remote_copies import RemoteCopies
 from hfscale.callbacks.save_cadence import DEFAULT_EVERY_MINUTES, SaveCadence
@@ -39,6 +40,7 @@ from hfscale.integrations.saving import TrainerSaving
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, saved_state
 from hfscale.metrics.clocks import StepPace
 from hfscale.preemption import Preempted
+from hfscale.recovery.rank_link import connect
 from hfscale.utils import distributed
 from hfscale.utils.collectives import TRAINING, StepAgreement
 from hfscale.utils.logging import get_logger
@@ -134,6 +136,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self.last_committed: str | None = None
         """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
         self.preemption = PreemptionStop(notice_s=notice_s, cloud=cloud, stop_file=stop_file)
+        self.memory = MemorySnapshots()
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -162,6 +165,7 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         super().on_init_end(args, state, control, **kwargs)
         _refuse_jit_checkpoint(args)
+        connect()  # to the supervisor, if there is one
         finish_renames(Path(args.output_dir))  # so that plain `resume_from_checkpoint=True` finds them too
         if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for them before training begins
             remove_abandoned_locks(os.environ)
@@ -197,6 +201,8 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter.at_training_end(self._report_failure)
         self._begin_counting(adapter, state)
         self.preemption.begin(adapter, kwargs.get("train_dataloader"))
+        assert self._saving is not None
+        self.memory.begin(adapter, state, self._saving, self._run_dir)
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
 
     def _take_over_saving(self, adapter: TrainerAdapter) -> None:
@@ -236,8 +242,8 @@ class SpotCheckpointCallback(AdapterCallback):
             logger.info("archived checkpoints of later steps than step %d: %s", state.global_step, archived[-1])
         self._temporary = _temporary_steps(state)
         self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have reached it
-        start = self._run_dir / f"checkpoint-{state.global_step}"
-        self.last_committed = start.name if (start / MANIFEST_NAME).is_file() else None
+        committed = [path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()]
+        self.last_committed = committed[-1].name if committed else None  # older than a snapshot in host memory
         self._set_status("running", state.global_step)
         if self.remote is not None:
             trial = self._run_dir.relative_to(self._output_dir).as_posix()  # "." outside of a search
@@ -260,11 +266,13 @@ class SpotCheckpointCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._pace.begin(self._saving is not None and self._saving.writer.in_flight)
+        self.memory.step_began(state)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._idle_since = time.monotonic()
+        self.memory.step_ended(state, self._output_dir)
         self._pace.end(self._saving is not None and self._saving.writer.in_flight)
         if self._running_step is not None:
             self._running_step = state.global_step
@@ -322,6 +330,7 @@ class SpotCheckpointCallback(AdapterCallback):
         if ending is not None and self.on_preemption == "exit":
             if isinstance(ending, Preempted):  # Python prints nothing for a SystemExit
                 logger.info("%s", ending.words)
+                self.memory.preempted(ending.code)
             adapter.raise_after_training(ending)
 
     def _wait(self) -> None:
@@ -435,7 +444,7 @@ class SpotCheckpointCallback(AdapterCallback):
             slowdown = self._pace.take_slowdown()
             if slowdown is not None:
                 keys["checkpoint/slowdown"] = slowdown
-        return keys
+        return keys | self.memory.keys()
 
     def _set_status(self, status: str, step: int, reason: str | None = None) -> None:
         self._running_step = step if status == "running" else None

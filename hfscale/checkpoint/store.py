@@ -28,6 +28,7 @@ from hfscale.checkpoint.manifest import (
 )
 from hfscale.checkpoint.untrusted import check_no_link
 from hfscale.errors import CheckpointError, UsageError
+from hfscale.recovery.run_memory import RunMemory
 from hfscale.utils.logging import get_logger
 from hfscale.utils.redaction import redact
 from hfscale.utils.secondary import secondary
@@ -152,13 +153,14 @@ def verify(checkpoint: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the newest checkpoint of `output_dir` whose files all match its manifest, or None if there is none.
 
-    Candidates are read completely, newest first. A warning says why a candidate was skipped. If all of them are
-    skipped, a training with `SpotCheckpointCallback` that starts from scratch in `output_dir` is refused afterwards,
-    so that `train(resume_from_checkpoint=latest_checkpoint(...))` never discards what the run has saved.
+    Candidates are read completely, newest first; under `hfscale run` its snapshots in host memory are among them. A
+    warning says why a candidate was skipped. If all of them are skipped, a training with `SpotCheckpointCallback` that
+    starts from scratch in `output_dir` is refused afterwards, so that
+    `train(resume_from_checkpoint=latest_checkpoint(...))` never discards what the run has saved.
     """
     folder = Path(output_dir).resolve()
     without_verified.discard(folder)
-    checkpoints = list_checkpoints(output_dir)
+    checkpoints = list_with_snapshots(output_dir)
     for checkpoint in reversed(checkpoints):
         try:
             verify(checkpoint)
@@ -201,6 +203,18 @@ def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
         return []
     found = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted((path for path in found if not is_link_to_unfinished(path)), key=checkpoint_step)
+
+
+def list_with_snapshots(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """List what a run can resume from, in ascending order of the step: its checkpoints, and under `hfscale run` its
+    snapshots in host memory too, after a checkpoint of the same step.
+
+    Args:
+        output_dir (`str`): output directory of the run.
+    """
+    memory = RunMemory.of_environment()
+    snapshots = list_checkpoints(memory.snapshots(output_dir)) if memory is not None else []
+    return sorted([*list_checkpoints(output_dir), *snapshots], key=checkpoint_step)
 
 
 def is_link_to_unfinished(path: Path) -> bool:

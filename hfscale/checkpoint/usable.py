@@ -13,7 +13,7 @@ from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import tag_folder
 from hfscale.checkpoint.manifest import MANIFEST_NAME, checkpoint_files, read_manifest
 from hfscale.checkpoint.pickles import METADATA_NAME, check_links, check_pickles, read_dcp_metadata
-from hfscale.checkpoint.store import checkpoint_step, list_checkpoints, verify, wait_until_visible
+from hfscale.checkpoint.store import checkpoint_step, list_with_snapshots, verify, wait_until_visible
 from hfscale.errors import CheckpointError
 from hfscale.utils import distributed
 from hfscale.utils.collectives import START
@@ -44,11 +44,11 @@ def newest_usable(output_dir: Path) -> Path | None:
             rank does not see a checkpoint that rank 0 sees.
     """
     reasons = []
-    names: list[str] = START.on_rank_0("checkpoints", lambda: [path.name for path in list_checkpoints(output_dir)])
-    for name in reversed(names):
-        problem = find_problem(output_dir / name)
+    found: list[str] = START.on_rank_0("checkpoints", lambda: [str(path) for path in list_with_snapshots(output_dir)])
+    for checkpoint in reversed(found):
+        problem = find_problem(Path(checkpoint))
         if problem is None:
-            return output_dir / name
+            return Path(checkpoint)
         logger.warning("checkpoint skipped: %s", problem)
         reasons.append(problem)
     if reasons:

@@ -132,6 +132,8 @@ class CheckpointJob:
     """An error on this rank that occurred before the job was handed over."""
     on_commit: Callable[[Manifest], None] | None = None
     """Called on the committing rank when the checkpoint has been renamed to its final path."""
+    is_optional: bool = False
+    """Whether training continues if the checkpoint cannot be written: its error is in `optional_failure`."""
     started_at: float = field(default_factory=time.monotonic)
     """Start of the save, on the clock of `time.monotonic`."""
 
@@ -156,6 +158,10 @@ class CheckpointWriter:
         self._group = SAVING.group
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.optional_failure: Exception | None = None
+        """The error of the last optional checkpoint that could not be written; it is the same kind on every rank."""
+        self.last_optional_s = 0.0
+        """Seconds from the start of the last optional checkpoint to its commit."""
         self._started_at = 0.0
         self._last_s = 0.0
 
@@ -244,9 +250,15 @@ class CheckpointWriter:
     def _run(self, job: CheckpointJob) -> None:
         try:
             _write_and_commit(job, self._group)
-            self._last_s = time.monotonic() - job.started_at
-        except Exception as error:  # raised again by `wait`
-            self._failure = error
+            if job.is_optional:
+                self.last_optional_s = time.monotonic() - job.started_at
+            else:
+                self._last_s = time.monotonic() - job.started_at
+        except Exception as error:  # raised again by `wait`, unless the job is optional
+            if job.is_optional:
+                self.optional_failure = error
+            else:
+                self._failure = error
 
 
 def is_saving() -> bool:

@@ -20,6 +20,8 @@ Replaced until the end of the training
   test_integrations.py, test_added_metrics_reach_callbacks_that_come_before.
 - `Trainer.get_batch_samples` (public). By: `on_batch`. Reason: there is no event between the fetch of a batch and
   the exchange of token counts. Test: test_integrations.py, test_listeners_hear_of_each_batch_before_the_step.
+- `Trainer._maybe_log_save_evaluate`. By: `after_reports`. Reason: there is no event after the reports of a step and
+  before the next batch is fetched. Test: test_memory_snapshots.py.
 - `Trainer._save_checkpoint`. By: `replace_saving`. Reason: there is no event between the decision to save and the
   writing. Test: test_checkpoint_writer.py.
 - `Trainer._get_output_dir`, for the call in `Trainer._save_checkpoint`. By: `run_dir`, `output_dir`,

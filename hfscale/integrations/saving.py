@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,7 @@ class TrainerSaving:
         if self._deferred is not None:
             self.writer.start(self._job_of_trainer(model, trial, begun))
             return
-        if self.synchronous_because is None and not self._fits_in_memory():
-            self.synchronous_because = "a copy of its state does not fit into the host's free memory"
-            logger.warning("training waits for each save: %s", self.synchronous_because)
+        self._check_memory()
         if self.synchronous_because is None and trial is None:
             self.writer.start(self._job_of_snapshot(model, begun))
             return
@@ -156,9 +155,41 @@ class TrainerSaving:
         if pushed:
             push_checkpoint(self._trainer, job.target)
 
+    def why_not_elsewhere(self) -> str | None:
+        """Return why `save_elsewhere` cannot copy the complete state of this Trainer; None if it can."""
+        if self._trainer.args.save_only_model:
+            return "save_only_model leaves out the optimizer"
+        return f"{type(self._trainer).__name__} has its own {self._own_methods[0]}" if self._own_methods else None
+
+    def save_elsewhere(self, run_dir: Path, committed: Callable[[Manifest], None]) -> None:
+        """Save the state into another output directory; an error there does not end the training.
+
+        Every rank must call it at the same point, and nothing may be in flight. Neither `begin` nor `committed` of
+        this object is called, and no callback's `on_save`.
+
+        Args:
+            run_dir (`Path`): the other output directory.
+            committed (`Callable`): called with the manifest on the committing rank, possibly on another thread.
+        """
+        begun = time.monotonic()
+        self.writer.wait()
+        self._check_memory()
+        parts = {"run_dir": run_dir, "is_optional": True, "on_commit": committed}
+        if self._deferred is None and self.synchronous_because is None:
+            self.writer.start(replace(self._job_of_snapshot(self._trainer.model, begun, elsewhere=True), **parts))
+            return
+        job = replace(self._job_of_trainer(self._trainer.model, None, begun, elsewhere=run_dir), **parts)
+        (self.writer.run if self._deferred is None else self.writer.start)(job)
+
+    def _check_memory(self) -> None:
+        """Change to saves for which training waits if a copy does not fit into host memory. All ranks must call it."""
+        if self.synchronous_because is None and self._deferred is None and not self._fits_in_memory():
+            self.synchronous_because = "a copy of its state does not fit into the host's free memory"
+            logger.warning("training waits for each save: %s", self.synchronous_because)
+
     # --- in the background ------------------------------------------------------------------------------------------
 
-    def _job_of_snapshot(self, model: Any, begun: float) -> CheckpointJob:
+    def _job_of_snapshot(self, model: Any, begun: float, *, elsewhere: bool = False) -> CheckpointJob:
         trainer = self._trainer
         run_dir = Path(trainer.args.output_dir)
         failed, write, write_collectively = None, None, None
@@ -167,7 +198,8 @@ class TrainerSaving:
                 self._run_own_methods(model, run_dir)
             else:
                 trainer.store_flos()
-                _note_best(trainer, run_dir)
+                if not elsewhere:
+                    _note_best(trainer, run_dir)
             write, write_collectively = self._capture()
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
@@ -263,16 +295,23 @@ class TrainerSaving:
 
     # --- while training waits ---------------------------------------------------------------------------------------
 
-    def _job_of_trainer(self, model: Any, trial: Any, begun: float) -> CheckpointJob:
-        """Have Trainer's own method write into the unfinished folder; DeepSpeed's partitions are written later."""
+    def _job_of_trainer(self, model: Any, trial: Any, begun: float, *, elsewhere: Path | None = None) -> CheckpointJob:
+        """Have Trainer's own method write into the unfinished folder; DeepSpeed's partitions are written later.
+
+        In an output directory `elsewhere` than that of the run there is no best checkpoint.
+        """
         trainer = self._trainer
-        run_dir = Path(self._adapter.output_dir(trial))
+        run_dir = elsewhere or Path(self._adapter.output_dir(trial))
+        best = trainer.state.best_model_checkpoint
         failed = None
         deferring = self._deferred.collecting() if self._deferred is not None else nullcontext()
         try:
             with deferring, self._writing_to_unfinished(run_dir):
                 self._original(model, trial)
-            _note_best(trainer, run_dir)
+            if elsewhere is None:
+                _note_best(trainer, run_dir)
+            else:
+                trainer.state.best_model_checkpoint = best
             if trainer.args.should_save:
                 folder = unfinished_folder(run_dir, trainer.state.global_step)
                 _name_best(folder / TRAINER_STATE_NAME, trainer.state.best_model_checkpoint)

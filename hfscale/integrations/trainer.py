@@ -149,6 +149,23 @@ class TrainerAdapter:
         if self._phase_clock is not None:
             self._phase_clock(phase)
 
+    def after_reports(self, call: Callable[[], None]) -> None:
+        """Have `call()` made after each step for which Trainer has logged, evaluated and saved what was due.
+
+        It is the last point before the next batch is fetched: Trainer has no event there.
+
+        Args:
+            call (`Callable`): called without arguments, on every rank; a later call of this method replaces it.
+        """
+        self._undo_one((id(self.trainer), "_maybe_log_save_evaluate"))
+        original = self.trainer._maybe_log_save_evaluate
+
+        def report_and_call(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            call()
+
+        self._replace(self.trainer, "_maybe_log_save_evaluate", report_and_call)
+
     # --- callbacks --------------------------------------------------------------------------------------------------
 
     def prepend_callback(self, callback: TrainerCallback) -> None:

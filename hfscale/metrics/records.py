@@ -34,7 +34,7 @@ TIMELINE_NAME = "hfscale_timeline.jsonl"
 RANKS_NAME = "hfscale_ranks.jsonl"
 RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
-METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
+METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/", "recovery/")
 """The metric keys of hfscale's callbacks begin with one of these."""
 WRITING = "writing measurements"
 """Name of this work in warnings and in the report."""

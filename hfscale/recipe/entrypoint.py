@@ -28,6 +28,7 @@ from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.metrics.records import JSONL_NAME
 from hfscale.preemption import Preempted, end_workers, watch_signals
 from hfscale.recipe.export import save_final_model as save_final_model  # recipes import it from here
+from hfscale.recovery.rank_link import connect
 from hfscale.utils.disk_errors import storage_error
 from hfscale.utils.logging import is_main_process
 
@@ -58,6 +59,7 @@ def run(main: Callable[[], None]) -> None:
     Raises:
         SystemExit: the recipe ended with an error of hfscale, or the run was preempted.
     """
+    link = connect()  # to the supervisor, if there is one
     watch = watch_signals(whole_process=True)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and os.environ.get("LOCAL_RANK", "0") == "0":
         remove_abandoned_locks(os.environ)  # on a CPU DeepSpeed loads an extension as soon as the process group exists
@@ -83,6 +85,8 @@ def run(main: Callable[[], None]) -> None:
     if preempted is None:
         watch.restore()
     else:
+        if link is not None:
+            link.ending(preempted.code)
         watch.ignore()  # the launcher signals the other ranks as soon as the first one has ended
         if is_main_process():
             print(f"hfscale: {preempted.words}", file=sys.stderr, flush=True)
@@ -90,6 +94,9 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _exit_with_line(error: HfScaleError) -> None:
+    link = connect()
+    if link is not None:
+        link.ending_by(error)
     sys.last_value = error  # as Python does for an uncaught error, so that exit handlers can read the reason
     message = " ".join(str(error).split())
     where = ""

@@ -15,6 +15,7 @@ from hfscale.facts.layout import split_batch
 from hfscale.integrations.loading import discard_conversions
 from hfscale.integrations.strategy import requested_family
 from hfscale.integrations.trainer import TrainerAdapter
+from hfscale.recovery.run_memory import RunMemory
 from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
 
@@ -34,7 +35,8 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     With `--resume_from_checkpoint true` it is the newest checkpoint of `output_dir` that is verified, or that plain
     Trainer has completed (which has no hashes: a warning says so), or None if there are no checkpoints; with `false`
     it is None; any other value is the path of a checkpoint. Each rank reads and verifies a share of its files. With
-    `true`, a newer checkpoint in the remote store is fetched first.
+    `true`, a newer checkpoint in the remote store is fetched first. When `hfscale run` has restarted a training that
+    had begun, the value is taken as `true`, and a newer snapshot in host memory is used.
 
     Args:
         args (`TrainingArguments`): `output_dir` and `resume_from_checkpoint`.
@@ -52,6 +54,8 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     """
     store = RemoteStore(remote) if remote is not None else None
     requested = str(args.resume_from_checkpoint)
+    if START.on_rank_0("restarted", lambda: _has_begun(args.output_dir)):
+        requested = "true"  # restarted by `hfscale run`: the flag was meant for the first launch
     if requested.lower() == "false":
         return None
     if requested.lower() != "true":
@@ -61,15 +65,28 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
             raise CheckpointError(f"--resume_from_checkpoint: {problem}; name another, or give true")
         check_pickles_on_all_ranks(Path(requested))
         return requested
-    START.on_rank_0("unfinished renames", lambda: bool(finish_renames(Path(args.output_dir))))
+    START.on_rank_0("unfinished renames", lambda: _finish_renames(Path(args.output_dir)))
     if store is not None:
         fetch_newest(store, Path(args.output_dir))
     found = newest_usable(Path(args.output_dir))
     if found is None:
         return None
     check_pickles_on_all_ranks(found)
-    logger.info("continues from %s of %s", found.name, args.output_dir)
+    in_memory = found.parent != Path(args.output_dir)
+    logger.info("continues from %s of %s", found.name, "the host's memory" if in_memory else args.output_dir)
     return str(found)
+
+
+def _has_begun(output_dir: str) -> bool:
+    """Whether a launch before a restart by `hfscale run` has begun to train."""
+    memory = RunMemory.of_environment()
+    return memory is not None and memory.snapshots(output_dir).is_dir()
+
+
+def _finish_renames(output_dir: Path) -> None:
+    memory = RunMemory.of_environment()
+    for folder in (output_dir, *([memory.snapshots(output_dir)] if memory is not None else [])):
+        finish_renames(folder)
 
 
 def keep_global_batch(

@@ -5,6 +5,7 @@
 | `hello` | `rank`, `pid` | the rank's process has imported what it needs |
 | `training` | `step` | `train` begins or resumes after this step |
 | `stepped` | `step` | the first step since then is complete |
+| `trained` | | `train` is about to return |
 | `ending` | `code`, `final`, `reason` | the process ends: `final` if a restart cannot help; code 75: preempted |
 
 The end of the connection is the end of the process, however it ends.
@@ -15,6 +16,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +47,8 @@ class RankLink:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(str(memory.socket))
         self._pid = os.getpid()
+        self.connected_at = time.time()
+        """Unix time at which this process had imported what it needs."""
         self._has_ended = False
         self.say("hello", rank=rank, pid=self._pid)
         atexit.register(self._at_exit)

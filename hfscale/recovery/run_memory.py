@@ -7,12 +7,13 @@ It lies in a file system in memory (`/dev/shm`), so it outlives the processes th
         ranks                    the socket of the supervisor (`hfscale.recovery.rank_link`)
         progress-R               the steps of rank R, 32 bytes (`Progress`)
         failure.json             the failure before this launch, written by the supervisor
-        checkpoints/             snapshots, in the layout of an output directory
+        HASH/                    snapshots of one output directory, in its layout; made when its training begins
 
 The supervisor deletes it when the run ends. If the supervisor was killed, the next one on this machine does.
 """
 
 import fcntl
+import hashlib
 import json
 import mmap
 import os
@@ -28,6 +29,10 @@ FOLDER_VARIABLE = "HFSCALE_RUN_MEMORY"
 """Environment variable with the path of the folder, set by the supervisor for the ranks."""
 RESTARTS_VARIABLE = "HFSCALE_RUN_RESTARTS"
 """Environment variable with the number of restarts before this launch."""
+LAUNCHED_VARIABLE = "HFSCALE_RUN_LAUNCHED_AT"
+"""Environment variable with the Unix time at which the launcher was started."""
+INTERVAL_VARIABLE = "HFSCALE_MEMORY_INTERVAL_STEPS"
+"""Environment variable with the steps between two snapshots; without it the interval follows from their cost."""
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it has a random name and mode 0700
 _PREFIX = "hfscale-run-"
 _OWNER_NAME = "owner"
@@ -43,8 +48,6 @@ class RunMemory:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.checkpoints = folder / "checkpoints"
-        """Output directory of the snapshots."""
         self.socket = folder / "ranks"
         """Address of the supervisor's socket."""
         self._owner: int | None = None
@@ -62,7 +65,6 @@ class RunMemory:
         memory = cls(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root)))
         memory._owner = os.open(memory.folder / _OWNER_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(memory._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        memory.checkpoints.mkdir()
         return memory
 
     @classmethod
@@ -97,6 +99,17 @@ class RunMemory:
             return failure
         except (OSError, ValueError):
             return None
+
+    def snapshots(self, output_dir: str | os.PathLike[str]) -> Path:
+        """Return the folder of the snapshots of one training.
+
+        It exists once a launch of this supervised run has begun that training; from then on the checkpoints of its
+        output directory are its own.
+
+        Args:
+            output_dir (`str`): output directory of the training.
+        """
+        return self.folder / hashlib.sha256(str(Path(output_dir).resolve()).encode()).hexdigest()[:16]
 
     def progress(self, rank: int) -> "Progress":
         """Return the steps of a rank, to be written by it.

@@ -27,7 +27,14 @@ import psutil
 
 from hfscale.errors import UsageError
 from hfscale.recovery.rank_link import PREEMPTED
-from hfscale.recovery.run_memory import FOLDER_VARIABLE, RESTARTS_VARIABLE, RunMemory, remove_abandoned
+from hfscale.recovery.run_memory import (
+    FOLDER_VARIABLE,
+    INTERVAL_VARIABLE,
+    LAUNCHED_VARIABLE,
+    RESTARTS_VARIABLE,
+    RunMemory,
+    remove_abandoned,
+)
 
 _WINDOW_S = 24 * 3600.0  # in which restarts are counted
 _SAME_STEP_LIMIT = 3
@@ -49,6 +56,8 @@ class RunSettings:
     """Restarts in any 24 hours after which the supervisor gives up."""
     root: Path
     """Folder of a file system in memory."""
+    memory_interval_steps: int | None = None
+    """Steps between two snapshots in host memory; None: as many as keep their cost low."""
     log: Path | None = None
     """File to which one JSON line per event is appended."""
 
@@ -61,6 +70,7 @@ class _Launch:
     started_at: float
     ranks: dict[int, int] = field(default_factory=dict)  # pid: rank
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank: its message
+    trained: set[int] = field(default_factory=set)  # ranks for which nothing but their own end is left
     first_dead: int | None = None  # rank that ended without saying why, or with an error
     failed_at: float | None = None
     marks: dict[str, float] = field(default_factory=dict)  # event: time at which the last rank said it
@@ -169,7 +179,10 @@ class Supervisor:
             **os.environ,
             FOLDER_VARIABLE: str(self._memory.folder),
             RESTARTS_VARIABLE: str(len(self._failed_steps)),
+            LAUNCHED_VARIABLE: str(time.time()),
         }
+        if self._settings.memory_interval_steps is not None:
+            environ[INTERVAL_VARIABLE] = str(self._settings.memory_interval_steps)
         try:
             process = subprocess.Popen(  # noqa: S603 - the user's own command, without a shell
                 list(self._settings.command), env=environ, start_new_session=True, preexec_fn=_die_with_parent
@@ -229,7 +242,10 @@ class Supervisor:
                 _send(pid, signal.SIGUSR1)
         elif event == "ending":
             launch.endings[launch.ranks.get(pid, -1)] = message
+        elif event == "trained":
+            launch.trained.add(launch.ranks.get(pid, -1))
         elif event == "training":
+            launch.trained.clear()
             launch.resumed_step = int(message["step"])
         elif event == "stepped":
             self._report_recovery(launch)
@@ -250,7 +266,7 @@ class Supervisor:
     def _rank_ended(self, launch: _Launch, pid: int) -> None:
         rank = launch.ranks.pop(pid)
         ending = launch.endings.get(rank)
-        is_expected = ending is not None and ending["code"] in (0, PREEMPTED)
+        is_expected = rank in launch.trained or (ending is not None and ending["code"] in (0, PREEMPTED))
         if launch.failed_at is None and not is_expected and self._signalled is None:
             launch.failed_at, launch.first_dead = time.time(), rank
 

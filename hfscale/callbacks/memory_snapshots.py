@@ -1,0 +1,216 @@
+"""Snapshots of a supervised training in host memory, and what its rank tells the supervisor (`hfscale run`)."""
+
+import math
+import os
+import shutil
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+
+from transformers import TrainerState
+
+from hfscale.checkpoint.manifest import Manifest
+from hfscale.checkpoint.store import DELETING, list_checkpoints, rotate
+from hfscale.checkpoint.writer import clear_unfinished
+from hfscale.integrations.saving import TrainerSaving
+from hfscale.integrations.trainer import TrainerAdapter
+from hfscale.metrics.records import TIMELINE_NAME, WRITING, append_record
+from hfscale.recovery.rank_link import RankLink, connect
+from hfscale.recovery.run_memory import INTERVAL_VARIABLE, LAUNCHED_VARIABLE
+from hfscale.utils import distributed
+from hfscale.utils.logging import get_logger
+from hfscale.utils.run_state import CopiedWithoutRun
+from hfscale.utils.secondary import secondary
+
+logger = get_logger(__name__)
+
+MAX_COST = 0.01
+"""Share of the step time that snapshots may cost on average."""
+_FIRST_AFTER_STEPS = 3  # the first steps are slower than the others, and the step time must be known
+_MAX_FIRST_INTERVAL = 10  # the first snapshot also allocates its buffers, so its time says little about the next
+_REMEMBERED_STEPS = 50
+_finished: list[Path] = []
+"""Folders of the snapshots of trainings that have ended in this process."""
+
+
+class MemorySnapshots(CopiedWithoutRun):
+    """Copies the state of a training to the folder in host memory of its supervisor, every few steps.
+
+    A snapshot is a checkpoint in every respect, in `checkpoints/` of the folder: the newest is kept while the next one
+    is written. The interval follows from the measured cost, so that it stays below `MAX_COST`: the time for which
+    training waits, and the slowdown of the steps during which a snapshot is written. Without a supervisor it does
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._link: RankLink | None = None
+        self._saving: TrainerSaving | None = None
+        self._folder = Path()
+        self._interval: int | None = None  # forced by the user
+        self._next_step = 0
+        self._taken = 0
+        self._stall_s = 0.0
+        self._started_from = 0
+        self._began_at = 0.0
+        self._step_began_at = 0.0
+        self._was_writing = False
+        self._idle_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)  # of steps without a save
+        self._busy_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._recovery: dict[str, float] = {}
+
+    def begin(self, adapter: TrainerAdapter, state: TrainerState, saving: TrainerSaving, run_dir: Path) -> None:
+        """Start with a training. Every rank must call it.
+
+        Args:
+            adapter (`TrainerAdapter`): the adapter of the Trainer.
+            state (`TrainerState`): its state.
+            saving (`TrainerSaving`): writes its checkpoints.
+            run_dir (`Path`): the folder of the run's checkpoints.
+        """
+        self._begin_run()
+        self._link = connect()
+        if self._link is None:
+            return
+        self._started_from = state.global_step
+        self._began_at = time.time()
+        self._link.say("training", step=state.global_step)
+        self._folder = self._link.memory.snapshots(run_dir)
+        while _finished:  # trainings of this process with another output directory
+            shutil.rmtree(_finished.pop(), ignore_errors=True)
+        if saving.commits:
+            self._folder.mkdir(exist_ok=True)
+        adapter.before_last_log(self._finish)
+        why_not = self._why_not(saving)
+        if why_not is not None:
+            logger.warning("no snapshots in host memory: %s; after a failure the run resumes from the disk", why_not)
+            return
+        forced = os.environ.get(INTERVAL_VARIABLE)
+        self._interval = int(forced) if forced else None
+        self._next_step = state.global_step + (self._interval or _FIRST_AFTER_STEPS)
+        self._saving = saving
+        if saving.commits:
+            clear_unfinished(self._folder)
+        adapter.after_reports(lambda: self._after_reports(state))
+
+    def _why_not(self, saving: TrainerSaving) -> str | None:
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) != distributed.world_size():
+            return "the run has several nodes"
+        return saving.why_not_elsewhere()
+
+    def step_began(self, state: TrainerState) -> None:
+        """Record that the next step has begun.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+        """
+        if self._link is not None:
+            self._link.progress.write(state.global_step + 1, state.global_step)
+            self._step_began_at = time.monotonic()
+            self._was_writing = self._saving is not None and self._saving.writer.in_flight
+
+    def step_ended(self, state: TrainerState, output_dir: Path) -> None:
+        """Record that a step is complete; after a restart, report the recovery with the first one.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+            output_dir (`Path`): output directory of the run.
+        """
+        if self._link is None:
+            return
+        self._link.progress.write(state.global_step, state.global_step)
+        steps = self._busy_s if self._was_writing else self._idle_s
+        steps.append(time.monotonic() - self._step_began_at)
+        if state.global_step == self._started_from + 1:
+            self._link.say("stepped", step=state.global_step)
+            self._report_recovery(state, output_dir)
+
+    def _report_recovery(self, state: TrainerState, output_dir: Path) -> None:
+        assert self._link is not None
+        failure = self._link.memory.read_failure()
+        if failure is None or not state.is_world_process_zero:
+            return
+        launched_at = float(os.environ.get(LAUNCHED_VARIABLE, failure["ended_at"]))
+        times = [failure["failed_at"], failure["ended_at"], launched_at, self._link.connected_at, self._began_at]
+        names = ("ending_s", "waiting_s", "starting_s", "loading_s", "first_step_s")
+        parts = {n: b - a for n, a, b in zip(names, times, [*times[1:], time.time()], strict=True)}
+        lost = max(failure["completed_step"] - self._started_from, 0)
+        self._recovery = {
+            "recovery/steps_lost": float(lost),
+            **{f"recovery/{name}": seconds for name, seconds in parts.items()},
+            "recovery/total_s": sum(parts.values()),
+        }
+        event = {"event": "recovery", "time": time.time(), "step": state.global_step, "steps_lost": lost, **parts}
+        with secondary(WRITING, output_dir):
+            append_record(output_dir / TIMELINE_NAME, {**event, "rank": failure["rank"], "reason": failure["reason"]})
+
+    def keys(self) -> dict[str, float]:
+        """Return the metric keys of the recovery that led to this training, once."""
+        keys, self._recovery = self._recovery, {}
+        return keys
+
+    def _after_reports(self, state: TrainerState) -> None:
+        """Take a snapshot if one is due. It is called on every rank after each step."""
+        if self._saving is None or state.global_step < self._next_step:
+            return
+        began = time.monotonic()
+        writer = self._saving.writer
+        failed, busy, cost_s, write_s, step_s = distributed.all_max(
+            [float(writer.optional_failure is not None), float(writer.in_flight), *self._measured()]
+        )
+        if failed:
+            why = writer.optional_failure
+            logger.warning("no more snapshots in host memory: %s; after a failure the run resumes from the disk", why)
+            self._saving = None
+            self._delete_snapshots()
+            return
+        interval = self._interval or self._affordable(cost_s, write_s, step_s)
+        self._next_step = state.global_step + interval
+        if busy and self._interval is None:
+            return  # training would wait for the save in the background; a forced interval is kept
+        self._taken += 1
+        self._saving.save_elsewhere(self._folder, self._committed)
+        self._stall_s = time.monotonic() - began
+
+    def _measured(self) -> tuple[float, float, float]:
+        """Return, of this rank in seconds: the cost of a snapshot, the time to write it, the time of a step."""
+        assert self._saving is not None
+        step_s = statistics.median(self._idle_s or self._busy_s or [0.0])
+        busy_s = statistics.median(self._busy_s) if self._busy_s else step_s
+        write_s = self._saving.writer.last_optional_s
+        slowed_s = max(busy_s - step_s, 0.0) * write_s / max(busy_s, 1e-9)
+        return self._stall_s + slowed_s, write_s, step_s
+
+    def _affordable(self, cost_s: float, write_s: float, step_s: float) -> int:
+        """Return the steps between two snapshots at which they cost `MAX_COST` and never wait for one another."""
+        step_s = max(step_s, 1e-6)
+        interval = max(1, math.ceil(cost_s / (MAX_COST * step_s)), math.ceil(write_s / step_s))
+        return min(interval, _MAX_FIRST_INTERVAL) if self._taken <= 1 else interval
+
+    def _committed(self, manifest: Manifest) -> None:
+        with secondary(DELETING, self._folder):
+            rotate(self._folder, limit=1, keep=None, temporary=[])
+
+    def _finish(self) -> None:
+        """Take no more snapshots. The last one is kept: a failure in the last evaluation must not lose the run."""
+        self._saving = None
+        _finished.append(self._folder)
+        if self._link is not None:
+            self._link.say("trained")
+
+    def _delete_snapshots(self) -> None:
+        if distributed.rank() == 0:
+            for snapshot in list_checkpoints(self._folder):
+                shutil.rmtree(snapshot, ignore_errors=True)
+
+    def preempted(self, code: int) -> None:
+        """Tell the supervisor that the process is about to end, since the run was preempted and has saved.
+
+        Args:
+            code (`int`): the exit code.
+        """
+        if self._link is not None:
+            self._link.ending(code)

@@ -1,0 +1,138 @@
+"""`kill -9` of any rank at any moment under `hfscale run`: the run goes on from memory, with the same losses.
+
+Part of the long suite, `make test-faults`. The environment variable HFSCALE_RECOVERY_RUNS is the number of supervised
+runs, each with several kills, 12 by default, and HFSCALE_SEED selects other random kills. A file that
+HFSCALE_RECOVERY_RESULTS names receives one JSON line per run.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, accelerate_launch
+from preemption_trials import losses
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
+SERVER = REPOSITORY / "tests" / "workers" / "recovery_server.py"
+RUNS, SEED = int(os.environ.get("HFSCALE_RECOVERY_RUNS", "12")), os.environ.get("HFSCALE_SEED", "0")
+STRATEGIES = ("ddp", "fsdp2", "zero3")
+STEPS, KILLS = 24, 4
+PHASES = ("step", "substep", "optimizer", "data")
+ARGUMENTS = {
+    "save_strategy": "steps",
+    "save_steps": 1000,
+    "max_steps": STEPS,
+    "resume_from_checkpoint": "true",
+    "lr_scheduler_type": "linear",
+    "gradient_accumulation_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The address of a server that forks ranks."""
+    folder = Path(tempfile.mkdtemp(prefix="hfscale-test-"))  # the path of a socket has at most 107 characters
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), "serve", str(folder / "s")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )
+    while (line := process.stdout.readline()) != "ready\n":
+        assert line, "the server did not start"
+    yield folder / "s"
+    process.stdin.close()
+    process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """The environment variables that `accelerate launch` sets for the ranks of a strategy."""
+    known = {}
+
+    def of(strategy):
+        if strategy not in known:
+            folder = tmp_path_factory.mktemp(strategy)
+            (folder / "ds_configs").symlink_to(REPOSITORY / "ds_configs")
+            script = REPOSITORY / "tests" / "workers" / "environment.py"
+            done = accelerate_launch(folder, REPOSITORY / "accelerate_configs" / f"{strategy}.yaml", 2, script)
+            assert done.code == 0, done.err[-2000:]
+            known[strategy] = json.loads((folder / "environment.json").read_text())
+            if strategy.startswith("zero"):
+                known[strategy]["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(REPOSITORY / f"ds_configs/{strategy}.json")
+        return known[strategy]
+
+    return of
+
+
+def supervise(server, folder, env, kills, *, interval=1):
+    """Run a supervised training in `folder`; return its exit code, its standard error and its log."""
+    folder.mkdir()
+    spec = {"folder": str(folder), "arguments": ARGUMENTS, "world": 2, "kills": kills, "env": env}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    launcher = [sys.executable, str(SERVER), "launch", str(server), str(folder / "spec.json")]
+    options = ["--memory-interval-steps", str(interval), "--max-restarts", "50", "--log", str(folder / "run.jsonl")]
+    done = subprocess.run(
+        [sys.executable, "-m", "hfscale", "run", *options, "--", *launcher],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    return done, [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(server, environment, tmp_path_factory):
+    """The losses of a run without a kill, by strategy."""
+    known = {}
+
+    def of(strategy):
+        if strategy not in known:
+            folder = tmp_path_factory.mktemp("whole") / strategy
+            done, _ = supervise(server, folder, environment(strategy), [], interval=1000)
+            assert done.returncode == 0, done.stderr
+            known[strategy] = losses(folder)
+        return known[strategy]
+
+    return of
+
+
+@pytest.mark.parametrize("number", range(RUNS))
+def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(server, environment, uninterrupted, tmp_path, number):
+    chance = random.Random(f"{SEED}-{number}")
+    strategy = STRATEGIES[number % len(STRATEGIES)]
+    kills = [
+        {
+            "restart": restart,
+            "rank": chance.randrange(2),
+            "phase": chance.choice(PHASES),
+            "at": chance.randint(2, 10),
+            "after_s": chance.uniform(0, 0.1),
+        }
+        for restart in range(KILLS)
+    ]
+    done, events = supervise(server, tmp_path / "run", environment(strategy), kills)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "run") == uninterrupted(strategy)
+    restarts = [event for event in events if event["event"] == "restart"]
+    recovered = [event for event in events if event["event"] == "recovered"]
+    result = {
+        "strategy": strategy,
+        "kills": len(restarts),
+        "steps_lost": [event["steps_lost"] for event in recovered],
+        "seconds": [
+            sum(event[p] for p in ("ending", "waiting", "starting", "loading", "first step")) for event in recovered
+        ],
+    }
+    if "HFSCALE_RECOVERY_RESULTS" in os.environ:
+        with Path(os.environ["HFSCALE_RECOVERY_RESULTS"]).open("a") as file:
+            file.write(json.dumps(result) + "\n")
+    assert restarts

@@ -1,0 +1,160 @@
+"""Snapshots in host memory under `hfscale run`: the newest is resumed from; they neither end nor change a run."""
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from tiny import RandomTokens, tiny_arguments, tiny_model
+from transformers import Trainer, TrainerCallback
+
+from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.callbacks.memory_snapshots import MAX_COST, MemorySnapshots
+from hfscale.recovery import rank_link
+from hfscale.recovery.run_memory import FOLDER_VARIABLE, INTERVAL_VARIABLE, RunMemory
+
+
+class Killed(BaseException):
+    """Ends a training as a signal would, in one process."""
+
+
+class EndAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Killed
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """The memory of a supervised run whose supervisor takes every message."""
+    memory = RunMemory.create(tmp_path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(memory.socket))
+    listener.listen()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(memory.folder))
+    monkeypatch.setenv(INTERVAL_VARIABLE, "1")
+    monkeypatch.setattr(rank_link, "_link", None)
+    messages = []
+
+    def take():
+        connection, _ = listener.accept()
+        while text := connection.recv(65536):
+            messages.append(text.decode())
+
+    threading.Thread(target=take, daemon=True).start()
+    memory.messages = messages
+    yield memory
+    listener.close()
+    memory.delete()
+
+
+def trainer(output_dir, *callbacks, kind=Trainer, **arguments):
+    arguments = {"max_steps": 10, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 3} | arguments
+    return kind(
+        model=tiny_model(attention_dropout=0.1),
+        args=tiny_arguments(output_dir, **arguments),
+        train_dataset=RandomTokens(64),
+        eval_dataset=RandomTokens(8),
+        callbacks=[SpotCheckpointCallback(), *callbacks],
+    )
+
+
+def snapshots(memory, output_dir):
+    return sorted(path.name for path in memory.snapshots(output_dir).glob("checkpoint-*"))
+
+
+def logged(run):
+    return [{k: v for k, v in row.items() if k in ("step", "loss", "eval_loss")} for row in run.state.log_history]
+
+
+def test_the_newest_snapshot_is_resumed_from_and_the_losses_are_the_same(memory, tmp_path):
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    broken = trainer(tmp_path / "broken", EndAt(7))
+    with pytest.raises(Killed):
+        broken.train()
+    found = latest_checkpoint(tmp_path / "broken")
+    assert Path(found).parent == memory.snapshots(tmp_path / "broken")
+    assert Path(found).name in ("checkpoint-6", "checkpoint-7")  # the last may still be written when training ends
+    resumed = trainer(tmp_path / "broken")
+    resumed.train(resume_from_checkpoint=found)
+    assert logged(resumed)[:-1] == logged(whole)[:-1]  # the last record is the average since the resume
+    assert resumed.state.best_model_checkpoint == broken.state.best_model_checkpoint
+
+
+def test_only_the_newest_snapshot_is_kept_and_the_output_directory_has_none(memory, tmp_path):
+    trainer(tmp_path / "out").train()
+    assert snapshots(memory, tmp_path / "out") == ["checkpoint-10"]
+    assert sorted(p.name for p in (tmp_path / "out").glob("checkpoint-*")) == [
+        "checkpoint-10",
+        "checkpoint-4",
+        "checkpoint-8",
+    ]
+
+
+def test_the_next_training_of_the_process_frees_the_memory_of_the_last(memory, tmp_path):
+    trainer(tmp_path / "one", max_steps=2).train()
+    trainer(tmp_path / "two", max_steps=2).train()
+    assert snapshots(memory, tmp_path / "one") == []
+    assert snapshots(memory, tmp_path / "two") == ["checkpoint-2"]
+
+
+def test_without_a_supervisor_there_is_no_snapshot(tmp_path, monkeypatch):
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    run = trainer(tmp_path / "out", max_steps=1)
+    run.train()
+    assert "_maybe_log_save_evaluate" not in vars(run)
+
+
+def test_a_full_memory_ends_the_snapshots_but_not_the_training(memory, tmp_path, caplog):
+    folder = memory.snapshots(tmp_path / "out")
+    folder.mkdir()
+    (folder / ".unfinished").write_text("in the way")
+
+    class Block(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 0:
+                (folder / ".unfinished").touch()  # clear_unfinished may have removed it
+
+    run = trainer(tmp_path / "out", Block(), max_steps=5)
+    run.train()
+    assert run.state.global_step == 5
+    assert sum("no more snapshots" in record.message for record in caplog.records) == 1
+    assert snapshots(memory, tmp_path / "out") == []
+
+
+def test_a_trainer_that_saves_by_itself_has_no_snapshots(memory, tmp_path, caplog):
+    class Own(Trainer):
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+
+    trainer(tmp_path / "out", kind=Own, max_steps=2).train()
+    assert snapshots(memory, tmp_path / "out") == []
+    assert any("Own has its own _save_checkpoint" in record.message for record in caplog.records)
+
+
+def test_the_best_checkpoint_is_one_of_the_output_directory(memory, tmp_path):
+    run = trainer(
+        tmp_path / "out", EndAt(7), save_steps=3, load_best_model_at_end=True, metric_for_best_model="eval_loss"
+    )
+    with pytest.raises(Killed):
+        run.train()
+    assert Path(run.state.best_model_checkpoint).parent == tmp_path / "out"
+
+
+def test_the_supervisor_hears_of_the_training(memory, tmp_path):
+    trainer(tmp_path / "out", max_steps=2).train()
+    events = [text.split('"')[3] for text in memory.messages]
+    assert events == ["hello", "training", "stepped", "trained"]
+    assert memory.furthest() == (2, 2)
+
+
+@pytest.mark.parametrize(("cost_s", "write_s", "steps"), [(0.001, 0.1, 1), (0.01, 0.1, 10), (0.001, 7.3, 73)])
+def test_the_interval_keeps_the_cost_low_and_leaves_time_to_write(cost_s, write_s, steps):
+    memory = MemorySnapshots()
+    memory._taken = 2
+    assert memory._affordable(cost_s, write_s, 0.1) == steps
+    assert cost_s / (steps * 0.1) <= MAX_COST * 1.0001

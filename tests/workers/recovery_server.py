@@ -1,0 +1,101 @@
+"""Imports everything once, then forks the ranks of supervised trainings, in place of a launcher.
+
+`hfscale run -- python recovery_server.py launch SOCKET SPEC` asks the server that listens on SOCKET to fork the ranks,
+with the environment of the supervisor, and ends as a launcher does: when a rank fails, the others receive SIGTERM, and
+the exit code is 1. A rank kills itself at the moments that the trial names.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+TERM_TO_KILL_S = 30.0
+
+
+def launch(address, spec):
+    """Ask the server for one launch, and return its exit code."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    environ = {name: value for name, value in os.environ.items() if name.startswith("HFSCALE_")}
+    connection.sendall(json.dumps(json.loads(Path(spec).read_text()) | {"environ": environ}).encode() + b"\n")
+    return int(connection.makefile().readline() or 1)
+
+
+def serve(address):
+    """Serve launches, one after another, until the standard input ends."""
+    import gc
+
+    import deepspeed  # noqa: F401  accelerate imports it where it is installed
+    import preemption_server
+    import torch
+    from ports import free_port
+
+    class KillingPhases(preemption_server.Phases):
+        """Kills its own process at the moments of the trial."""
+
+        def __init__(self, spec, rank, pipe):
+            super().__init__(spec, rank, pipe)
+            restarts = int(os.environ["HFSCALE_RUN_RESTARTS"])
+            self.kill = next((k for k in spec["kills"] if [k["restart"], k["rank"]] == [restarts, rank]), None)
+
+        def enter(self, name):
+            super().enter(name)
+            kill = self.kill
+            if kill is not None and [kill["phase"], kill["at"]] == [name, self.counts[name]]:
+                threading.Timer(kill["after_s"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def fork_ranks(spec):
+        port, pids = free_port(), []
+        for rank in range(spec["world"]):
+            pid = os.fork()
+            if pid == 0:
+                preemption_server.Phases = KillingPhases
+                preemption_server.become_rank(spec | {"env": spec["env"] | spec["environ"]}, rank, port, -1)
+            pids.append(pid)
+        return pids
+
+    def wait(pids):
+        """Wait for all ranks as a launcher does."""
+        codes, terminated_at = {}, None
+        while len(codes) < len(pids):
+            for pid in set(pids) - set(codes):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            if any(codes.values()) and terminated_at is None:
+                terminated_at = time.monotonic()
+                end(set(pids) - set(codes), signal.SIGTERM)
+            if terminated_at is not None and time.monotonic() - terminated_at > TERM_TO_KILL_S:
+                end(set(pids) - set(codes), signal.SIGKILL)
+            time.sleep(0.02)
+        return int(any(codes.values()))
+
+    def end(pids, number):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, number)
+
+    torch.set_num_threads(1)
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    while True:
+        connection, _ = listener.accept()
+        spec = json.loads(connection.makefile().readline())
+        connection.sendall(b"%d\n" % wait(fork_ranks(spec)))
+        connection.close()
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    sys.exit(launch(*sys.argv[2:]) if sys.argv[1] == "launch" else serve(sys.argv[2]))
