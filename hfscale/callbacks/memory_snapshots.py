@@ -19,6 +19,7 @@ from hfscale.metrics.records import TIMELINE_NAME, WRITING, append_record
 from hfscale.recovery.rank_link import RankLink, connect
 from hfscale.recovery.run_memory import INTERVAL_VARIABLE, LAUNCHED_VARIABLE
 from hfscale.utils import distributed
+from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger
 from hfscale.utils.run_state import CopiedWithoutRun
 from hfscale.utils.secondary import secondary
@@ -158,8 +159,9 @@ class MemorySnapshots(CopiedWithoutRun):
             return
         began = time.monotonic()
         writer = self._saving.writer
-        failed, busy, cost_s, write_s, step_s = distributed.all_max(
-            [float(writer.optional_failure is not None), float(writer.in_flight), *self._measured()]
+        failed, busy, cost_s, write_s, step_s = TRAINING.maximum(
+            "memory snapshot",
+            [float(writer.optional_failure is not None), float(writer.in_flight), *self._measured()],
         )
         if failed:
             why = writer.optional_failure
