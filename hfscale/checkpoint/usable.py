@@ -15,6 +15,7 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, checkpoint_files, read_ma
 from hfscale.checkpoint.pickles import METADATA_NAME, check_links, check_pickles, read_dcp_metadata
 from hfscale.checkpoint.store import checkpoint_step, list_with_snapshots, verify, wait_until_visible
 from hfscale.errors import CheckpointError
+from hfscale.recovery.run_memory import RunMemory
 from hfscale.utils import distributed
 from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
@@ -44,11 +45,16 @@ def newest_usable(output_dir: Path) -> Path | None:
             rank does not see a checkpoint that rank 0 sees.
     """
     reasons = []
-    found: list[str] = START.on_rank_0("checkpoints", lambda: [str(path) for path in list_with_snapshots(output_dir)])
-    for checkpoint in reversed(found):
-        problem = find_problem(Path(checkpoint))
+    memory = RunMemory.of_environment()
+    snapshots = memory.snapshots(output_dir) if memory is not None else None
+    found: list[tuple[str, bool]] = START.on_rank_0(
+        "checkpoints", lambda: [(path.name, path.parent == snapshots) for path in list_with_snapshots(output_dir)]
+    )
+    for name, is_snapshot in reversed(found):
+        checkpoint = (snapshots if is_snapshot and snapshots is not None else output_dir) / name
+        problem = find_problem(checkpoint)
         if problem is None:
-            return Path(checkpoint)
+            return checkpoint
         logger.warning("checkpoint skipped: %s", problem)
         reasons.append(problem)
     if reasons:

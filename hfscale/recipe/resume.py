@@ -53,6 +53,7 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         StorageError: the remote store cannot be read, and there is no local checkpoint.
     """
     store = RemoteStore(remote) if remote is not None else None
+    memory = RunMemory.of_environment()
     requested = str(args.resume_from_checkpoint)
     if START.on_rank_0("restarted", lambda: _has_begun(args.output_dir)):
         requested = "true"  # restarted by `hfscale run`: the flag was meant for the first launch
@@ -72,7 +73,7 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     if found is None:
         return None
     check_pickles_on_all_ranks(found)
-    in_memory = found.parent != Path(args.output_dir)
+    in_memory = memory is not None and found.parent == memory.snapshots(args.output_dir)
     logger.info("continues from %s of %s", found.name, "the host's memory" if in_memory else args.output_dir)
     return str(found)
 
