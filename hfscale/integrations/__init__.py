@@ -15,9 +15,12 @@ Replaced until the end of the training
 - `Trainer._run_epoch` and `Trainer._finalize_training` (before transformers 5.4 `Trainer.training_step` and
   `Trainer._finish_current_push`). By: all others, in a training that began before the callback was added. Reason: a
   call of `train` that is already running cannot be wrapped. Test: test_integrations.py, TestAddedLater.
-- the order of `Trainer.callback_handler.callbacks`. By: `add_metrics`, `prepend_callback`, `append_callback`.
+- the order of `Trainer.callback_handler.callbacks`. By: `prepend_callback`, `append_callback`.
   Reason: reporting callbacks run before those of the user and would miss the keys that these add to a log. Test:
   test_integrations.py, test_added_metrics_reach_callbacks_that_come_before.
+- `Trainer.log` (public), and the name `store_flos` in the code of the method that calls it. By: `add_metrics`.
+  Reason: keys that need values of all ranks must be exchanged where Trainer itself logs, on all ranks; user code may
+  log on one. Test: test_collectives.py, test_user_code_may_log_a_loss_on_one_rank_only.
 - `Trainer.get_batch_samples` (public). By: `on_batch`. Reason: there is no event between the fetch of a batch and
   the exchange of token counts. Test: test_integrations.py, test_listeners_hear_of_each_batch_before_the_step.
 - `Trainer._maybe_log_save_evaluate`. By: `after_reports`. Reason: there is no event after the reports of a step and
