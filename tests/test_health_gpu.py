@@ -153,13 +153,13 @@ def test_metric_keys_are_logged_with_a_sensor_and_absent_without():
     monitor = Monitor(hosts=["node"], gpu=thread)
     while not thread._found:
         pass
-    keys, found = monitor.exchange(1, None)
+    keys, found, _ = monitor.exchange(1, None, None)
     assert keys == {"gpu/temperature_c_max": 88.0, "gpu/power_w": 655.0, "gpu/throttled": 1.0}
     assert (found[0].ranks, found[0].host) == ((0,), "node")
     monitor.stop()
-    assert Monitor(hosts=["node"]).exchange(1, None) == ({}, [])
+    assert Monitor(hosts=["node"]).exchange(1, None, None)[:2] == ({}, [])
     without_values = GpuThread(GpuWatch(RecordedSensor(Reading())))
-    assert Monitor(hosts=["node"], gpu=without_values).exchange(1, math.nan)[0] == {"gpu/throttled": 0.0}
+    assert Monitor(hosts=["node"], gpu=without_values).exchange(1, None, math.nan)[0] == {"gpu/throttled": 0.0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, test_gpu.py reads the sensor")

@@ -59,7 +59,7 @@ def trained(rank_store, rank, ratio, guilty, steps, drift, strategy):
                 work.layer.weight[0, 0] += 1e-3
         monitor.step_ended()
         if step % EVERY == 0:
-            keys, new = monitor.exchange(step, None)
+            keys, new, _ = monitor.exchange(step, None, None)
             skews.append(keys.get("scaling/straggler_skew"))
             found += [(step, finding.check, finding.ranks, finding.message) for finding in new]
     monitor.stop()
