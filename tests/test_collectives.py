@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import resource
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import REPOSITORY
 from forked_ranks import run_ranks
 from tiny import tiny_trainer
 from transformers import TrainerCallback
@@ -312,3 +314,14 @@ def test_trainings_of_one_process_use_the_same_process_groups(tmp_path):
 
     codes, texts = train_in_ranks(tmp_path, train)
     assert codes == [0, 0], texts
+
+
+def test_only_channels_exchange_values_of_hfscale():
+    """The others call collectives of the training itself, or measure collectives."""
+    call = re.compile(r"\bdist\.(all_\w+|barrier|broadcast\w*|gather\w*|reduce\w*|scatter\w*|new_group)\(")
+    package = REPOSITORY / "hfscale"
+    users = {str(path.relative_to(package)) for path in package.rglob("*.py") if call.search(path.read_text("utf-8"))}
+    measures = {"health/calibrate.py", "health/check.py", "health/measure.py", "health/preflight.py"}
+    trains = {"metrics/noise_scale.py", "recipe/compression.py", "recipe/entrypoint.py"}
+    own = {"utils/collectives.py", "utils/tree.py"}
+    assert {user for user in users if not user.startswith("parallel/")} <= measures | trains | own
