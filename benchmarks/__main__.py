@@ -18,6 +18,7 @@ NAMES = (
     "pipeline_bubble",
     "preemption_overhead",
     "memory_options",
+    "activations",
     "async_save",
     "packing",
 )

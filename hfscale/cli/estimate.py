@@ -135,8 +135,7 @@ def _print_estimate(result: Estimate) -> None:
     )
     for name, gib in vars(memory).items():
         print(f"  {name:14}{gib:8.2f} GiB")
-    if result.host_gib_per_node:
-        print(f"CPU memory of a node for what is offloaded: {result.host_gib_per_node:,.0f} GiB")
+    print(f"CPU memory of a node, to load, offload and save: {result.host_gib_per_node:,.0f} GiB")
     slowest, fastest = result.time_range[::-1]
     print(f"step {time.total:.3f} s ({fastest:.3f} to {slowest:.3f})")
     for name, seconds in vars(time).items():

@@ -5,6 +5,7 @@ A framework is what `--stack` names: `hf` (Transformers, Accelerate and DeepSpee
 """
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -67,19 +68,11 @@ class Framework:
     """Error of predicted peaks that 80% of the runs keep, in logarithm."""
 
     # -- memory -------------------------------------------------------------------------------------------------------
-    kept_h: float
-    """Bytes kept per token and layer, in hidden widths: norms, residuals."""
-    kept_q: float
-    """Bytes kept per token and layer, in query widths: queries, attention output."""
-    kept_kv: float
-    """Bytes kept per token and layer, in key and value widths."""
-    kept_f: float
-    """Bytes kept per token and layer, in MLP widths, where the MLP is gated."""
-    kept_f_plain: float
-    """The same where the MLP is not gated."""
-    kept_e: float
-    """Bytes kept per token and mixture-of-experts layer, in hidden widths, for each expert that a token passes: its
-    input, and its output where the router weighs it."""
+    kept: Mapping[str, float] | None = None
+    """Bytes kept per token and layer and unit of a width: `hidden` (norms, residuals), `query` (queries, attention
+    output), `kv`, `mlp` or `plain_mlp` (gated or not), and `routed`, the hidden width for each expert that a token
+    passes (its input, and its output where the router weighs it). None for Hugging Face's models, whose bytes differ
+    between families (`hfscale.facts.activations`)."""
     compiled_kept: float
     """Fraction of the kept bytes that is left with torch.compile."""
     loss_kept: float

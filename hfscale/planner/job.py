@@ -175,6 +175,13 @@ class Job:
         """Whether the first pipeline rank holds both ends of the model."""
         return SCHEDULES[self.schedule_name] == "v"
 
+    @property
+    def embedding_is_a_layer(self) -> bool:
+        """Whether pipeline stages count the embedding and the head as a layer each (`layer_split`)."""
+        pp = self.layout.pp
+        layers = self.shape.layers
+        return self.rank_layers is None and pp > 2 and layers % pp != 0 and (layers + 2) % pp == 0
+
     @cached_property
     def layer_split(self) -> tuple[int, int]:
         """Number of layers of the fullest pipeline rank, and of the one with the head.

@@ -13,8 +13,8 @@ All byte counts are per rank unless a docstring states otherwise.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
+from hfscale.facts.activations import KeptBytes, Regime, has_scores, kept_bytes
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import in_flight
 from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
@@ -36,6 +36,9 @@ from hfscale.planner.tasks import (
 QLORA_BYTES = 0.5 + 0.127 / 8 + 1 / 64 / 8
 """Bytes per frozen parameter in NF4 with double quantisation: 4 bits and 0.127 bits for the scales (Dettmers et al.,
 arXiv 2305.14314, section 3)."""
+
+FROZEN_BYTES = {"full": 0.0, "lora": 2.0, "qlora": QLORA_BYTES}
+"""Bytes per frozen parameter of each method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +130,7 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
         optimizer_share = share_of(all_replicas) if job.zero >= 1 else 1.0
     weight, gradient, master = _formats(job, framework)
     moments = OPTIMIZERS[job.optimizer]["state_bytes"] / (2 if job.pure and job.optimizer == "adamw" else 1)
-    frozen = {"full": 0.0, "lora": 2.0, "qlora": QLORA_BYTES}[job.method]
+    frozen = FROZEN_BYTES[job.method]
     trained = share * local
     parameters = (frozen * local + weight * trained) * parameter_share
     if job.method == "qlora":
@@ -172,23 +175,104 @@ def _formats(job: Job, framework: Framework) -> tuple[float, float, float]:
 # -- activations: what the forward pass keeps for the backward pass ---------------------------------------------------
 
 
-SCORE_BYTES_KEPT = 5.0
-"""Bytes kept per attention score without flash attention: 2 each for the scores and their softmax, 1 for the dropout
-mask (Korthikanti et al., arXiv 2205.05198, section 4.1)."""
+SCORE_BYTES_KEPT = {"megatron": 5.0, "titan": 6.0, "hf": 6.0}
+"""Bytes kept per attention score without flash attention. Megatron: 2 each for the scores and their softmax, 1 for the
+dropout mask (Korthikanti et al., arXiv 2205.05198, section 4.1). Hugging Face: the softmax in fp32, and in bf16 for
+the product with the values (`activations.csv`, factor `scores`)."""
 LOSS_TILE = (4096, 32768)
 """Tokens and vocabulary entries of a tile of TRL's loss (TRL 1.16, kernels/chunked_logprob.py, trainer/utils.py)."""
 FUSED_LOSS_CHUNKS = 8
 """Parts in which a fused loss processes the logits (Liger's default grows with the vocabulary; torchtune uses 8)."""
 
 
+FP8_SAVED = {"hidden": 2.0, "query": -1.0, "mlp": 1.0, "plain_mlp": 1.0, "routed": 1.0}
+"""Bytes per unit of a width that Transformer Engine keeps less with fp8 than with bf16: a matrix product keeps its
+input in one byte. The attention's output is kept in bf16 too, for attention itself."""
+
+
+def regime_of(job: Job) -> Regime:
+    """Returns the formats in which Hugging Face's layers compute.
+
+    DDP keeps fp32 weights under autocast. FSDP2 and `ParallelTrainer` gather bf16 weights, also under Accelerate's
+    autocast. DeepSpeed's weights are in bf16, without autocast. Adapters are in fp32 only under DDP.
+
+    Args:
+        job (`Job`): The run.
+    """
+    if job.method != "full":
+        return "lora" if job.zero == 0 and not job.pure else "lora_bf16"
+    if job.precision == "fp32":
+        return "fp32"
+    if job.pure or job.zero in (1, 2) or job.offload != "none":
+        return "bf16"
+    return "autocast" if job.zero == 0 and job.layout.tp * job.layout.pp == 1 else "mixed"
+
+
 def layer_bytes(job: Job, framework: Framework) -> float:
     """Computes the bytes of the activations of one layer and micro-batch without recomputation.
 
-    Attention scores are not counted. The activations are the layer's widths times the framework's bytes: hidden (norms
-    and residuals), queries and the attention's output, keys and values, the MLP, and the copies of a token that its
-    experts get. The bytes are those of Korthikanti et al., arXiv 2205.05198, section 4.1, for Megatron; for Hugging
-    Face's layers they are 26 to 28 h + 8 f, and 4 h more for each expert, measured with torch's MemTracker. Sequence
-    parallelism splits the hidden part too. With frozen weights the input of the MLP's last matrix is not kept.
+    For Hugging Face's layers autograd's bytes are counted per family (`hfscale.facts.activations`), including
+    attention scores where the family has no other attention. For Megatron and torchtitan they are the layer's widths
+    times the framework's bytes, without attention scores: hidden (norms and residuals), queries and the attention's
+    output, keys and values, the MLP, and the copies of a token that its experts get, as in Korthikanti et al., arXiv
+    2205.05198, section 4.1. Sequence parallelism splits the hidden part too. With frozen weights the input of the
+    MLP's last matrix is not kept.
+
+    Args:
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+    """
+    compiled = framework.compiled_kept if job.compile else 1.0
+    if framework.kept is None:
+        return compiled * _hugging_face_bytes(job, "none")
+    shape = job.shape
+    attention = shape.attention
+    tp = job.layout.tp
+    kept = framework.kept
+    if framework.name == "megatron" and job.precision == "fp8":
+        kept = {width: size - FP8_SAVED.get(width, 0.0) for width, size in kept.items()}
+    mlp = kept["mlp"] if shape.gated else kept["plain_mlp"]
+    if job.method != "full":
+        mlp -= 2.0
+    split = tp if job.sequence_parallel else 1
+    inside = kept["query"] * attention.query_width + kept["kv"] * attention.kv_width + mlp * shape.mlp_width
+    widths = kept["hidden"] * shape.hidden / split + inside / tp
+    widths += kept["routed"] * shape.moe_share * shape.top_k * shape.hidden / split
+    return job.tokens * compiled * widths
+
+
+def _hugging_face_bytes(job: Job, recompute: str) -> float:
+    """Bytes of one layer and micro-batch in Hugging Face's models."""
+    kept = _per_token(job, recompute)
+    tp = job.layout.tp
+    return job.tokens * (kept.unsplit / (tp if job.sequence_parallel else 1) + kept.split / tp)
+
+
+def _per_token(job: Job, recompute: str) -> KeptBytes:
+    rank = job.lora_rank if job.method != "full" else 0
+    return kept_bytes(job.shape, regime_of(job), recompute, job.seq_len, rank)
+
+
+def end_activations(job: Job, framework: Framework) -> float:
+    """Computes the bytes that Hugging Face's embedding and last norm keep of a micro-batch; 0 for other frameworks.
+
+    Args:
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+    """
+    if framework.kept is not None:
+        return 0.0
+    split = job.layout.tp if job.sequence_parallel else 1
+    return job.tokens * _per_token(job, job.recompute).ends / split
+
+
+def selective_bytes(job: Job, framework: Framework) -> float:
+    """Computes the bytes that selective recomputation keeps of one layer and micro-batch.
+
+    It keeps the layer's input, the attention's output, and every second matrix product (queries, values, the MLP's
+    first, and the last of a gated MLP), 2 bytes each, as torchtitan's policy and hfscale/recipe/arguments.py do; for
+    Hugging Face's layers they are counted per family. A compiled backward pass does not read the output of the last
+    product.
 
     Args:
         job (`Job`): The run.
@@ -197,29 +281,9 @@ def layer_bytes(job: Job, framework: Framework) -> float:
     shape = job.shape
     attention = shape.attention
     tp = job.layout.tp
-    mlp = framework.kept_f if shape.gated else framework.kept_f_plain
-    if job.method != "full":
-        mlp -= 2.0
-    split = tp if job.sequence_parallel else 1
-    inside = framework.kept_q * attention.query_width + framework.kept_kv * attention.kv_width + mlp * shape.mlp_width
-    widths = framework.kept_h * shape.hidden / split + inside / tp
-    widths += framework.kept_e * shape.moe_share * shape.top_k * shape.hidden / split
-    return job.tokens * (framework.compiled_kept if job.compile else 1.0) * widths
-
-
-def selective_bytes(job: Job) -> float:
-    """Computes the bytes that selective recomputation keeps of one layer and micro-batch.
-
-    It keeps the layer's input, the attention's output, and every second matrix product (queries, values, the MLP's
-    first, and the last of a gated MLP), 2 bytes each, as torchtitan's policy and hfscale/recipe/arguments.py do. A
-    compiled backward pass does not read the output of the last product.
-
-    Args:
-        job (`Job`): The run.
-    """
-    shape = job.shape
-    attention = shape.attention
-    tp = job.layout.tp
+    if framework.kept is None:
+        unread = 2.0 * job.tokens * shape.hidden if job.compile and shape.gated else 0.0
+        return _hugging_face_bytes(job, "selective") - unread
     boundary = shape.hidden / (tp if job.sequence_parallel else 1)
     last = shape.hidden if shape.gated and not job.compile else 0.0
     inside = (2 * attention.query_width + attention.kv_width / 2 + shape.mlp_width) / tp
@@ -235,14 +299,15 @@ def _megatron_dropped(job: Job, framework: Framework) -> float:
     """
     shape = job.shape
     attention = shape.attention
-    if shape.moe is None:
+    if shape.moe is None or framework.kept is None:
         return 0.0
     tp = job.layout.tp
-    norms = 2 * 2.0 * shape.hidden / (tp if job.sequence_parallel else 1)
-    inner = 2.0 * shape.moe_share * shape.mlp_width / tp
+    width = 1.0 if job.precision == "fp8" else 2.0
+    norms = 2 * width * shape.hidden / (tp if job.sequence_parallel else 1)
+    inner = width * shape.moe_share * shape.mlp_width / tp
     latent = 0.0
     if attention.latent_width:
-        kept = 2.0 * attention.query_width + framework.kept_kv * attention.kv_width
+        kept = 2.0 * attention.query_width + framework.kept["kv"] * attention.kv_width
         latent = (kept - 2.0 * attention.latent_width) / tp
     return job.tokens * (norms + inner + latent)
 
@@ -261,16 +326,25 @@ def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
     shape = job.shape
     all_activations = layer_bytes(job, framework) + _gathered_inputs(job, framework)
     tp = job.layout.tp
-    scores = 0.0 if job.flash_attention else SCORE_BYTES_KEPT * job.tokens * shape.attention.heads / tp * job.seq_len
-    boundary = 2.0 * job.tokens * shape.hidden / (tp if job.sequence_parallel else 1)
+    scores = _score_bytes(job, framework)
+    residual = 4.0 if framework.kept is None and regime_of(job) in ("fp32", "autocast") else 2.0
+    boundary = residual * job.tokens * shape.hidden / (tp if job.sequence_parallel else 1)
     if job.recompute == "none":
         return all_activations + scores, 0.0
     if job.recompute == "full":
         return boundary, all_activations + scores
     if framework.name == "megatron":
         return all_activations - _megatron_dropped(job, framework), scores
-    kept = min(all_activations, selective_bytes(job))
+    kept = min(all_activations, selective_bytes(job, framework))
     return kept, all_activations + scores - kept
+
+
+def _score_bytes(job: Job, framework: Framework) -> float:
+    """Bytes of one layer's attention scores and micro-batch that `layer_bytes` does not count."""
+    if job.flash_attention or (framework.kept is None and has_scores(job.shape.model_type)):
+        return 0.0
+    scores = job.tokens * job.shape.attention.heads / job.layout.tp * job.seq_len
+    return SCORE_BYTES_KEPT[framework.name] * scores
 
 
 def _gathered_inputs(job: Job, framework: Framework) -> float:
@@ -312,11 +386,16 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
 
 def layers_in_flight(job: Job) -> float:
     """Computes layers times micro-batches in flight on the pipeline rank where this product is largest."""
-    if job.rank_layers is None:
-        return micro_batches_in_flight(job) * job.layer_split[0]
     pp = job.layout.pp
     m = job.micro_batches
     v = job.virtual_stages
+    if job.rank_layers is None:
+        most = micro_batches_in_flight(job) * job.layer_split[0]
+        if not job.embedding_is_a_layer:
+            return most
+        # The first rank has a layer less than the second, which holds fewer micro-batches.
+        second = in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=1) * job.layer_split[0]
+        return max(most - micro_batches_in_flight(job), min(second, most))
     return max(
         in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=rank) * layers
         for rank, layers in enumerate(job.rank_layers)
@@ -427,23 +506,44 @@ def memory_of(job: Job, framework: Framework, common: SharedConstants | None = N
     """
     common = common or shared_constants()
     states = state_bytes(job, framework)
-    activations, loss, gradients, buffers, kv_cache = _peak(job, framework, states.gradients)
+    peak = _peak(job, framework, states.gradients)
     reference = reference_bytes(job)
-    used = states.parameters + gradients + states.optimizer + activations + loss + buffers + reference + kv_cache
+    used = states.parameters + states.optimizer + peak.total + reference
     parts = {
         "parameters": states.parameters / GIB,
-        "gradients": gradients / GIB,
+        "gradients": peak.gradients / GIB,
         "optimizer": states.optimizer / GIB,
-        "activations": activations / GIB,
-        "loss": loss / GIB,
-        "buffers": (buffers + (common.fragmentation - 1) * used) / GIB,
+        "activations": peak.activations / GIB,
+        "loss": peak.loss / GIB,
+        "buffers": (peak.buffers + (common.fragmentation - 1) * used) / GIB,
         "context": framework.context_gib + common.group_gib * groups(job),
     }
     if job.task == "dpo":
         return DpoMemory(**parts, reference=reference / GIB)
     if job.task == "grpo":
-        return GrpoMemory(**parts, reference=reference / GIB, kv_cache=kv_cache / GIB)
+        return GrpoMemory(**parts, reference=reference / GIB, kv_cache=peak.kv_cache / GIB)
     return Memory(**parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Says where and when the memory of a run is at its peak."""
+
+    rank: str
+    """The fullest rank: `every rank`, or the pipeline rank."""
+    at: str
+    """The moment of a step, such as `loss`."""
+
+
+def peak_of(job: Job, framework: Framework) -> Peak:
+    """Finds the rank and the moment of a step with the highest peak.
+
+    Args:
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+    """
+    peak = _peak(job, framework, state_bytes(job, framework).gradients)
+    return Peak(rank=peak.rank, at=peak.at)
 
 
 def groups(job: Job) -> int:
@@ -457,7 +557,8 @@ def groups(job: Job) -> int:
     return min(1, axes) + (axes if axes > 1 else 0) + (layout.pp > 1)
 
 
-class _Moment(NamedTuple):
+@dataclass(frozen=True)
+class _Moment:
     """Bytes in use at a moment of a step, in addition to parameters and optimizer states."""
 
     activations: float
@@ -465,6 +566,12 @@ class _Moment(NamedTuple):
     gradients: float
     buffers: float
     kv_cache: float = 0.0
+    at: str = "loss"
+    rank: str = "every rank"
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.loss + self.gradients + self.buffers + self.kv_cache
 
 
 def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
@@ -478,22 +585,25 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
     fullest.
     """
     kept, working = kept_and_working(job, framework)
+    ends = end_activations(job, framework)
     loss = loss_bytes(job, framework)
     first, last = job.layer_split
     at_loss, at_layer = _buffer_bytes(job, framework)
     if job.layout.pp > 1:
         opening = layers_in_flight(job) * kept + working
-        closing = micro_batches_in_flight(job, last=True) * last * kept
+        closing = micro_batches_in_flight(job, last=True) * (last * kept + ends)
         if opening >= closing + max(loss, working):
-            return _Moment(opening, 0.0, gradients, at_layer)
-        return _Moment(closing + max(0.0, working - loss), loss, gradients, at_layer)
+            most = "first pipeline rank" if job.rank_layers is None else "pipeline rank with most layers in flight"
+            return _Moment(opening, 0.0, gradients, at_layer, at="backward pass", rank=most)
+        last_rank = "first pipeline rank" if job.is_v_shaped else "last pipeline rank"
+        return _Moment(closing + max(0.0, working - loss), loss, gradients, at_layer, rank=last_rank)
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
     before = 0.0 if is_allocated_late else gradients
     moments = [
-        _Moment(first * kept, loss, before, at_loss),
-        _Moment(first * kept + working, 0.0, before, at_layer),
-        _Moment(kept + working, 0.0, gradients, at_layer),
+        _Moment(first * kept + ends, loss, before, at_loss),
+        _Moment(first * kept + ends + working, 0.0, before, at_layer, at="last layer's backward pass"),
+        _Moment(kept + working, 0.0, gradients, at_layer, at="first layer's backward pass"),
     ]
     if job.task == "dpo" and job.has_reference_pass:
         moments.append(_of_the_reference(job, first * kept, before, at_loss))
@@ -502,13 +612,14 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
         moments += _of_generation(job, earlier)
         if job.has_reference_pass:
             moments.append(_of_the_reference(job, 0.0, earlier, 0.0))
-    return max(moments, key=sum)
+    return max(moments, key=lambda moment: moment.total)
 
 
 def _of_the_reference(job: Job, kept: float, gradients: float, buffers: float) -> _Moment:
     """The reference's forward pass. In DPO the policy's activations are kept meanwhile; in GRPO it runs after
     generation."""
-    return _Moment(kept + forward_bytes(job), 0.0, gradients, buffers + reference_buffer_bytes(job))
+    gathered = buffers + reference_buffer_bytes(job)
+    return _Moment(kept + forward_bytes(job), 0.0, gradients, gathered, at="reference's forward pass")
 
 
 def _of_generation(job: Job, gradients: float) -> tuple[_Moment, _Moment]:
@@ -517,8 +628,9 @@ def _of_generation(job: Job, gradients: float) -> tuple[_Moment, _Moment]:
     weights = generation_weight_bytes(job)
     prompts = prompt_job(job)
     logits = LOGIT_COPIES_BYTES * generated_at_once(job) * job.shape.vocab
-    start = _Moment(forward_bytes(prompts), 0.0, gradients, weights, kv_cache_bytes(job, prompts.seq_len))
-    return start, _Moment(0.0, logits, gradients, weights, kv_cache_bytes(job, job.seq_len))
+    cached = kv_cache_bytes(job, prompts.seq_len)
+    start = _Moment(forward_bytes(prompts), 0.0, gradients, weights, cached, at="start of generation")
+    return start, _Moment(0.0, logits, gradients, weights, kv_cache_bytes(job, job.seq_len), at="end of generation")
 
 
 def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
@@ -560,17 +672,48 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
     ):
         # bf16 copies of the weights: autocast keeps all of them until the end of the forward pass, autograd until the
         # backward pass.
-        gathered += 2.0 * (job.layer_split[0] * per_layer + shape.head_parameters / layout.tp)
+        head = shape.vocab * shape.embedding_width / layout.tp if layout.pp == 1 else shape.head_parameters / layout.tp
+        gathered += 2.0 * (job.layer_split[0] * per_layer + head)
     return gathered, gathered
 
 
 def host_gib(job: Job) -> float:
     """Computes the CPU memory that offload needs per GPU, in GiB.
 
-    The states take 12 bytes per trained parameter, or 16 with parameters and gradients (Ren et al., ZeRO-Offload,
-    arXiv 2101.06840).
+    Optimizer states take 12 bytes per trained parameter; with parameters and gradients it is 16 (Ren et al.,
+    ZeRO-Offload, arXiv 2101.06840), and frozen parameters take the bytes of their format. All ranks share them.
+
+    Args:
+        job (`Job`): The run.
     """
     if job.offload == "none":
         return 0.0
-    each = 12.0 if job.offload == "optimizer" else 16.0
-    return each * trained_parameters(job) / job.layout.world_size / GIB
+    trained = trained_parameters(job)
+    if job.offload == "optimizer":
+        return 12.0 * trained / job.layout.world_size / GIB
+    return (16.0 * trained + FROZEN_BYTES[job.method] * job.shape.total_parameters) / job.layout.world_size / GIB
+
+
+def node_host_gib(job: Job) -> float:
+    """Computes the CPU memory that the ranks of the fullest node need, in GiB, without that of their processes.
+
+    It is what offload keeps there, and in addition the larger of the weights while they are loaded and the copy of the
+    states that a background save keeps. Loading: every rank reads all weights without sharding or with ZeRO-1 and 2,
+    rank 0 alone with FSDP2, each rank its part with offload (DeepSpeed) and in `ParallelTrainer`. Saving: rank 0
+    copies weights and optimizer states that are not sharded, otherwise each rank its part. What is offloaded is copied
+    too.
+
+    Args:
+        job (`Job`): The run.
+    """
+    local = min(job.gpus_per_node, job.layout.world_size)
+    share = local / job.layout.world_size
+    parameters = float(job.shape.total_parameters)
+    trained = trained_parameters(job)
+    weights = 4.0 * parameters if job.method == "full" else FROZEN_BYTES[job.method] * parameters + 4.0 * trained
+    saved = (4.0 + OPTIMIZERS[job.optimizer]["state_bytes"]) * trained
+    is_split = job.layout.tp * job.layout.pp > 1
+    readers = 1 if job.zero == 3 else local
+    loading = weights * (share if job.offload != "none" or is_split else readers)
+    saving = saved if job.zero == 0 and not is_split else saved * share
+    return host_gib(job) * local + float(max(loading, saving)) / GIB

@@ -1,0 +1,170 @@
+"""Bytes that a layer of Hugging Face's models keeps for its backward pass, per token, by family and regime.
+
+The bytes are a sum of widths times factors. The factors are in `activations.csv`: `python -m benchmarks activations
+--write` measures them with autograd on small models of every family, as transformers 5.23 builds them.
+"""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from hfscale.facts.model_shape import ModelShape
+
+Regime = Literal["fp32", "autocast", "bf16", "mixed", "lora", "lora_bf16"]
+"""Formats in which a layer computes: `fp32`; fp32 weights under autocast (DDP); bf16 weights without autocast
+(DeepSpeed, pure bf16) or with it (FSDP2 with Accelerate); a frozen bf16 model with adapters in fp32 under autocast
+(DDP), or in bf16 (FSDP2, DeepSpeed)."""
+REGIMES: tuple[Regime, ...] = ("fp32", "autocast", "bf16", "mixed", "lora", "lora_bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Holds bytes per unit of each width."""
+
+    layer: Mapping[str, float]
+    """For the widths of `layer_widths`."""
+    ends: Mapping[str, float]
+    """For the widths of `end_widths`."""
+
+
+def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str, float]:
+    """Computes the widths of an average layer that its activations are proportional to.
+
+    Args:
+        shape (`ModelShape`): The model.
+        seq_len (`int`): Tokens per sequence.
+        rank (`int`): Rank of the LoRA adapters; 0 without adapters.
+    """
+    attention = shape.attention
+    queries = attention.heads * attention.head_dim
+    keys = attention.kv_heads * attention.head_dim
+    masked = sum(window is not None and window <= seq_len for window in shape.windows) / shape.layers
+    # Under a mask SDPA gets a copy of keys and values for each query head; those of a single head are broadcast, and
+    # copied only where autocast changes their format.
+    expanded = masked if 1 < attention.kv_heads < attention.heads else 0.0
+    broadcast = masked if 1 == attention.kv_heads < attention.heads else 0.0
+    moe = shape.moe
+    share = shape.moe_share
+    widths = {
+        "hidden": shape.hidden,
+        "query": queries,
+        "value": attention.query_width if attention.latent_width else 0,
+        "kv": attention.kv_width,
+        "mlp": (1 - share) * shape.mlp.ffn if shape.mlp else 0,
+        "latent": attention.latent_width,
+        "heads": attention.heads,
+        "kv_heads": attention.kv_heads,
+        "scores": attention.heads * seq_len,
+        "masked_query": expanded * queries,
+        "masked_kv": expanded * attention.kv_width,
+        "broadcast_query": broadcast * queries,
+        "broadcast_kv": broadcast * attention.kv_width,
+        "mask": masked * seq_len,
+        "moe_hidden": share * shape.hidden if moe else 0,
+        "routed": share * moe.top_k * shape.hidden if moe else 0,
+        "experts": share * moe.top_k * moe.expert_ffn if moe else 0,
+        "shared": share * moe.shared_ffn if moe else 0,
+        "router": share * moe.experts if moe else 0,
+        "choices": share * moe.top_k if moe else 0,
+        "rank": rank,
+        "constant": 1,
+        "moe_constant": share,
+        "normed": queries + keys if attention.qk_norm else 0,
+        "normed_heads": attention.heads + attention.kv_heads if attention.qk_norm else 0,
+        "parallel": shape.hidden if shape.parallel_residual else 0,
+        "norms": shape.hidden * shape.norms_per_layer,
+    }
+    return {name: float(width) for name, width in widths.items()}
+
+
+def end_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
+    """Computes the widths that activations outside the layers are proportional to: embedding, positions, final norm.
+
+    Args:
+        shape (`ModelShape`): The model.
+        seq_len (`int`): Tokens per sequence.
+    """
+    widths = {
+        "hidden": shape.hidden,
+        "head_dim": shape.attention.head_dim,
+        "embedding": shape.embedding_width if shape.embedding_width != shape.hidden else 0,
+        "seq": seq_len,
+        "mask": seq_len if any(window is not None and window <= seq_len for window in shape.windows) else 0,
+        "constant": 1,
+    }
+    return {name: float(width) for name, width in widths.items()}
+
+
+UNSPLIT = frozenset(
+    ("hidden", "moe_hidden", "routed", "parallel", "norms", "constant", "moe_constant", "router", "choices", "mask")
+)
+"""Widths of `layer_widths` that tensor parallelism splits only together with the sequence."""
+
+
+class KeptBytes(NamedTuple):
+    """Bytes per token that are kept for the backward pass."""
+
+    unsplit: float
+    """Of a layer, in widths that tensor parallelism splits only together with the sequence."""
+    split: float
+    """Of a layer, in widths that tensor parallelism splits."""
+    ends: float
+    """Outside the layers, without logits and loss."""
+
+
+@lru_cache(maxsize=512)
+def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, rank: int = 0) -> KeptBytes:
+    """Computes the bytes that an average layer and the model's ends keep for their backward pass, per token.
+
+    Args:
+        shape (`ModelShape`): The model.
+        regime (`Regime`): The formats in which the model computes.
+        recompute (`str`): `none`, `selective` or `full`.
+        seq_len (`int`): Tokens per sequence.
+        rank (`int`): Rank of the LoRA adapters; 0 without adapters.
+    """
+    factors = factors_of(shape.model_type, regime, recompute)
+    widths = layer_widths(shape, seq_len, rank=rank)
+    parts = {name: factor * widths[name] for name, factor in factors.layer.items()}
+    unsplit = sum(part for name, part in parts.items() if name in UNSPLIT)
+    ends = end_widths(shape, seq_len)
+    return KeptBytes(
+        unsplit=unsplit,
+        split=sum(parts.values()) - unsplit,
+        ends=sum(factor * ends[name] for name, factor in factors.ends.items()),
+    )
+
+
+def has_scores(model_type: str) -> bool:
+    """Returns whether transformers computes the attention of a family with scores that are written to memory."""
+    return "scores" in factors_of(model_type, "bf16", "none").layer
+
+
+@cache
+def factors_of(model_type: str, regime: Regime, recompute: str) -> Factors:
+    """Returns the measured factors of a family.
+
+    Full recomputation keeps the layer's input, whose format is that of the residuals.
+    """
+    if recompute == "full":
+        ends = _table()[model_type, regime, "selective"].ends
+        return Factors(layer={"hidden": 4.0 if regime in ("fp32", "autocast") else 2.0}, ends=ends)
+    return _table()[model_type, regime, recompute]
+
+
+@cache
+def _table() -> dict[tuple[str, str, str], Factors]:
+    with (Path(__file__).parent / "activations.csv").open(encoding="utf-8", newline="") as file:
+        return {
+            (family, row["regime"], row["recompute"]): Factors(layer=_pairs(row["layer"]), ends=_pairs(row["ends"]))
+            for row in csv.DictReader(file)
+            for family in row["families"].split()
+        }
+
+
+def _pairs(text: str) -> dict[str, float]:
+    """Factors by width, from a text such as `hidden=26 kv=2`."""
+    return {name: float(factor) for name, _, factor in (pair.partition("=") for pair in text.split())}

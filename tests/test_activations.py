@@ -1,0 +1,133 @@
+"""The table of the bytes that Hugging Face's layers keep, compared with autograd on small models of every family."""
+
+import random
+
+import pytest
+import torch
+from planner_jobs import job
+from transformers import CONFIG_MAPPING
+
+from benchmarks.activations import (
+    PEAKS,
+    Sample,
+    catalogue_config,
+    errors_of,
+    measure_sample,
+    peak_bytes,
+    planned_peak_bytes,
+    sample,
+)
+from hfscale.facts.activations import REGIMES, factors_of, kept_bytes
+from hfscale.facts.families import FAMILIES
+from hfscale.facts.model_shape import ModelShape
+from hfscale.facts.models import find_model
+from hfscale.planner.frameworks import find_framework
+from hfscale.planner.memory import GIB, host_gib, layer_bytes, node_host_gib, peak_of, regime_of
+
+COPIED = (
+    "codegen cohere2 deepseek_v2 dots1 exaone4 flex_olmo gemma glm4_moe gpt_bigcode gpt_neo gptj granite granitemoe "
+)
+COPIED += "helium hunyuan_v1_dense ministral ministral3 mpt olmo olmo3 olmoe opt persimmon phimoe qwen2_moe seed_oss "
+COPIED += "stablelm"
+"""Families whose factors are those of a similar family (docs/limits.md)."""
+OFTEN_TRAINED = ("llama", "qwen3", "olmo2", "gemma3_text", "gpt2")
+MEASURED = FAMILIES.keys() - set(COPIED.split()) - set(OFTEN_TRAINED)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *OFTEN_TRAINED,
+        *(pytest.param(name, marks=pytest.mark.faults) for name in FAMILIES if name not in OFTEN_TRAINED),
+    ],
+)
+def test_the_table_equals_what_autograd_keeps(family):
+    """A small model of sizes that the fit has not seen, in every regime, with and without recomputation."""
+    torch.manual_seed(0)
+    random_ = random.Random(1)
+    config = CONFIG_MAPPING[family](**sample(family, random_))
+    drawn = Sample(config, ModelShape.from_config(config.to_dict()), 32, 4)
+    for (regime, recompute), found in measure_sample(drawn).items():
+        rank = drawn.rank if regime.startswith("lora") else 0
+        kept = kept_bytes(drawn.shape, regime, recompute, drawn.seq_len, rank)
+        planned = drawn.shape.layers * (kept.unsplit + kept.split) + kept.ends
+        assert planned == pytest.approx(found, rel=0.03), (regime, recompute)
+
+
+def test_every_family_has_every_regime():
+    for family in FAMILIES:
+        for regime in REGIMES:
+            for kind in ("none", "selective", "full"):
+                assert factors_of(family, regime, kind).layer["hidden"] > 0
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b", "gemma-2-9b", "mixtral-8x7b"])
+def test_catalogue_models_keep_what_is_counted_at_full_width(name):
+    errors = errors_of(name)
+    assert max(map(abs, errors.values())) < 0.03, errors
+
+
+def test_a_peak_under_autocast_equals_that_counted_at_full_size():
+    """smollm2-360m, 8 sequences of 2,048 tokens, fp32 weights: 38.59 GiB in use with AdamW's states, counted on fake
+    tensors (`benchmarks.activations.peak_bytes`)."""
+    shape = find_model("smollm2-360m")
+    states = 8 * shape.total_parameters
+    assert (planned_peak_bytes(shape, 8, 2048) + states) / GIB == pytest.approx(38.59, rel=0.01)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("name", "rows", "seq_len"), PEAKS)
+def test_peaks_under_autocast_equal_those_counted(name, rows, seq_len):
+    counted = peak_bytes(catalogue_config(name), "autocast", "none", rows, seq_len)
+    assert planned_peak_bytes(find_model(name), rows, seq_len) == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("changes", "regime"),
+    [
+        ({"zero": 0, "dp_replicate": 8}, "autocast"),
+        ({"zero": 2, "dp_replicate": 8}, "bf16"),
+        ({"zero": 3, "dp_shard": 8}, "mixed"),
+        ({"zero": 0, "tp": 2, "pp": 2}, "mixed"),
+        ({"zero": 3, "dp_shard": 8, "offload": "full"}, "bf16"),
+        ({"zero": 0, "dp_replicate": 8, "precision": "fp32"}, "fp32"),
+        ({"zero": 0, "dp_replicate": 8, "method": "lora"}, "lora"),
+        ({"zero": 3, "dp_shard": 8, "method": "lora"}, "lora_bf16"),
+    ],
+)
+def test_the_strategy_decides_the_formats(changes, regime):
+    assert regime_of(job(**changes)) == regime
+
+
+def test_autocast_keeps_fp32_residuals_and_norms():
+    stack = find_framework("hf")
+    autocast, mixed = (job(zero=zero, dp_replicate=8) for zero in (0, 2))
+    more = layer_bytes(autocast, stack) - layer_bytes(mixed, stack)
+    assert more == 10 * autocast.shape.hidden * autocast.tokens
+
+
+class TestHostMemory:
+    def test_offload_keeps_the_frozen_base_on_the_host(self):
+        lora = job(shape=find_model("llama-3.1-405b"), method="lora", offload="full", dp_shard=1)
+        assert host_gib(lora) > 756
+        quantized = job(shape=find_model("llama-3.1-405b"), method="qlora", offload="full", dp_shard=1)
+        assert 190 < host_gib(quantized) < 210
+
+    def test_ranks_share_what_is_offloaded(self):
+        one, eight = (job(offload="full", dp_shard=ranks) for ranks in (1, 8))
+        assert host_gib(one) == pytest.approx(8 * host_gib(eight))
+
+    def test_every_rank_of_ddp_loads_all_weights_and_one_of_fsdp2(self):
+        weights = 4 * find_model("llama-3.1-8b").total_parameters / GIB
+        assert node_host_gib(job(zero=0, dp_replicate=8)) == pytest.approx(8 * weights)
+        assert node_host_gib(job(dp_shard=64)) == pytest.approx(weights)
+
+
+def test_the_fullest_rank_of_a_pipeline_is_the_first_or_the_last():
+    stack = find_framework("megatron")
+    many = job(framework="megatron", pp=4, zero=1)
+    few = job(framework="megatron", pp=4, zero=1, global_batch=1, recompute="full")
+    assert peak_of(many, stack).rank == "first pipeline rank"
+    assert peak_of(few, stack).rank == "last pipeline rank"
+    assert peak_of(job(), find_framework("hf")).rank == "every rank"
