@@ -30,6 +30,7 @@ from hfscale.integrations.frames import training_frame
 from hfscale.integrations.strategy import check_launch, check_strategy, describe_strategy
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
 from hfscale.metrics.records import RankLines
+from hfscale.recovery.rank_link import connect
 from hfscale.utils import distributed
 from hfscale.utils.collectives import TRAINING
 from hfscale.utils.findings import Finding, join_errors
@@ -68,6 +69,7 @@ class CommHealthCallback(AdapterCallback):
             generates or computes rewards, it is 30 minutes without any progress, or `10 * hang_after_s` where that is
             longer.
         on_hang (`str`): `report`, or `abort`: after the report the processes end, so that the launcher restarts them.
+            Under `hfscale run` it is `abort`.
         stragglers (`bool`): whether each rank's own work is timed.
         on_bad_training (`str`): what happens at a NaN or infinite loss and where replicas differ: `warn`, or `stop`:
             checkpoints after the last good log are archived and the run ends.
@@ -227,7 +229,7 @@ class CommHealthCallback(AdapterCallback):
             rank_store,
             Path(args.output_dir),
             limits=Limits(floor_s=hang_after_s, outside_s=max(Limits.outside_s, 10 * hang_after_s)),
-            abort=self.on_hang == "abort",
+            abort=self.on_hang == "abort" or connect() is not None,
             inside=training_frame(),
         )
         self._watchdog.start()

@@ -36,6 +36,7 @@ from hfscale.health.diagnosis import (
     slow_activity,
 )
 from hfscale.health.rank_store import RankStore
+from hfscale.recovery.rank_link import connect
 from hfscale.utils.findings import Finding, join_findings, limit_findings
 from hfscale.utils.logging import get_logger
 
@@ -238,6 +239,9 @@ class HangWatchdog(threading.Thread):
             logger.warning("the process ends when the checkpoint that is being written is complete")
         while is_saving() and time.monotonic() < until:
             time.sleep(_SAVE_POLL_S)
+        link = connect()
+        if link is not None:
+            link.ending(_EXIT_CODE, reason=f"hang: {'; '.join(map(str, self.findings))}")
         os._exit(_EXIT_CODE)
 
     def _judge(self, incident: str) -> list[dict[str, Any]]:

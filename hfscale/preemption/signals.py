@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from hfscale.preemption.notice import EXIT_CODE, NOTICES, Notice, PreemptionNotices
+from hfscale.recovery.rank_link import connect
 from hfscale.utils.logging import is_main_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -135,6 +136,9 @@ class SignalWatch:
         elif self.whole_process and number != signal.SIGINT:
             if not self._has_served:
                 if self.notices.any_older_than(_REPEATED_AFTER_S):
+                    link = connect()
+                    if link is not None:
+                        link.ending(EXIT_CODE)
                     os._exit(EXIT_CODE)  # without unwinding: other ranks may wait in a collective that this one left
                 if is_main_process():
                     _print(_BEFORE_THE_FIRST_STEP.format(name=name))

@@ -71,10 +71,10 @@ def environment(tmp_path_factory):
     return of
 
 
-def supervise(server, folder, env, kills, *, interval=1):
+def supervise(server, folder, env, kills, *, interval=1, **more):
     """Run a supervised training in `folder`; return its exit code, its standard error and its log."""
     folder.mkdir()
-    spec = {"folder": str(folder), "arguments": ARGUMENTS, "world": 2, "kills": kills, "env": env}
+    spec = {"folder": str(folder), "arguments": ARGUMENTS, "world": 2, "kills": kills, "env": env, **more}
     (folder / "spec.json").write_text(json.dumps(spec))
     launcher = [sys.executable, str(SERVER), "launch", str(server), str(folder / "spec.json")]
     options = ["--memory-interval-steps", str(interval), "--max-restarts", "50", "--log", str(folder / "run.jsonl")]
@@ -137,3 +137,12 @@ def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(server, environm
             file.write(json.dumps(result) + "\n")
     assert restarts
     assert max(result["steps_lost"]) <= 2  # the last step, and the one whose snapshot was being written
+
+
+def test_a_rank_that_hangs_is_found_and_the_run_goes_on(server, environment, uninterrupted, tmp_path):
+    stop = {"restart": 0, "rank": 1, "phase": "step", "at": 8, "after_s": 0.0, "signal": "SIGSTOP"}
+    done, events = supervise(server, tmp_path / "run", environment("ddp"), [stop], hang_after_s=5)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "run") == uninterrupted("ddp")
+    restart = next(event for event in events if event["event"] == "restart")
+    assert restart["reason"].startswith("hang: rank 1")

@@ -24,7 +24,7 @@ from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 from workers.blocked import block_in_c
 
-from hfscale import ParallelArguments, ScalingCallback, SpotCheckpointCallback
+from hfscale import CommHealthCallback, ParallelArguments, ScalingCallback, SpotCheckpointCallback
 from hfscale.recipe.entrypoint import end_if_preempted, run
 from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
 from hfscale.recipe.resume import resume_point
@@ -98,8 +98,10 @@ def train(spec, phases):
     arguments = tiny_arguments("out", **spec["arguments"])
     set_up_parallelism(ParallelArguments(), arguments)
     checkpoint = resume_point(arguments) if arguments.resume_from_checkpoint else None
+    health = CommHealthCallback(hang_after_s=spec["hang_after_s"]) if "hang_after_s" in spec else None
     scaling = ScalingCallback(
-        spot_checkpoint=SpotCheckpointCallback(**({"on_preemption": "return"} | spec.get("spot", {})))
+        comm_health=health,
+        spot_checkpoint=SpotCheckpointCallback(**({"on_preemption": "return"} | spec.get("spot", {}))),
     )
     trainer = SavingTrainer(
         model=tiny_model(attention_dropout=0.1, **spec.get("model", {})),

@@ -49,7 +49,8 @@ def serve(address):
             super().enter(name)
             kill = self.kill
             if kill is not None and [kill["phase"], kill["at"]] == [name, self.counts[name]]:
-                threading.Timer(kill["after_s"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+                number = signal.Signals[kill.get("signal", "SIGKILL")]
+                threading.Timer(kill["after_s"], os.kill, (os.getpid(), number)).start()
 
     def fork_ranks(spec):
         port, pids = free_port(), []
