@@ -98,7 +98,7 @@ class ForkServer:
         paths = {"cwd": str(cwd), "env": env, "out": str(out), "err": str(err)}
         self._process.stdin.write(json.dumps(job | paths).encode() + b"\n")
         self._process.stdin.flush()
-        self._wait(lambda: number in self._jobs, 120)
+        self._wait(lambda: number in self._jobs, 300)  # it imports first, on a loaded machine too
         self._jobs[number].err = err
         return self._jobs[number]
 
