@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,16 +11,23 @@ from typing import Annotated, Any
 import typer
 
 from hfscale.errors import HfScaleError, UsageError
+from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.estimate import Estimate, estimate, estimate_job
-from hfscale.planner.job import Method, Offload, Optimizer, Precision, Recompute, Schedule, check_pure
-from hfscale.planner.memory import allocated_gib
+from hfscale.planner.job import MOST_RANKS, Method, Offload, Optimizer, Precision, Recompute, Schedule, check_pure
+from hfscale.planner.memory import GIB, allocated_gib
 from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
 
 
 def run(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGS …", help="With --script: the script's arguments.")
+    ] = None,
+    script: Annotated[
+        Path | None, typer.Option(help="Trace a step of this training script instead, which calls Trainer.train.")
     ] = None,
     table: Annotated[Path | None, typer.Option(help="A CSV file of runs instead; prints a JSON line per row.")] = None,
     gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml, or a calibrated one: H100-80GB.")] = None,
@@ -63,6 +71,14 @@ def run(
             raise UsageError(f"give a MODEL ({model}) or --table ({table}), not both")
         _run_table(table)
         return
+    if script is not None:
+        argv = [str(script), *([] if model is None else [model]), *(arguments or [])]
+        axes = {"--cp": cp, "--tp": tp, "--pp": pp}
+        stage = (3 if dp_shard is not None and dp_shard > 1 else 0) if zero is None else zero
+        _run_script(argv, gpu, gpus, axes, stage, precision, gpus_per_node, network_gb_s, hardware, as_json=as_json)
+        return
+    if arguments:
+        raise UsageError(f"'{arguments[0]}' belongs to no option: give one MODEL, or --script FILE -- ARGS")
     if model is None or gpu is None:
         raise UsageError("give a MODEL and --gpu, such as llama-3.1-8b --gpu H100-80GB, or --table FILE.csv")
     check_pure(pure_bf16, precision)
@@ -97,6 +113,63 @@ def run(
         print(json.dumps(result.to_dict()))
     else:
         _print_estimate(result)
+
+
+def _run_script(
+    argv: Sequence[str],
+    gpu: str | None,
+    gpus: int,
+    axes: Mapping[str, int],
+    zero: int,
+    precision: Precision,
+    gpus_per_node: int,
+    network_gb_s: float | None,
+    hardware: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Trace a script and print its estimate, with data parallelism over all GPUs."""
+    from hfscale.planner.script import estimate_script, trace_script
+
+    if gpu is None:
+        raise UsageError("--script needs --gpu, such as H100-80GB")
+    if not Path(argv[0]).is_file():
+        raise UsageError(f"--script {argv[0]} is not a file: give a training script")
+    if zero not in (0, 1, 2, 3):
+        raise UsageError(f"--zero is {zero}: use a ZeRO stage of 0, 1, 2 or 3")
+    if not 1 <= gpus <= MOST_RANKS:
+        raise UsageError(f"--gpus is {gpus}: give a number from 1 to {MOST_RANKS:,}")
+    for name, size in axes.items():
+        if size > 1:
+            raise UsageError(f"--script is estimated with data parallelism alone: leave {name} out")
+    row = find_accelerator(gpu, hardware)
+    counts = trace_script(argv, gpus=gpus, precision="bf16" if precision == "fp8" else precision)
+    found = estimate_script(
+        counts,
+        gpu=row,
+        gpus=gpus,
+        zero=zero,
+        precision=precision,
+        gpus_per_node=gpus_per_node,
+        network_gb_s=network_gb_s,
+    )
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    flops = counts["matmul_flops"] + counts["attention_flops"]
+    print(f"{argv[0]}: {counts['model']}, {counts['parameters'] / 1e9:.2f}B parameters, {gpus} {row.name}")
+    print(f"  ZeRO stage {zero}, micro-batch of {counts['tokens']:,} tokens x {counts['grad_accum']} per step and GPU")
+    print(
+        f"traced: {flops / 1e12:.2f} TFLOP, {counts['saved_bytes'] / GIB:.2f} GiB saved for the backward pass, "
+        f"{found.collective_bytes / GIB:.2f} GiB sent per step"
+    )
+    print(f"memory {found.memory.total:.1f} GiB of {row.memory_gib:g}: {'fits' if found.fits else 'does NOT fit'}")
+    for name, gib in vars(found.memory).items():
+        print(f"  {name:14}{gib:8.2f} GiB")
+    print(f"step {found.time.total:.3f} s")
+    for name, seconds in vars(found.time).items():
+        print(f"  {name:14}{seconds:8.3f} s  {seconds / found.time.total:4.0%}")
+    print(f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
 
 
 def _fill_layout(

@@ -5,6 +5,7 @@ bandwidth. All durations are in seconds. `tokens` are those of a micro-batch on 
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
@@ -65,6 +66,22 @@ class LayerTime:
         return self.matmul + self.attention + self.elementwise + self.routing
 
 
+class Work(Protocol):
+    """What decides the rates of a device; a `Job` has it."""
+
+    @property
+    def gpu(self) -> Accelerator:
+        """The device."""
+
+    @property
+    def precision(self) -> Precision:
+        """Format of the matrix products."""
+
+    @property
+    def rowwise_fp8(self) -> bool:
+        """Whether fp8 scales are per row."""
+
+
 class Rates:
     """Computes the sustained rates of a device with a training framework.
 
@@ -72,7 +89,7 @@ class Rates:
     and `memory` in bytes of memory traffic per second.
 
     Args:
-        job (`Job`): The run, which gives the device and the format of the matrix products.
+        job (`Work`): The run, which gives the device and the format of the matrix products.
         framework (`Framework`): Constants of the training framework.
         shared (`SharedConstants`): Constants of hardware and networks.
 
@@ -80,7 +97,7 @@ class Rates:
         `UsageError`: No peak of the format is known for the device.
     """
 
-    def __init__(self, job: Job, framework: Framework, shared: SharedConstants) -> None:
+    def __init__(self, job: Work, framework: Framework, shared: SharedConstants) -> None:
         gpu = job.gpu
         peak = _bf16_like_peak(job)
         self.matmul = _matmul_rate(gpu, peak, shared, job.precision) * framework.matmul
@@ -93,7 +110,7 @@ class Rates:
         self.memory = 1e12 * (gpu.achieved_memory_tb_s or gpu.memory_tb_s * shared.memory_rate)
 
 
-def _bf16_like_peak(job: Job) -> float:
+def _bf16_like_peak(job: Work) -> float:
     """Dense peak, TFLOP/s, of the format of matrix products that are not in fp8; a UsageError if none is known."""
     gpu = job.gpu
     if job.precision == "fp32":

@@ -1,0 +1,209 @@
+"""Estimates a step of a user's own script from the counts of its trace (`hfscale.integrations.trace`).
+
+Each rank runs the traced micro-batch; data-parallel communication, the optimizer and what the ranks share are added.
+Matrix products, attention and other operators run at the rates that the planner uses for its models. Not modelled are
+the time that the CPU needs to launch operators, and fusion by torch.compile.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hfscale.errors import HfScaleError, UsageError
+from hfscale.facts.hardware import Accelerator
+from hfscale.planner.frameworks import find_framework, shared_constants
+from hfscale.planner.job import OPTIMIZERS, Precision
+from hfscale.planner.kernels import Rates
+from hfscale.planner.launchable import TRAINER_OPTIMIZERS
+from hfscale.planner.memory import GIB
+from hfscale.planner.network import Group, Network
+from hfscale.planner.throughput import StepTime
+
+TRACER = "hfscale.integrations.trace"
+"""The module that traces, which needs torch and runs in a process of its own."""
+RESULT = "hfscale-trace: "
+"""What the line with its result begins with."""
+_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+CAUSAL_PAIRS = 0.5
+"""Part of the pairs of positions that attention kernels compute for a causal model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptMemory:
+    """Holds the peak memory of a rank by part, GiB."""
+
+    parameters: float
+    """Parameters as the script holds them, or this rank's shard."""
+    gradients: float
+    """Gradients, or this rank's shard."""
+    optimizer: float
+    """Optimizer states, or this rank's shard."""
+    activations: float
+    """What the forward pass saves for the backward pass, including parameters that autocast has converted."""
+    loss: float
+    """The largest tensor of the step once more: its gradient. In language models these are the logits."""
+    buffers: float
+    """What the allocator reserves beyond what is in use."""
+    context: float
+    """CUDA context and libraries."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return float(sum(vars(self).values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptEstimate:
+    """Holds the estimate of a script's step."""
+
+    counts: Mapping[str, Any]
+    """What was traced."""
+    gpu: Accelerator
+    """The device."""
+    gpus: int
+    """Number of data-parallel ranks."""
+    memory: ScriptMemory
+    """Peak memory of a rank."""
+    time: StepTime
+    """Duration of an optimizer step."""
+    collective_bytes: float
+    """Bytes that each rank sends per optimizer step."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.memory.total <= self.gpu.memory_gib
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Elements of `input_ids` (or of the first input) per second and device."""
+        return float(self.counts["tokens"] * self.counts["grad_accum"] / self.time.total)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the content that `hfscale estimate --script … --json` prints, as a dictionary."""
+        return {
+            "memory_gib": {**asdict(self.memory), "total": self.memory.total},
+            "fits": self.fits,
+            "step_time_s": self.time.total,
+            "time_s": asdict(self.time),
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "samples_per_s_per_gpu": self.counts["samples"] * self.counts["grad_accum"] / self.time.total,
+            "collective_gib": self.collective_bytes / GIB,
+            "traced": dict(self.counts),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """The part of a `Job` that decides the rates of its device."""
+
+    gpu: Accelerator
+    precision: Precision
+    rowwise_fp8: bool = False
+
+
+def trace_script(argv: Sequence[str], *, gpus: int, precision: Precision) -> dict[str, Any]:
+    """Traces one micro-batch of a script in a process of its own.
+
+    Args:
+        argv (`Sequence[str]`): The script and its arguments.
+        gpus (`int`): Number of ranks of its process group.
+        precision (`str`): `fp32`, or the format of autocast: `bf16` or `fp16`.
+
+    Returns:
+        `dict`: The counts, see `hfscale.integrations.trace.trace_step`.
+
+    Raises:
+        `HfScaleError`: The script failed, or did not call `Trainer.train`.
+    """
+    command = [sys.executable, "-m", TRACER, str(gpus), precision, *argv]
+    own = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "disabled"}
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER} | own
+    done = subprocess.run(  # noqa: S603  # a list of arguments, without a shell
+        command, capture_output=True, text=True, check=False, env=environment
+    )
+    results = [line.removeprefix(RESULT) for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    if results:
+        counts: dict[str, Any] = json.loads(results[-1])
+        return counts
+    reason = (done.stderr.strip().splitlines() or ["no output"])[-1].strip()
+    raise HfScaleError(
+        f"{argv[0]} cannot be traced ({reason}): estimate its model instead, with hfscale estimate MODEL"
+    )
+
+
+def estimate_script(
+    counts: Mapping[str, Any],
+    *,
+    gpu: Accelerator,
+    gpus: int,
+    zero: int,
+    precision: Precision,
+    gpus_per_node: int = 8,
+    network_gb_s: float | None = None,
+) -> ScriptEstimate:
+    """Estimates memory and time of a traced script.
+
+    Args:
+        counts (`Mapping`): What `trace_script` returned.
+        gpu (`Accelerator`): The device.
+        gpus (`int`): Number of data-parallel ranks.
+        zero (`int`): What they shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (FSDP2).
+        precision (`str`): Format of the matrix products.
+        gpus_per_node (`int`): GPUs that NVLink or PCIe connects.
+        network_gb_s (`float`, *optional*): Bandwidth between nodes per GPU and direction, GB/s.
+
+    Raises:
+        `UsageError`: The states of the script's optimizer are not known, or no peak of the device for the precision.
+    """
+    names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {"adamw_torch": "adamw"}
+    if counts["optimizer"] not in names:
+        raise UsageError(f"the script's optim is {counts['optimizer']}: the states of {', '.join(names)} are known")
+    optimizer = OPTIMIZERS[names[counts["optimizer"]]]
+    framework, shared = find_framework("hf"), shared_constants()
+    trained = counts["trainable_parameters"]
+    shards = [gpus if zero >= stage else 1 for stage in (1, 2, 3)]
+    in_use = {
+        "parameters": counts["parameter_bytes"] / shards[2],
+        "gradients": counts["gradient_bytes"] / shards[1],
+        "optimizer": trained * optimizer["state_bytes"] / shards[0],
+        # Under FSDP2 converted parameters are gathered for each layer instead of being kept.
+        "activations": counts["saved_bytes"] - (counts["cast_bytes"] if zero == 3 else 0),
+        "loss": counts["largest_bytes"],
+    }
+    parts = {name: size / GIB for name, size in in_use.items()}
+    memory = ScriptMemory(
+        **parts, buffers=sum(parts.values()) * (shared.fragmentation - 1), context=framework.context_gib
+    )
+    rates = Rates(_Work(gpu=gpu, precision=precision), framework, shared)
+    pairs = CAUSAL_PAIRS if "CausalLM" in counts["model"] else 1.0
+    compute_s = (
+        counts["matmul_flops"] / rates.matmul
+        + counts["attention_flops"] * pairs / rates.attention
+        + counts["other_bytes"] / rates.memory
+    ) * counts["grad_accum"]
+    own = counts["collective_bytes"] * counts["grad_accum"]
+    volume = _data_parallel_bytes(counts, gpus, zero) + own
+    network = Network.of(gpu, node_size=gpus_per_node, network_gb_s=network_gb_s, shared=shared)
+    seconds = volume / network.bandwidth(Group(size=gpus)) if gpus > 1 else 0.0
+    time = StepTime(
+        compute=compute_s,
+        communication=seconds * (1 - framework.overlap_dp),
+        bubble=0.0,
+        optimizer=trained * optimizer["traffic_bytes"] / shards[0] / rates.memory + framework.step_s,
+    )
+    return ScriptEstimate(counts=counts, gpu=gpu, gpus=gpus, memory=memory, time=time, collective_bytes=volume)
+
+
+def _data_parallel_bytes(counts: Mapping[str, Any], gpus: int, zero: int) -> float:
+    """Bytes that each rank sends per step in rings: an all-reduce of the gradients (two passes), or with ZeRO-3 two
+    gathers of the parameters in 16 bits and a reduce-scatter of the gradients in each micro-batch."""
+    share = (gpus - 1) / gpus
+    if zero < 3:
+        return float(2 * share * counts["gradient_bytes"])
+    return float(share * counts["grad_accum"] * (2 * 2 * counts["parameters"] + counts["gradient_bytes"]))
