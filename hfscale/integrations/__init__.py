@@ -54,12 +54,6 @@ Replaced until the end of the training
 - `checkpoint_engine` of the DeepSpeed engine, during a save. By: `DeferredWrites.collecting`. Reason: DeepSpeed's
   own background writers commit at a time that they report to nobody. Test: test_checkpoint_writer.py.
 
-Replaced in a process that only traces a script (`hfscale estimate --script`), until it ends
-
-- `PreTrainedModel.from_pretrained`, `Trainer.train`, `torch.nn.Module.to` and `cuda`, and
-  `transformers.training_args.is_torch_bf16_gpu_available` (all public). By: trace.py. Reason: the script is not ours,
-  and its models must be made without weights. Test: test_trace.py.
-
 Read, called, or set once
 
 - the local variables `self`, `resume_from_checkpoint` and `trial` of Trainer's frames, and the code object of

@@ -1,6 +1,6 @@
 """Traces one training step of a script on tensors without data: FLOPs, memory traffic, saved bytes and collectives.
 
-    python -m hfscale.integrations.trace 8 bf16 train.py ARGS
+    python -m hfscale.parallel.trace 8 bf16 train.py ARGS
 
 runs the script in a process of its own, which does nothing else: the changes to `transformers` below last as long as
 it. Models that the script loads are made from their configs, without weights. When it calls `Trainer.train`, one
@@ -13,19 +13,21 @@ import json
 import os
 import runpy
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import transformers
 import transformers.training_args
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # no public name
-from torch.testing._internal.distributed.fake_pg import FakeStore  # no public way to simulate a process group
-from torch.utils._python_dispatch import TorchDispatchMode  # no public name
 from torch.utils._pytree import tree_leaves  # no public name
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from hfscale.integrations.flops import TorchDispatchMode
+from hfscale.parallel.dry_run import FakeStore
 from hfscale.utils.versions import recomputes_activations
 
 RESULT = "hfscale-trace: "
@@ -189,14 +191,19 @@ def main(ranks: int, precision: str, argv: list[str]) -> None:
         sys.stdout.flush()
         os._exit(0)
 
-    transformers.PreTrainedModel.from_pretrained = classmethod(without_weights)
-    torch.nn.Module.to = stay
-    torch.nn.Module.cuda = stay
-    transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # the GPU is another machine's
-    transformers.Trainer.train = traced
+    replaced = (
+        (transformers.PreTrainedModel, "from_pretrained", classmethod(without_weights)),
+        (transformers.Trainer, "train", traced),
+        (transformers.training_args, "is_torch_bf16_gpu_available", lambda: True),  # the GPU is another machine's
+        (torch.nn.Module, "to", stay),
+        (torch.nn.Module, "cuda", stay),
+    )
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-    runpy.run_path(argv[0], run_name="__main__")
+    with ExitStack() as patches:
+        for owner, name, replacement in replaced:
+            patches.enter_context(patch.object(owner, name, replacement))
+        runpy.run_path(argv[0], run_name="__main__")
     sys.exit("the script ended without calling Trainer.train")
 
 
