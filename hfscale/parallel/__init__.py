@@ -40,9 +40,10 @@ Where no other test is named, tests/test_parallel_plan.py fails when a new versi
 - the fake process group of `torch.testing._internal`. By: `dry_run.py`. Reason: torch has no public one. Test:
   test_dry_run.py.
 - `PreTrainedModel.from_pretrained`, `Trainer.train`, `torch.nn.Module.to` and `cuda`, and
-  `transformers.training_args.is_torch_bf16_gpu_available` (all public), replaced in a process that only traces a script;
-  `_apply`, `_cdata`, `_overloadpacket`, `_schema`, `torch._subclasses`, `torch.utils._pytree`. By: `trace.py`. Reason: the
-  models of a script must be made without weights, and torch has no public trace of operators. Test: test_trace.py.
+  `transformers.training_args.is_torch_bf16_gpu_available` (all public), replaced in a process that only traces a
+  script; `_apply`, `_cdata`, `_overloadpacket`, `_schema`, `torch._subclasses`, `torch.utils._pytree`. By: `trace.py`.
+  Reason: the models of a script must be made without weights, and torch has no public trace of operators. Test:
+  test_trace.py.
 """
 
 from hfscale.utils.versions import require_for_import
