@@ -455,3 +455,16 @@ def test_a_heat_map_of_many_ranks_shows_the_largest_number_of_each_row():
 )
 def test_numbers_are_formatted(text, expected):
     assert text == expected
+
+
+def test_recoveries_are_listed_with_their_reason_and_time(tmp_path):
+    write_run(tmp_path)
+    assert "Recoveries" not in page(load_run(tmp_path))
+    parts = {"ending_s": 1.0, "waiting_s": 0.0, "starting_s": 8.0, "loading_s": 3.0, "first_step_s": 0.5}
+    event = {"event": "recovery", "time": BEGIN + 800, "step": 51, "steps_lost": 2, "rank": 3, **parts}
+    with (tmp_path / "hfscale_timeline.jsonl").open("a") as file:
+        file.write(json.dumps(event | {"reason": "<b>CUDA error</b>"}) + "\n")
+    text = page(load_run(tmp_path))
+    assert "rank 3: &lt;b&gt;CUDA error&lt;/b&gt;" in text
+    assert "<td>51</td>" in text
+    assert "<td>2</td><td>12 s</td>" in text

@@ -15,7 +15,7 @@ from hfscale.checkpoint.store import DELETING, list_checkpoints, rotate
 from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.integrations.saving import TrainerSaving
 from hfscale.integrations.trainer import TrainerAdapter
-from hfscale.metrics.records import TIMELINE_NAME, WRITING, append_record
+from hfscale.metrics.records import RECOVERY_PARTS, TIMELINE_NAME, WRITING, append_record
 from hfscale.recovery.rank_link import RankLink, connect
 from hfscale.recovery.run_memory import INTERVAL_VARIABLE, LAUNCHED_VARIABLE
 from hfscale.utils import distributed
@@ -136,8 +136,7 @@ class MemorySnapshots(CopiedWithoutRun):
             return
         launched_at = float(os.environ.get(LAUNCHED_VARIABLE, failure["ended_at"]))
         times = [failure["failed_at"], failure["ended_at"], launched_at, self._link.connected_at, self._began_at]
-        names = ("ending_s", "waiting_s", "starting_s", "loading_s", "first_step_s")
-        parts = {n: b - a for n, a, b in zip(names, times, [*times[1:], time.time()], strict=True)}
+        parts = {n: b - a for n, a, b in zip(RECOVERY_PARTS, times, [*times[1:], time.time()], strict=True)}
         lost = max(failure["completed_step"] - self._started_from, 0)
         self._recovery = {
             "recovery/steps_lost": float(lost),

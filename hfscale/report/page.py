@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.metrics.goodput import DOWN, LOST, START_UP, USEFUL_PHASE
+from hfscale.metrics.records import RECOVERY_PARTS
 from hfscale.report.formatting import count, duration, percent, size
 from hfscale.report.html import (
     Part,
@@ -72,6 +73,7 @@ def page(run: Run) -> str:
         _pair(_loss(run), _throughput(run)),
         _pair(_shares(run), _memory(run)),
         _ranks(run),
+        _recoveries(run),
         _checkpoints(run),
     ]
     return document(run.name, parts)
@@ -235,6 +237,27 @@ def _ranks(run: Run) -> str:
 def _spread(samples: Sequence[tuple[float, Sequence[float]]]) -> float:
     values = [value for _, row in samples for value in row]
     return (max(values) - min(values)) / (max(values) or 1.0)
+
+
+def _recoveries(run: Run) -> str:
+    """What `hfscale run` has recovered from; the parts of the time are those of docs/recovery.md."""
+    rows = "".join(
+        f"<tr><td>{one['step']:.0f}</td><td>{escape(_failed(one))}</td><td>{one.get('steps_lost', 0):.0f}</td>"
+        f"<td>{duration(sum(one.get(part, 0.0) for part in RECOVERY_PARTS))}</td></tr>"
+        for one in run.recoveries
+    )
+    if not rows:
+        return ""
+    head = "<tr><th>resumed at step</th><th>what failed</th><th>steps repeated</th><th>time</th></tr>"
+    return (
+        f'<section><h2>Recoveries</h2><div class="wide"><table><thead>{head}</thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _failed(recovery: Mapping[str, Any]) -> str:
+    where = f"rank {recovery['rank']:.0f}: " if "rank" in recovery else ""
+    return f"{where}{recovery.get('reason') or 'unknown'}"
 
 
 def _checkpoints(run: Run) -> str:

@@ -84,6 +84,8 @@ class Run:
     """Seconds of each phase over all launches; empty if no file has them."""
     findings: Sequence[Mapping[str, Any]]
     """The bottlenecks that the triage named during the run."""
+    recoveries: Sequence[Mapping[str, Any]] = ()
+    """The recoveries after failures under `hfscale run`, oldest first."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """How often work that training does not need has failed, by its name."""
     notes: Sequence[str] = field(default=())
@@ -160,6 +162,7 @@ def load_run(output_dir: Path) -> Run:
         checkpoints=checkpoints,
         split=_split(output_dir, events, records),
         findings=[event for event in events if event["event"] == "finding"],
+        recoveries=[event for event in events if event["event"] == "recovery"],
         failures=_failures(events),
         notes=[note for event in events if isinstance(note := event.get("advice"), str)],
     )

@@ -177,7 +177,7 @@ def _outside_the_steps(run: Run) -> Sequence[Finding]:
             "restarts",
             run.split.get(LOST, 0.0) + run.split.get(DOWN, 0.0),
             f"{restarts} restart{'s' if restarts != 1 else ''}: repeated work, and time until the relaunch",
-            f"{_save_interval(run)}let a supervisor relaunch the run",
+            f"{_save_interval(run)}start it with hfscale run",
         ),
         (
             "start-up",
