@@ -18,7 +18,8 @@ from hfscale.integrations.learning_rate import (
     scale_deepspeed_config,
     scale_to,
 )
-from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, global_batch_size, saved_state
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
+from hfscale.integrations.trainer_state import global_batch_size, saved_state
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)

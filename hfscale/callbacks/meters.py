@@ -18,7 +18,8 @@ from hfscale.errors import UnsupportedModelError
 from hfscale.integrations.flops import StepFlops, extends_loss, has_own_loss, reason_not_to_count
 from hfscale.integrations.job_facts import job_facts
 from hfscale.integrations.strategy import running_strategy, unwrap_compiled
-from hfscale.integrations.trainer import TrainerAdapter, global_batch_size, saved_state
+from hfscale.integrations.trainer import TrainerAdapter
+from hfscale.integrations.trainer_state import global_batch_size, saved_state
 from hfscale.metrics.baseline import Match, Workload, find, read_baselines, user_file
 from hfscale.metrics.communication import DdpCounters, Exposed, SampledSteps
 from hfscale.metrics.flops import FlopsFit

@@ -20,7 +20,8 @@ from hfscale.callbacks.meters import (
 )
 from hfscale.errors import UsageError
 from hfscale.integrations.batches import batch_entries
-from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, saved_state
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
+from hfscale.integrations.trainer_state import saved_state
 from hfscale.integrations.wandb_run import WandbRun
 from hfscale.metrics.clocks import PhaseClock
 from hfscale.metrics.records import RunRecorder, last_logged_step

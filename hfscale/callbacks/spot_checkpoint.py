@@ -37,7 +37,8 @@ from hfscale.integrations.frames import resumed_from
 from hfscale.integrations.loader_seeds import keep_loader_seeds
 from hfscale.integrations.loading import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.integrations.saving import TrainerSaving
-from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, saved_state
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
+from hfscale.integrations.trainer_state import saved_state
 from hfscale.metrics.clocks import StepPace
 from hfscale.preemption import Preempted
 from hfscale.recovery.rank_link import connect

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hfscale.integrations.frames import resumed_from
-from hfscale.integrations.trainer import TrainerAdapter, saved_state
+from hfscale.integrations.trainer import TrainerAdapter
+from hfscale.integrations.trainer_state import saved_state
 
 
 def keep_loader_seeds(adapter: TrainerAdapter, train_dataloader: Any) -> None:

@@ -25,7 +25,7 @@ from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_vi
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
 from hfscale.integrations.frames import resumed_from
 from hfscale.integrations.strategy import requested_strategy, running_strategy
-from hfscale.integrations.trainer import global_batch_size
+from hfscale.integrations.trainer_state import global_batch_size
 from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import what_is_missing

@@ -46,7 +46,8 @@ from hfscale.integrations.snapshots import (
     write_model,
 )
 from hfscale.integrations.strategy import is_parallel_trainer, running_strategy
-from hfscale.integrations.trainer import TrainerAdapter, global_batch_size
+from hfscale.integrations.trainer import TrainerAdapter
+from hfscale.integrations.trainer_state import global_batch_size
 from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_peft_model, saves_safetensors

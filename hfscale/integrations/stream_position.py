@@ -27,7 +27,8 @@ from torch.utils.data import get_worker_info
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.integrations.frames import resumed_from
-from hfscale.integrations.trainer import TrainerAdapter, global_batch_size, saved_state
+from hfscale.integrations.trainer import TrainerAdapter
+from hfscale.integrations.trainer_state import global_batch_size, saved_state
 from hfscale.utils import distributed
 from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger

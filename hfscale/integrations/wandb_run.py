@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfscale.checkpoint.store import read_status
 from hfscale.errors import HfScaleError
-from hfscale.integrations.trainer import saved_state
+from hfscale.integrations.trainer_state import saved_state
 from hfscale.utils.logging import get_logger
 from hfscale.utils.redaction import redact_argv
 

@@ -1,0 +1,40 @@
+"""What hfscale reads from the state of a Trainer, and keeps in it."""
+
+from typing import Any
+
+from transformers import Trainer, TrainerState
+
+from hfscale.utils.versions import has_epoch_methods
+
+_STATE_KEY = "hfscale"
+
+
+def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
+    """Return a dictionary that hfscale keeps in `trainer_state.json`.
+
+    Changes made to it are part of every later checkpoint. transformers' own `ExportableState` is not used: it raises
+    a KeyError on save when the run resumed from a checkpoint that was written without the callback, and it restores
+    by making a second instance of the callback.
+
+    Args:
+        state (`TrainerState`): the state of the Trainer.
+        name (`str`): name of the dictionary, one for each part of hfscale, such as `lr_scaling`.
+
+    Returns:
+        `dict[str, Any]`: the live dictionary, not a copy; empty in a fresh run. Its values must be JSON values.
+    """
+    return state.stateful_callbacks.setdefault(_STATE_KEY, {}).setdefault(name, {})
+
+
+def global_batch_size(trainer: Trainer) -> int:
+    """Return the sequences per optimizer step: per-device batch x accumulation x data-parallel size.
+
+    Args:
+        trainer (`Trainer`): ranks that share a sequence or a matrix count as one data-parallel rank. With
+            `split_batches` the ranks share a batch, which transformers counts once per rank.
+    """
+    if trainer.args.accelerator_config.split_batches:
+        return trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+    if not has_epoch_methods() and "_train_batch_size" not in vars(trainer):
+        trainer._train_batch_size = trainer.args.train_batch_size  # as Trainer does after `on_init_end`
+    return trainer.get_total_train_batch_size(trainer.args)
