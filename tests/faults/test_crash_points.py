@@ -162,6 +162,25 @@ def test_commits_survive_a_machine_loss_after_every_operation(commits, tmp_path)
         assert latest_checkpoint(out) == newest
 
 
+@pytest.mark.parametrize("case", ["finished commit", "archive"])
+def test_what_a_relaunch_renames_survives_a_machine_loss(commits, crash_server, tmp_path, case):  # noqa: F811
+    runner, out = CrashRunner(crash_server, tmp_path), tmp_path / "run" / "out"
+    shutil.copytree(commits.cwd, out.parent)
+    (out / ".unfinished").mkdir(exist_ok=True)
+    if case == "archive":
+        (out / "checkpoint-3").rename(out / "checkpoint-9")
+    else:
+        (out / "checkpoint-4").rename(out / ".unfinished" / "checkpoint-4")  # before the last rename of its commit
+    outcome = runner.train(out.parent, 0, worker=REPOSITORY / "tests" / "workers" / "committing.py")
+    assert outcome.codes == [0], outcome.err
+    disk = outcome.disk()
+    for number, survivors in enumerate(SURVIVORS.values()):
+        left = tmp_path / str(number)
+        restore(disk.after_loss(survivors), disk.contents(outcome.trash), left)
+        assert verify(left / "out" / "checkpoint-4").step == 4
+        assert not (left / "out" / "checkpoint-9").exists()
+
+
 @pytest.mark.timeout(300)
 def test_kills_at_some_operations(crashes):
     if (crashes.ranks, crashes.kind) in LONG:

@@ -1,6 +1,7 @@
 """Commits checkpoints of a few small files without a training: committing.py STEPS [KIND].
 
-Each checkpoint has a subfolder, step 2 is saved twice (the second time with fewer files), and two are kept.
+Each checkpoint has a subfolder, step 2 is saved twice (the second time with fewer files), and two are kept. With 0
+steps it finishes the commit of an earlier launch, and archives the checkpoints after step 4.
 """
 
 import sys
@@ -15,11 +16,12 @@ from hfscale.recipe.entrypoint import run
 
 def main() -> None:
     out = Path("out")
+    last = int(sys.argv[1])
     lock_for_all_ranks(out, is_holder=True)
     clear_unfinished(out)
-    archive(out, after_step=3)
+    archive(out, after_step=4)
     writer = CheckpointWriter()
-    for number, step in enumerate([1, 2, 2, *range(3, int(sys.argv[1]) + 1)]):
+    for number, step in enumerate([1, 2, 2, *range(3, last + 1)] if last else []):
 
         def write(folder: Path, number: int = number, step: int = step) -> None:
             (folder / "shards").mkdir()
