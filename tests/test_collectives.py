@@ -159,6 +159,7 @@ def test_a_tree_of_groups_exchanges_what_one_group_exchanges(tmp_path, largest):
         tree.Tree.over_all_ranks.__func__.__kwdefaults__["largest"] = largest
         texts = ["x" * 1000 * number for number in range(5)]
         assert TRAINING.gather("texts", texts[rank()]) == texts
+        assert SAVING.gather("again", texts[rank()]) == texts, "leaders have created more groups than others before"
         text = TRAINING.combine("count", texts[rank()], lambda found: f"{rank()} {len(''.join(found))}")
         assert text == "0 10000"
         table = [[float(number), 0.5] for number in range(5)]

@@ -102,11 +102,12 @@ class Tree:
         size = math.ceil(math.sqrt(ranks))
         leaders = tuple(range(0, ranks, size))
         _allow_files(size + len(leaders))
-        first = rank - rank % size
-        members = tuple(range(first, min(first + size, ranks)))
-        levels = [Level(group=_new_group(members, timeout), ranks=members)]
-        if rank == first:
-            levels.append(Level(group=_new_group(leaders, timeout), ranks=leaders, rows=size))
+        # Every rank names every group, so that all count alike; only the members connect.
+        members = [tuple(range(first, min(first + size, ranks))) for first in leaders]
+        groups = [dist.new_group(list(group), backend="gloo", timeout=timeout) for group in (*members, leaders)]
+        levels = [Level(group=groups[rank // size], ranks=members[rank // size])]
+        if rank in leaders:
+            levels.append(Level(group=groups[-1], ranks=leaders, rows=size))
         return cls(levels, depth=2, world_size=ranks)
 
     @property
@@ -186,11 +187,6 @@ def _parts(framed: bytes) -> Iterator[bytes]:
         end = at + _LENGTH_BYTES + int.from_bytes(framed[at : at + _LENGTH_BYTES], "little")
         yield framed[at + _LENGTH_BYTES : end]
         at = end
-
-
-def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    """Create a group that only its members create."""
-    return dist.new_group(list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True)
 
 
 def _allow_files(connections: int) -> None:
