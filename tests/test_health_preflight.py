@@ -5,8 +5,9 @@ import torch
 from workers.health_preflight import run
 
 from hfscale.facts.hardware import accelerator
-from hfscale.health import measure, preflight
-from hfscale.health.preflight import blame_ranks, compare_arrivals, known_hosts
+from hfscale.health import measure, rank_notes
+from hfscale.health.preflight import blame_ranks, known_hosts
+from hfscale.health.rank_notes import compare_arrivals
 from hfscale.utils.findings import Finding, has_errors, join_errors, name_ranks
 
 HELLO = {rank: {"host": f"node-{rank // 2}", "local_rank": rank % 2, "local_world_size": 2} for rank in range(4)}
@@ -114,14 +115,14 @@ class TestComparison:
         ],
     )
     def test_a_rank_that_differs_is_named(self, change, level, part):
-        (found,) = preflight.compare_ranks(self.notes(**change))
+        (found,) = rank_notes.compare_ranks(self.notes(**change))
         assert (found.level, found.ranks, found.host) == (level, (2,), "n2")
         assert part in found.message
 
     def test_equal_ranks_have_no_findings_and_no_secret_is_shared(self, monkeypatch):
-        assert preflight.compare_ranks(self.notes()) == []
+        assert rank_notes.compare_ranks(self.notes()) == []
         environ = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "secret", "WANDB_API_KEY": "secret", "NCCL_SOCKET_IFNAME": "eth0"}
-        note = preflight.describe_rank(environ)
+        note = rank_notes.describe_rank(environ)
         assert note["variables"] == {"NCCL_DEBUG": "INFO"}
         assert "secret" not in str(note)
 
@@ -133,10 +134,10 @@ class TestComparison:
 
     def test_a_wrong_clock_is_named_with_its_host(self):
         hosts = dict.fromkeys(range(4), "a") | {3: "b"}
-        (found,) = preflight.compare_clocks({0: 100.0, 1: 100.01, 2: 100.02, 3: 90.0}, hosts)
+        (found,) = rank_notes.compare_clocks({0: 100.0, 1: 100.01, 2: 100.02, 3: 90.0}, hosts)
         assert (found.ranks, found.host) == ((3,), "b")
         assert "-10.0 s" in found.message
-        assert preflight.compare_clocks({0: 1.0, 1: 1.5}, hosts) == []
+        assert rank_notes.compare_clocks({0: 1.0, 1: 1.5}, hosts) == []
 
     def test_slow_and_wrong_devices_are_named(self):
         well = {"wrong": 0.0, "seconds": 1.0, "slow_ratio": 1.4, "shares_cores": 0.0}

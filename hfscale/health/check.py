@@ -27,6 +27,7 @@ import torch.distributed as dist
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import match_device_name
 from hfscale.health import measure, node, preflight
+from hfscale.health.rank_notes import describe_rank
 from hfscale.health.rank_store import RankStore, launcher_has_store
 from hfscale.utils.findings import Finding, has_errors
 
@@ -65,7 +66,7 @@ class CheckReport:
     ranks: Mapping[int, Mapping[str, Any]]
     """What each rank wrote about itself, on the rank that reports; empty on the others."""
     links: list[dict[str, Any]]
-    """A row for each collective, group and size, with the time of the slowest rank (`preflight.slowest_links`)."""
+    """A row for each collective, group and size, with the time of the slowest rank (`rank_notes.slowest_links`)."""
     seconds: float
     """Seconds from the start to the verdict."""
     is_reporter: bool
@@ -140,7 +141,7 @@ def check_all(request: CheckRequest, *, begun: float, environ: Mapping[str, str]
         findings=tuple(node_findings),
         world_size=1,
         rank=0,
-        ranks={0: preflight.describe_rank(environ, device)},
+        ranks={0: describe_rank(environ, device)},
         links=[],
         seconds=time.monotonic() - begun,
         is_reporter=True,
