@@ -28,7 +28,7 @@ from hfscale.parallel.partition import StageSpec
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
-from hfscale.planner.memory import kept_and_working, loss_bytes
+from hfscale.planner.memory import end_activations, kept_and_working, loss_bytes
 from hfscale.utils.versions import recomputes_activations, require
 
 _GIB = 2.0**30
@@ -166,8 +166,10 @@ def _memory(
     )
     constants = find_framework("hf")
     kept, working = kept_and_working(job, constants)
-    layers_in_flight = plan.in_flight(pp_rank, job.micro_batches) * sum(len(spec.layers) for spec in specs)
-    loss = loss_bytes(job, constants) if any(spec.is_last for spec in specs) else 0.0
+    in_flight = plan.in_flight(pp_rank, job.micro_batches)
+    layers_in_flight = in_flight * sum(len(spec.layers) for spec in specs)
+    has_loss = any(spec.is_last for spec in specs)
+    loss = loss_bytes(job, constants) + in_flight * end_activations(job, constants) if has_loss else 0.0
     return RankMemory(
         pp_rank=pp_rank,
         layers=" ".join(f"{spec.layers.start}-{spec.layers.stop - 1}" for spec in specs),
