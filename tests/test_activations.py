@@ -21,8 +21,9 @@ from hfscale.facts.activations import REGIMES, factors_of, kept_bytes
 from hfscale.facts.families import FAMILIES
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
+from hfscale.planner.activations import layer_bytes, regime_of
 from hfscale.planner.frameworks import find_framework
-from hfscale.planner.memory import GIB, host_gib, layer_bytes, node_host_gib, peak_of, regime_of
+from hfscale.planner.memory import GIB, host_gib, node_host_gib, peak_of
 
 COPIED = (
     "codegen cohere2 deepseek_v2 dots1 exaone4 flex_olmo gemma glm4_moe gpt_bigcode gpt_neo gptj granite granitemoe "

@@ -20,10 +20,11 @@ from hfscale.facts.families import FAMILIES as SHAPES
 from hfscale.facts.parallel_families import TENSOR_PARALLEL_PLAN_MISSING
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run
+from hfscale.planner.activations import kept_and_working, layers_in_flight
 from hfscale.planner.emit import emit
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.launchable import why_not
-from hfscale.planner.memory import GIB, kept_and_working, layers_in_flight
+from hfscale.planner.memory import GIB
 from hfscale.planner.plan import Choice
 from hfscale.planner.search import PlanRequest, layouts
 from hfscale.recipe import corpus

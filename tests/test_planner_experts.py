@@ -9,10 +9,10 @@ from hfscale import plan
 from hfscale.errors import LayoutError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.models import find_model
+from hfscale.planner.activations import kept_and_working, micro_batches_in_flight
 from hfscale.planner.advice import assumptions
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework, shared_constants
-from hfscale.planner.memory import kept_and_working, micro_batches_in_flight
 from hfscale.planner.network import Group, Network
 from hfscale.planner.search import PlanRequest, layouts
 from hfscale.planner.throughput import EXPERT_OVERLAP, expert_exchange_s, nodes_of_a_token

@@ -9,21 +9,15 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from hfscale.facts.models import find_model
-from hfscale.planner.frameworks import find_framework
-from hfscale.planner.memory import (
-    GIB,
-    QLORA_BYTES,
-    allocated_gib,
+from hfscale.planner.activations import (
     end_activations,
-    groups,
     layer_bytes,
     loss_bytes,
-    memory_of,
     micro_batches_in_flight,
     selective_bytes,
-    state_bytes,
-    trained_parameters,
 )
+from hfscale.planner.frameworks import find_framework
+from hfscale.planner.memory import GIB, QLORA_BYTES, allocated_gib, groups, memory_of, state_bytes, trained_parameters
 
 
 def states(name="hf", **changes):

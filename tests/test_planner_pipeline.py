@@ -21,17 +21,11 @@ from hfscale.facts.parallel_families import (
 from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name, stage_layers
 from hfscale.parallel.partition import ModelStructure, layer_costs, partition_by_cost
 from hfscale.parallel.stages import StagePlan
+from hfscale.planner.activations import kept_and_working, layer_bytes, layers_in_flight, micro_batches_in_flight
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Schedule
-from hfscale.planner.memory import (
-    kept_and_working,
-    layer_bytes,
-    layers_in_flight,
-    local_parameters,
-    memory_of,
-    micro_batches_in_flight,
-)
+from hfscale.planner.memory import local_parameters, memory_of
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
 """The planner's schedules with stages per rank."""

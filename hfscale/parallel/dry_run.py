@@ -26,9 +26,9 @@ from hfscale.parallel.mesh import local_tensor, make_mesh
 from hfscale.parallel.model import ParallelizedModel, parallelize_model
 from hfscale.parallel.partition import StageSpec
 from hfscale.parallel.stages import StagePlan
+from hfscale.planner.activations import end_activations, kept_and_working, loss_bytes
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
-from hfscale.planner.memory import end_activations, kept_and_working, loss_bytes
 from hfscale.utils.versions import recomputes_activations, require
 
 _GIB = 2.0**30

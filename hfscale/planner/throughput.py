@@ -132,7 +132,7 @@ def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[fl
 def _selective_s(job: Job, layer: LayerTime, framework: Framework) -> float:
     """Time of what selective recomputation computes again of a layer, in seconds.
 
-    `memory.kept_and_working` describes what it keeps.
+    `activations.kept_and_working` describes what it keeps.
     """
     if framework.name == "megatron" and job.shape.moe is not None:
         return job.shape.expanding_share * layer.matmul + layer.elementwise

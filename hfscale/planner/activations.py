@@ -1,0 +1,262 @@
+"""Bytes of the activations of one rank: what the layers keep for their backward pass, and what the loss needs.
+
+All byte counts are per rank unless a docstring states otherwise.
+"""
+
+from dataclasses import replace
+
+from hfscale.facts.activations import KeptBytes, Regime, has_scores, kept_bytes
+from hfscale.facts.schedules import in_flight
+from hfscale.planner.frameworks import Framework
+from hfscale.planner.job import Job
+
+SCORE_BYTES_KEPT = {"megatron": 5.0, "titan": 6.0, "hf": 6.0}
+"""Bytes kept per attention score without flash attention. Megatron: 2 each for the scores and their softmax, 1 for the
+dropout mask (Korthikanti et al., arXiv 2205.05198, section 4.1). Hugging Face: the softmax in fp32, and in bf16 for
+the product with the values (`activations.csv`, factor `scores`)."""
+LOSS_TILE = (4096, 32768)
+"""Tokens and vocabulary entries of a tile of TRL's loss (TRL 1.16, kernels/chunked_logprob.py, trainer/utils.py)."""
+FUSED_LOSS_CHUNKS = 8
+"""Parts in which a fused loss processes the logits (Liger's default grows with the vocabulary; torchtune uses 8)."""
+
+
+FP8_SAVED = {"hidden": 2.0, "query": -1.0, "mlp": 1.0, "plain_mlp": 1.0, "routed": 1.0}
+"""Bytes per unit of a width that Transformer Engine keeps less with fp8 than with bf16: a matrix product keeps its
+input in one byte. The attention's output is kept in bf16 too, for attention itself."""
+
+
+def regime_of(job: Job) -> Regime:
+    """Returns the formats in which Hugging Face's layers compute.
+
+    DDP keeps fp32 weights under autocast. FSDP2 and `ParallelTrainer` gather bf16 weights, also under Accelerate's
+    autocast. DeepSpeed's weights are in bf16, without autocast. Adapters are in fp32 only under DDP.
+
+    Args:
+        job (`Job`): The run.
+    """
+    if job.method != "full":
+        return "lora" if job.zero == 0 and not job.pure else "lora_bf16"
+    if job.precision == "fp32":
+        return "fp32"
+    if job.pure or job.zero in (1, 2) or job.offload != "none":
+        return "bf16"
+    return "autocast" if job.zero == 0 and job.layout.tp * job.layout.pp == 1 else "mixed"
+
+
+def layer_bytes(job: Job, framework: Framework) -> float:
+    """Computes the bytes of the activations of one layer and micro-batch without recomputation.
+
+    For Hugging Face's layers autograd's bytes are counted per family (`hfscale.facts.activations`), including
+    attention scores where the family has no other attention. For Megatron and torchtitan they are the layer's widths
+    times the framework's bytes, without attention scores: hidden (norms and residuals), queries and the attention's
+    output, keys and values, the MLP, and the copies of a token that its experts get, as in Korthikanti et al., arXiv
+    2205.05198, section 4.1. Sequence parallelism splits the hidden part too. With frozen weights the input of the
+    MLP's last matrix is not kept.
+
+    Args:
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+    """
+    compiled = framework.compiled_kept if job.compile else 1.0
+    if framework.kept is None:
+        return compiled * _hugging_face_bytes(job, "none")
+    shape = job.shape
+    attention = shape.attention
+    tp = job.layout.tp
+    kept = framework.kept
+    if framework.name == "megatron" and job.precision == "fp8":
+        kept = {width: size - FP8_SAVED.get(width, 0.0) for width, size in kept.items()}
+    mlp = kept["mlp"] if shape.gated else kept["plain_mlp"]
+    if job.method != "full":
+        mlp -= 2.0
+    split = tp if job.sequence_parallel else 1
+    inside = kept["query"] * attention.query_width + kept["kv"] * attention.kv_width + mlp * shape.mlp_width
+    widths = kept["hidden"] * shape.hidden / split + inside / tp
+    widths += kept["routed"] * shape.moe_share * shape.top_k * shape.hidden / split
+    return job.tokens * compiled * widths
+
+
+def _hugging_face_bytes(job: Job, recompute: str) -> float:
+    """Bytes of one layer and micro-batch in Hugging Face's models."""
+    kept = _per_token(job, recompute)
+    tp = job.layout.tp
+    return job.tokens * (kept.unsplit / (tp if job.sequence_parallel else 1) + kept.split / tp)
+
+
+def _per_token(job: Job, recompute: str) -> KeptBytes:
+    rank = job.lora_rank if job.method != "full" else 0
+    return kept_bytes(job.shape, regime_of(job), recompute, job.seq_len, rank)
+
+
+def end_activations(job: Job, framework: Framework) -> float:
+    """Computes the bytes that Hugging Face's embedding and last norm keep of a micro-batch; 0 for other frameworks.
+
+    Args:
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+    """
+    if framework.kept is not None:
+        return 0.0
+    split = job.layout.tp if job.sequence_parallel else 1
+    return job.tokens * _per_token(job, job.recompute).ends / split
+
+
+def selective_bytes(job: Job, framework: Framework) -> float:
+    """Computes the bytes that selective recomputation keeps of one layer and micro-batch.
+
+    It keeps the layer's input, the attention's output, and every second matrix product (queries, values, the MLP's
+    first, and the last of a gated MLP), 2 bytes each, as torchtitan's policy and hfscale/recipe/arguments.py do; for
+    Hugging Face's layers they are counted per family. A compiled backward pass does not read the output of the last
+    product.
+
+    Args:
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+    """
+    shape = job.shape
+    attention = shape.attention
+    tp = job.layout.tp
+    if framework.kept is None:
+        unread = 2.0 * job.tokens * shape.hidden if job.compile and shape.gated else 0.0
+        return _hugging_face_bytes(job, "selective") - unread
+    boundary = shape.hidden / (tp if job.sequence_parallel else 1)
+    last = shape.hidden if shape.gated and not job.compile else 0.0
+    inside = (2 * attention.query_width + attention.kv_width / 2 + shape.mlp_width) / tp
+    return 2.0 * job.tokens * (boundary + inside + last)
+
+
+def _megatron_dropped(job: Job, framework: Framework) -> float:
+    """Bytes that Megatron's selective recomputation drops of one layer and micro-batch, without attention scores.
+
+    It drops nothing else of a dense model. Of a mixture of experts it drops the outputs of norms and activation
+    functions, and latent attention's queries, keys and values, which are expanded again (`--recompute-modules
+    layernorm moe_act mla_up_proj`; arXiv 2412.19437, section 3.2.3).
+    """
+    shape = job.shape
+    attention = shape.attention
+    if shape.moe is None or framework.kept is None:
+        return 0.0
+    tp = job.layout.tp
+    width = 1.0 if job.precision == "fp8" else 2.0
+    norms = 2 * width * shape.hidden / (tp if job.sequence_parallel else 1)
+    inner = width * shape.moe_share * shape.mlp_width / tp
+    latent = 0.0
+    if attention.latent_width:
+        kept = 2.0 * attention.query_width + framework.kept["kv"] * attention.kv_width
+        latent = (kept - 2.0 * attention.latent_width) / tp
+    return job.tokens * (norms + inner + latent)
+
+
+def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
+    """Computes the bytes of one layer and micro-batch under the job's recomputation.
+
+    Args:
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+
+    Returns:
+        `tuple[float, float]`: Bytes kept until the backward pass, and further bytes that exist only while the layer's
+            backward pass runs.
+    """
+    shape = job.shape
+    all_activations = layer_bytes(job, framework) + _gathered_inputs(job, framework)
+    tp = job.layout.tp
+    scores = _score_bytes(job, framework)
+    residual = 4.0 if framework.kept is None and regime_of(job) in ("fp32", "autocast") else 2.0
+    boundary = residual * job.tokens * shape.hidden / (tp if job.sequence_parallel else 1)
+    if job.recompute == "none":
+        return all_activations + scores, 0.0
+    if job.recompute == "full":
+        return boundary, all_activations + scores
+    if framework.name == "megatron":
+        return all_activations - _megatron_dropped(job, framework), scores
+    kept = min(all_activations, selective_bytes(job, framework))
+    return kept, all_activations + scores - kept
+
+
+def _score_bytes(job: Job, framework: Framework) -> float:
+    """Bytes of one layer's attention scores and micro-batch that `layer_bytes` does not count."""
+    if job.flash_attention or (framework.kept is None and has_scores(job.shape.model_type)):
+        return 0.0
+    scores = job.tokens * job.shape.attention.heads / job.layout.tp * job.seq_len
+    return SCORE_BYTES_KEPT[framework.name] * scores
+
+
+def _gathered_inputs(job: Job, framework: Framework) -> float:
+    """Bytes of one layer and micro-batch that `ParallelTrainer` keeps and Megatron does not.
+
+    With sequence parallelism these are the inputs of attention and MLP, which it keeps gathered, whereas Megatron
+    gathers them again for the backward pass; with context parallelism the other ranks' keys and values.
+    """
+    shape = job.shape
+    if framework.name != "hf":
+        return 0.0
+    tp = job.layout.tp
+    cp = job.layout.cp
+    inputs = 2 * 2.0 * shape.hidden * (1 - 1 / tp) if job.sequence_parallel else 0.0
+    others = 2.0 * shape.attention.kv_width / tp * (cp - 1) if job.layout.pp > 1 else 0.0
+    return job.tokens * (inputs + others)
+
+
+def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
+    """Counts the micro-batches whose activations the first or the last pipeline rank holds at once.
+
+    The formulas are those of `hfscale.facts.schedules.in_flight`, except that the last rank of an interleaved schedule
+    holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section 2.2).
+
+    Args:
+        job (`Job`): The run.
+        last (`bool`): Whether to count those of the rank with the head instead of the first rank.
+    """
+    pp = job.layout.pp
+    m = job.micro_batches
+    v = job.virtual_stages
+    if job.overlapped_experts:
+        # The forward pass of one more chunk runs at the same time as each backward pass.
+        return min(micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
+    if last and pp > 1 and job.schedule == "1f1b":
+        return min((pp * (v - 1) + 1) / v, float(m))
+    return in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=0)
+
+
+def layers_in_flight(job: Job) -> float:
+    """Computes layers times micro-batches in flight on the pipeline rank where this product is largest."""
+    pp = job.layout.pp
+    m = job.micro_batches
+    v = job.virtual_stages
+    if job.rank_layers is None:
+        most = micro_batches_in_flight(job) * job.layer_split[0]
+        if not job.embedding_is_a_layer:
+            return most
+        # The first rank has a layer less than the second, which holds fewer micro-batches.
+        second = in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=1) * job.layer_split[0]
+        return max(most - micro_batches_in_flight(job), min(second, most))
+    return max(
+        in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=rank) * layers
+        for rank, layers in enumerate(job.rank_layers)
+    )
+
+
+def loss_bytes(job: Job, framework: Framework) -> float:
+    """Computes the bytes of the logits, their log-probabilities and their gradient at the peak of the cross-entropy.
+
+    TRL computes the log-probabilities in tiles, without all logits: its kernel keeps a tile, and the gradients of the
+    hidden states and, unless it is frozen, of the head, each in fp32 and in the training format (TRL 1.16,
+    kernels/chunked_logprob.py). All tokens are counted, though only those with a loss are projected.
+
+    Args:
+        job (`Job`): The run.
+        framework (`Framework`): Constants of the training framework.
+    """
+    shape = job.shape
+    if job.task != "text":
+        head = shape.vocab * shape.embedding_width if job.method == "full" else 0
+        width = 4.0 if job.precision == "fp32" else 2.0
+        tile = width * min(job.tokens, LOSS_TILE[0]) * min(shape.vocab, LOSS_TILE[1])
+        return tile + (4.0 + width) * (job.tokens * shape.hidden + head)
+    logits = job.tokens * shape.vocab / (job.layout.tp if job.loss_parallel else 1)
+    if job.fused_loss:
+        return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * shape.hidden
+    if job.loss_parallel and job.layout.tp > 1:
+        return framework.split_loss_kept * logits
+    return (framework.compiled_loss_kept if job.compile and job.compiled_loss else framework.loss_kept) * logits
