@@ -53,7 +53,7 @@ class RankMemory:
     activations: float
     """Activations that the backward passes of the micro-batches in flight need."""
     loss: float
-    """Logits and their gradients."""
+    """Logits and their gradients, and what embedding and last norm keep."""
 
     @property
     def total(self) -> float:
