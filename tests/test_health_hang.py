@@ -231,13 +231,14 @@ def test_compiling_is_detected_on_the_stack():
 class WithWatchdog(TrainerCallback):
     """Starts a watchdog of its own for a training."""
 
-    def __init__(self, folder, outside_s=60.0):
+    def __init__(self, folder, outside_s=60.0, floor_s=0.5):
         self.folder = folder
         self.outside_s = outside_s
+        self.floor_s = floor_s
 
     def on_train_begin(self, args, state, control, **kwargs):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        limits = Limits(floor_s=0.5, factor=5, outside_s=self.outside_s, grace_s=0.2, poll_s=0.05)
+        limits = Limits(floor_s=self.floor_s, factor=5, outside_s=self.outside_s, grace_s=0.2, poll_s=0.05)
         self.watchdog = HangWatchdog(RankStore(store, 0, 1), self.folder, limits=limits, inside=training_frame())
         self.watchdog.start()
 
@@ -305,11 +306,11 @@ def test_a_wait_inside_a_slow_save_is_no_hang(tmp_path, monkeypatch, asynchronou
     run = CheckpointWriter._run
 
     def slow(writer, job):
-        time.sleep(1.2)
+        time.sleep(2.5)
         run(writer, job)
 
     monkeypatch.setattr(CheckpointWriter, "_run", slow)
-    watching = WithWatchdog(tmp_path)
+    watching = WithWatchdog(tmp_path, floor_s=2.0)  # a loaded machine may stall for a second
     spot = SpotCheckpointCallback(asynchronous=asynchronous, cloud=None)
     saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
     tiny_trainer(tmp_path, spot, watching, **saving).train()
