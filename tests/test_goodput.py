@@ -97,9 +97,11 @@ def test_goodput_and_cost_of_a_killed_and_relaunched_training(tmp_path):
     assert [event["event"] for event in events if event["event"] != "finding"] == [
         "launch",
         "workload",
+        "job",
         "save",
         "launch",
         "workload",
+        "job",
         "save",
         "save",
         "end",

@@ -127,6 +127,7 @@ def test_a_rank_that_alone_waits_for_data_is_named():
 
 
 class TestLocalTimer:
+    @pytest.mark.timing
     def test_own_work_is_the_forward_and_backward_of_all_micro_steps(self):
         class SlowModel(nn.Module):
             def __init__(self):

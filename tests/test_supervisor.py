@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -48,6 +49,8 @@ def waiting(tmp_path):
         supervisor.kill()
         supervisor.wait()
     supervisor.stderr.close()
+    with suppress(psutil.NoSuchProcess):
+        rank.kill()  # the launcher of this test leaves it
 
 
 @pytest.mark.parametrize("how", ["kill", "crash", "raise"])

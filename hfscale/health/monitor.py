@@ -4,7 +4,8 @@ import math
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -105,7 +106,8 @@ class Monitor:
         self._data_wait_judge = DataWaitJudge(hosts)
         self._clock = PhaseClock()
         self.own_s: Sequence[float] = ()
-        """Seconds of each rank's own work in a step, as of the last exchange; empty where nothing was timed."""
+        """On rank 0, the seconds of each rank's own work in a step, as of the last exchange; empty where nothing was
+        timed."""
 
     def batch_arrived(self) -> None:
         """Report that this rank waited for a batch until now."""
@@ -151,22 +153,36 @@ class Monitor:
             "checksum": self._checksum(step),
             **self._gpu_numbers(),
         }
-        table = TRAINING.gather_numbers("log: health", [*numbers.values(), *times])
-        columns = dict(zip(numbers, table[:, : len(numbers)].T.tolist(), strict=True))
-        judgement = self._straggler_judge.add(table[:, len(numbers) :].numpy())
+        names = list(numbers)
+        keys, findings, worst = TRAINING.combine_numbers(
+            "log: health", [*numbers.values(), *times], lambda table: self._judge(step, names, table)
+        )
+        found = [Finding.from_dict(fields) for fields in findings]
+        if self._gpu is not None:
+            rank = distributed.rank()
+            found += [replace(finding, ranks=(rank,), host=self._hosts[rank]) for finding in self._gpu.take()]
+        return keys, found, WorstLog(**worst)
+
+    def _judge(self, step: int, names: Sequence[str], table: torch.Tensor) -> tuple[Any, ...]:
+        """Compare all ranks, on rank 0 only.
+
+        Args:
+            step (`int`): the step of this log.
+            names (`Sequence[str]`): names of the first columns; the others are the times of own work.
+            table (`torch.Tensor`): a row of each rank, (ranks, columns).
+
+        Returns:
+            `tuple`: the metric keys, the findings and the worst log, as JSON can represent them.
+        """
+        columns = dict(zip(names, table[:, : len(names)].T.tolist(), strict=True))
+        judgement = self._straggler_judge.add(table[:, len(names) :].numpy())
         self.own_s = judgement.own_s
         found = [*judgement.findings, *self._data_wait_judge.add(columns["data_wait_s"], columns["window_s"])]
         if self._replicas:
             found += compare_replicas(columns["checksum"], columns["grad_norm"], self._hosts, step)
-        if self._gpu is not None:
-            rank = distributed.rank()
-            found += [replace(finding, ranks=(rank,), host=self._hosts[rank]) for finding in self._gpu.take()]
         keys = {} if judgement.skew is None else {"scaling/straggler_skew": judgement.skew}
-        return (
-            keys | _gpu_keys(columns["temperature_c"], columns["power_w"], columns["throttled"]),
-            found,
-            _worst(columns),
-        )
+        keys |= _gpu_keys(columns["temperature_c"], columns["power_w"], columns["throttled"])
+        return keys, [finding.to_dict() for finding in found], asdict(_worst(columns))
 
     def stop(self) -> None:
         """Remove the timer's hooks and end the GPU thread."""
