@@ -171,6 +171,8 @@ def build(config: Any, regime: Regime, recomputed: str, *, rank: int = LORA_RANK
         lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
         adapted = get_peft_model(model, lora, autocast_adapter_dtype=regime == "lora")
         model = adapted.get_base_model()
+        if regime == "lora_bf16":
+            model.to(torch.bfloat16)
     if recomputed != "none":
         recompute(model, recomputed, has_adapters=regime.startswith("lora"))
     return model.train()
@@ -215,7 +217,8 @@ def sample(family: str, random_: random.Random) -> dict[str, Any]:
     heads = random_.choice((4, 8) if family == "codegen" else (2, 4, 6, 8))
     head_dim = random_.choice((8, 16, 24, 32))
     known = {field.name for field in fields(CONFIG_MAPPING[family])}
-    is_free = "head_dim" in known and family != "helium"
+    known |= {"head_dim"} if family == "qwen3_moe" else set()  # its class reads the key without declaring it
+    is_free = ("head_dim" in known or "kv_lora_rank" in known) and family != "helium"
     is_eager = family in ("gemma2", "gpt_oss")  # their attention copies keys and values, but not those of one head
     layers = random_.choice((1, 2, 3))
     experts = random_.choice((4, 6, 8))
@@ -421,9 +424,28 @@ def catalogue_config(name: str, layers: int | None = None) -> Any:
     if layers is not None:
         key = next(key for key in ALIASES["num_hidden_layers"] if key in values)
         values[key] = min(layers, values[key])
-    if family in ("mistral", "mixtral", "phi3"):
-        values.setdefault("sliding_window", None)
+    if not any(catalogue_shape(name).windows) and "sliding_window" in {f.name for f in fields(CONFIG_MAPPING[family])}:
+        values["sliding_window"] = None
     return CONFIG_MAPPING[family](**values)
+
+
+def build_fake(config: Any, regime: Regime, recomputed: str, mode: FakeTensorMode) -> PreTrainedModel:
+    """Builds a model on fake tensors. PEFT cannot convert fake weights, so it is built on the meta device first."""
+    with torch.device("meta"):
+        model = build(config, regime, recomputed)
+    made: dict[int, Any] = {}
+    with mode:
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in made:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                        is_weight = isinstance(tensor, torch.nn.Parameter)
+                        made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                    tensors[key] = made[id(tensor)]
+    return model
 
 
 def errors_of(name: str, seq_len: int = 4096) -> dict[str, float]:
@@ -431,19 +453,23 @@ def errors_of(name: str, seq_len: int = 4096) -> dict[str, float]:
     config = catalogue_config(name, LAYERS)
     shape = ModelShape.from_config(config.to_dict())
     errors = {}
-    for regime, kind in product(REGIMES, RECOMPUTE):
+    # transformers' experts need bf16 weights on fake tensors.
+    regimes = [regime for regime in REGIMES if shape.moe is None or regime not in ("fp32", "autocast")]
+    for regime, kind in product(regimes, RECOMPUTE):
         kept = kept_bytes(shape, regime, kind, seq_len, LORA_RANK if regime.startswith("lora") else 0)
         planned = shape.layers * (kept.unsplit + kept.split) + kept.ends
-        with FakeTensorMode(), gpu_kernels():
-            model = build(config, regime, kind)
+        mode = FakeTensorMode()
+        model = build_fake(config, regime, kind, mode)
+        with mode, gpu_kernels():
             errors[f"{regime} {kind}"] = planned / bytes_per_token(model, regime, seq_len) - 1
     return errors
 
 
 def peak_bytes(config: Any, regime: Regime, recomputed: str, rows: int, seq_len: int) -> int:
     """Peak of the bytes in use in a step on one GPU, without optimizer states, counted on fake tensors."""
-    with FakeTensorMode(), gpu_kernels():
-        model = build(config, regime, recomputed)
+    mode = FakeTensorMode()
+    model = build_fake(config, regime, recomputed, mode)
+    with mode, gpu_kernels():
         weights = sum(parameter.nbytes for parameter in model.parameters())
         with LiveBytes() as live:
             forward(model, regime, rows, seq_len, base=False).backward()
