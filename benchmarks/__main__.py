@@ -1,5 +1,9 @@
-"""`python -m benchmarks [NAME …]`: runs the benchmarks named, or all, and writes one result file each."""
+"""`python -m benchmarks [NAME …]`: runs the benchmarks named, or all, and writes one result file each.
 
+`python -m benchmarks control_plane --ranks 1024,4096` simulates these numbers of ranks.
+"""
+
+import argparse
 import json
 import platform
 import sys
@@ -21,6 +25,7 @@ NAMES = (
     "activations",
     "async_save",
     "packing",
+    "control_plane",
 )
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"
@@ -28,10 +33,15 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> None:
     everything = [name for name in NAMES if torch.cuda.is_available() or name not in NEED_A_GPU]
-    for name in sys.argv[1:] or everything:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--ranks", type=lambda text: tuple(map(int, text.split(","))))
+    asked = parser.parse_args()
+    for name in asked.names or everything:
         if name not in NAMES:
             sys.exit(f"no benchmark is named '{name}': choose one of {', '.join(NAMES)}")
-        result = import_module(f"benchmarks.{name}").measure()
+        options = {"ranks": asked.ranks} if asked.ranks and name == "control_plane" else {}
+        result = import_module(f"benchmarks.{name}").measure(**options)
         machine = {
             "date": datetime.now(UTC).date().isoformat(),
             "python": platform.python_version(),
