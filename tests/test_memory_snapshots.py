@@ -9,6 +9,7 @@ from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.callbacks import memory_snapshots
 from hfscale.callbacks.memory_snapshots import MAX_COST, MemorySnapshots
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.recovery import rank_link
@@ -131,6 +132,22 @@ def test_a_full_memory_ends_the_snapshots_but_not_the_training(memory, tmp_path,
     assert run.state.global_step == 5
     assert sum("no more snapshots" in record.message for record in caplog.records) == 1
     assert snapshots(memory, tmp_path / "out") == []
+
+
+def test_snapshots_that_do_not_fit_are_not_taken(memory, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(memory_snapshots, "available_bytes", lambda: 100_000)
+    trainer(tmp_path / "out", max_steps=2).train()
+    assert snapshots(memory, tmp_path / "out") == []
+    assert any("2 of them need" in record.message for record in caplog.records)
+
+
+def test_the_expected_size_is_about_that_of_a_snapshot(memory, tmp_path):
+    run = trainer(tmp_path / "out", max_steps=2)
+    run.train()
+    (snapshot,) = memory.snapshots(tmp_path / "out").glob("checkpoint-*")
+    written = sum(file.stat().st_size for file in snapshot.iterdir() if file.suffix in (".safetensors", ".pt"))
+    size = sum(p.numel() * (p.element_size() + 12) for p in run.model.parameters())
+    assert 0.7 * size < written < 1.2 * size
 
 
 def test_a_trainer_that_saves_by_itself_has_no_snapshots(memory, tmp_path, caplog):

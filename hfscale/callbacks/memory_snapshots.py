@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerState
 
@@ -14,12 +15,14 @@ from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.store import DELETING, list_checkpoints, rotate
 from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.integrations.saving import TrainerSaving
+from hfscale.integrations.snapshots import SHARE_OF_FREE_MEMORY
 from hfscale.integrations.trainer import TrainerAdapter
 from hfscale.metrics.records import RECOVERY_PARTS, TIMELINE_NAME, WRITING, append_record
 from hfscale.recovery.rank_link import RankLink, connect
 from hfscale.recovery.run_memory import INTERVAL_VARIABLE, LAUNCHED_VARIABLE
 from hfscale.utils import distributed
 from hfscale.utils.collectives import TRAINING
+from hfscale.utils.host_memory import available_bytes
 from hfscale.utils.logging import get_logger
 from hfscale.utils.run_state import CopiedWithoutRun
 from hfscale.utils.secondary import secondary
@@ -28,6 +31,8 @@ logger = get_logger(__name__)
 
 MAX_COST = 0.01
 """Share of the step time that snapshots may cost on average."""
+SLOTS = 2
+"""Snapshots that need to fit: the newest, and the one that is being written."""
 _FIRST_AFTER_STEPS = 3  # the first steps are slower than the others, and the step time must be known
 _MAX_FIRST_INTERVAL = 10  # the first snapshot also allocates its buffers, so its time says little about the next
 _REMEMBERED_STEPS = 50
@@ -74,6 +79,7 @@ class MemorySnapshots(CopiedWithoutRun):
         """
         self._begin_run()
         self._link = connect()
+        why_not = self._agree_why_not(saving, run_dir)
         if self._link is None:
             return
         self._started_from = state.global_step
@@ -85,7 +91,6 @@ class MemorySnapshots(CopiedWithoutRun):
         if saving.commits:
             self._folder.mkdir(exist_ok=True)
         adapter.before_last_log(self._finish)
-        why_not = self._why_not(saving)
         if why_not is not None:
             logger.warning("no snapshots in host memory: %s; after a failure the run resumes from the disk", why_not)
             return
@@ -97,7 +102,19 @@ class MemorySnapshots(CopiedWithoutRun):
             clear_unfinished(self._folder)
         adapter.after_reports(lambda: self._after_reports(state))
 
+    def _agree_why_not(self, saving: TrainerSaving, run_dir: Path) -> str | None:
+        """Return why there are no snapshots, the same on all ranks; None if there are."""
+        own: dict[str, Any] = {"why_not": self._why_not(saving), "bytes": 0, "held": 0, "free": 0}
+        if self._link is not None and own["why_not"] is None:
+            folder = self._link.memory.snapshots(run_dir)
+            own["bytes"] = saving.expected_bytes()
+            own["held"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            own["free"] = min(available_bytes(), shutil.disk_usage(self._link.memory.folder).free)
+        return TRAINING.combine("memory snapshots", own, _first_reason)
+
     def _why_not(self, saving: TrainerSaving) -> str | None:
+        if self._link is None:
+            return "a rank has no supervisor"
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) != distributed.world_size():
             return "the run has several nodes"
         return saving.why_not_elsewhere()
@@ -215,3 +232,15 @@ class MemorySnapshots(CopiedWithoutRun):
         """
         if self._link is not None:
             self._link.ending(code)
+
+
+def _first_reason(ranks: list[dict[str, Any]]) -> str | None:
+    """Return the first rank's reason against snapshots, or that two of them do not fit into the host's memory."""
+    reason: str | None = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
+    if reason is not None:
+        return reason
+    wanted = SLOTS * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
+    free = min(rank["free"] for rank in ranks)
+    if wanted <= SHARE_OF_FREE_MEMORY * free:
+        return None
+    return f"{SLOTS} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free"

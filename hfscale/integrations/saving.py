@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
@@ -48,6 +49,7 @@ from hfscale.integrations.snapshots import (
 from hfscale.integrations.strategy import is_parallel_trainer, running_strategy
 from hfscale.integrations.trainer import TrainerAdapter
 from hfscale.integrations.trainer_state import global_batch_size
+from hfscale.utils import distributed
 from hfscale.utils.collectives import TRAINING
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_peft_model, saves_safetensors
@@ -161,6 +163,20 @@ class TrainerSaving:
         if self._trainer.args.save_only_model:
             return "save_only_model leaves out the optimizer"
         return f"{type(self._trainer).__name__} has its own {self._own_methods[0]}" if self._own_methods else None
+
+    def expected_bytes(self) -> int:
+        """Return about how many bytes this rank writes: weights, and 12 bytes for each trained one in mixed precision.
+
+        These are AdamW's two moments and a master copy in fp32 (Rajbhandari et al., arXiv 1910.02054, section 3.1);
+        where there is no copy it is too much. Sharded or replicated, all ranks together write each weight once.
+        """
+        is_local = is_parallel_trainer(self._trainer)
+        total = 0
+        for parameter in self._trainer.model.parameters():
+            part = parameter.to_local() if is_local and isinstance(parameter, DTensor) else parameter
+            size = getattr(parameter, "ds_numel", part.numel())
+            total += size * (parameter.element_size() + 12 * parameter.requires_grad)
+        return total if is_local else total // distributed.world_size()
 
     def save_elsewhere(self, run_dir: Path, committed: Callable[[Manifest], None]) -> None:
         """Save the state into another output directory; an error there does not end the training.
