@@ -89,6 +89,12 @@ def test_a_preempted_command_keeps_its_exit_code(tmp_path):
     assert subprocess.run(supervised, capture_output=True, timeout=60, check=False).returncode == 75
 
 
+def test_a_rank_that_is_preempted_first_does_not_end_the_others(tmp_path):
+    done, launches = supervise(tmp_path, "late")
+    assert (done.returncode, len(launches)) == (75, 1)
+    assert (tmp_path / "finished").exists()
+
+
 def test_it_gives_up_at_the_third_failure_in_the_same_step(tmp_path):
     done, launches = supervise(tmp_path, "same-step")
     assert (done.returncode, len(launches)) == (1, 3)

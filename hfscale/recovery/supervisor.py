@@ -69,6 +69,7 @@ class _Launch:
     process: subprocess.Popen[bytes]
     started_at: float
     ranks: dict[int, int] = field(default_factory=dict)  # pid: rank
+    watched: set[int] = field(default_factory=set)  # pids whose end is waited for
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank: its message
     trained: set[int] = field(default_factory=set)  # ranks for which nothing but their own end is left
     first_dead: int | None = None  # rank that ended without saying why, or with an error
@@ -147,9 +148,12 @@ class Supervisor:
     def _run_until_the_end(self) -> int:
         while True:
             launch = self._start()
+            if self._signalled is not None:  # the signal came before there was a launcher to pass it on to
+                _send(launch.process.pid, signal.SIGTERM)
             while launch.process.poll() is None:
                 self._handle_events(launch)
             code = launch.process.returncode
+            self._launch = None  # a signal must not go to another process with its id
             _end_descendants()
             ended_at = time.time()
             self._drain(launch)
@@ -190,7 +194,7 @@ class Supervisor:
         except OSError as error:
             raise UsageError(f"command {self._settings.command[0]} cannot be run: {error.strerror}") from None
         launch = self._launch = _Launch(process, started_at=time.time())
-        self._watch_process(process.pid, lambda _: None)
+        self._watch_process(launch, process.pid, lambda _: None)
         return launch
 
     def _handle_events(self, launch: _Launch) -> None:
@@ -204,8 +208,12 @@ class Supervisor:
                 for pid in launch.ranks:
                     _send(pid, signal.SIGKILL)
             timeout = _OTHERS_GRACE_S
-        for key, _ in self._selector.select(timeout):
-            key.data(launch, key.fileobj) if key.data in (self._accept, self._read) else key.data(launch)
+        # What a rank has said is read before its end is handled: it may be the reason.
+        for key in sorted((key for key, _ in self._selector.select(timeout)), key=self._is_end_of_process):
+            key.data(launch) if self._is_end_of_process(key) else key.data(launch, key.fileobj)
+
+    def _is_end_of_process(self, key: selectors.SelectorKey) -> bool:
+        return key.data not in (self._accept, self._read)
 
     def _drain(self, launch: _Launch) -> None:
         """Read what the ranks said last, and forget their connections."""
@@ -219,25 +227,29 @@ class Supervisor:
 
     def _accept(self, launch: _Launch, listener: Any) -> None:
         connection, _ = listener.accept()
+        connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, self._read)
 
     def _read(self, launch: _Launch, connection: Any) -> None:
-        try:
-            text = connection.recv(_MAX_MESSAGE)
-        except OSError:
-            text = b""
-        if not text:
-            self._forget(connection)
-            return
+        """Take all messages that have arrived."""
         pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        self._take(launch, pid, json.loads(text))
+        try:
+            while text := connection.recv(_MAX_MESSAGE):
+                self._take(launch, pid, json.loads(text))
+            self._forget(connection)
+        except BlockingIOError:
+            pass  # nothing more has arrived
+        except OSError:  # the connection was reset: the process has ended
+            self._forget(connection)
+        if pid in launch.ranks and pid not in launch.watched:  # it may have ended already, after all its messages
+            launch.watched.add(pid)
+            self._watch_process(launch, pid, lambda launch: self._rank_ended(launch, pid))
 
     def _take(self, launch: _Launch, pid: int, message: dict[str, Any]) -> None:
         event = message["event"]
         launch.marks[event] = time.time()
         if event == "hello":
             launch.ranks[pid] = int(message["rank"])
-            self._watch_process(pid, lambda launch: self._rank_ended(launch, pid))
             if self._signalled == signal.SIGUSR1:
                 _send(pid, signal.SIGUSR1)
         elif event == "ending":
@@ -250,11 +262,11 @@ class Supervisor:
         elif event == "stepped":
             self._report_recovery(launch)
 
-    def _watch_process(self, pid: int, ended: Any) -> None:
+    def _watch_process(self, launch: _Launch, pid: int, ended: Any) -> None:
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
-            ended(self._launch)
+            ended(launch)
             return
 
         def handle(launch: _Launch) -> None:

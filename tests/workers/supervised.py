@@ -7,11 +7,24 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from hfscale.errors import UsageError
 from hfscale.recovery.rank_link import connect
 
 how, folder = sys.argv[1], Path(sys.argv[2])
 restarts = int(os.environ["HFSCALE_RUN_RESTARTS"])
+supervisor = psutil.Process().parent().parent()
+child = os.fork() if how == "late" else None
+if child == 0:  # another rank, which is preempted and ends before the supervisor has read what it says
+    supervisor.suspend()
+    other = connect(os.environ | {"RANK": "1"})
+    other.say("training", step=0)
+    other.ending(75)
+    os._exit(75)
+if child is not None:
+    os.waitpid(child, 0)
+    supervisor.resume()
 link = connect()
 link.say("training", step=restarts)
 step = 5 if how == "same-step" else restarts + 1
@@ -26,6 +39,10 @@ if how == "usage":
     error = UsageError("no such file")
     link.ending_by(error)
     sys.exit(error.exit_code)
+if how == "late":
+    time.sleep(3)  # longer than the others may live after a failure
+    (folder / "finished").touch()
+    sys.exit(75)
 if how == "preempted":
     sys.exit(75)
 if restarts < 2 or how == "same-step":
