@@ -318,6 +318,29 @@ def test_a_wait_inside_a_slow_save_is_no_hang(tmp_path, monkeypatch, asynchronou
     assert watching.watchdog.findings == []
 
 
+class LLM:
+    """Generates for a second, as vLLM's class of this name may."""
+
+    def generate(self):
+        time.sleep(1.0)
+
+
+class SlowThenShort(WithWatchdog):
+    """Generates in the sixth step, and then does something else for a moment without any progress."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 6:
+            LLM().generate()
+            time.sleep(0.3)
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def test_the_time_of_a_slow_activity_does_not_count_after_it(tmp_path):
+    watching = SlowThenShort(tmp_path)
+    tiny_trainer(tmp_path, watching, max_steps=8).train()
+    assert watching.watchdog.findings == []
+
+
 class RewardingTrainer(Trainer):
     """Computes rewards at the sixth step, as TRL's GRPOTrainer does."""
 

@@ -111,6 +111,7 @@ class HangWatchdog(threading.Thread):
         self._error = ""
         self._step_began_at = time.monotonic()
         self._last_progress_at = self._step_began_at
+        self._last_slow_at = 0.0
         self._step_times: deque[float] = deque(maxlen=50)
         self._incident = 0
         self._reported_at = 0.0
@@ -192,13 +193,24 @@ class HangWatchdog(threading.Thread):
             self._reported_at = 0.0
         alarm = f"hang/{self._incident}"
         if self._store.flag(alarm) is None:
-            silent_s = now - self._last_progress_at
-            hangs = silent_s > self.limit_s(slow_activity(frames)) and now > self._no_alarm_before
+            hangs = self._is_silent(now, slow_activity(frames)) and now > self._no_alarm_before
             if not self._error and (not hangs or self._reported_at):
                 return True
             self._store.raise_flag(alarm, str(self._store.rank))
         self._examine(frames)
         return True
+
+    def _is_silent(self, now: float, activity: str | None) -> bool:
+        """Decide whether the watched thread has been silent for too long.
+
+        After an activity that may take long, the silence begins anew: it ends before the next progress is reported.
+        """
+        since = self._last_progress_at
+        if activity is not None:
+            self._last_slow_at = now
+        else:
+            since = max(since, self._last_slow_at)
+        return now - since > self.limit_s(activity)
 
     def _examine(self, frames: list[FrameType]) -> None:
         """Answer the alarm, and learn who is to blame: from the rank that reads the answers, or as that rank."""
