@@ -25,6 +25,7 @@ LAYERS = (
     "recovery",
     "preemption",
     "checkpoint",
+    "islands",
     "metrics",
     "health",
     "planner",
