@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from hfscale.errors import UsageError
+from hfscale.facts.compression import Compression
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
+from hfscale.planner.islands import Islands, judge_islands, parse_bandwidth
 from hfscale.planner.job import Method, Optimizer, Precision, Task, check_pure
 from hfscale.planner.plan import Objective, plan, plan_gpu_types
 
@@ -69,6 +71,12 @@ def run(
     usd_per_gpu_hour: Annotated[float | None, typer.Option(help="Your price, instead of the providers'.")] = None,
     spot_interruptions: Annotated[float | None, typer.Option(help="Preemptions per spot node and hour.")] = None,
     prices: Annotated[Path | None, typer.Option(help="Your price list, rows as in hfscale/facts/prices.toml.")] = None,
+    islands: Annotated[
+        int | None, typer.Option(help="Number of places that exchange now and then (DiLoCo), each with --gpus GPUs.")
+    ] = None,
+    island_bandwidth: Annotated[str | None, typer.Option(help="Link between islands, one direction: 1Gbps.")] = None,
+    island_steps: Annotated[int, typer.Option(help="Steps between two exchanges of the islands.")] = Islands.steps,
+    island_bits: Annotated[int, typer.Option(help="Bits per value that islands exchange: 32, 8 or 4.")] = 32,
     top: Annotated[int, typer.Option(help="Number of choices to show.")] = 5,
     emit: Annotated[Path | None, typer.Option(help="Write configs, script and launch command to this folder.")] = None,
     choice: Annotated[int, typer.Option(help="Number of the choice that --emit writes.")] = 1,
@@ -96,6 +104,7 @@ def run(
     check_pure(pure_bf16, precision)
     if top < 1:
         raise UsageError(f"--top is {top}: give a number of choices of at least 1")
+    places = _islands(islands, island_bandwidth, island_steps, island_bits)
     options: dict[str, Any] = {
         "gpus": gpus,
         "gpus_per_node": gpus_per_node,
@@ -127,6 +136,8 @@ def run(
         "top": top,
     }
     if "," in gpu:
+        if places is not None:
+            raise UsageError(f"--gpu is {gpu}: --islands takes one GPU; compare first, then name the one")
         if emit is not None or plot is not None:
             raise UsageError(f"--gpu is {gpu}: --emit and --plot take one GPU; compare first, then name the one")
         names = [name.strip() for name in gpu.split(",") if name.strip()]
@@ -144,13 +155,31 @@ def run(
 
         draw(result, plot)
         written.append(plot)
+    verdict = None
+    if places is not None and result.choices:
+        verdict = judge_islands(result.choices[0].estimate, places, result.tokens)
     if as_json:
-        print(json.dumps({**result.to_dict(), **({"files": [str(path) for path in written]} if written else {})}))
+        more = {"files": [str(path) for path in written]} if written else {}
+        print(json.dumps({**result.to_dict(), **({} if verdict is None else {"islands": verdict.to_dict()}), **more}))
     else:
         from hfscale.cli.plan_view import show
 
-        show(result, written)
+        show(result, written, verdict)
     return 0 if result.choices else 1
+
+
+def _islands(count: int | None, bandwidth: str | None, steps: int, bits: int) -> Islands | None:
+    """Return what `--islands` and its options describe; None without it."""
+    if count is None:
+        if bandwidth is not None:
+            raise UsageError(
+                f"--island-bandwidth is {bandwidth}, and --islands is missing: give the number of islands"
+            )
+        return None
+    if bandwidth is None:
+        raise UsageError(f"--islands is {count}: give --island-bandwidth too, such as 1Gbps")
+    link = parse_bandwidth(bandwidth)
+    return Islands(count=count, link_bytes_s=link, steps=steps, compression=Compression(bits=bits))
 
 
 def _compare(model: str, gpu_types: list[str], options: dict[str, Any], *, as_json: bool) -> int:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from hfscale.cli.terminal import make_console, make_table
 from hfscale.planner.estimate import fits_word
+from hfscale.planner.islands import IslandsVerdict
 from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.plan import Choice, Plan
 from hfscale.planner.search import PlanRequest
@@ -19,12 +20,13 @@ COSTS_SHOWN = 6
 _COST_TITLE = "Cost of the first choice (goodput: share of the time that is training, without failures and saves)"
 
 
-def show(plan: Plan, written: Sequence[Path]) -> None:
+def show(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = None) -> None:
     """Print a plan: its choices with memory, time and cost, then rejected layouts, advice and warnings.
 
     Args:
         plan (`Plan`): the plan.
         written (`Sequence[Path]`): files that were written, to be listed.
+        islands (`IslandsVerdict`, *optional*): whether several islands pay.
     """
     console = make_console()
     shape = plan.request.shape
@@ -51,6 +53,9 @@ def show(plan: Plan, written: Sequence[Path]) -> None:
     if plan.min_gpus is not None:
         console.print(f"Fewest GPUs that suffice: {plan.min_gpus}")
     _list(console, "Estimated, but no recipe of hfscale can launch", plan.unlaunchable)
+    if islands is not None:
+        console.print(_islands(islands))
+        console.print(f"It {'pays' if islands.pays else 'does not pay'}: {islands.reason}.")
     if plan.improvements:
         console.print(_improvements(plan))
     _list(console, "Rejected", _reasons(plan))
@@ -183,6 +188,25 @@ def _ranges(plan: Plan) -> Table:
 
 def _range(ends: Sequence[float], form: str) -> str:
     return f"{ends[0]:{form}} to {ends[1]:{form}}"
+
+
+def _islands(found: IslandsVerdict) -> Table:
+    """Return a table of the ways to use several islands of the first choice."""
+    numbers = ("tokens/s", "bytes sent/token", "waiting", "host GiB")
+    title = f"\n{found.islands} islands of choice 1 each (tokens/s of all of them)"
+    table = make_table("way", *numbers, right=numbers, title=title)
+    sent = f"{found.bytes_per_round / 1e9:,.3g} GB in {found.round_s:,.1f} s"
+    table.add_row(
+        f"DiLoCo, exchange every {found.steps} steps ({sent})",
+        f"{found.diloco:,.0f}",
+        f"{found.bytes_per_token:,.3g}",
+        f"{found.stall_fraction:.1%}",
+        f"{found.host_gib:,.0f}",
+    )
+    table.add_row("DDP or HSDP over the link", f"{found.ddp:,.0f}", f"{found.ddp_bytes_per_token:,.3g}", "", "")
+    table.add_row("FSDP2 over the link", f"{found.fsdp2:,.0f}", "", "", "")
+    table.add_row("one island alone", f"{found.one_island:,.0f}", "0", "", "")
+    return table
 
 
 def _improvements(plan: Plan) -> Table:

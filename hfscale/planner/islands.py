@@ -1,0 +1,166 @@
+"""Whether islands (DiLoCo) pay over a slow link: their throughput beside DDP and FSDP2 over the same link.
+
+Every island is an ordinary launch, which the plan's first choice describes. After H steps each island uploads its
+compressed pseudo-gradient to the rendezvous, which is at island 0, and downloads those of the others. Nothing is
+computed meanwhile. DDP and FSDP2 would run over all islands as one job of the same layout per island.
+"""
+
+import math
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hfscale.errors import UsageError
+from hfscale.facts.compression import Compression
+from hfscale.planner.estimate import Estimate
+from hfscale.planner.frameworks import find_framework
+from hfscale.planner.memory import GIB, trained_parameters
+from hfscale.planner.network import exposed_s
+
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+GAIN = 1.05
+"""Least speed relative to the next best way at which islands are said to pay; less is within the errors."""
+STALLED = 0.05
+"""Share of the time in the exchange that the suggested number of steps keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """Describes islands and the link between them."""
+
+    count: int
+    """Number of islands, at least 2; each has the GPUs and the batch of the plan."""
+    link_bytes_s: float
+    """Bandwidth between an island and the others, one direction, bytes/s."""
+    steps: int = 100
+    """Optimizer steps between two exchanges (H)."""
+    compression: Compression = field(default_factory=Compression)
+    """How pseudo-gradients are sent."""
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise UsageError(f"--islands is {self.count}: give at least 2, or leave it out to plan for one place")
+        if self.steps < 1:
+            raise UsageError(f"--island-steps is {self.steps}: give a number of steps of at least 1, such as 100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandsVerdict:
+    """Holds the throughput of the ways to use several islands, tokens/s over all of them, and what follows."""
+
+    islands: int
+    """Number of islands."""
+    steps: int
+    """Steps between two exchanges."""
+    bytes_per_round: int
+    """Bytes that an island sends in an exchange."""
+    round_s: float
+    """Seconds of an exchange."""
+    stall_fraction: float
+    """Share of the time that the islands wait in exchanges."""
+    bytes_per_token: float
+    """Bytes that an island sends per token that it trains on."""
+    ddp_bytes_per_token: float
+    """The same with an all-reduce of the gradients at every step."""
+    host_gib: float
+    """Host memory of an island for parameters, momentum and what was not sent yet, fp32, GiB."""
+    one_island: float
+    """Tokens/s of one island alone."""
+    diloco: float
+    """Tokens/s with DiLoCo."""
+    ddp: float
+    """Tokens/s with DDP or HSDP, whose gradients are all-reduced over the link at every step."""
+    fsdp2: float
+    """Tokens/s with FSDP2 sharded over all islands, whose parameters and gradients cross the link."""
+    hours: float | None
+    """Hours to train on all tokens with DiLoCo, without interruptions; None where their number is not known."""
+    pays: bool
+    """Whether DiLoCo is faster than every other way."""
+    reason: str
+    """Why, as a sentence."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the key `islands` of `hfscale plan --json`."""
+        return asdict(self)
+
+
+def parse_bandwidth(text: str) -> float:
+    """Parses a bandwidth in bits per second such as `1Gbps`, `100Mbit/s` or `2.5 Gbit`.
+
+    Args:
+        text (`str`): The bandwidth; K, M, G and T are powers of 1000.
+
+    Returns:
+        `float`: Bytes per second.
+
+    Raises:
+        `UsageError`: It has no unit, or is not above 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KkMmGgTt])(?:bps|bit|bit/s)", text.strip())
+    bits = 0.0 if found is None else float(found[1]) * _UNITS[found[2].lower()]
+    if not 0 < bits < 1e15:
+        raise UsageError(
+            f"--island-bandwidth is {text!r}: write the bits per second between islands, such as 1Gbps or 100Mbps"
+        )
+    return bits / 8
+
+
+def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = None) -> IslandsVerdict:
+    """Compares islands with one island alone and with DDP and FSDP2 over the same link.
+
+    Args:
+        estimate (`Estimate`): One island: its job and the duration of its step.
+        islands (`Islands`): The islands and the link.
+        tokens (`float`, *optional*): Tokens to train on, all islands together.
+    """
+    job, step_s = estimate.job, estimate.time.total
+    trained = int(trained_parameters(job))
+    count, link = islands.count, islands.link_bytes_s
+    payload = islands.compression.bytes_of(trained)
+    # The islands upload at the same time; then island 0 sends to each of the others what it does not have.
+    round_s = payload * (1 + (count - 1) ** 2) / link
+    period_s = islands.steps * step_s + round_s
+    all_tokens = count * job.tokens_per_step
+
+    overlap = find_framework(job.framework).overlap_dp
+    gradient = find_framework(job.framework).gradient_bytes * trained
+    # An all-reduce in a ring of islands; it overlaps with the backward pass of the last micro-batch, two thirds of it.
+    reduced = 2 * (count - 1) / count * gradient
+    backward_s = estimate.time.compute / job.micro_batches * 2 / 3
+    ddp_s = step_s + exposed_s(reduced / link, backward_s, overlap)
+    # Every byte of a ring over all ranks enters and leaves each island once: parameters before both passes of each
+    # micro-batch, gradients after the second one.
+    gathered = job.micro_batches * (2 * 2.0 * job.shape.total_parameters + gradient)
+    fsdp2_s = step_s + exposed_s(gathered / link, estimate.time.compute, overlap)
+
+    one_island = job.tokens_per_step / step_s
+    diloco, ddp, fsdp2 = islands.steps * all_tokens / period_s, all_tokens / ddp_s, all_tokens / fsdp2_s
+    others = {"one island alone": one_island, "DDP or HSDP over the link": ddp, "FSDP2 over the link": fsdp2}
+    best = max(others, key=lambda name: others[name])
+    pays = diloco > GAIN * others[best]
+    enough = math.ceil(round_s * (1 - STALLED) / STALLED / step_s)
+    if pays:
+        reason = f"DiLoCo is {diloco / others[best]:.2f} times as fast as {best}, the next best way"
+    elif best == "one island alone":
+        reason = "one island alone is as fast: exchange less often (--island-steps) or in fewer bits (--island-bits)"
+    else:
+        reason = f"{best} is as fast, and its results do not differ from those of one place"
+    if enough > islands.steps:
+        reason += f"; with --island-steps {enough} the islands wait {STALLED:.0%} of the time"
+    return IslandsVerdict(
+        islands=count,
+        steps=islands.steps,
+        bytes_per_round=payload,
+        round_s=round_s,
+        stall_fraction=round_s / period_s,
+        bytes_per_token=payload / (islands.steps * job.tokens_per_step),
+        ddp_bytes_per_token=reduced / job.tokens_per_step,
+        host_gib=4.0 * trained * (2 if islands.compression.lossless else 3) / GIB,
+        one_island=one_island,
+        diloco=diloco,
+        ddp=ddp,
+        fsdp2=fsdp2,
+        hours=None if tokens is None else tokens / diloco / 3600,
+        pays=pays,
+        reason=reason,
+    )
