@@ -168,7 +168,8 @@ def build(config: Any, regime: Regime, recomputed: str, *, rank: int = LORA_RANK
     dtype = torch.float32 if regime in ("fp32", "autocast") else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if regime.startswith("lora"):
-        lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        # PEFT cannot adapt a router that returns a tuple (Phi-3.5-MoE).
+        lora = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=r".*\.router", task_type="CAUSAL_LM")
         adapted = get_peft_model(model, lora, autocast_adapter_dtype=regime == "lora")
         model = adapted.get_base_model()
         if regime == "lora_bf16":
@@ -214,13 +215,14 @@ def bytes_per_token(model: PreTrainedModel, regime: Regime, seq_len: int) -> flo
 
 def sample(family: str, random_: random.Random) -> dict[str, Any]:
     """Draws a small config of a family, under the names of hfscale's keys."""
-    heads = random_.choice((4, 8) if family == "codegen" else (2, 4, 6, 8))
+    # CodeGen splits queries in four parts, and copies them where a part has several heads.
+    heads = random_.choice((8, 16) if family == "codegen" else (2, 4, 6, 8))
     head_dim = random_.choice((8, 16, 24, 32))
     known = {field.name for field in fields(CONFIG_MAPPING[family])}
     known |= {"head_dim"} if family == "qwen3_moe" else set()  # its class reads the key without declaring it
     is_free = ("head_dim" in known or "kv_lora_rank" in known) and family != "helium"
     is_eager = family in ("gemma2", "gpt_oss")  # their attention copies keys and values, but not those of one head
-    layers = random_.choice((1, 2, 3))
+    layers = random_.choice((2, 3, 4) if family == "gemma2" else (1, 2, 3))  # Gemma 2: layers of both kinds
     experts = random_.choice((4, 6, 8))
     wanted: dict[str, Any] = {
         "vocab_size": 64,

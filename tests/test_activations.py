@@ -25,12 +25,8 @@ from hfscale.planner.activations import layer_bytes, regime_of
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import GIB, host_gib, node_host_gib, peak_of
 
-COPIED = ("phimoe",)
-"""Families whose factors are those of a similar family (docs/limits.md)."""
-INEXACT = ("codegen",)
-"""Families whose bytes are not a sum of widths on small models (docs/limits.md)."""
 OFTEN_TRAINED = ("llama", "qwen3", "olmo2", "gemma3_text", "gpt2")
-MEASURED = tuple(name for name in FAMILIES if name not in (*COPIED, *INEXACT, *OFTEN_TRAINED))
+MEASURED = tuple(name for name in FAMILIES if name not in OFTEN_TRAINED)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def network(constants=PERFECT, **options):
 
 class TestNetwork:
     @pytest.mark.parametrize(
-        ("gpu", "card"), [("T4", 12.5 / 8), ("RTX4090", 12.5 / 8), ("L40S", 12.5), ("MI300X", 50.0)]
+        ("gpu", "card"),
+        [("T4", 12.5 / 8), ("RTX4090", 12.5 / 8), ("L40S", 12.5 / 8), ("H200-NVL", 25.0), ("MI300X", 50.0)],
     )
     def test_cards_without_a_reference_node_share_one_network_card(self, gpu, card):
         links = Network.of(accelerator(gpu), node_size=8, network_gb_s=None, shared=PERFECT)

@@ -11,13 +11,14 @@ import torch
 from conftest import RECIPE, REPOSITORY
 
 from hfscale.cli import main
+from hfscale.cli.tune import Tuning
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import accelerator, find_accelerator
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.plan import plan
 from hfscale.planner.tuning import candidates, correct, number_of_runs, successive_halving
 from hfscale.recipe.command import read_command
-from hfscale.report.trial import run_trial
+from hfscale.report.trial import Trial, run_trial
 
 H100 = accelerator("H100-80GB")
 
@@ -200,6 +201,21 @@ def test_wrong_usage(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_error_in_the_json_is_the_relative_error_of_the_prediction(tmp_path):
+    found = plan("llama-3.1-8b", gpu=H100, gpus=8, seq_len=4096)
+    chosen = candidates(found, 3, can_run=lambda job: True)
+    tuning = Tuning(command=read_command(launch("--config_name", "x")), plan=found, output_dir=tmp_path, ends=0.0)
+    tuning.configurations = {candidate.name: candidate for candidate in chosen}
+    measured = Trial(tokens_per_s=chosen[0].predicted_tokens_per_s / 1.25, memory_gib=1.0, seconds=1.0)
+    failed = Trial(error="out of memory", seconds=1.0)
+    tuning.results = {chosen[0].name: (measured, 3), chosen[1].name: (failed, 3)}
+    first, second, third = tuning.to_dict()["configurations"]
+    assert (first["error"], first["reason"]) == (pytest.approx(0.25), None)
+    assert (second["error"], second["reason"]) == (None, "out of memory")
+    assert third["error"] is None
+    assert "not run" in third["reason"]
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
 def test_three_configurations_on_a_cpu(tmp_path, monkeypatch):
@@ -230,7 +246,9 @@ date = "2026"
     rows = {row["name"]: row for row in answer["configurations"]}
     assert len(rows) == 3
     assert len({row["strategy"] for row in rows.values()}) == 3
-    assert all(row["predicted_tokens_per_s"] > 0 and row["error"] is None for row in rows.values())
+    for row in rows.values():
+        assert row["error"] == row["predicted_tokens_per_s"] / row["measured_tokens_per_s"] - 1
+        assert row["reason"] is None
     assert answer["chosen"] == max(rows, key=lambda name: rows[name]["measured_tokens_per_s"])
     assert sorted(row["steps"] for row in rows.values()) == [3, 6, 6]
     assert len([line for line in done.stderr.splitlines() if "tokens/s" in line]) == number_of_runs(3)

@@ -229,7 +229,8 @@ class Tuning:
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         estimate = candidate.choice.estimate
         trial, steps = self.results.get(candidate.name, (None, None))
-        error = "not run: the time or the money was used up" if trial is None else trial.error
+        reason = "not run: the time or the money was used up" if trial is None else trial.error
+        measured = None if trial is None else trial.tokens_per_s
         described = candidate.choice.to_dict()
         layout = (
             "strategy",
@@ -243,8 +244,9 @@ class Tuning:
         return {
             "name": candidate.name,
             "predicted_tokens_per_s": candidate.predicted_tokens_per_s,
-            "measured_tokens_per_s": None if trial is None else trial.tokens_per_s,
-            "error": error,
+            "measured_tokens_per_s": measured,
+            "error": None if measured is None else candidate.predicted_tokens_per_s / measured - 1,
+            "reason": reason,
             "predicted_memory_gib": estimate.memory.total,
             "measured_memory_gib": None if trial is None else trial.memory_gib,
             "steps": steps,
@@ -407,17 +409,17 @@ def _show(answer: dict[str, Any]) -> None:
     numbers = ("predicted tokens/s", "measured", "error", "predicted GiB", "measured GiB", "steps")
     table = make_table("configuration", *numbers, "", right=numbers)
     for row in answer["configurations"]:
-        predicted, measured = row["predicted_tokens_per_s"], row["measured_tokens_per_s"]
+        measured = row["measured_tokens_per_s"]
         gib = row["measured_memory_gib"]
         table.add_row(
             row["name"],
-            f"{predicted:,.0f}",
+            f"{row['predicted_tokens_per_s']:,.0f}",
             "" if measured is None else f"{measured:,.0f}",
-            "" if measured is None else f"{predicted / measured - 1:+.0%}",
+            "" if measured is None else f"{row['error']:+.0%}",
             f"{row['predicted_memory_gib']:.1f}",
             "" if gib is None else f"{gib:.1f}",
             str(row["steps"] or ""),
-            row["error"] or ("chosen" if row["name"] == answer["chosen"] else ""),
+            row["reason"] or ("chosen" if row["name"] == answer["chosen"] else ""),
         )
     console.print(table)
     if answer["chosen"] is None:

@@ -30,7 +30,11 @@ LIGER_FAMILIES = (
     "qwen3",
     "qwen3_moe",
 )
-"""Families for which Liger Kernel fuses head and loss (Liger Kernel 0.6, transformers/monkey_patch.py)."""
+"""Families whose head and loss Liger Kernel fuses by default: those of 0.6.0, the oldest version that hfscale accepts
+(linkedin/Liger-Kernel, tag v0.6.0, src/liger_kernel/transformers/monkey_patch.py: the entries of
+`MODEL_TYPE_TO_APPLY_LIGER_FN` with `fused_linear_cross_entropy=True`). Granite is an entry without it. Version 0.8.2
+adds exaone4, gpt_oss, hunyuan_v1_dense, ministral, nemotron, olmo3 and smollm3; with an older one their logits would
+be computed in full, after a log message only."""
 
 
 def can_fuse_loss(job: Job) -> bool:

@@ -28,8 +28,8 @@ def exposed_s(traffic: float, compute: float, overlap: float) -> float:
 
 
 DEFAULT_NODE_GB_S = 12.5
-"""Network bandwidth of a node, GB/s, where the vendor has no reference node: one card of 100 Gbit/s for all GPUs, as
-in AWS g4dn.metal (eight T4), g5.48xlarge (eight A10G) and g6.48xlarge (eight L4)."""
+"""Network bandwidth of a node, GB/s, where the vendor has no reference node: 100 Gbit/s for all GPUs, as AWS's nodes
+of eight A10G have (Amazon EC2 user guide, accelerated computing instances, G5: "up to 100 Gbps")."""
 
 
 def datasheet_network_gb_s(gpu: Accelerator, node_size: int) -> float:
