@@ -24,6 +24,7 @@ NAMES = (
     "memory_options",
     "activations",
     "async_save",
+    "snapshot_cost",
     "packing",
     "control_plane",
 )

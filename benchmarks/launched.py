@@ -10,13 +10,14 @@ REPOSITORY = Path(__file__).parent.parent
 _PREFIX = "result: "
 
 
-def launch_benchmark(module: str, *, processes: int, config: str = "ddp") -> Any:
+def launch_benchmark(module: str, *, processes: int, config: str = "ddp", supervised: bool = False) -> Any:
     """Launch `python -m module` on several processes.
 
     Args:
         module (`str`): The module; its main process calls `send_result` once.
         processes (`int`): Number of processes.
         config (`str`): Name of a file in `accelerate_configs`, without its suffix.
+        supervised (`bool`): Whether to launch it under `hfscale run`.
 
     Returns:
         `Any`: The result that the main process has sent.
@@ -25,8 +26,9 @@ def launch_benchmark(module: str, *, processes: int, config: str = "ddp") -> Any
         RuntimeError: The module failed; the message has the end of its standard error.
     """
     options = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(processes)]
+    supervisor = [sys.executable, "-m", "hfscale", "run", "--max-restarts", "0", "--"] if supervised else []
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", module],
+        [*supervisor, sys.executable, "-m", "accelerate.commands.launch", *options, "-m", module],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.callbacks import memory_snapshots
 from hfscale.callbacks.memory_snapshots import MAX_COST, MemorySnapshots
 from hfscale.checkpoint.writer import finish_renames
+from hfscale.errors import UsageError
 from hfscale.recovery import rank_link
 from hfscale.recovery.run_memory import FOLDER_VARIABLE, INTERVAL_VARIABLE, RunMemory
 
@@ -167,6 +168,31 @@ def test_the_best_checkpoint_is_one_of_the_output_directory(memory, tmp_path):
     with pytest.raises(Killed):
         run.train()
     assert Path(run.state.best_model_checkpoint).parent == tmp_path / "out"
+
+
+def test_the_interval_of_the_callback_holds_unless_the_supervisor_has_one(memory, tmp_path, monkeypatch):
+    class Steps(TrainerCallback):
+        def __init__(self):
+            self.seen = set()
+
+        def on_step_end(self, *args, **kwargs):
+            self.seen.update(snapshots(memory, args[0].output_dir))
+
+    def run(output_dir):
+        steps = Steps()
+        callbacks = [SpotCheckpointCallback(asynchronous=False, memory_interval_steps=4), steps]
+        arguments = tiny_arguments(output_dir, max_steps=10, save_strategy="steps", save_steps=100)
+        Trainer(model=tiny_model(), args=arguments, train_dataset=RandomTokens(64), callbacks=callbacks).train()
+        return steps.seen
+
+    assert len(run(tmp_path / "supervisor")) > 5
+    monkeypatch.delenv(INTERVAL_VARIABLE)
+    assert run(tmp_path / "callback") == {"checkpoint-4", "checkpoint-8"}
+
+
+def test_an_interval_below_one_step_is_refused():
+    with pytest.raises(UsageError, match="memory_interval_steps is 0"):
+        SpotCheckpointCallback(memory_interval_steps=0)
 
 
 def test_the_supervisor_hears_of_the_training(memory, tmp_path):

@@ -47,9 +47,14 @@ class MemorySnapshots(CopiedWithoutRun):
     is written. The interval follows from the measured cost, so that it stays below `MAX_COST`: the time for which
     training waits, and the slowdown of the steps during which a snapshot is written. Without a supervisor it does
     nothing.
+
+    Args:
+        interval_steps (`int`, *optional*): steps between two snapshots, instead; `hfscale run --memory-interval-steps`
+            goes before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval_steps: int | None = None) -> None:
+        self._asked_interval = interval_steps
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -95,7 +100,7 @@ class MemorySnapshots(CopiedWithoutRun):
             logger.warning("no snapshots in host memory: %s; after a failure the run resumes from the disk", why_not)
             return
         forced = os.environ.get(INTERVAL_VARIABLE)
-        self._interval = int(forced) if forced else None
+        self._interval = int(forced) if forced else self._asked_interval
         self._next_step = state.global_step + (self._interval or _FIRST_AFTER_STEPS)
         self._saving = saving
         if saving.commits:

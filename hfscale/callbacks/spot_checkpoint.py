@@ -104,10 +104,14 @@ class SpotCheckpointCallback(AdapterCallback):
             Committed checkpoints are copied there in the background, and a newer one than the local is fetched from
             there when the Trainer is made. `save_total_limit` holds there too. Credentials come from where the
             provider's tools look for them.
+        memory_interval_steps (`int`, *optional*): steps between two snapshots in host memory under `hfscale run`
+            (docs/recovery.md); by default as many as keep their cost below 1%. The flag of `hfscale run` goes before
+            it.
 
     Raises:
-        UsageError: a cadence or `notice_s` is not positive, the cloud or `on_preemption` is unknown, `remote` is not a
-            valid URL, the training arguments have `enable_jit_checkpoint`, or another run holds the output directory.
+        UsageError: a cadence, `notice_s` or `memory_interval_steps` is not positive, the cloud or `on_preemption`
+            is unknown, `remote` is not a valid URL, the training arguments have `enable_jit_checkpoint`, or another
+            run holds the output directory.
         MissingDependencyError: the package for the protocol of `remote` is not installed.
         StorageError: on every rank: a file of a checkpoint could not be written during training; or, when the Trainer
             is made, the remote store cannot be read and there is no local checkpoint, or a download failed.
@@ -127,7 +131,10 @@ class SpotCheckpointCallback(AdapterCallback):
         on_preemption: Literal["exit", "return"] = "exit",
         asynchronous: bool = True,
         remote: str | None = None,
+        memory_interval_steps: int | None = None,
     ) -> None:
+        if memory_interval_steps is not None and memory_interval_steps < 1:
+            raise UsageError(f"memory_interval_steps is {memory_interval_steps}: it must be 1 or greater")
         if on_preemption not in ("exit", "return"):
             raise UsageError(f"on_preemption is {on_preemption!r}: use exit or return")
         self.on_preemption = on_preemption
@@ -137,7 +144,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self.last_committed: str | None = None
         """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
         self.preemption = PreemptionStop(notice_s=notice_s, cloud=cloud, stop_file=stop_file)
-        self.memory = MemorySnapshots()
+        self.memory = MemorySnapshots(memory_interval_steps)
         self._begin_run()
 
     def _begin_run(self) -> None:

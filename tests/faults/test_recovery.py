@@ -1,8 +1,9 @@
 """`kill -9` of any rank at any moment under `hfscale run`: the run goes on from memory, with the same losses.
 
 Part of the long suite, `make test-faults`. The environment variable HFSCALE_RECOVERY_RUNS is the number of supervised
-runs, each with several kills, 12 by default, and HFSCALE_SEED selects other random kills. A file that
-HFSCALE_RECOVERY_RESULTS names receives one JSON line per run.
+runs, each with several kills, 15 by default, and HFSCALE_SEED selects other random kills. HFSCALE_RECOVERY_DISK=1
+repeats each run with checkpoints on the disk every fifth step and no snapshots. A file that HFSCALE_RECOVERY_RESULTS
+names receives one JSON line per run.
 """
 
 import json
@@ -19,13 +20,17 @@ from preemption_trials import losses
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
 SERVER = REPOSITORY / "tests" / "workers" / "recovery_server.py"
-RUNS, SEED = int(os.environ.get("HFSCALE_RECOVERY_RUNS", "12")), os.environ.get("HFSCALE_SEED", "0")
-STRATEGIES = ("ddp", "fsdp2", "zero3")
+RUNS, SEED = int(os.environ.get("HFSCALE_RECOVERY_RUNS", "15")), os.environ.get("HFSCALE_SEED", "0")
+IN_MEMORY = [True, False] if os.environ.get("HFSCALE_RECOVERY_DISK") else [True]
+STRATEGIES = ("ddp", "fsdp2", "zero3", "fsdp2_hsdp", "tp_pp")
+PARALLEL = {"tp_pp": {"tp_size": 2, "pp_size": 2}}  # of `ParallelTrainer`
+FOUR_PROCESSES = ("fsdp2_hsdp", "tp_pp")
+NO_SNAPSHOT = 1000  # steps, more than a run has
+DISK_INTERVAL = 5
 STEPS, KILLS = 24, 4
 PHASES = ("step", "substep", "optimizer", "data")
 ARGUMENTS = {
     "save_strategy": "steps",
-    "save_steps": 1000,
     "max_steps": STEPS,
     "resume_from_checkpoint": "true",
     "lr_scheduler_type": "linear",
@@ -61,7 +66,8 @@ def environment(tmp_path_factory):
             folder = tmp_path_factory.mktemp(strategy)
             (folder / "ds_configs").symlink_to(REPOSITORY / "ds_configs")
             script = REPOSITORY / "tests" / "workers" / "environment.py"
-            done = accelerate_launch(folder, REPOSITORY / "accelerate_configs" / f"{strategy}.yaml", 2, script)
+            world = 4 if strategy in FOUR_PROCESSES else 2
+            done = accelerate_launch(folder, REPOSITORY / "accelerate_configs" / f"{strategy}.yaml", world, script)
             assert done.code == 0, done.err[-2000:]
             known[strategy] = json.loads((folder / "environment.json").read_text())
             if strategy.startswith("zero"):
@@ -71,10 +77,11 @@ def environment(tmp_path_factory):
     return of
 
 
-def supervise(server, folder, env, kills, *, interval=1, **more):
+def supervise(server, folder, env, kills, *, interval=1, save_steps=1000, **more):
     """Run a supervised training in `folder`; return its exit code, its standard error and its log."""
     folder.mkdir()
-    spec = {"folder": str(folder), "arguments": ARGUMENTS, "world": 2, "kills": kills, "env": env, **more}
+    arguments = ARGUMENTS | {"save_steps": save_steps}
+    spec = {"folder": str(folder), "arguments": arguments, "world": 2, "kills": kills, "env": env, **more}
     (folder / "spec.json").write_text(json.dumps(spec))
     launcher = [sys.executable, str(SERVER), "launch", str(server), str(folder / "spec.json")]
     options = ["--memory-interval-steps", str(interval), "--max-restarts", "50", "--log", str(folder / "run.jsonl")]
@@ -91,41 +98,50 @@ def supervise(server, folder, env, kills, *, interval=1, **more):
 
 @pytest.fixture(scope="module")
 def uninterrupted(server, environment, tmp_path_factory):
-    """The losses of a run without a kill, by strategy."""
+    """The losses of a run without a kill, by strategy and number of processes."""
     known = {}
 
-    def of(strategy):
-        if strategy not in known:
-            folder = tmp_path_factory.mktemp("whole") / strategy
-            done, _ = supervise(server, folder, environment(strategy), [], interval=1000)
+    def of(strategy, world=2):
+        if (strategy, world) not in known:
+            folder = tmp_path_factory.mktemp("whole") / f"{strategy}-{world}"
+            more = {"world": world, "parallel": PARALLEL.get(strategy)}
+            done, _ = supervise(server, folder, environment(strategy), [], interval=NO_SNAPSHOT, **more)
             assert done.returncode == 0, done.stderr
-            known[strategy] = losses(folder)
-        return known[strategy]
+            known[strategy, world] = losses(folder)
+        return known[strategy, world]
 
     return of
 
 
+@pytest.mark.parametrize("in_memory", IN_MEMORY)
 @pytest.mark.parametrize("number", range(RUNS))
-def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(server, environment, uninterrupted, tmp_path, number):
+def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(
+    server, environment, uninterrupted, tmp_path, number, in_memory
+):
     chance = random.Random(f"{SEED}-{number}")
     strategy = STRATEGIES[number % len(STRATEGIES)]
+    world = 4 if strategy in FOUR_PROCESSES else chance.choice((2, 2, 3, 4))
     kills = [
         {
             "restart": restart,
-            "rank": chance.randrange(2),
+            "rank": chance.randrange(world),
             "phase": (phase := chance.choice(PHASES)),
             "at": chance.randint(16, 64) if phase == "data" else chance.randint(3, 10),  # three in one step end it
             "after_s": chance.uniform(0, 0.1),
         }
         for restart in range(KILLS)
     ]
-    done, events = supervise(server, tmp_path / "run", environment(strategy), kills)
+    tier = {"interval": 1} if in_memory else {"interval": NO_SNAPSHOT, "save_steps": DISK_INTERVAL}
+    more = {"world": world, "parallel": PARALLEL.get(strategy)}
+    done, events = supervise(server, tmp_path / "run", environment(strategy), kills, **tier, **more)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(tmp_path / "run") == uninterrupted(strategy)
+    assert losses(tmp_path / "run") == uninterrupted(strategy, world)
     restarts = [event for event in events if event["event"] == "restart"]
     recovered = [event for event in events if event["event"] == "recovered"]
     result = {
         "strategy": strategy,
+        "processes": world,
+        "from": "memory" if in_memory else "disk",
         "kills": len(restarts),
         "steps_lost": [event["steps_lost"] for event in recovered],
         "seconds": [
@@ -136,7 +152,8 @@ def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(server, environm
         with Path(os.environ["HFSCALE_RECOVERY_RESULTS"]).open("a") as file:
             file.write(json.dumps(result) + "\n")
     assert restarts
-    assert max(result["steps_lost"]) <= 2  # the last step, and the one whose snapshot was being written
+    if in_memory:
+        assert max(result["steps_lost"]) <= 2  # the last step, and the one whose snapshot was being written
 
 
 def test_a_rank_that_hangs_is_found_and_the_run_goes_on(server, environment, uninterrupted, tmp_path):

@@ -24,7 +24,7 @@ from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 from workers.blocked import block_in_c
 
-from hfscale import CommHealthCallback, ParallelArguments, ScalingCallback, SpotCheckpointCallback
+from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, ScalingCallback, SpotCheckpointCallback
 from hfscale.recipe.entrypoint import end_if_preempted, run
 from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
 from hfscale.recipe.resume import resume_point
@@ -96,19 +96,25 @@ class SavingTrainer(Trainer):
 
 def train(spec, phases):
     arguments = tiny_arguments("out", **spec["arguments"])
-    set_up_parallelism(ParallelArguments(), arguments)
+    parallel = ParallelArguments(**(spec.get("parallel") or {}))
+    trainer_class, more = SavingTrainer, {}
+    if spec.get("parallel"):
+        trainer_class, more = ParallelTrainer, {"parallel": parallel}
+    else:
+        set_up_parallelism(parallel, arguments)
     checkpoint = resume_point(arguments) if arguments.resume_from_checkpoint else None
     health = CommHealthCallback(hang_after_s=spec["hang_after_s"]) if "hang_after_s" in spec else None
     scaling = ScalingCallback(
         comm_health=health,
         spot_checkpoint=SpotCheckpointCallback(**({"on_preemption": "return"} | spec.get("spot", {}))),
     )
-    trainer = SavingTrainer(
+    trainer = trainer_class(
         model=tiny_model(attention_dropout=0.1, **spec.get("model", {})),
         args=arguments,
         train_dataset=Tokens(phases, "data", 64),
         eval_dataset=Tokens(phases, "eval_data", 32),
         callbacks=[] if spec.get("stock") else [PhaseCallback(phases), scaling],
+        **more,
     )
     if spec.get("stock"):
         trainer.add_callback(PhaseCallback(phases))
