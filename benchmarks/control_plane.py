@@ -4,17 +4,24 @@
 
 It runs the code of the package; only what ranks would measure or write (times of steps, positions in collectives, the
 content of files) is given. The exchange of a log runs over real gloo groups: the group of rank 0 and the group of the
-leaders, which have the most to do; each of their ranks is a process. Times are each process's own CPU time, since all
-ranks share the cores of one machine. The protocols over the store (pre-flight, hang alarm) are not simulated.
+leaders, which have the most to do; each of their ranks is a process, and the times are each process's own CPU time.
+
+The protocols over the launcher's store (pre-flight, hang alarm) run on all ranks at once: each is a thread with its own
+connection to the process of the store. The seconds are from the start to the last verdict. The CPU time of all ranks,
+which thousands of machines would share, is spent on this one, so they are an upper bound.
 """
 
 import gc
+import json
 import os
 import random
 import socket
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -27,17 +34,28 @@ import torch.distributed as dist
 
 from hfscale.checkpoint import writer
 from hfscale.checkpoint.manifest import FileRecord, Manifest
+from hfscale.health import hang, preflight
 from hfscale.health.diagnosis import Position, Snapshot, diagnose
 from hfscale.health.local_time import KEPT_STEPS
-from hfscale.health.stragglers import DataWaitJudge, StragglerJudge
+from hfscale.health.monitor import Monitor
+from hfscale.health.rank_store import RankStore
 from hfscale.utils.tree import Level, Tree
 
 RANKS = (1024, 4096, 16384)
 PER_NODE = 8
 DIAGNOSES = 100
 LOGS = 5
+LOGGED = (
+    *("data_wait_s", "window_s", "has_loss", "loss", "has_grad_norm", "grad_norm", "checksum"),
+    *("temperature_c", "power_w", "throttled"),
+)
+"""The numbers that `Monitor` exchanges, before the times of own work."""
 CHECKPOINT_BYTES = 2 * 10**12
 READ_BYTES_PER_S = 1e9
+PROCESSES = 8
+_STACKS = (
+    "thread MainThread\n" + '  File "/opt/train/model.py", line 128, in forward\n    return self.layers(x)\n' * 250
+)
 
 
 def measure(ranks: tuple[int, ...] = RANKS) -> dict[str, Any]:
@@ -50,6 +68,9 @@ def measure(ranks: tuple[int, ...] = RANKS) -> dict[str, Any]:
     for number in ranks:
         gc.collect()
         results[number] = {
+            "preflight": _over_store(number, _preflight_rank),
+            "late_rank": _over_store(number, _late_rank),
+            "dead_rank": _over_store(number, _dead_rank),
             "hang": _diagnoses(number),
             "log": _log(number),
             "save": _save(number),
@@ -58,6 +79,126 @@ def measure(ranks: tuple[int, ...] = RANKS) -> dict[str, Any]:
     largest = results[max(ranks)]
     summary = {f"{part}_{key}": value for part, figures in largest.items() for key, value in figures.items()}
     return {"summary": {"ranks": max(ranks), **summary}, "ranks": results}
+
+
+# Protocols over the store
+
+
+def _over_store(ranks: int, body: Callable[[RankStore], bool]) -> dict[str, float]:
+    """Run `body` for each rank; return the seconds until all have ended, and on how many the verdict was right."""
+    fork = get_context("fork")
+    ports, results, begin, end = fork.SimpleQueue(), fork.SimpleQueue(), fork.Event(), fork.Event()
+    server = fork.Process(target=_serve, args=(ports, end))
+    server.start()
+    port = ports.get()
+    share = -(-ranks // PROCESSES)
+    shares = [range(first, min(first + share, ranks)) for first in range(0, ranks, share)]
+    clients = [
+        fork.Process(target=_client, args=(port, ranks, numbers, body, begin, end, results)) for numbers in shares
+    ]
+    for client in clients:
+        client.start()
+    for _ in clients:
+        results.get()  # all ranks are connected
+    begun = time.monotonic()
+    begin.set()
+    rows = [results.get() for _ in clients]
+    seconds = time.monotonic() - begun
+    end.set()
+    for process in (*clients, server):
+        process.join(60)
+    return {
+        "seconds": round(seconds, 1),
+        "right_ranks": sum(row["right"] for row in rows),
+        "cpu_ms_per_rank": round(sum(row["cpu_s"] for row in rows) / ranks * 1e3, 2),
+    }
+
+
+def _serve(ports: Any, end: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports.put(store.port)
+    end.wait()
+    os._exit(0)
+
+
+def _client(
+    port: int, ranks: int, numbers: range, body: Callable[[RankStore], bool], begin: Any, end: Any, results: Any
+) -> None:
+    """Run some of the ranks, each in a thread of its own."""
+    threading.stack_size(256 * 1024)
+
+    def connect(rank: int) -> RankStore:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        return RankStore(dist.PrefixStore("simulated", store), rank, ranks)
+
+    stores = [connect(rank) for rank in numbers]
+    results.put(None)
+    begin.wait()
+    before_s = time.process_time()
+    with ThreadPoolExecutor(len(stores)) as threads:
+        right = sum(threads.map(body, stores))
+    results.put({"right": right, "cpu_s": time.process_time() - before_s})
+    end.wait()  # a connection that ends makes work for the store
+    os._exit(0)
+
+
+_thread = threading.local()
+_DESCRIBED = preflight.describe_rank({})
+
+
+def _describe_rank(**_: Any) -> dict[str, Any]:
+    """Replaces `preflight.describe_rank` in the processes of the simulated ranks."""
+    rank = _thread.rank
+    return _DESCRIBED | {"host": f"node-{rank // PER_NODE}", "local_rank": rank % PER_NODE}
+
+
+def _run_checks(checks: Any) -> None:
+    """Replaces the thread that checks a rank: all are well, apart from the clock of one rank."""
+    link = {"bytes": 4096, "seconds": 1e-3, "gb_s": 1.0, "wrong": 0, "blame": None, "where": "network"}
+    store = checks.rank_store
+    checks._groups()
+    checks.results |= {
+        "matmul": {"wrong": 0.0, "seconds": 1e-3, "slow_ratio": 2.0, "shares_cores": 1.0},
+        "links": [{"kind": kind, **link} for kind in preflight.measure.KINDS for _ in range(2)],
+        "clock": 100.0 + 10.0 * (store.rank == _guilty(store)),
+    }
+    store.write("results", checks.results)
+
+
+def _guilty(store: RankStore) -> int:
+    return store.world_size // 3
+
+
+def _preflight_rank(store: RankStore) -> bool:
+    """A pre-flight in which one rank's clock is wrong; return whether this rank learns of it."""
+    preflight.describe_rank, preflight._Checks.start = _describe_rank, _run_checks
+    _thread.rank = store.rank
+    found = preflight.run(store, preflight.PreflightPlan(device=torch.device("cpu"), deadline_s=60.0)).findings
+    return [(finding.check, finding.ranks) for finding in found] == [("clock", (_guilty(store),))]
+
+
+def _late_rank(store: RankStore) -> bool:
+    """A hang, from the alarm to the verdict, in which one rank has not reached a collective."""
+    return _examines(store)
+
+
+def _dead_rank(store: RankStore) -> bool:
+    """A hang in which one rank does not answer the alarm."""
+    return store.rank == _guilty(store) or _examines(store)
+
+
+def _examines(store: RankStore) -> bool:
+    """Return whether this rank learns which rank is to blame."""
+
+    class Watchdog(hang.HangWatchdog):
+        def _snapshot(self, _: Any) -> Snapshot:
+            return replace(_snapshot(store.rank, store.world_size, _guilty(store)), stacks=store.keep(_STACKS))
+
+    with tempfile.TemporaryDirectory() as folder:
+        watchdog = Watchdog(store, Path(folder))
+        time.sleep(random.random() * watchdog._poll_s)  # noqa: S311 (until it sees the alarm)
+        watchdog._examine([])
+    return [finding.ranks for finding in watchdog.findings] == [(_guilty(store),)]
 
 
 # The diagnosis of a hang
@@ -157,8 +298,8 @@ def _log_rank(number: int, processes: int, size: int, groups: int, port: int, re
     if number == 0 or number >= size:
         levels.append(Level(group=of_leaders, ranks=(0,) * groups, rows=size))
     tree = Tree(levels, depth=2, world_size=size * groups)
-    judges = (StragglerJudge([""] * size * groups), DataWaitJudge([""] * size * groups)) if number == 0 else None
-    row = torch.rand(12 + KEPT_STEPS, dtype=torch.float64) * 0.01 + 1.0
+    monitor = Monitor(hosts=[""] * size * groups)
+    row = torch.rand(len(LOGGED) + KEPT_STEPS, dtype=torch.float64) * 0.01 + 1.0
     times = []
     for _ in range(LOGS):
         dist.barrier()
@@ -169,11 +310,8 @@ def _log_rank(number: int, processes: int, size: int, groups: int, port: int, re
             levels[0].gather_rows(row.repeat(size, 1))
             table = None
         verdict = None
-        if judges is not None and table is not None:
-            columns = table[:, :2].T.tolist()
-            judges[0].add(table[:, 12:].numpy())
-            judges[1].add(*columns)
-            verdict = bytes(2000)
+        if number == 0 and table is not None:
+            verdict = json.dumps(monitor._judge(100, LOGGED, table)).encode()
         tree.broadcast_bytes(verdict)
         times.append(time.process_time() - before_s)
     results.put((number, statistics.median(times[1:])))

@@ -20,6 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -96,9 +97,13 @@ class Position:
     def from_dict(cls, fields: dict[str, Any]) -> "Position":
         """Return the position from a dictionary of its fields, as `to_dict` returns it."""
         ranks = fields["ranks"]
-        return cls(
-            **{**fields, "ranks": tuple(range(*map(int, ranks.split(":"))) if isinstance(ranks, str) else ranks)}
-        )
+        return cls(**{**fields, "ranks": _spaced(ranks) if isinstance(ranks, str) else tuple(ranks)})
+
+
+@cache
+def _spaced(text: str) -> tuple[int, ...]:
+    """Return the ranks `first:stop:step`; the snapshots of all ranks of a group share one tuple."""
+    return tuple(range(*map(int, text.split(":"))))
 
 
 def positions() -> list[Position]:

@@ -5,6 +5,8 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hfscale.utils.findings import Finding, Level, rank_error
@@ -100,16 +102,14 @@ def checksum(parameters: Iterable[torch.nn.Parameter], step: int) -> float:
     return float(int((bits * positions).sum().item()) % 2**52)
 
 
-def compare_replicas(
-    checksums: Sequence[float], norms: Sequence[float], hosts: Sequence[str], step: int
-) -> list[Finding]:
+def compare_replicas(checksums: npt.ArrayLike, norms: npt.ArrayLike, hosts: Sequence[str], step: int) -> list[Finding]:
     """Find ranks whose weights or gradient norm differ from those of the others.
 
     Gradient norms are compared only if no weights differ. Each comparison needs a finite value of every rank.
 
     Args:
-        checksums (`Sequence[float]`): the checksum of each rank at the same step, (ranks,); NaN if none was computed.
-        norms (`Sequence[float]`): the gradient norm of each rank, (ranks,); NaN if there is none.
+        checksums (`ArrayLike`): the checksum of each rank at the same step, (ranks,); NaN if none was computed.
+        norms (`ArrayLike`): the gradient norm of each rank, (ranks,); NaN if there is none.
         hosts (`Sequence[str]`): the host of each rank, (ranks,).
         step (`int`): the step of the checksums.
 
@@ -118,18 +118,18 @@ def compare_replicas(
     """
     found = []
     host_of = dict(enumerate(hosts))
-    if all(math.isfinite(value) for value in checksums):
+    if np.isfinite(checksums).all():
         problem = f"has other weights than the other replicas at step {step}: its device or its link computes wrongly"
         fix = "resume from a checkpoint before that step, without this device"
-        for rank in _differing_ranks(list(checksums)):
+        for rank in _differing_ranks(np.asarray(checksums).tolist()):
             found.append(rank_error("replicas", rank, host_of, problem, fix))
-    if not found and all(math.isfinite(norm) for norm in norms):
-        median = statistics.median_low(norms)
-        for rank, norm in enumerate(norms):
-            if abs(norm - median) > NORM_TOLERANCE * max(abs(median), 1e-12):
-                problem = f"has the gradient norm {norm:.6g} at step {step}, the others {median:.6g}"
-                fix = "gradients are not reduced over all ranks: check no_sync and custom training steps"
-                found.append(rank_error("replicas", rank, host_of, problem, fix))
+    if not found and np.isfinite(norms).all():
+        of_ranks = np.asarray(norms)
+        median = np.sort(of_ranks)[(len(of_ranks) - 1) // 2]
+        for rank in np.flatnonzero(abs(of_ranks - median) > NORM_TOLERANCE * max(abs(median), 1e-12)).tolist():
+            problem = f"has the gradient norm {of_ranks[rank]:.6g} at step {step}, the others {median:.6g}"
+            fix = "gradients are not reduced over all ranks: check no_sync and custom training steps"
+            found.append(rank_error("replicas", rank, host_of, problem, fix))
     return found
 
 

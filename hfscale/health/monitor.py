@@ -3,16 +3,17 @@
 import math
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hfscale.health.gpu import GpuWatch
 from hfscale.health.local_time import KEPT_STEPS, LocalTimer
 from hfscale.health.loss import checksum, compare_replicas
-from hfscale.health.stragglers import DataWaitJudge, StragglerJudge
+from hfscale.health.stragglers import DataWaitJudge, Numbers, StragglerJudge
 from hfscale.metrics.clocks import PhaseClock
 from hfscale.utils import distributed
 from hfscale.utils.collectives import TRAINING
@@ -68,10 +69,11 @@ class WorstLog:
     """None: Trainer has logged no gradient norm."""
 
 
-def _worst(columns: dict[str, list[float]]) -> WorstLog:
+def _worst(columns: Mapping[str, Numbers]) -> WorstLog:
     def worst(name: str) -> float | None:
-        values = [value for value, has in zip(columns[name], columns[f"has_{name}"], strict=True) if has]
-        return next((value for value in values if not math.isfinite(value)), values[0] if values else None)
+        values = columns[name][columns[f"has_{name}"] > 0]
+        bad = values[~np.isfinite(values)]
+        return next(map(float, [*bad[:1], *values[:1]]), None)
 
     return WorstLog(loss=worst("loss"), grad_norm=worst("grad_norm"))
 
@@ -174,7 +176,7 @@ class Monitor:
         Returns:
             `tuple`: the metric keys, the findings and the worst log, as JSON can represent them.
         """
-        columns = dict(zip(names, table[:, : len(names)].T.tolist(), strict=True))
+        columns = dict(zip(names, table[:, : len(names)].T.contiguous().numpy(), strict=True))
         judgement = self._straggler_judge.add(table[:, len(names) :].numpy())
         self.own_s = judgement.own_s
         found = [*judgement.findings, *self._data_wait_judge.add(columns["data_wait_s"], columns["window_s"])]
@@ -217,17 +219,17 @@ class Monitor:
         }
 
 
-def _gpu_keys(temperatures: Sequence[float], powers: Sequence[float], throttled: Sequence[float]) -> dict[str, float]:
+def _gpu_keys(temperatures: Numbers, powers: Numbers, throttled: Numbers) -> dict[str, float]:
     """Over the GPUs that report a value: the highest temperature, the mean power, the share that is throttled."""
 
-    def known(values: Sequence[float]) -> list[float]:
-        return [value for value in values if math.isfinite(value)]
+    def known(values: Numbers) -> Numbers:
+        return values[np.isfinite(values)]
 
     keys = {}
-    if known(temperatures):
-        keys["gpu/temperature_c_max"] = max(known(temperatures))
-    if known(powers):
-        keys["gpu/power_w"] = sum(known(powers)) / len(known(powers))
-    if known(throttled):
-        keys["gpu/throttled"] = sum(known(throttled)) / len(known(throttled))
+    if len(known(temperatures)):
+        keys["gpu/temperature_c_max"] = float(known(temperatures).max())
+    if len(known(powers)):
+        keys["gpu/power_w"] = float(known(powers).mean())
+    if len(known(throttled)):
+        keys["gpu/throttled"] = float(known(throttled).mean())
     return keys

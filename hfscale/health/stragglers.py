@@ -1,6 +1,5 @@
 """Finds ranks whose own work (`local_time`) is slower than that of others, and ranks that alone wait for data."""
 
-import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,25 +166,26 @@ class DataWaitJudge:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
-        self._windows: deque[list[float]] = deque(maxlen=3)
+        self._windows: deque[Numbers] = deque(maxlen=3)
         self._reported: set[int] = set()
 
-    def add(self, waits_s: Sequence[float], windows_s: Sequence[float]) -> list[Finding]:
+    def add(self, waits_s: npt.ArrayLike, windows_s: npt.ArrayLike) -> list[Finding]:
         """Add a window and judge the last three.
 
         Args:
-            waits_s (`Sequence[float]`): seconds that each rank waited for data, (ranks,).
-            windows_s (`Sequence[float]`): seconds of the window on each rank, (ranks,).
+            waits_s (`ArrayLike`): seconds that each rank waited for data, (ranks,).
+            windows_s (`ArrayLike`): seconds of the window on each rank, (ranks,).
 
         Returns:
             `list[Finding]`: a warning for each rank that waits; a rank is reported once until it has recovered.
         """
-        self._windows.append([w / t if t > 0 else 0.0 for w, t in zip(waits_s, windows_s, strict=True)])
+        waits, windows = np.asarray(waits_s, dtype=np.float64), np.asarray(windows_s, dtype=np.float64)
+        self._windows.append(np.divide(waits, windows, out=np.zeros_like(waits), where=windows > 0))
         if len(self._windows) < 3 or len(self._hosts) < 2:
             return []
-        shares = [min(window[rank] for window in self._windows) for rank in range(len(self._hosts))]
-        median = statistics.median_low(shares)
-        starved = {rank for rank, share in enumerate(shares) if share > WAIT_SHARE and share > 2 * median}
+        shares = np.min(self._windows, axis=0)
+        median = float(_median_low(shares))
+        starved = set(np.flatnonzero((shares > WAIT_SHARE) & (shares > 2 * median)).tolist())
         found = [
             Finding(
                 level="warning",
