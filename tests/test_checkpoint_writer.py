@@ -456,7 +456,9 @@ class TestFailure:
             {"problem": None, "fix": None},
             {"problem": "TypeError: no", "fix": None, "traceback": "in state_dict"},
         ]
-        monkeypatch.setattr(SAVING, "gather_outcomes", lambda name, own, error: rows)
+        monkeypatch.setattr(
+            SAVING, "combine_outcomes", lambda name, own, judge, error: judge([[row, {}] for row in rows])
+        )
         job = CheckpointJob(run_dir=tmp_path, step=4, strategy="single", global_batch_size=4, commits=True)
         with pytest.raises(RuntimeError, match=r"TypeError: no\s+in state_dict"):
             CheckpointWriter().run(job)

@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from conftest import REPOSITORY
 from forked_ranks import run_ranks
 from tiny import tiny_trainer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import TrainerCallback
 
 from hfscale import CommHealthCallback, ScalingCallback, SpotCheckpointCallback
+from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
 from hfscale.errors import HealthError, StorageError, UsageError
-from hfscale.integrations.snapshots import FsdpSnapshot
 from hfscale.utils import collectives, tree
 from hfscale.utils.collectives import DEBUG_VARIABLE, SAVING, TRAINING
 from hfscale.utils.distributed import rank
@@ -45,9 +48,9 @@ def test_one_process_exchanges_with_itself():
     assert TRAINING.gather("a", {"x": (1, 2)}) == [{"x": [1, 2]}]
     assert TRAINING.gather_numbers("b", [1.0, 2.0]).tolist() == [[1.0, 2.0]]
     assert TRAINING.maximum("c", [1.0, 2.0]) == [1.0, 2.0]
-    assert TRAINING.group is None
     TRAINING.barrier("d")
     assert TRAINING.combine("f", 3, sum) == 3
+    assert TRAINING.distribute("g", (1, 2), lambda values: [(value,) for value in values]) == ((1, 2),)
     with pytest.raises(StorageError, match="full"), TRAINING.agreed("e"):
         raise StorageError("full")
 
@@ -170,9 +173,43 @@ def test_a_tree_of_groups_exchanges_what_one_group_exchanges(tmp_path, largest):
         assert wait() == [4.0, 0.0]
         with pytest.raises(StorageError), TRAINING.agreed("write"):
             fail_on(4)
-        assert bool(TRAINING._tree.one_group) == (largest == 512)
+        part = TRAINING.distribute("parts", (texts[rank()],), lambda found: found[::-1])
+        assert part == (texts[4 - rank()],)
+        with pytest.raises(StorageError), TRAINING.agreed("write again"):
+            fail_on(0)
+        with pytest.raises(StorageError, match="full"):
+            TRAINING.distribute("nothing", None, lambda _: fail_on(0))
+        assert TRAINING._tree._depth == (1 if largest == 512 else 2)
 
     codes, texts = in_ranks(values, tmp_path, ranks=5)
+    assert codes == [0] * 5, texts
+
+
+@pytest.mark.world(5)
+def test_the_checkpoint_of_a_tree_is_that_of_torch(tmp_path):
+    """Shards, a tensor that all ranks have, and plain values; a rank that fails ends the others."""
+
+    def write():
+        tree.Tree.over_all_ranks.__func__.__kwdefaults__["largest"] = 2
+        mesh = init_device_mesh("cpu", (5,))
+        whole = torch.arange(33.0)
+        state = {"a": {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "same": whole + 1}, "step": 3}
+        ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+        save_shards(state, ours, SAVING)
+        dcp.save(state, checkpoint_id=theirs)
+        dist.barrier()
+        names = sorted(path.name for path in theirs.iterdir())
+        assert sorted(path.name for path in ours.iterdir()) == names
+        assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names if name[0] == "_")
+        target = tmp_path / "occupied"
+        if rank() == 0:
+            target.mkdir()
+            (target / "__3_0.distcp").mkdir()  # where rank 3 writes its file
+        dist.barrier()
+        with pytest.raises(OSError, match="directory"):
+            save_shards(state, target, SAVING)
+
+    codes, texts = in_ranks(write, tmp_path, ranks=5)
     assert codes == [0] * 5, texts
 
 
@@ -287,7 +324,7 @@ def test_an_error_of_one_rank_in_a_save_is_raised_on_all(tmp_path, when):
         error = full if rank() == 1 and when == "before" else None
         job = CheckpointJob(
             run_dir=tmp_path / "out", step=1, strategy="fsdp2", global_batch_size=1, commits=rank() == 0, error=error,
-            write=write, write_collectively=lambda folder, group: dist.barrier(group),
+            write=write, write_collectively=lambda folder: SAVING.barrier("shards"),
         )  # fmt: skip
         with pytest.raises(StorageError, match=r"on rank 1: .*No space left on device"):
             CheckpointWriter().run(job)
@@ -296,11 +333,30 @@ def test_an_error_of_one_rank_in_a_save_is_raised_on_all(tmp_path, when):
     assert codes == [0, 0], texts
 
 
-def test_the_folders_of_fsdp_shards_are_made_before_the_ranks_write_together(tmp_path):
-    """DCP's first collective hangs all ranks if one of them has failed before it."""
-    snapshot = FsdpSnapshot.__new__(FsdpSnapshot)
-    snapshot.make_folders(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"pytorch_model_fsdp_0", "optimizer_0"}
+@pytest.mark.world(2)
+def test_an_error_of_one_rank_while_shards_are_written_is_raised_on_all(tmp_path):
+    """torch's own function hangs where a rank fails before its first collective, for example in making the folder."""
+
+    def write(folder):
+        occupied = folder / "optimizer_0"
+        if rank() == 1:
+            patch.setattr(Path, "mkdir", lambda *_, **__: fail(occupied))
+        save_shards({"optimizer": {"a": torch.ones(4)}}, occupied, SAVING)
+
+    def fail(path):
+        raise OSError(28, "No space left on device", str(path))
+
+    def save():
+        job = CheckpointJob(
+            run_dir=tmp_path / "out", step=1, strategy="fsdp2", global_batch_size=1, commits=rank() == 0,
+            write_collectively=write,
+        )  # fmt: skip
+        with pytest.raises(StorageError, match=r"No space left on device.*rank 1"):
+            CheckpointWriter().run(job)
+
+    with pytest.MonkeyPatch().context() as patch:
+        codes, texts = in_ranks(save, tmp_path)
+    assert codes == [0, 0], texts
 
 
 @pytest.mark.world(2)

@@ -31,9 +31,9 @@ All ranks write one checkpoint in this order (`_write_and_commit`):
 2. The ranks exchange their errors, as they do before step 1 for errors from before the job was handed over. If there
    is one, the committing rank deletes the folder and every rank raises: a `StorageError` if a file could not be
    written, else the error itself. The same happens in steps 4 and 6.
-3. The ranks write the files that need collectives (`CheckpointJob.write_collectively`). Then each rank hashes its own
-   files and calls fsync on each.
-4. The ranks exchange their errors, and the lengths and hashes of their files.
+3. The ranks write the files that need exchanges (`CheckpointJob.write_collectively`). Rank 0 lists the folder and
+   sends each rank the names of its own files, which the rank hashes, and on each of which it calls fsync.
+4. The ranks exchange their errors, and rank 0 gets the lengths and hashes of their files.
 5. The committing rank
    a. copies what an existing `checkpoint-N` or `replaced-checkpoint-N` has and the new save has not, as if the new
       save had been written over it; then it calls fsync on each folder of the checkpoint;
@@ -72,14 +72,13 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hfscale.checkpoint.lock import is_locked_by_another_process
 from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, checkpoint_files
@@ -125,9 +124,9 @@ class CheckpointJob:
     """Whether all ranks see one folder. If not, a committing rank is responsible for all files in its own folder."""
     write: Callable[[Path], None] | None = None
     """Writes this rank's own files into the folder that it is given; None if they are already there."""
-    write_collectively: Callable[[Path, dist.ProcessGroup | None], None] | None = None
-    """Writes what needs collectives between the ranks, on the group that it is given. It is called only if no `write`
-    has failed; what can fail before its first collective belongs into `write`."""
+    write_collectively: Callable[[Path], None] | None = None
+    """Writes what needs exchanges between the ranks, on the channel `SAVING`. It is called only if no `write` has
+    failed."""
     error: Exception | None = None
     """An error on this rank that occurred before the job was handed over."""
     on_commit: Callable[[Manifest], None] | None = None
@@ -151,11 +150,11 @@ class CheckpointJob:
 class CheckpointWriter:
     """Writes one checkpoint at a time, in a background thread or in the calling one.
 
-    Every rank must create one at the same point: the process group of the channel `SAVING` is created with the first.
+    Every rank must create one at the same point: the groups of the channel `SAVING` are created with the first.
     """
 
     def __init__(self) -> None:
-        self._group = SAVING.group
+        SAVING.open()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self.optional_failure: Exception | None = None
@@ -249,7 +248,7 @@ class CheckpointWriter:
 
     def _run(self, job: CheckpointJob) -> None:
         try:
-            _write_and_commit(job, self._group)
+            _write_and_commit(job)
             if job.is_optional:
                 self.last_optional_s = time.monotonic() - job.started_at
             else:
@@ -316,7 +315,7 @@ def open_to_subclass(run_dir: Path, step: int, *, is_holder: bool) -> Iterator[N
         raise
     finally:
         # Another rank may still be writing through the link.
-        TRAINING.gather_outcomes("save: link is not used any more", None, error=failed)
+        TRAINING.combine_outcomes("save: link is not used any more", None, lambda _: None, error=failed)
         if is_holder:
             target.unlink()
 
@@ -365,7 +364,7 @@ def clear_unfinished(run_dir: Path) -> None:
     remove_temporaries(run_dir)
 
 
-def _write_and_commit(job: CheckpointJob, group: dist.ProcessGroup | None) -> None:
+def _write_and_commit(job: CheckpointJob) -> None:
     """Write and commit the checkpoint, on all ranks at once; the exchange after each part stops all if one fails."""
     problem: Exception | None = None
     try:
@@ -378,28 +377,29 @@ def _write_and_commit(job: CheckpointJob, group: dist.ProcessGroup | None) -> No
     records: dict[str, FileRecord] = {}
     try:
         if job.write_collectively is not None:
-            job.write_collectively(job.folder, group)
-        records = _record_own_files(job)
+            job.write_collectively(job.folder)
     except Exception as error:
         problem = error
-    all_files = _exchange("save: all files", job, problem, {name: asdict(record) for name, record in records.items()})
+    try:
+        names = _own_files(job, problem)
+        records = _record(job.folder, names) if problem is None else {}
+    except Exception as error:
+        if error is problem:  # the other ranks have not come
+            raise
+        problem = error
+    of_all_ranks = _exchange("save: all files", job, problem, records)
     if job.commits:
         try:
-            if job.is_shared:
-                records = {name: FileRecord(**record) for files in all_files for name, record in files.items()}
-            _commit(job, records)
+            _commit(job, of_all_ranks if job.is_shared else records)
         except Exception as error:
             problem = error
     _exchange("save: commit", job, problem)
 
 
 def _exchange(
-    name: str,
-    job: CheckpointJob,
-    problem: Exception | None,
-    files: dict[str, dict[str, Any]] | None = None,
-) -> list[dict[str, dict[str, Any]]]:
-    """Gather the file records of every rank.
+    name: str, job: CheckpointJob, problem: Exception | None, files: Mapping[str, FileRecord] | None = None
+) -> dict[str, FileRecord]:
+    """Stop all ranks if one has a problem; return the file records of all ranks on rank 0, and no others elsewhere.
 
     Raises:
         StorageError: on every rank, if one of them could not write a file.
@@ -412,24 +412,31 @@ def _exchange(
         "problem": None if problem is None else _summary(problem),
         "fix": fix,
         "traceback": "".join(traceback.format_exception(problem)) if is_defect else None,
-        "files": files or {},
     }
-    rows = SAVING.gather_outcomes(name, own, error=problem)
-    failed = [number for number, row in enumerate(rows) if row["problem"] is not None]
-    if not failed:
-        return [row["files"] for row in rows]
+    records: dict[str, FileRecord] = {}
+
+    def first_failure(rows: list[Any]) -> Any:
+        for _, of_rank in rows:
+            records.update({name: FileRecord(**record) for name, record in of_rank.items()})
+        failed = [number for number, (outcome, _) in enumerate(rows) if outcome["problem"] is not None]
+        defects = [number for number in failed if rows[number][0]["fix"] is None]
+        return next(([number, rows[number][0]] for number in [*defects, *failed]), None)
+
+    sent = {name: asdict(record) for name, record in (files or {}).items()}
+    first = SAVING.combine_outcomes(name, [own, sent], first_failure, error=problem)
+    if first is None:
+        return records
     if job.commits:
         shutil.rmtree(job.folder, ignore_errors=True)  # frees its space if the disk is full
     if problem is not None and is_defect:
         raise problem
-    blamed = next((number for number in failed if rows[number]["fix"] is None), failed[0])
+    blamed, outcome = first
     where = f" on rank {blamed}" if distributed.is_distributed() else ""
-    failure = f"checkpoint-{job.step} could not be written{where}: {rows[blamed]['problem']}"
-    if rows[blamed]["fix"] is None:
-        raise RuntimeError(f"{failure}\n\n{rows[blamed]['traceback']}") from problem
+    failure = f"checkpoint-{job.step} could not be written{where}: {outcome['problem']}"
+    if outcome["fix"] is None:
+        raise RuntimeError(f"{failure}\n\n{outcome['traceback']}") from problem
     raise StorageError(
-        f"{failure}; the checkpoints committed before are complete: {rows[blamed]['fix']} and relaunch the same "
-        "command"
+        f"{failure}; the checkpoints committed before are complete: {outcome['fix']} and relaunch the same command"
     ) from problem
 
 
@@ -441,18 +448,28 @@ def _summary(error: Exception) -> str:
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
 
 
-def _record_own_files(job: CheckpointJob) -> dict[str, FileRecord]:
+def _own_files(job: CheckpointJob, problem: Exception | None) -> list[str]:
+    """Return the files that this rank hashes: those that it wrote. Rank 0 lists the folder if all ranks share it.
+
+    Every rank must call it, when it has written its files or has a problem.
+    """
+
+    def of_each_rank(arrived: list[None]) -> list[list[str]]:
+        names: list[list[str]] = [[] for _ in arrived]
+        for name in checkpoint_files(job.folder) if job.is_shared else ():
+            names[rank_of_file(name, len(arrived))].append(name)
+        return names
+
+    shared: list[str] = SAVING.distribute("save: names of files", None, of_each_rank, error=problem)
+    return checkpoint_files(job.folder) if job.commits and not job.is_shared else shared
+
+
+def _record(folder: Path, names: list[str]) -> dict[str, FileRecord]:
     """Hash and flush the files that this rank wrote, while they are in its page cache."""
-    if job.is_shared:
-        ranks = distributed.world_size()
-        files = checkpoint_files(job.folder)
-        names = [name for name in files if rank_of_file(name, ranks) == distributed.rank()]
-    else:
-        names = checkpoint_files(job.folder) if job.commits else []
     records = {}
     for name in names:
-        records[name] = FileRecord.of(job.folder / name)
-        flush(job.folder / name)
+        records[name] = FileRecord.of(folder / name)
+        flush(folder / name)
     return records
 
 

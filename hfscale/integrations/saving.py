@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from hfscale.checkpoint.formats.dcp import dcp_errors
+from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.store import UNFINISHED
@@ -50,7 +48,7 @@ from hfscale.integrations.strategy import is_parallel_trainer, running_strategy
 from hfscale.integrations.trainer import TrainerAdapter
 from hfscale.integrations.trainer_state import global_batch_size
 from hfscale.utils import distributed
-from hfscale.utils.collectives import TRAINING
+from hfscale.utils.collectives import SAVING, TRAINING
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_peft_model, saves_safetensors
 
@@ -244,12 +242,12 @@ class TrainerSaving:
     def _writes_own_model(self) -> bool:
         return any(name in _MODEL_METHODS for name in self._own_methods)
 
-    def _capture(self) -> tuple[Callable[[Path], None], Callable[[Path, Any], None] | None]:
+    def _capture(self) -> tuple[Callable[[Path], None], Callable[[Path], None] | None]:
         """Copy what the next step changes.
 
         Returns:
-            The function that writes this rank's copies into a folder, and the one that all ranks must call together,
-            with a process group, if there is one.
+            The function that writes this rank's copies into a folder, and the one, if there is one, that all ranks
+            must call together.
         """
         trainer, full = self._trainer, not self._trainer.args.save_only_model
         rng = rng_state(trainer) if full else None
@@ -263,8 +261,6 @@ class TrainerSaving:
             write_collectively = partial(_write_shards, copied[_SHARDS])
 
         def write(folder: Path) -> None:
-            if self._fsdp is not None:
-                self._fsdp.make_folders(folder)
             if "model" in copied:
                 write_model(trainer, folder, copied["model"], self._processing_files)
             for name in (OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME):
@@ -401,11 +397,10 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     return f"{readers[0]}.on_save may read the checkpoint" if readers else None
 
 
-def _write_shards(copied: dict[str, dict[str, Any]], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write the shards with torch's distributed checkpointing; every rank must call it."""
-    with dcp_errors():
-        for name, tensors in copied.items():
-            dcp.save(tensors, checkpoint_id=folder / name, process_group=group)
+def _write_shards(copied: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Write the shards as torch's distributed checkpoints; every rank must call it."""
+    for name, tensors in copied.items():
+        save_shards(tensors, folder / name, SAVING)
 
 
 def own_methods(trainer: Trainer) -> list[str]:

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from transformers import PreTrainedModel, Trainer
@@ -25,10 +23,11 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from hfscale.checkpoint.formats.dcp import dcp_errors
+from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.store import write_atomically
+from hfscale.utils.collectives import SAVING
 from hfscale.utils.host_memory import available_bytes
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_distributed_by_transformers, is_peft_model
@@ -257,8 +256,8 @@ _FSDP_PARTS = {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}
 class FsdpSnapshot:
     """Copies this rank's FSDP2 shards to host memory, into the same buffers each time.
 
-    Then torch's `save` writes, as inside its `async_save`, but on our thread: so model and optimizer follow each other
-    on one process group, and the manifest follows both. The layout is the one that accelerate reads,
+    Then `save_shards` writes, on our thread: so model and optimizer follow each other on one channel, and the manifest
+    follows both. The layout is the one that accelerate reads,
     `pytorch_model_fsdp_0/` and `optimizer_0/` with one file per rank in each.
 
     Args:
@@ -273,32 +272,17 @@ class FsdpSnapshot:
         """Return the host memory in bytes that the next snapshot would allocate on this rank."""
         return self._snapshot.bytes_to_allocate(self._live())
 
-    def make_folders(self, folder: Path) -> None:
-        """Make the folders of the shards. Every rank calls it, before the ranks agree to write together.
-
-        Args:
-            folder (`Path`): the folder of the checkpoint.
-
-        Raises:
-            OSError: a folder cannot be made.
-        """
-        for name in _FSDP_PARTS.values():
-            (folder / f"{name}_0").mkdir(exist_ok=True)
-
-    def take(self) -> Callable[[Path, dist.ProcessGroup | None], None]:
+    def take(self) -> Callable[[Path], None]:
         """Copy the shards, and return the function that writes the copy. Every rank must call both.
 
         Returns:
-            `Callable`: to be called as `write(folder, group)` with the folder of the checkpoint and a process group
-            (None: the default group, or one process), after `make_folders`. It must be called before the next `take`.
+            `Callable`: to be called with the folder of the checkpoint, before the next `take`.
         """
         copied = self._snapshot.take(self._live())
 
-        def write(folder: Path, group: dist.ProcessGroup | None) -> None:
+        def write(folder: Path) -> None:
             for key, name in _FSDP_PARTS.items():
-                part = folder / f"{name}_0"
-                with dcp_errors():
-                    dcp.save({key: copied[key]}, storage_writer=dcp.FileSystemWriter(part), process_group=group)
+                save_shards({key: copied[key]}, folder / f"{name}_0", SAVING)
 
         return write
 

@@ -32,7 +32,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hfscale.checkpoint.formats.dcp import dcp_errors
+from hfscale.checkpoint.formats.dcp import dcp_errors, save_shards
 from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, PART, ParallelMetadata, read_parallel_metadata
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.pickles import load_archive
@@ -451,9 +451,8 @@ class ParallelCheckpointTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if _internal_call:
-            with dcp_errors():
-                for name, tensors in self.sharded_state().items():
-                    dcp.save(tensors, checkpoint_id=folder / name)
+            for name, tensors in self.sharded_state().items():
+                save_shards(tensors, folder / name, TRAINING)
         else:
             write_weights(folder, self.parallelized, self.mesh)
         if self.args.should_save:

@@ -52,30 +52,20 @@ class Channel:
         self.name = name
         self.timeout = timeout
         self._world: dist.ProcessGroup | None = None
-        self._group: dist.ProcessGroup | None = None
         self._tree: Tree | None = None
         self._pending: Callable[[], object] | None = None
         self._entered = 0
         self._within: str | None = None
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """A gloo group over all ranks, for collectives of a library (DCP); None with one process.
-
-        The first access must be at the same point on all ranks. The exchanges of the channel itself are on `Tree`.
-        """
-        if not is_distributed():
-            return None
-        tree = self._connect()
-        if self._group is None:
-            largest = tree.one_group
-            self._group = largest or dist.new_group(backend="gloo", timeout=self.timeout)
-        return self._group
+    def open(self) -> None:
+        """Create the process groups now. Every rank must call it at the same point; else the first exchange does."""
+        if is_distributed():
+            self._connect()
 
     def _connect(self) -> Tree:
         """Return the tree; it is created at the first call after the default group."""
         if self._tree is None or self._world is not dist.group.WORLD:  # the old default group was destroyed
-            self._world, self._group, self._pending = dist.group.WORLD, None, None
+            self._world, self._pending = dist.group.WORLD, None
             self._tree = Tree.over_all_ranks(self.timeout)
         return self._tree
 
@@ -196,21 +186,56 @@ class Channel:
         """
         self.maximum(name, [0.0])
 
-    def gather_outcomes(self, name: str, outcome: Any, *, error: Exception | None) -> list[Any]:
-        """Return the outcome of what every rank has just done, in rank order, where it may have failed on some.
+    def combine_outcomes(
+        self, name: str, outcome: Any, function: Callable[[list[Any]], Any], *, error: Exception | None
+    ) -> Any:
+        """`combine` for the outcomes of what every rank has just done, where it may have failed on some.
 
         A rank with an error waits `PATIENCE_S` seconds for the others, and raises its error if they have not come.
 
         Args:
             name (`str`): the name of the exchange.
             outcome (`Any`): this rank's; anything that JSON can represent.
+            function (`Callable`): as for `combine`.
             error (`Exception`, *optional*): what it failed with on this rank; None: it did not.
 
         Raises:
-            Exception: `error`, if the other ranks do not come.
+            Exception: `error`, if the other ranks do not come; else as `combine`.
         """
         self._wait_for_the_others(error)
-        return self.gather(name, outcome)
+        return self.combine(name, outcome, function)
+
+    def distribute(
+        self, name: str, value: Any, function: Callable[[list[Any]], list[Any]], *, error: Exception | None = None
+    ) -> Any:
+        """Return this rank's item of `function(values of all ranks)`, which is called on rank 0 only.
+
+        torch sends the objects, as it does for its own checkpoints: it pickles them.
+
+        Args:
+            name (`str`): the name of the exchange.
+            value (`Any`): this rank's.
+            function (`Callable`): called with the values of all ranks in rank order; returns an item for each rank.
+            error (`Exception`, *optional*): as for `combine_outcomes`.
+
+        Raises:
+            Exception: what `function` raised, on all ranks; its type is as in `agreed`. Or `error`.
+        """
+        self._wait_for_the_others(error)
+        if not self._enter(name):
+            return function([value])[0]
+        tree = self._connect()
+        values, items, raised = tree.gather_objects(value), None, None
+        if values is not None:
+            try:
+                items = [(item, None) for item in function(values)]
+            except Exception as problem:
+                raised = problem
+                items = [(None, _described(problem))] * len(values)
+        item, failure = tree.scatter_objects(items)
+        if failure is not None:
+            raise raised or _rebuilt(0, *failure)
+        return item
 
     def _wait_for_the_others(self, error: Exception | None) -> None:
         """Raise the error if the other ranks do not come."""
@@ -230,7 +255,7 @@ class Channel:
         """Raise on all ranks if the code of the `with` block raises on one. Every rank must enter it.
 
         The block must not contain an exchange on this channel. A block with collectives of another library is allowed:
-        see `gather_outcomes`.
+        see `combine_outcomes`.
 
         Args:
             name (`str`): the name of the exchange at the end of the block.
@@ -326,7 +351,7 @@ def _described(error: Exception) -> tuple[str, tuple[Any, ...], str]:
     return type(error).__name__, values, "".join(traceback.format_exception(error))
 
 
-def _rebuilt(failed: int, kind: str, values: list[Any], trace: str) -> Exception:
+def _rebuilt(failed: int, kind: str, values: Sequence[Any], trace: str) -> Exception:
     """Return the error that `_described` was called for on rank `failed`."""
     own = getattr(errors, kind, None)
     if own is not None:

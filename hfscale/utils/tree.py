@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -65,6 +66,18 @@ class Level:
             return None
         return [next(_parts(row.numpy().tobytes())) for row in rows]
 
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """Return the objects of all members on the leader, and None elsewhere. torch pickles them."""
+        found: list[Any] | None = [None] * len(self.ranks) if self.is_leader else None
+        dist.gather_object(value, found, group=self.group, group_dst=0)
+        return found
+
+    def scatter_objects(self, values: list[Any] | None) -> Any:
+        """Return each member's item of the leader's list; elsewhere `values` is None. torch pickles them."""
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, values, group=self.group, group_src=0)
+        return mine[0]
+
 
 class Tree:
     """Exchanges values between all ranks over the groups that this rank is a member of.
@@ -110,11 +123,6 @@ class Tree:
             levels.append(Level(group=groups[-1], ranks=leaders, rows=size))
         return cls(levels, depth=2, world_size=ranks)
 
-    @property
-    def one_group(self) -> dist.ProcessGroup | None:
-        """The group over all ranks, if one group connects all."""
-        return self._levels[0].group if self._depth == 1 else None
-
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor | None:
         """Return a table with the row of each rank on rank 0, (ranks, width), and None elsewhere.
 
@@ -157,6 +165,27 @@ class Tree:
         if len(sent):
             self.broadcast(sent)
         return sent.numpy().tobytes()
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """Return the objects of all ranks on rank 0, in rank order, and None elsewhere. torch pickles them."""
+        values = [value]
+        for level in self._levels:
+            found = level.gather_objects(values)
+            if found is None:
+                return None
+            values = [value for of_member in found for value in of_member]
+        return values
+
+    def scatter_objects(self, values: list[Any] | None) -> Any:
+        """Return each rank's item of the list of rank 0; elsewhere `values` is None. torch pickles them."""
+        for level in reversed(self._levels):
+            shares = None
+            if values is not None:  # this rank leads the group
+                firsts = range(0, len(level.ranks) * level.rows, level.rows)
+                shares = [values[first : first + level.rows] for first in firsts]
+            values = level.scatter_objects(shares)
+        assert values is not None
+        return values[0]
 
     def start_max(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Start overwriting `tensor` by its element-wise maximum over all ranks, and return what waits for it.

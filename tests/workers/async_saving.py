@@ -67,7 +67,7 @@ def defect_on_rank_1(folder):
     """Train with code that fails on rank 1 while its part of the checkpoint is saved; return each rank's error."""
     with pytest.MonkeyPatch().context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(writer, "_record_own_files", lambda job: job.nothing)
+            patch.setattr(writer, "_record", lambda folder, names: folder.nothing)
         try:
             train(folder, SaveAtSteps(2), Pause(0.05), max_steps=200)
         except Exception as error:

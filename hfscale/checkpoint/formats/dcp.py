@@ -1,4 +1,4 @@
-"""Torch distributed checkpoints (DCP), read and written without a process group, one tensor at a time.
+"""Torch distributed checkpoints (DCP), read and written without a process group of their own.
 
 `pickles.read_dcp_metadata` reads the metadata, which says what is stored where; each piece of a tensor is a torch
 archive of its own. `tensor_ref` and `save_refs` serve every format that is based on DCP.
@@ -19,11 +19,15 @@ import torch
 from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, check_names, saved_name
 from hfscale.checkpoint.pickles import Chunk, Entry, read_dcp_metadata
 from hfscale.errors import CheckpointError
+from hfscale.utils import distributed
+from hfscale.utils.collectives import Channel
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"
@@ -91,6 +95,46 @@ def dcp_errors() -> Iterator[None]:
     except CheckpointException as error:
         cause, _ = error.failures[min(error.failures)]
         raise cause from None
+
+
+def save_shards(state: Mapping[str, Any], folder: Path, channel: Channel) -> None:
+    """Write a distributed checkpoint of what all ranks hold, as `torch.distributed.checkpoint.save` writes it.
+
+    torch's function exchanges the ranks' plans over one process group, in which gloo connects each rank with every
+    other one. This calls torch's planner and storage writer in the same order (`torch.distributed.checkpoint.planner`)
+    and exchanges the same objects over a channel.
+
+    Args:
+        state (`Mapping[str, Any]`): this rank's part: nested dictionaries of tensors, DTensors and plain values.
+        folder (`Path`): the new checkpoint.
+        channel (`Channel`): connects the ranks. Every rank must call it.
+
+    Raises:
+        Exception: as `Channel.agreed`, on all ranks: a file cannot be written, for example.
+    """
+    is_first = distributed.rank() == 0
+    planner, storage = DefaultSavePlanner(), filesystem.FileSystemWriter(folder)
+    metadata: Metadata | None = None
+    with channel.agreed("save: plan"):
+        planner.set_up_planner(dict(state), storage.storage_meta(), is_first)
+        storage.set_up_storage_writer(is_first)
+        own = storage.prepare_local_plan(planner.create_local_plan())
+
+    def plan_of_each_rank(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return storage.prepare_global_plan(plans)
+
+    plan = channel.distribute("save: plans", own, plan_of_each_rank)
+    with channel.agreed("save: shards"):
+        written = storage.write_data(planner.finish_plan(plan), planner).wait()
+
+    def finish(results: list[list[WriteResult]]) -> list[None]:
+        assert metadata is not None
+        storage.finish(metadata, results)
+        return [None] * len(results)
+
+    channel.distribute("save: metadata", written, finish)
 
 
 def save_refs(folder: Path, tree: Mapping[str, Any]) -> None:
