@@ -168,8 +168,9 @@ def build(config: Any, regime: Regime, recomputed: str, *, rank: int = LORA_RANK
     dtype = torch.float32 if regime in ("fp32", "autocast") else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if regime.startswith("lora"):
-        # PEFT cannot adapt a router that returns a tuple (Phi-3.5-MoE).
-        lora = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=r".*\.router", task_type="CAUSAL_LM")
+        # PEFT cannot adapt a router that returns a tuple.
+        excluded = r".*\.router" if config.model_type == "phimoe" else None
+        lora = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=excluded, task_type="CAUSAL_LM")
         adapted = get_peft_model(model, lora, autocast_adapter_dtype=regime == "lora")
         model = adapted.get_base_model()
         if regime == "lora_bf16":

@@ -182,6 +182,10 @@ class TestActivations:
         apart = replace(run, compiled_loss=False)
         assert loss_bytes(apart, find_framework("titan")) == pytest.approx(14 * 128256 * 4096)
 
+    def test_a_loss_kernel_keeps_logits_and_gradient_in_two_bytes(self):
+        """flash-attn's cross-entropy, with which llm-foundry's published runs fit: with 14 bytes they would not."""
+        assert loss_bytes(job(loss_kernel=True), find_framework("hf")) == pytest.approx(4 * 128256 * 4096)
+
 
 RECOMPUTE = ("none", "selective", "full")
 

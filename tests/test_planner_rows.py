@@ -214,6 +214,12 @@ def test_measured_columns_are_ignored():
     assert job_of(row(tokens_per_s_per_gpu="1", peak_mem_gb="OOM", mfu="x")) == job_of(row())
 
 
+def test_how_the_loss_is_computed():
+    plain, kernel, compiled = (job_of(row(stack="titan", loss=text)) for text in ("", "kernel", "compiled"))
+    assert (plain.loss_kernel, kernel.loss_kernel) == (False, True)
+    assert (plain.compiled_loss, compiled.compiled_loss) == (False, True)
+
+
 def test_blank_data_parallel_axes_get_the_remaining_ranks():
     job = job_of(row(dp_shard="", dp_replicate="", gpus="64", tp="8", pp="2"))
     assert (job.layout.dp_replicate, job.layout.dp_shard) == (4, 1)

@@ -13,9 +13,11 @@ from planner_jobs import job
 from benchmarks import planner_choice, planner_fit, planner_memory, planner_runs
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import accelerator
+from hfscale.facts.models import find_model
 from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework, framework_names, shared_constants
+from hfscale.planner.kernels import Rates, layer_forward
 from hfscale.planner.network import Group, Network
 from hfscale.planner.throughput import exposed_s
 
@@ -162,6 +164,21 @@ class TestStep:
         assert rates[1] < 0.8 * rates[0]
         assert rates[3] > 0.98 * rates[2]
 
+    def test_families_without_sdpa_write_their_scores_to_memory(self):
+        """Gemma 2 supports neither SDPA nor flash attention by default: 24 bytes per score, and 12 to cap it."""
+        shape = replace(find_model("gemma-2-2b"), windows=(None,) * 26)
+        asked = {"seq_len": 8192, "zero": 0, "dp_replicate": 8}
+        eager, sdpa = (job(shape=replace(shape, model_type=name), **asked) for name in ("gemma2", "gemma3_text"))
+        assert (eager.writes_scores, sdpa.writes_scores) == (True, False)
+        framework, shared = find_framework("hf"), shared_constants()
+        times = [layer_forward(run, framework, shared, Rates(run, framework, shared)) for run in (eager, sdpa)]
+        scores = 36 * 8 * 8192**2 / (3.35e12 * shared.memory_rate)
+        assert times[0].attention > scores
+        assert times[0].attention > 2 * times[1].attention
+        assert times[0].matmul == times[1].matmul
+        other_stack = replace(eager, framework="titan")
+        assert not other_stack.writes_scores
+
     def test_megatron_deepspeed_reduces_gradients_without_overlap(self):
         old = {"framework": "megatron", "flash_attention": False, "recompute": "full", "network_gb_s": 3.0}
         own, shared_states = (job(zero=zero, dp_replicate=64, global_batch=64, **old) for zero in (0, 1))
@@ -251,7 +268,7 @@ class TestPublishedRuns:
         alone = planner_memory.fit_peaks(peaks, constants)["shared"]
         generous = planner_memory.with_values(constants, 1.12, 1.0)
         fitting = [run for run in ran if planner_memory.error(run, generous) <= 0]
-        too_large = [run for run in ran if planner_memory.error(run, constants) > 0]
+        too_large = [run for run in ran if planner_memory.error(run, generous) > 0]
         assert fitting
         assert too_large
         with_fitting = planner_memory.fit_peaks([*peaks, *fitting], constants)["shared"]
@@ -259,7 +276,7 @@ class TestPublishedRuns:
             alone.fragmentation, abs=0.005
         )  # sources share their weight
         with_too_large = planner_memory.fit_peaks([*peaks, *too_large], constants)["shared"]
-        assert with_too_large.fragmentation < alone.fragmentation - 0.01
+        assert with_too_large.fragmentation < alone.fragmentation - 0.005
 
     def test_fp8_is_at_most_twice_as_fast_as_bf16(self):
         assert all(max(c.fp8_gain, c.fp8_rowwise_gain) <= 2 for c in map(find_framework, framework_names()))

@@ -16,6 +16,10 @@ dropout mask (Korthikanti et al., arXiv 2205.05198, section 4.1). Hugging Face: 
 the product with the values (`activations.csv`, factor `scores`)."""
 LOSS_TILE = (4096, 32768)
 """Tokens and vocabulary entries of a tile of TRL's loss (TRL 1.16, kernels/chunked_logprob.py, trainer/utils.py)."""
+LOSS_KERNEL_BYTES = 4.0
+"""Bytes per logit of flash-attn's cross-entropy: bf16 logits and their gradient (flash_attn 1.0,
+losses/cross_entropy.py without `inplace_backward`; llm-foundry, models/mpt/modeling_mpt.py, `loss_fn:
+fused_crossentropy`)."""
 FUSED_LOSS_CHUNKS = 8
 """Parts in which a fused loss processes the logits (Liger's default grows with the vocabulary; torchtune uses 8)."""
 
@@ -257,6 +261,8 @@ def loss_bytes(job: Job, framework: Framework) -> float:
     logits = job.tokens * shape.vocab / (job.layout.tp if job.loss_parallel else 1)
     if job.fused_loss:
         return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * shape.hidden
+    if job.loss_kernel:
+        return LOSS_KERNEL_BYTES * logits
     if job.loss_parallel and job.layout.tp > 1:
         return framework.split_loss_kept * logits
     return (framework.compiled_loss_kept if job.compile and job.compiled_loss else framework.loss_kept) * logits

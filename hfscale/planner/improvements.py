@@ -7,7 +7,7 @@ from hfscale.errors import HfScaleError
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job, Offload, Optimizer, Recompute, strategy_of
 from hfscale.planner.launchable import can_fuse_loss, why_not
-from hfscale.planner.search import PlanRequest, best_of_layout, lower_precision, search
+from hfscale.planner.search import PlanRequest, best_of_layout, can_hold_states, lower_precision, search
 
 MOST_GPU_DOUBLINGS = 6
 """How often the number of GPUs is doubled where nothing fits."""
@@ -164,6 +164,8 @@ def _has_lower_precision(request: PlanRequest, optimizer: Optimizer, pure: bool)
 
 def _first(request: PlanRequest, gpus: int) -> Estimate | None:
     """The fastest estimate of a request; None if nothing fits or the request is not possible."""
+    if not can_hold_states(request, gpus):
+        return None
     try:
         found, _ = search(request, gpus)
     except HfScaleError:

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
+from hfscale.facts.activations import has_scores
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
@@ -105,6 +106,9 @@ class Job:
     compiled_loss: bool = True
     """Whether torch.compile, if used, compiles the loss too: Hugging Face's models compute it in their forward pass,
     torchtitan has compiled it since 2025."""
+    loss_kernel: bool = False
+    """Whether one kernel computes the loss, which keeps nothing but bf16 logits and their gradient (flash-attn's
+    cross-entropy, the default of llm-foundry)."""
     rowwise_fp8: bool = False
     """Whether fp8 scales are per row instead of per tensor."""
     task: Task = "text"
@@ -138,6 +142,12 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank, after context parallelism."""
         return self.micro_batch * self.sequences_per_example * self.seq_len // self.layout.cp
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether attention scores are written to memory: without flash attention, and in Hugging Face's families that
+        support neither it nor SDPA."""
+        return not self.flash_attention or (self.framework == "hf" and has_scores(self.shape.model_type))
 
     @property
     def sequences_per_example(self) -> int:

@@ -34,6 +34,12 @@ SCORE_BYTES = 14.0
 """Bytes of memory traffic per attention score without flash attention, at 2 bytes per element: scores are written,
 read and written by the fused softmax and by dropout with its mask, and read again (Korthikanti et al., arXiv
 2205.05198, section 4.1, count what is kept)."""
+EAGER_SCORE_BYTES = 24.0
+"""The same in Hugging Face's `eager_attention_forward`, in which every operation is a kernel of its own (transformers
+5.23): the product writes 2 bytes, scaling and the mask read and write 4 each, the softmax reads 2 and writes 4 in
+fp32, the cast reads 4 and writes 2, and the product with the values reads 2."""
+SOFTCAP_BYTES = {"gemma2": 12.0}
+"""Further bytes of families that cap the scores: a division, a tanh and a multiplication."""
 FP8_CAST_BYTES = 4.0
 """Bytes of memory traffic per element to cast an activation for an fp8 product: it is read in bf16 and written in fp8
 twice, once transposed (Transformer Engine). Cast weights are reused by all micro-batches of a step."""
@@ -200,8 +206,9 @@ def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates
 def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates) -> float:
     """Duration of attention in a layer's forward pass.
 
-    Causal flash attention computes half of the scores; without it all scores are computed and pass through memory. A
-    query at position i attends to min(i, w) keys in a window of w; their mean over a sequence of S is w (1 - w / 2S).
+    Causal flash attention computes half of the scores; without it (`Job.writes_scores`) all scores are computed and
+    pass through memory. A query at position i attends to min(i, w) keys in a window of w; their mean over a sequence
+    of S is w (1 - w / 2S).
     """
     attention = job.shape.attention
     heads = attention.heads / job.layout.tp
@@ -209,14 +216,16 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
     seq_len = job.seq_len
     reach = seq_len if kind.window is None else min(seq_len, kind.window)
     widths = heads * (attention.head_dim + attention.value_head_dim)
-    if job.flash_attention:
+    if not job.writes_scores:
         keys = reach * (1 - reach / (2 * seq_len))
         rate = rates.attention * (shared.ring_attention if job.layout.cp > 1 else 1.0)
         return 2 * widths * keys * tokens / rate
     scores = heads * tokens * seq_len
     is_odd = attention.head_dim % TENSOR_CORE_WIDTH != 0 and job.gpu.fp32_tflops is not None
     rate = job.gpu.fp32_tflops * 1e12 if is_odd and job.gpu.fp32_tflops else rates.bf16_matmul
-    return 2 * widths * seq_len * tokens / rate + SCORE_BYTES * scores / rates.memory
+    is_eager = job.framework == "hf"
+    moved = EAGER_SCORE_BYTES + SOFTCAP_BYTES.get(job.shape.model_type, 0.0) if is_eager else SCORE_BYTES
+    return 2 * widths * seq_len * tokens / rate + moved * scores / rates.memory
 
 
 def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> float:

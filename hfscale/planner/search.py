@@ -28,7 +28,7 @@ from hfscale.planner.job import (
     strategy_of,
 )
 from hfscale.planner.launchable import can_fuse_loss, why_no_stages
-from hfscale.planner.memory import host_gib, memory_of
+from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
 from hfscale.planner.tasks import GENERATION_ROUNDS
 
 HEADROOM = 0.94
@@ -219,6 +219,34 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
     return sorted(fitting, key=lambda estimate: estimate.time.total), rejected
 
 
+def can_hold_states(request: PlanRequest, gpus: int) -> bool:
+    """Returns whether the states fit if they are spread over all devices, or over their share of the CPU's memory.
+
+    No layout needs less memory, so that a search can be left out where the states alone are too large.
+
+    Args:
+        request (`PlanRequest`): What is planned for; its own number of GPUs is not used.
+        gpus (`int`): Number of GPUs.
+    """
+    framework = find_framework(request.framework)
+    limit = request.gpu.memory_gib * HEADROOM
+    spread: Candidate = (ParallelLayout(dp_shard=gpus), 3, "none")
+    tried = [(changed, spread) for changed in (request, *lower_precision(request))]
+    tried += [(request, offloaded) for offloaded in _offloads(request, gpus)]
+    for changed, (layout, zero, offload) in tried:
+        job = changed.job(layout, global_batch=gpus, zero=zero, offload=offload)
+        states = state_bytes(job, framework)
+        on_device = (states.parameters + states.gradients + states.optimizer) / GIB
+        if on_device <= limit and host_gib(job) <= _host_memory(request):
+            return True
+    return False
+
+
+def _host_memory(request: PlanRequest) -> float:
+    """CPU memory per GPU that is assumed, in GiB."""
+    return HOST_GIB_PER_GPU if request.gpu.link_gb_s else HOST_GIB_PER_CARD
+
+
 def lower_precision(request: PlanRequest) -> list[PlanRequest]:
     """Returns the requests that need less memory because states have fewer bits, the least change first.
 
@@ -348,7 +376,7 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
             f"global batch {job.global_batch} is not a multiple of its {job.data_parallel} data-parallel ranks: give "
             f"--global-batch {max(1, round(job.global_batch / job.data_parallel)) * job.data_parallel}"
         )
-    host_memory = HOST_GIB_PER_GPU if request.gpu.link_gb_s else HOST_GIB_PER_CARD
+    host_memory = _host_memory(request)
     if (needed := host_gib(job)) > host_memory:
         return because(f"offload needs {needed:.0f} GiB of CPU memory per GPU, and {host_memory:.0f} are assumed")
     best, least_gib = best_of_layout(job, fused=request.fused_loss is None and can_fuse_loss(job))

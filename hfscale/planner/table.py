@@ -2,7 +2,7 @@
 
 Columns: model, params_b, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, global_batch_seqs, gpus,
 gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile. Optional columns: stack, virtual_stages, zero,
-interconnect, method, loss (`compiled`) and measure. Measured columns are ignored; a note is
+interconnect, method, loss (`compiled` or `kernel`) and measure. Measured columns are ignored; a note is
 searched for adapters if no column names the method, and model, note and source for the name of the software. What is
 inferred:
 
@@ -415,6 +415,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         rowwise_fp8=rowwise,
         compile=compiled,
         compiled_loss=framework == "hf" or text_of(row, "loss").lower() == "compiled",
+        loss_kernel=text_of(row, "loss").lower() == "kernel",
         recompute=_recompute_of(row) or "none",
         method=method_of(row)[0],
         virtual_stages=stages,

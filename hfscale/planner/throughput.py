@@ -119,7 +119,7 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
 def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[float, float]:
     """Forward and backward pass of a layer, recomputation included, and at least the time to launch its kernels."""
     products = 2.0 if job.method == "full" else 1.0  # frozen weights need no gradient
-    attention = BACKWARD_ATTENTION if job.flash_attention else 2.0
+    attention = 2.0 if job.writes_scores else BACKWARD_ATTENTION
     again = {"none": 0.0, "full": layer.total, "selective": _selective_s(job, layer, framework)}[job.recompute]
     backward = products * layer.matmul + attention * layer.attention + 2 * (layer.elementwise + layer.routing) + again
     launch = framework.launch_s * (0.5 if job.compile else 1.0)
