@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "CommHealthCallback": "hfscale.callbacks.comm_health",
+    "DiLoCoCallback": "hfscale.callbacks.diloco",
     "LRScalingCallback": "hfscale.callbacks.lr_scaling",
     "ModelShape": "hfscale.facts.model_shape",
     "ParallelArguments": "hfscale.parallel.arguments",

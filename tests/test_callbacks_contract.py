@@ -14,7 +14,7 @@ from hfscale.checkpoint.store import latest_checkpoint
 from hfscale.errors import HfScaleError
 
 CALLBACKS = sorted(name for name in hfscale.__all__ if name.endswith("Callback"))
-PARTS = [name for name in CALLBACKS if name not in ("ScalingCallback", "SampleGenerationCallback")]
+PARTS = [name for name in CALLBACKS if name not in ("ScalingCallback", "SampleGenerationCallback", "DiLoCoCallback")]
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_scheduler_type": "constant"}
 PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")
 MEASURED_TIMES = ("goodput",)  # differ between two runs

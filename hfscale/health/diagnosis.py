@@ -44,6 +44,8 @@ _TRAINER = "transformers/trainer"
 SAVING = ("_save_checkpoint", "save_model", "on_save", "_save_optimizer_and_scheduler")
 OWN_SAVING = ("/hfscale/checkpoint/", "/hfscale/integrations/saving.py")
 """Files on the stack of a thread that writes or copies a checkpoint, or waits for one."""
+OWN_EXCHANGES = "/hfscale/callbacks/diloco.py"
+"""File on the stack of a thread that exchanges with other islands."""
 EVALUATING = ("evaluate", "predict", "evaluation_loop", "on_evaluate")
 """Names of Trainer's functions and of callback events; they are only compared with the names on the stack."""
 GENERATING = ("generate", "_prepare_inputs")
@@ -189,7 +191,7 @@ def slow_activity(frames: list[FrameType]) -> str | None:
         frames (`list[FrameType]`): the frames of the thread, innermost first.
 
     Returns:
-        `str | None`: `compiling`, `saving`, `evaluating` or `generating`; None otherwise.
+        `str | None`: `compiling`, `saving`, `exchanging`, `evaluating` or `generating`; None otherwise.
     """
     for frame in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -197,6 +199,8 @@ def slow_activity(frames: list[FrameType]) -> str | None:
             return "compiling"
         if any(part in file for part in OWN_SAVING):
             return "saving"
+        if OWN_EXCHANGES in file:
+            return "exchanging"
         if _TRAINER in file or name.startswith("on_"):
             if name in SAVING:
                 return "saving"

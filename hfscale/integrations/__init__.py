@@ -62,6 +62,10 @@ Read, called, or set once
   test_the_trainer_and_its_checkpoint_are_found_on_the_stack.
 - `Trainer._eval_dataloaders`. By: loader_seeds.py. Reason: nothing public tells whether a loader is used again by
   the next evaluation. Test: test_loader_seeds.py.
+- `Trainer._globalstep_last_logged`, set. By: `jump_to`. Reason: Trainer divides the logged loss by the steps since
+  the last log, and an island that returns has not taken those of the others. Test: test_islands.py.
+- `safe_get_local_fp32_param` and its relatives in `deepspeed.utils` (public). By: island_parameters.py. Reason: the
+  optimizer of ZeRO steps a copy of the parameters. Test: test_islands.py.
 - `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream
   continues. Test: test_stream_position.py.
 - what `Trainer._save_checkpoint` calls (`saving._WRITING_METHODS`), followed call by call. By: TrainerSaving and

@@ -256,6 +256,7 @@ class TrainerSaving:
         files = trainer.checkpoint_files() if is_parallel_trainer(trainer) and trainer.args.should_save else {}
         live = self._live_state()
         write_collectively = self._fsdp.take() if self._fsdp is not None else None
+        write_saved_tensors = self._adapter.take_saved_tensors() if full else None
         copied = self._snapshot.take(live)
         if _SHARDS in copied:
             write_collectively = partial(_write_shards, copied[_SHARDS])
@@ -267,6 +268,8 @@ class TrainerSaving:
                 if name in copied:
                     torch.save(copied[name], folder / name)
             write_files(folder, files)
+            if write_saved_tensors is not None:
+                write_saved_tensors(folder)
             if rng is not None:
                 torch.save(rng, folder / rng_name(trainer))
             if state is not None:
@@ -316,7 +319,7 @@ class TrainerSaving:
         trainer = self._trainer
         run_dir = elsewhere or Path(self._adapter.output_dir(trial))
         best = trainer.state.best_model_checkpoint
-        failed = None
+        failed, write_tensors = None, None
         deferring = self._deferred.collecting() if self._deferred is not None else nullcontext()
         try:
             with deferring, self._writing_to_unfinished(run_dir):
@@ -329,9 +332,11 @@ class TrainerSaving:
                 folder = unfinished_folder(run_dir, trainer.state.global_step)
                 _name_best(folder / TRAINER_STATE_NAME, trainer.state.best_model_checkpoint)
                 complete_checkpoint(trainer, folder, parameter_names(trainer))
+            write_tensors = self._adapter.take_saved_tensors() if not trainer.args.save_only_model else None
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
-        return self._job(run_dir, begun, error=failed, write=self._deferred.write if self._deferred else None)
+        writes = [write for write in (self._deferred and self._deferred.write, write_tensors) if write is not None]
+        return self._job(run_dir, begun, error=failed, write=lambda folder: [write(folder) for write in writes])
 
     @contextmanager
     def _writing_to_unfinished(self, run_dir: Path) -> Iterator[None]:

@@ -69,7 +69,7 @@ def decode(payload: Tensor, values: int, compression: Compression) -> Tensor:
         levels = _unpack(payload[4 * blocks :], bits).view(blocks, BLOCK)
         return _dequantize(levels, scales, bits).flatten()[:values]
     chunks, kept = -(-values // CHUNK), compression.kept
-    positions, rest = payload.split([chunks * kept * 3 // 2, expected - chunks * kept * 3 // 2])
+    positions, rest = payload[: chunks * kept * 3 // 2], payload[chunks * kept * 3 // 2 :]
     index = _unpack_positions(positions).view(chunks, kept)
     if bits == 32:
         sent = _floats(rest).view(chunks, kept)
@@ -134,7 +134,8 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     if per_byte == 1:
         return packed
     shifts = torch.arange(per_byte, dtype=torch.uint8) * bits
-    return ((packed[:, None] >> shifts) & (2**bits - 1)).flatten()
+    levels: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
+    return levels.flatten()
 
 
 def _pack_positions(index: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
 from hfscale.integrations.loading import readable_checkpoint
 from hfscale.integrations.strategy import check_launch
-from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
+from hfscale.recipe.arguments import check_evaluation, island_callbacks, sample_generation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.data import load_packed_datasets
@@ -33,6 +33,7 @@ def main():
     check_launch(training_args)
     check_pairs(model_args, training_args)
     check_output_dir(training_args.output_dir)
+    islands = island_callbacks(scaling_args)
     samples = sample_generation(data_args)
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     keep_global_batch(training_args, checkpoint)
@@ -62,6 +63,7 @@ def main():
         processing_class=tokenizer,
         callbacks=[
             scaling,
+            *islands,
             *samples,
             ProfilerCallback(training_args.profile_steps or ()),
             *([EarlyStoppingCallback(patience)] if patience else []),

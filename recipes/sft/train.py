@@ -17,7 +17,13 @@ from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.callbacks.progress import use_compact_progress
 from hfscale.integrations.loading import readable_checkpoint
 from hfscale.integrations.strategy import check_launch
-from hfscale.recipe.arguments import SourceArguments, check_evaluation, sample_generation, scaling_callback
+from hfscale.recipe.arguments import (
+    SourceArguments,
+    check_evaluation,
+    island_callbacks,
+    sample_generation,
+    scaling_callback,
+)
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
 from hfscale.recipe.layout import finish_on_cpu
@@ -51,6 +57,7 @@ def main():
     layout = set_up_data_parallelism(training_args)
     check_pairs(model_args, training_args, layout)
     check_output_dir(training_args.output_dir)
+    islands = island_callbacks(scaling_args)
     samples = sample_generation(data_args)
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     keep_global_batch(training_args, checkpoint)
@@ -77,6 +84,7 @@ def main():
             peft_config=lora_config(model_args) if model_args.use_peft else None,
             callbacks=[
                 scaling,
+                *islands,
                 *samples,
                 ProfilerCallback(training_args.profile_steps or ()),
                 *([EarlyStoppingCallback(patience)] if patience else []),

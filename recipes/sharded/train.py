@@ -20,7 +20,7 @@ from hfscale.callbacks.progress import use_compact_progress
 from hfscale.integrations.loading import readable_checkpoint
 from hfscale.integrations.sequence_parallel import collate_with_positions, fix_sequence_parallel
 from hfscale.integrations.strategy import check_launch
-from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
+from hfscale.recipe.arguments import check_evaluation, island_callbacks, sample_generation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.data import load_packed_datasets
@@ -39,6 +39,7 @@ def main():
     layout = set_up_parallelism(parallel_args, training_args)
     check_pairs(model_args, training_args, layout)
     check_output_dir(training_args.output_dir)
+    islands = island_callbacks(scaling_args)
     samples = sample_generation(data_args, layout)
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     keep_global_batch(training_args, checkpoint, data_parallel_size=layout.data_parallel_size)
@@ -70,6 +71,7 @@ def main():
         processing_class=tokenizer,
         callbacks=[
             scaling,
+            *islands,
             *samples,
             ProfilerCallback(training_args.profile_steps or ()),
             *([EarlyStoppingCallback(patience)] if patience else []),

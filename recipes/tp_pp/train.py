@@ -24,7 +24,7 @@ from hfscale.callbacks.progress import use_compact_progress
 from hfscale.integrations.strategy import check_launch
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run, print_dry_run
-from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
+from hfscale.recipe.arguments import check_evaluation, island_callbacks, sample_generation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
@@ -62,6 +62,7 @@ def main():
     check_pairs(model_args, training_args)
     sample_generation(data_args, is_split=True)  # refuses --sample_prompts: split models cannot generate
     check_output_dir(training_args.output_dir)
+    islands = island_callbacks(scaling_args)
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     keep_global_batch(training_args, checkpoint, data_parallel_size=layout.data_parallel_size)
     set_seed(training_args.seed)
@@ -87,6 +88,7 @@ def main():
         processing_class=tokenizer,
         callbacks=[
             scaling,
+            *islands,
             ProfilerCallback(training_args.profile_steps or ()),
             *([EarlyStoppingCallback(patience)] if patience else []),
         ],

@@ -1,0 +1,154 @@
+"""The outer optimizer of DiLoCo, on this rank's part of the parameters, in host memory.
+
+An island trains H steps by itself from the anchor, the parameters that all islands have had after the last round. Its
+pseudo-gradient is anchor - parameters. The outer optimizer steps the anchor with the mean of the pseudo-gradients, and
+all islands continue from there. DiLoCo (Douillard et al., arXiv 2311.08105, sections 2 and 3.1) uses SGD with Nesterov
+momentum, learning rate 0.7 and momentum 0.9.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from hfscale.errors import CheckpointError
+from hfscale.facts.compression import Compression
+from hfscale.islands.codec import decode, encode, encode_with_feedback
+
+OUTER_LR = 0.7
+"""Learning rate of the outer optimizer (arXiv 2311.08105, section 3.1)."""
+OUTER_MOMENTUM = 0.9
+"""Its Nesterov momentum (the same)."""
+
+
+class OuterOptimizer:
+    """Steps the anchor with the mean of the pseudo-gradients of the islands.
+
+    Args:
+        values (`Tensor`): this rank's part of the parameters, flat fp32 on the CPU; it becomes the anchor.
+        lr (`float`): learning rate.
+        momentum (`float`): Nesterov momentum; 0: plain SGD.
+        compression (`Compression`): how pseudo-gradients are sent.
+    """
+
+    def __init__(self, values: Tensor, *, lr: float, momentum: float, compression: Compression) -> None:
+        self.compression = compression
+        self.anchor = values
+        """Flat fp32 values, changed in place."""
+        self._has_momentum = momentum > 0
+        self._optimizer = torch.optim.SGD([self.anchor], lr=lr, momentum=momentum, nesterov=self._has_momentum)
+        self._momentum = torch.zeros_like(values) if self._has_momentum else torch.zeros(0)
+        if self._has_momentum:
+            self._optimizer.state[self.anchor]["momentum_buffer"] = self._momentum
+        self._residual = torch.zeros(0) if compression.lossless else torch.zeros_like(values)
+        self._sent: Tensor | None = None
+
+    def pseudo_gradient(self, values: Tensor) -> Tensor:
+        """Return the payload with which this island contributes to a round.
+
+        Args:
+            values (`Tensor`): this rank's part of the parameters now, flat fp32.
+
+        Returns:
+            `Tensor`: the encoded pseudo-gradient, uint8.
+        """
+        delta = self.anchor - values
+        if self.compression.lossless:
+            self._sent = encode(delta, self.compression)
+        else:
+            self._sent = encode_with_feedback(delta, self._residual, self.compression)
+        return self._sent
+
+    def withdraw(self) -> None:
+        """Take back the last pseudo-gradient, which has not been counted: the error feedback sends it later."""
+        if self._sent is not None and not self.compression.lossless:
+            self._residual += decode(self._sent, self.anchor.numel(), self.compression)
+        self._sent = None
+
+    def step(self, payloads: list[bytearray | None]) -> tuple[float, float]:
+        """Step with the mean of the pseudo-gradients.
+
+        Args:
+            payloads (`list`): those of all contributors, in the same order on all islands; None is this island's own.
+
+        Returns:
+            `tuple[float, float]`: sum over this part of the squared distance of each contributor from their mean,
+            divided by their number; sum of squares of the anchor.
+        """
+        values = [self._decoded(payload) for payload in payloads]
+        mean = torch.stack(values).mean(dim=0) if len(values) > 1 else values[0]
+        spread = sum(float((value - mean).square().sum(dtype=torch.float64)) for value in values) / len(values)
+        size = float(self.anchor.square().sum(dtype=torch.float64))
+        self.anchor.grad = mean
+        self._optimizer.step()
+        self.anchor.grad = None
+        self._sent = None
+        return spread, size
+
+    def _decoded(self, payload: bytearray | None) -> Tensor:
+        if payload is None:
+            assert self._sent is not None
+            encoded = self._sent
+        else:
+            encoded = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.zeros(0, dtype=torch.uint8)
+        return decode(encoded, self.anchor.numel(), self.compression)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_bytes(self) -> int:
+        """Length of `shared_state`."""
+        return 4 * (self.anchor.numel() + self._momentum.numel())
+
+    def shared_state(self) -> memoryview:
+        """Return what another island needs to continue from here: anchor and momentum, fp32."""
+        return torch.cat([self.anchor, self._momentum]).numpy().data.cast("B")
+
+    def take_shared_state(self, data: bytearray) -> None:
+        """Continue from the state of another island. What this island has not sent yet is dropped.
+
+        Args:
+            data (`bytearray`): what `shared_state` returned there; its length is `state_bytes`.
+        """
+        values = torch.frombuffer(data, dtype=torch.float32) if data else torch.zeros(0)
+        self.anchor.copy_(values[: self.anchor.numel()])
+        self._momentum.copy_(values[self.anchor.numel() :])
+        self._residual.zero_()
+        self._sent = None
+
+    def digest(self) -> str:
+        """Return a hash of `shared_state`."""
+        return hashlib.blake2b(self.shared_state(), digest_size=16).hexdigest()
+
+    def reset(self, values: Tensor) -> None:
+        """Begin anew.
+
+        Args:
+            values (`Tensor`): the new anchor, flat fp32.
+        """
+        self.anchor.copy_(values)
+        self._momentum.zero_()
+        self._residual.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the tensors that a checkpoint keeps."""
+        return {"anchor": self.anchor.clone(), "momentum": self._momentum.clone(), "residual": self._residual.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state_dict` returned. With another compression the residual is dropped.
+
+        Args:
+            state (`dict[str, Tensor]`): the tensors of a checkpoint.
+
+        Raises:
+            CheckpointError: the part of the parameters has another size.
+        """
+        if state["anchor"].shape != self.anchor.shape:
+            raise CheckpointError(
+                f"the outer state has {state['anchor'].numel()} values, and this rank's part of the parameters "
+                f"{self.anchor.numel()}: resume an island on as many processes, with the same strategy"
+            )
+        self.anchor.copy_(state["anchor"])
+        for name, tensor in (("momentum", self._momentum), ("residual", self._residual)):
+            if state[name].shape == tensor.shape:
+                tensor.copy_(state[name])

@@ -1,0 +1,135 @@
+"""Training on several islands: each is one launch of one or two processes that are forks of this one."""
+
+import json
+import os
+
+import pytest
+import safetensors.torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from ports import free_port
+from tiny import RandomTokens, tiny_arguments, tiny_model
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, default_data_collator
+
+from hfscale import DiLoCoCallback
+from hfscale.integrations.strategy import let_fsdp_run_on_cpu, running_strategy
+from hfscale.islands.wire import TOKEN_VARIABLE
+
+TOKEN = "a secret of the tests"  # noqa: S105
+TRAINING = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 6}
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+
+class InOrder(Trainer):
+    """Reads the data in their order, so that two islands read together what two ranks read."""
+
+    def _get_train_sampler(self, *args):
+        return SequentialSampler(self.train_dataset)
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+
+
+def trained(folder, *callbacks, **arguments):
+    """Train a tiny model on this rank, and write its parameters."""
+    args = tiny_arguments(folder, **(TRAINING | {"per_device_train_batch_size": 2} | arguments))
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        let_fsdp_run_on_cpu()
+    trainer = InOrder(
+        model=tiny_model(),
+        args=args,
+        train_dataset=RandomTokens(),
+        data_collator=default_data_collator,
+        callbacks=list(callbacks),
+    )
+    assert running_strategy(trainer).removeprefix("single") == os.environ.get("EXPECTED", "")
+    trainer.train(resume_from_checkpoint=arguments.get("resume_from_checkpoint"))
+    write_parameters(trainer, folder)
+    return trainer
+
+
+def write_parameters(trainer, folder):
+    """Write the parameters, complete ones also where they are sharded."""
+    parameters = {}
+    for name, parameter in trainer.model.named_parameters():
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        parameters[name] = full.detach().clone()
+    if trainer.args.process_index == 0:
+        safetensors.torch.save_file(parameters, folder / "parameters.safetensors")
+        (folder / "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def parameters_of(folder):
+    return safetensors.torch.load_file(folder / "parameters.safetensors")
+
+
+def largest_difference(first, second):
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def run_islands(folder, train, *, islands=2, ranks=1, env=None):
+    """Call `train(island, rendezvous)` on each rank of each island; return the exit codes and the output by island."""
+    rendezvous, ports = f"127.0.0.1:{free_port()}", [str(free_port()) for _ in range(islands)]
+
+    def as_island():
+        island, rank = divmod(int(os.environ["RANK"]), ranks)
+        os.environ.update(MASTER_PORT=ports[island], RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        if ranks == 1:
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                del os.environ[name]
+        train(island, rendezvous)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+    codes = run_ranks(islands * ranks, as_island, log=folder / "logs", env=env, ends_all=False, timeout_s=240.0)
+    logs = [(folder / "logs" / f"rank-{number}.log").read_text() for number in range(islands * ranks)]
+    return codes, logs
+
+
+def test_with_one_step_and_plain_sgd_two_islands_are_ddp(tmp_path):
+    def as_ddp():
+        trained(tmp_path / "ddp")
+        dist.destroy_process_group()
+
+    def train(island, rendezvous):
+        callback = DiLoCoCallback(
+            islands=2, island_rank=island, rendezvous=rendezvous, every_steps=1, outer_lr=1.0, outer_momentum=0.0
+        )
+        trained(tmp_path / f"island-{island}", callback, logging_steps=3)
+
+    assert run_ranks(2, as_ddp, log=tmp_path / "logs-ddp", env={"EXPECTED": "ddp"}) == [0, 0]
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
+    first, second = (parameters_of(tmp_path / f"island-{island}") for island in range(2))
+    assert largest_difference(first, second) == 0.0
+    assert largest_difference(first, parameters_of(tmp_path / "ddp")) < 1e-6
+    log = [row for row in json.loads((tmp_path / "island-0" / "log.json").read_text()) if "loss" in row]
+    assert all(row["islands/contributors"] == 2 and row["islands/dropped_samples"] == 0 for row in log)
+    assert all(row["islands/round_s"] > 0 and 0 < row["islands/stall_fraction"] < 1 for row in log)
+    assert log[0]["islands/drift"] > 0
+    payload = 4 * sum(parameter.numel() for parameter in tiny_model().parameters())
+    assert 3 * payload < log[1]["islands/bytes"] < 3 * payload + 3000  # three rounds, and their headers
+
+
+@pytest.mark.parametrize(("strategy", "env"), [("ddp", {}), ("fsdp2", FSDP2)])
+def test_islands_of_two_ranks_end_with_the_weights_of_islands_of_one(tmp_path, strategy, env):
+    """Rank i of one island exchanges with rank i of the other: the outer step is the same on shards."""
+
+    def train(island, rendezvous):
+        callback = DiLoCoCallback(islands=2, island_rank=island, rendezvous=rendezvous, every_steps=3)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        trained(tmp_path / f"{ranks}-{island}", callback, per_device_train_batch_size=4 // ranks)
+
+    for ranks in (1, 2):
+        codes, logs = run_islands(
+            tmp_path, train, ranks=ranks, env=env | {"EXPECTED": strategy} if ranks == 2 else None
+        )
+        assert codes == [0] * 2 * ranks, logs
+        first, second = (parameters_of(tmp_path / f"{ranks}-{island}") for island in range(2))
+        assert largest_difference(first, second) == 0.0
+    assert largest_difference(parameters_of(tmp_path / "1-0"), parameters_of(tmp_path / "2-0")) < 1e-5
