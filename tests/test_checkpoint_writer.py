@@ -386,7 +386,7 @@ def test_training_can_restart_after_an_exception(tmp_path, monkeypatch):
 
 
 class TestFailure:
-    @pytest.mark.parametrize("last_step", [40, 4])
+    @pytest.mark.parametrize("last_step", [400, 4])
     def test_a_failed_write_stops_the_run_and_keeps_committed_checkpoints(self, tmp_path, last_step):
         """A file-size limit makes the write of step 4 fail, like a full disk; also if step 4 is the last."""
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -411,7 +411,7 @@ class TestFailure:
                 trainer.train()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert trainer.state.global_step < 40
+        assert trainer.state.global_step < 400
         assert saved_steps(tmp_path) == [2]
         assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
         assert list((tmp_path / UNFINISHED).iterdir()) == []

@@ -27,19 +27,32 @@ from hfscale.utils.collectives import DEBUG_VARIABLE, SAVING, TRAINING
 from hfscale.utils.distributed import rank
 
 
-def in_ranks(function, folder, *, debug="5", ranks=2, ends_all=False):
-    """Run `function` in a gloo world; return the exit code and the output of each rank."""
+def wait_for(files):
+    """Wait until all files exist, at most a minute."""
+    until = time.monotonic() + 60
+    while not all(file.exists() for file in files) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def in_ranks(function, folder, *, debug="120", ranks=2, ends_all=False, failing=None):
+    """Run `function` in a gloo world; return the exit code and the output of each rank.
+
+    Ranks of `failing`, by default all, are those that raise if one does.
+    """
 
     def main():
         dist.init_process_group("gloo")
         try:
             function()
         except Exception:
-            time.sleep(rank() == 0)  # this process hosts the store, which the others are still reading
+            (folder / f"failed-{rank()}").touch()
+            if rank() == 0:  # this process hosts the store, which the others are still reading
+                wait_for([folder / f"failed-{number}" for number in failing])
             raise
         dist.barrier()
         dist.destroy_process_group()
 
+    failing = range(ranks) if failing is None else failing
     codes = run_ranks(ranks, main, log=folder, env={DEBUG_VARIABLE: debug}, ends_all=ends_all)
     return codes, [(folder / f"rank-{number}.log").read_text() for number in range(ranks)]
 
@@ -94,9 +107,9 @@ def test_a_rank_that_enters_no_exchange_is_named(tmp_path):
     def one_is_absent():
         if rank() != 1:
             TRAINING.barrier("log")
-        time.sleep(2 * (rank() == 1))
+        wait_for([tmp_path / "failed-0", tmp_path / "failed-2"])
 
-    codes, texts = in_ranks(one_is_absent, tmp_path, debug="0.5", ranks=3)
+    codes, texts = in_ranks(one_is_absent, tmp_path, debug="3", ranks=3, failing=(0, 2))
     assert codes[0]
     assert codes[2]
     assert all("in 'log', ranks [1] in none" in texts[number] for number in (0, 2)), texts
@@ -234,7 +247,7 @@ def trained(folder, *callbacks, before=lambda trainer: None, **arguments):
 
 
 def train_in_ranks(folder, train):
-    codes = run_ranks(2, train, log=folder, env={DEBUG_VARIABLE: "60"}, timeout_s=120.0)
+    codes = run_ranks(2, train, log=folder, env={DEBUG_VARIABLE: "120"}, timeout_s=240.0)
     return codes, [(folder / f"rank-{number}.log").read_text() for number in range(2)]
 
 

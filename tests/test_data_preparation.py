@@ -15,17 +15,17 @@ from hfscale.errors import DataError, HealthError
 from hfscale.recipe import preparation
 from hfscale.recipe.preparation import one_process_prepares
 
-TIME_LIMIT_S = 2.0
+TIME_LIMIT_S = 4.0
 
 
-def prepare(folder, action=lambda rank: None, *, cache="cache", seconds=0.0, node_size=None):
+def prepare(folder, action=lambda rank: None, *, cache="cache", seconds=0.0, node_size=None, limit_s=60.0):
     """Record in which order the ranks run the block, and what they raise, in files of `folder`."""
     rank = int(os.environ["RANK"])
     if node_size is not None:
         os.environ.update(LOCAL_RANK=str(rank % node_size), LOCAL_WORLD_SIZE=str(node_size))
     datasets.config.HF_DATASETS_CACHE = folder / cache.format(node=rank // (node_size or 99))
     datasets.config.HF_DATASETS_CACHE.mkdir(exist_ok=True)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIME_LIMIT_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=limit_s))
     try:
         with one_process_prepares("the data"):
             prepared = (datasets.config.HF_DATASETS_CACHE / "prepared").exists()
@@ -56,7 +56,7 @@ def found_prepared(folder, ranks):
 
 @pytest.mark.world(3)
 def test_the_others_wait_longer_than_a_collective_may_take(run, tmp_path):
-    codes = run(3, lambda: prepare(tmp_path, seconds=2 * TIME_LIMIT_S))
+    codes = run(3, lambda: prepare(tmp_path, seconds=2 * TIME_LIMIT_S, limit_s=TIME_LIMIT_S))
     assert codes == [0, 0, 0]
     assert found_prepared(tmp_path, 3) == [False, True, True]
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["prepared"]
@@ -94,7 +94,7 @@ def die(rank):
 def test_a_failure_of_one_rank_ends_all_at_once(run, tmp_path, failing, action, code, reason):
     began_at = time.monotonic()
     codes = run(3, lambda: prepare(tmp_path, lambda rank: action(rank) if rank == failing else None))
-    assert time.monotonic() - began_at < 10
+    assert time.monotonic() - began_at < 45
     assert codes == [code if rank == failing else 3 for rank in range(3)]
     assert {path.read_text() for path in tmp_path.glob("error-*")} == {reason}
 

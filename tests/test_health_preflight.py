@@ -190,7 +190,7 @@ def errors(ended):
 
 @pytest.mark.world(3)
 def test_healthy_ranks_are_not_blamed():
-    ended = run(3, "none", 0, 20.0)
+    ended = run(3, "none", 0, 100.0)
     assert errors(ended) == []
     assert not any(result["stuck"] for result in ended.results.values())
     assert {row["kind"] for row in ended.results[0]["links"]} == set(measure.KINDS)
@@ -198,10 +198,10 @@ def test_healthy_ranks_are_not_blamed():
 
 @pytest.mark.world(4)
 def test_ranks_that_come_up_slowly_are_not_refused():
-    """They arrive within nine seconds; the limit is 6.5, and counts from the last arrival."""
-    ended = run(4, "staggered:3", -1, 10.0)
+    """They arrive within 15 seconds; the limit is less, and counts from the last arrival."""
+    ended = run(4, "staggered:5", -1, 18.0)
     assert errors(ended) == []
-    assert ended.results[0]["seconds"] > 9.0
+    assert ended.results[0]["seconds"] > 15.0
 
 
 @pytest.mark.world(3)

@@ -857,7 +857,7 @@ def test_two_nodes_train_together(tmp_path):
         started(ACCELERATE, *flags, env=loopback_node(1, port), cwd=tmp_path) as second,
         started(ACCELERATE, *flags, env=loopback_node(0, port), cwd=tmp_path) as first,
     ):
-        outputs = [process.communicate(timeout=200)[0] for process in (first, second)]
+        outputs = [process.communicate(timeout=280)[0] for process in (first, second)]
         assert (first.returncode, second.returncode) == (0, 0), outputs
     assert outputs[0].count("hfscale: strategy ddp on 2 processes (cpu)") == 1
     assert "hfscale: strategy" not in outputs[1]
@@ -875,7 +875,7 @@ def test_two_nodes_under_torchrun_are_one_world(tmp_path):
         started(*argv, env=loopback_node(1, port), cwd=REPOSITORY) as second,
         started(*argv, env=loopback_node(0, port), cwd=REPOSITORY) as first,
     ):
-        outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
+        outputs = [process.communicate(timeout=280)[0] for process in (first, second)]
         assert (first.returncode, second.returncode) == (0, 0), outputs
     for rank in (0, 1):
         seen = json.loads((tmp_path / f"rank-{rank}.json").read_text())
@@ -903,7 +903,7 @@ def test_deepspeed_too_has_a_launcher_per_node(tmp_path):
         started(*argv, env=loopback_node(1, port) | config, cwd=REPOSITORY) as second,
         started(*argv, env=loopback_node(0, port) | config, cwd=REPOSITORY) as first,
     ):
-        outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
+        outputs = [process.communicate(timeout=280)[0] for process in (first, second)]
         assert (first.returncode, second.returncode) == (0, 0), outputs
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0.json", "rank-1.json"}
 
@@ -914,12 +914,12 @@ def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(script, num
     with started(
         script, WORKER, ".", PREEMPTED, "wait", env=loopback_node(0, free_port(), 1), cwd=tmp_path
     ) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not (tmp_path / "rank-0.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert json.loads((tmp_path / "rank-0.json").read_text())["launcher"] == process.pid
         process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=280)
         assert process.returncode == PREEMPTED, output
     assert (tmp_path / "signalled-0").exists()
 
@@ -951,7 +951,7 @@ def test_slurm_requeues_a_preempted_run_of_two_nodes(slurm, tmp_path):
     one_gpu = {"SLURM_JOB_ID": str(port - 20_000), "SLURM_GPUS_ON_NODE": "1", "CONFIG_FILE": config}
     env = slurm | one_gpu | {"PYTHON": sys.executable}
     with started("bash", SBATCH, WORKER, tmp_path, PREEMPTED, env=env, cwd=REPOSITORY) as process:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=280)
         assert process.returncode == PREEMPTED, output
     for rank in (0, 1):
         seen = json.loads((tmp_path / f"rank-{rank}.json").read_text())

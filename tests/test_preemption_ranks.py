@@ -60,7 +60,7 @@ class TestTwoRanks:
             "checkpoint": "checkpoint-3",
             "reason": "SIGTERM: checkpoint-3 is committed",
         }
-        assert outcome["seconds_to_end"] < 30
+        assert outcome["seconds_to_end"] < 60
 
     def test_both_ranks_use_the_shortest_deadline(self, trials, tmp_path):
         """The last save is assumed to have taken a minute; only rank 1, which is signalled, knows the time left."""
@@ -79,6 +79,6 @@ class TestTwoRanks:
     def test_a_rank_that_is_blocked_in_c_ends_when_its_peer_is_dead(self, trials, tmp_path):
         """Rank 1 is killed, and the launcher signals rank 0, whose main thread cannot run the signal's handler."""
         kill = [{"to": [1], "signal": "SIGKILL"}]
-        outcome = trials.run(tmp_path, phase="step", at=3, rank=0, blocks=["step", 3, 0], signals=kill, timeout_s=20)
+        outcome = trials.run(tmp_path, phase="step", at=3, rank=0, blocks=["step", 3, 0], signals=kill, timeout_s=200)
         assert outcome["codes"] == [143, -9], (outcome, logs(tmp_path))
         assert "rank 1 has died" in (tmp_path / "log-0").read_text()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -63,6 +64,22 @@ def uninterrupted(tmp_path_factory):
     return folder / "out", done
 
 
+def in_time(interrupt, folder):
+    """Interrupt runs until one is interrupted before its end: it has few steps, and this process may be slow.
+
+    Args:
+        interrupt: a function that runs in a new output directory and returns whether the interruption was in time.
+        folder: where the output directories are.
+
+    Returns:
+        The output directory.
+    """
+    for number in range(5):
+        if interrupt(folder / f"out-{number}"):
+            return folder / f"out-{number}"
+    raise AssertionError("five runs were interrupted too late")
+
+
 @pytest.mark.world(2)
 class TestTwoProcesses:
     def test_trains_and_prints_a_summary(self, uninterrupted):
@@ -102,41 +119,52 @@ class TestTwoProcesses:
 
     def test_a_killed_run_resumes_with_the_same_losses(self, uninterrupted, launch, tmp_path):
         """It is killed after its first commit; the relaunched command gives the losses of the uninterrupted run."""
-        output_dir = tmp_path / "out"
-        flags = [*QUICK, "--output_dir", "out"]
         config = REPOSITORY / "accelerate_configs" / "ddp.yaml"
-        command = ["--config_file", str(config), "--num_processes", "2", str(RECIPE), *flags]
-        log = tmp_path / "log"
-        job = fork_server().start("launch", command, cwd=tmp_path, env=dict(os.environ), out=log, err=log)
-        fork_server().wait_until(job, lambda: latest_checkpoint(output_dir) is not None, 120)
-        ranks = psutil.Process(job.pids[0]).children()
-        job.signal(signal.SIGKILL)
-        for rank in ranks:
-            rank.kill()
-        assert fork_server().wait(job, 30) == [-signal.SIGKILL]
-        assert (status(output_dir)["status"], latest_checkpoint(output_dir) is not None) == ("running", True)
-        done = launch(2, RECIPE, *flags)
+
+        def kill(output_dir):
+            """Return whether the kill came before the end of the run."""
+            log = output_dir.with_suffix(".log")
+            flags = [*QUICK, "--output_dir", output_dir.name]
+            command = ["--config_file", str(config), "--num_processes", "2", str(RECIPE), *flags]
+            job = fork_server().start("launch", command, cwd=tmp_path, env=dict(os.environ), out=log, err=log)
+            fork_server().wait_until(job, lambda: latest_checkpoint(output_dir) is not None, 240)
+            with suppress(psutil.NoSuchProcess):
+                ranks = psutil.Process(job.pids[0]).children()
+                job.signal(signal.SIGKILL)
+                for rank in ranks:
+                    rank.kill()
+            codes = fork_server().wait(job, 240)
+            assert codes in ([-signal.SIGKILL], [0]), log.read_text()
+            return status(output_dir)["status"] == "running"
+
+        output_dir = in_time(kill, tmp_path)
+        assert latest_checkpoint(output_dir) is not None
+        done = launch(2, RECIPE, *QUICK, "--output_dir", output_dir.name)
         assert done.code == 0, done.err[-4000:]
         assert len(done.lines("hfscale: continues from checkpoint-")) == 1
         assert losses(output_dir) == losses(uninterrupted[0])
 
     def test_a_preempted_run_ends_with_75_and_resumes_with_the_same_losses(self, uninterrupted, launch, tmp_path):
         """SIGTERM goes to one rank, which has data loader workers. The launcher turns exit code 75 into 1."""
-        output_dir, saved = tmp_path / "out", {"rng_state_0.pth", "rng_state_1.pth"}
-        flags = [*QUICK, "--output_dir", "out", "--save_steps", "1", "--dataloader_num_workers", "1"]
+        saved = {"rng_state_0.pth", "rng_state_1.pth"}
+        flags = [*QUICK, "--save_steps", "1", "--dataloader_num_workers", "1", "--output_dir"]
         config = REPOSITORY / "accelerate_configs" / "ddp.yaml"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        with (tmp_path / "log").open("w") as log:
-            process = subprocess.Popen(
-                [*command, "--num_processes", "2", str(RECIPE), *flags], cwd=tmp_path, stdout=log, stderr=log
-            )
-            deadline = time.monotonic() + 120
-            while not (output_dir / "hfscale_status.json").is_file() and time.monotonic() < deadline:
-                time.sleep(0.005)
-            ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-            subprocess.run(["kill", "-TERM", ranks.stdout.split()[-1]], check=True)
-            assert process.wait(60) == 1
-        said = (tmp_path / "log").read_text()
+        command += ["--num_processes", "2", str(RECIPE), *flags]
+
+        def terminate(output_dir):
+            """Return whether the signal came before the end of the run."""
+            with output_dir.with_suffix(".log").open("w") as log:
+                process = subprocess.Popen([*command, output_dir.name], cwd=tmp_path, stdout=log, stderr=log)
+                deadline = time.monotonic() + 240
+                while not (output_dir / "hfscale_status.json").is_file() and time.monotonic() < deadline:
+                    time.sleep(0.005)
+                with suppress(psutil.NoSuchProcess, IndexError):
+                    psutil.Process(process.pid).children()[-1].terminate()
+                return process.wait(240) == 1
+
+        output_dir = in_time(terminate, tmp_path)
+        said = output_dir.with_suffix(".log").read_text()
         assert len(re.findall(r"exitcode +: 75", said)) >= 1, said
         assert set(re.findall(r"exitcode +: (\S+)", said)) == {"75"}, said
         found = status(output_dir)
@@ -152,7 +180,7 @@ class TestTwoProcesses:
         assert "hfscale: preempted by SIGTERM" in said
         assert "steps done" not in said
         assert not (output_dir / "model.safetensors").exists(), "it was exported"
-        done = launch(2, RECIPE, *flags)
+        done = launch(2, RECIPE, *flags, output_dir.name)
         assert done.code == 0, done.err[-4000:]
         assert losses(output_dir) == losses(uninterrupted[0])
 

@@ -1,6 +1,7 @@
 """SpotCheckpointCallback in Trainers: cadence, commit, rotation, resume and status."""
 
 import json
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -222,10 +223,10 @@ class TestResume:
         assert logged(resumed, "loss") == logged(uninterrupted, "loss")
 
     def test_waits_for_a_save_that_an_interrupted_training_left_in_flight(self, tmp_path, monkeypatch):
-        write = writer.write_atomically
+        write, go = writer.write_atomically, threading.Event()
 
         def slow(path, text):
-            time.sleep(1.0)
+            go.wait(120)
             write(path, text)
 
         arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -234,6 +235,7 @@ class TestResume:
         with pytest.raises(RuntimeError, match="simulated failure"):
             interrupted.train()
         assert saved_steps(tmp_path) == []
+        threading.Timer(0.5, go.set).start()
         resumed = tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments)
         assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
         resumed.train(resume_from_checkpoint=True)
@@ -346,10 +348,10 @@ class TestStatus:
         assert status(tmp_path) == expected
 
     def test_failed_during_a_save_stays_failed_when_the_save_is_committed(self, tmp_path, monkeypatch):
-        commit = writer._commit
+        commit, go = writer._commit, threading.Event()
 
         def slowly(*args, **kwargs):
-            time.sleep(0.5)
+            go.wait(120)
             return commit(*args, **kwargs)
 
         monkeypatch.setattr(writer, "_commit", slowly)
@@ -358,6 +360,7 @@ class TestStatus:
         with pytest.raises(RuntimeError, match="simulated"):
             trainer.train()
         assert (status(tmp_path)["status"], status(tmp_path)["checkpoint"]) == ("failed", None)
+        go.set()
         spot._wait()
         assert status(tmp_path) == {
             "status": "failed",

@@ -19,7 +19,7 @@ def trained(rank_store, rank, fault, guilty, limits, steps, output_dir):
     """What the watchdog found, and how long after the fault. The loop runs in a thread, since it may hang."""
     loop = Loop(rank_store, rank, fault, guilty, limits, steps, output_dir)
     loop.start()
-    until = time.monotonic() + 50
+    until = time.monotonic() + 200
     while loop.is_alive() and not loop.found() and time.monotonic() < until:
         time.sleep(0.02)
     time.sleep(0.2)  # for the rank that writes the report
@@ -49,7 +49,8 @@ class Loop(threading.Thread):
         gloo(self.rank_store)
         side = dist.new_group(backend="gloo")
         self.watchdog = HangWatchdog(self.rank_store, Path(self.output_dir), limits=self.limits)
-        self.watchdog.start()
+        if self.fault == "none":
+            self.watchdog.start()
         generator = torch.Generator().manual_seed(self.rank)
         value = torch.ones(256)
         try:
@@ -57,6 +58,8 @@ class Loop(threading.Thread):
                 self.watchdog.step_began(step)
                 time.sleep(0.01 + 0.02 * float(torch.rand(1, generator=generator)))
                 if self.fault != "none" and step == FAULT_STEP:
+                    dist.barrier()
+                    self.watchdog.start()  # not earlier: a slow start or a stall of the machine is no hang
                     self.fault_at = time.monotonic()
                 one_step(self.fault if self.rank == self.guilty and step == FAULT_STEP else "none", value, side)
                 self.watchdog.step_ended()
@@ -92,4 +95,4 @@ def one_step(fault, value, side):
 def run(world_size, fault, guilty, limits, output_dir, steps=30):
     silent = (guilty,) if fault in ("stop", "kill") else ()
     ranks = Ranks(world_size, trained, fault, guilty, limits, steps, str(output_dir))
-    return ranks.finish(60, without=silent)
+    return ranks.finish(240, without=silent)

@@ -127,4 +127,4 @@ def skip(kind):
 
 def run(world_size, fault, guilty, deadline_s):
     silent = (guilty,) if fault.startswith(("absent", "stopped", "killed")) else ()
-    return Ranks(world_size, checked, fault, guilty, deadline_s).finish(deadline_s + 20, without=silent)
+    return Ranks(world_size, checked, fault, guilty, deadline_s).finish(deadline_s + 120, without=silent)

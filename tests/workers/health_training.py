@@ -8,6 +8,7 @@ accelerate launch … tests/workers/health_training.py
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -20,9 +21,14 @@ from hfscale.checkpoint.writer import CheckpointWriter
 
 
 class HangAtStep30(TrainerCallback):
-    """Hangs like a storage that never answers."""
+    """Hangs like a storage that never answers.
+
+    Only then the watchdogs get their short limit, so that a stall of a loaded machine before is no hang.
+    """
 
     def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 30:
+            health._watchdog.limits = replace(health._watchdog.limits, floor_s=2.0)
         if state.global_step == 30 and args.process_index == 1:
             time.sleep(1000)
 
@@ -38,7 +44,7 @@ def write_slowly(writer, job):
 
 write, CheckpointWriter._run = CheckpointWriter._run, write_slowly
 spot = SpotCheckpointCallback(cloud=None)
-health = CommHealthCallback(hang_after_s=2.0, on_hang="abort", on_bad_training="stop")
+health = CommHealthCallback(hang_after_s=120.0, on_hang="abort", on_bad_training="stop")
 saving = {"save_strategy": "steps", "save_steps": 28}
 trainer = tiny_trainer("out", health, spot, HangAtStep30(), max_steps=60, logging_steps=10, **saving)
 trainer.train()

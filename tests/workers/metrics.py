@@ -12,7 +12,7 @@ from tiny import tiny_trainer
 from hfscale import CommHealthCallback, ScalingMetricsCallback
 
 trainer = tiny_trainer("out", ScalingMetricsCallback(), CommHealthCallback(), max_steps=6, logging_steps=2)
-trainer.train_dataset = SlowTokens(64, 0.03 if dist.get_rank() == 1 else 0.0)
+trainer.train_dataset = SlowTokens(64, 0.1 if dist.get_rank() == 1 else 0.0)
 trainer.train()
 dist.barrier()
 dist.destroy_process_group()

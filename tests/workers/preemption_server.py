@@ -195,7 +195,7 @@ def trial(spec):
         pids.append(pid)
     os.close(writer)
     begun, codes, signals, sent_at, ended_at = time.monotonic(), {}, list(spec.get("signals", [])), None, None
-    while len(codes) < len(pids) and time.monotonic() - begun < spec.get("timeout_s", 60):
+    while len(codes) < len(pids) and time.monotonic() - begun < spec.get("timeout_s", 240):
         if sent_at is None and select.select([reader], [], [], 0.005)[0] and os.read(reader, 1):
             sent_at = time.monotonic()
         elif sent_at is not None or not signals:
