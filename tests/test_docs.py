@@ -425,6 +425,17 @@ def test_the_planner_page_gives_the_measured_errors():
     assert f"{speed['rows']} published runs" in page
 
 
+def test_the_planner_page_gives_the_measured_errors_of_activations():
+    found = json.loads(text_of(REPOSITORY / "benchmarks" / "results" / "activations.json"))
+    page = text_of(REPOSITORY / "docs" / "planner.md")
+    for name, row in found["peaks"].items():
+        numbers = f"{row['sequences']} x {row['seq_len']:,} | {row['counted_gib']} | {row['planned_gib']}"
+        assert f"| {name} | {numbers} |" in page
+    assert f"{found['summary']['models']} models of the catalogue" in page
+    assert f"| {found['summary']['largest_error']:.1%} |" in page
+    assert found["summary"]["largest_error"] < 0.03
+
+
 def site_config():
     return yaml.safe_load(text_of(REPOSITORY / "mkdocs.yml"))
 
