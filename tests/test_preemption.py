@@ -80,7 +80,8 @@ class TestNotice:
         notice = Notice(source="SIGTERM", seconds=3000.0, received=time.monotonic() - 1000)
         assert notice.seconds_left() == pytest.approx(2000, abs=60)
         assert Notice(source="SIGTERM").seconds_left() is None
-        assert Notice(source="SIGTERM", received=time.monotonic() - 1000).seconds_left(500) == pytest.approx(-500, abs=60)
+        late = Notice(source="SIGTERM", received=time.monotonic() - 1000)
+        assert late.seconds_left(500) == pytest.approx(-500, abs=60)
 
     def test_the_first_notice_of_a_source_is_kept_and_can_be_withdrawn(self):
         notices = PreemptionNotices()
