@@ -192,6 +192,20 @@ def test_one_rank_reads_the_answers_and_all_learn_the_verdict(tmp_path):
     assert len(list(tmp_path.rglob("rank-*.txt"))) == ranks
 
 
+def test_notes_of_which_few_are_missing_are_read_with_few_requests(monkeypatch):
+    shared, ranks, missing = dist.HashStore(), 1000, (17, 600)
+    for rank in range(ranks):
+        if rank not in missing:
+            RankStore(shared, rank, ranks).write("topic", {"rank": rank})
+    requests = []
+    store = CountedStore(shared)
+    monkeypatch.setattr(store, "check", lambda keys: requests.append(keys) or shared.check(keys), raising=False)
+    found = RankStore(store, 0, ranks).read("topic")
+    assert found == {rank: {"rank": rank} for rank in range(ranks) if rank not in missing}
+    assert len(requests) < 50
+    assert RankStore(shared, 0, 3).read("nothing") == {}
+
+
 def test_positions_of_an_nccl_dump():
     """The fields are those that torch's Flight Recorder writes for NCCL (version 2.10)."""
 

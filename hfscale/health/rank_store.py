@@ -112,11 +112,18 @@ class RankStore:
         """
         ranks = list(range(self.world_size))
         if not self.is_complete(topic):
-            ranks = [rank for rank in ranks if self._store.check([f"{topic}/{rank}"])]
+            ranks = self._written(topic, ranks)
         if not ranks:
             return {}
         notes = self._store.multi_get([f"{topic}/{rank}" for rank in ranks])
         return {rank: json.loads(note) for rank, note in zip(ranks, notes, strict=True)}
+
+    def _written(self, topic: str, ranks: list[int]) -> list[int]:
+        """Return those of the ranks that have written under a topic: few requests where few have not."""
+        if self._store.check([f"{topic}/{rank}" for rank in ranks]):
+            return ranks
+        middle = len(ranks) // 2
+        return [*self._written(topic, ranks[:middle]), *self._written(topic, ranks[middle:])] if middle else []
 
     def claim(self, name: str) -> bool:
         """Return whether this rank is the first that claims `name`; True only once for all ranks."""
