@@ -468,3 +468,18 @@ def test_recoveries_are_listed_with_their_reason_and_time(tmp_path):
     assert "rank 3: &lt;b&gt;CUDA error&lt;/b&gt;" in text
     assert "<td>51</td>" in text
     assert "<td>2</td><td>12 s</td>" in text
+
+
+def test_islands_have_a_section_with_their_rounds_and_the_bytes_sent(tmp_path):
+    write_run(tmp_path)
+    assert "Islands" not in page(load_run(tmp_path))
+    with (tmp_path / "scaling.jsonl").open("a") as file:
+        for step, drift in ((1000, 0.02), (1100, 0.01)):
+            keys = {"round_s": 3.0, "bytes": 2**20, "stall_fraction": 0.25, "drift": drift, "dropped_samples": 64}
+            file.write(json.dumps({"step": step} | {f"islands/{name}": value for name, value in keys.items()}) + "\n")
+    text = page(load_run(tmp_path))
+    assert "<h2>Islands</h2>" in text
+    assert "2 logs with a round; training waits 3 s" in text
+    assert "sent 2 MiB" in text
+    assert "64 samples were dropped" in text
+    assert "Share of the time in rounds" in text

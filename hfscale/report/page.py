@@ -1,6 +1,7 @@
 """Makes the HTML reports of a run and of a sweep. Each is one file that needs no network."""
 
 import datetime
+import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -73,6 +74,7 @@ def page(run: Run) -> str:
         _pair(_loss(run), _throughput(run)),
         _pair(_shares(run), _memory(run)),
         _ranks(run),
+        _islands(run),
         _recoveries(run),
         _checkpoints(run),
     ]
@@ -237,6 +239,28 @@ def _ranks(run: Run) -> str:
 def _spread(samples: Sequence[tuple[float, Sequence[float]]]) -> float:
     values = [value for _, row in samples for value in row]
     return (max(values) - min(values)) / (max(values) or 1.0)
+
+
+def _islands(run: Run) -> str:
+    """The rounds of a training on several islands (docs/islands.md)."""
+    rounds = run.series("islands/round_s")
+    if not rounds:
+        return ""
+    drift = Series(name="drift", points=[(x, 100 * y) for x, y in run.series("islands/drift")], colour="violet")
+    wait = [(x, 100 * y) for x, y in run.series("islands/stall_fraction")]
+    waiting = Series(name="waiting", points=wait, colour="amber")
+    sent = sum(value for _, value in run.series("islands/bytes"))
+    median = statistics.median(value for _, value in rounds)
+    dropped = run.last("islands/dropped_samples") or 0.0
+    note = (
+        f"{len(rounds)} logs with a round; training waits {duration(median)} for a round (median). This process has "
+    )
+    note += f"sent {size(int(sent))}. " + (f"{count(dropped)} samples were dropped." if dropped else "")
+    charts = _pair(
+        line_chart([drift], label="Distance of the islands, of the parameters' norm", x_name="step", form="{}%"),
+        line_chart([waiting], label="Share of the time in rounds", x_name="step", from_zero=True, form="{}%"),
+    )
+    return f'<section><h2>Islands</h2><p class="note">{escape(note.strip())}</p>{charts}</section>'
 
 
 def _recoveries(run: Run) -> str:
