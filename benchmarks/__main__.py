@@ -27,6 +27,7 @@ NAMES = (
     "snapshot_cost",
     "packing",
     "control_plane",
+    "islands",
 )
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"

@@ -6,56 +6,65 @@ parallelism averages their gradients, an island trains on its part of them.
 """
 
 import copy
-import itertools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfscale.facts.compression import Compression
-from hfscale.islands.codec import decode, encode_with_feedback
+from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
 from hfscale.recipe.corpus import read_sources
 
-BLOCK = 128
+BLOCK = 64
 ROWS = 4
 """Rows per island and step."""
 WIDTH, LAYERS = 64, 2
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 1e-3
+WARM_STEPS, STEPS = 500, 1500
+"""Steps in one place, which all variants share, and after them."""
 VARIANTS: dict[str, Compression | None] = {
-    "ddp": None,
+    "one_island": None,
     "diloco_32_bits": Compression(),
-    "diloco_8_bits": Compression(bits=8),
     "diloco_4_bits": Compression(bits=4),
     "diloco_top_k_2_bits": Compression(bits=2, density=64 / 4096),
 }
 
 
-def quality(*, islands: int = 2, inner_steps: int = 100, steps: int = 2000, seeds: int = 3) -> dict[str, Any]:
+def quality(*, islands: int = 2, inner_steps: int = 100, seeds: int = 3) -> dict[str, Any]:
     """Trains every variant with every seed.
 
     Args:
         islands (`int`): number of islands.
         inner_steps (`int`): steps between two exchanges, H.
-        steps (`int`): steps of each run.
         seeds (`int`): number of seeds; a seed determines the initial weights and the order of the rows.
 
     Returns:
         `dict`: by variant the evaluation losses, and their difference from those of "ddp", relative, as a mean.
     """
-    rows, held_out = _rows("train"), _rows("validation")[:512]
-    losses: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for seed, (name, compression) in itertools.product(range(seeds), VARIANTS.items()):
+    torch.set_num_threads(1)
+    rows, held_out = read_rows("train"), read_rows("validation")[:1024]
+    losses: dict[str, list[float]] = {name: [] for name in ("warm_start", "ddp", *VARIANTS)}
+    for seed in range(seeds):
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        order = order.repeat(math.ceil(steps * islands * ROWS / len(rows)))
-        batches = rows[order[: steps * islands * ROWS]].view(steps, islands, ROWS, BLOCK)
-        if compression is None:
-            batches = batches.view(steps, 1, islands * ROWS, BLOCK)
-        model = _train(batches, seed, inner_steps, compression)
-        losses[name].append(_evaluate(model, held_out))
-        print(f"seed {seed} {name}: {losses[name][-1]:.4f}", flush=True)
+        used = rows[order[: (WARM_STEPS + STEPS) * islands * ROWS]]
+        batches = used.view(WARM_STEPS + STEPS, islands, ROWS, BLOCK)
+        together = batches.view(WARM_STEPS + STEPS, 1, islands * ROWS, BLOCK)
+        torch.manual_seed(seed)
+        ddp = [_Island(make_model())]
+        _train(ddp, together[:WARM_STEPS])
+        losses["warm_start"].append(_evaluate(ddp[0].model, held_out))
+        warm = copy.deepcopy(ddp[0])
+        _train(ddp, together[WARM_STEPS:])
+        losses["ddp"].append(_evaluate(ddp[0].model, held_out))
+        for name, compression in VARIANTS.items():
+            trained = [copy.deepcopy(warm) for _ in range(1 if compression is None else islands)]
+            exchange = None if compression is None else _Exchange(trained, compression, inner_steps)
+            _train(trained, batches[WARM_STEPS:, : len(trained)], exchange)
+            losses[name].append(_evaluate(trained[0].model, held_out))
+        print({name: round(found[-1], 4) for name, found in losses.items()}, flush=True)
     base = losses["ddp"]
     return {
         name: {
@@ -66,15 +75,13 @@ def quality(*, islands: int = 2, inner_steps: int = 100, steps: int = 2000, seed
     }
 
 
-def _rows(split: str) -> Tensor:
+def read_rows(split: str) -> Tensor:
     """Returns the corpus as rows of `BLOCK` tokens, which are bytes: a small vocabulary makes the runs short."""
     tokens = b"".join(record["text"].encode() for record in read_sources(split))
     return torch.frombuffer(bytearray(tokens[: len(tokens) // BLOCK * BLOCK]), dtype=torch.uint8).view(-1, BLOCK)
 
 
-def _train(batches: Tensor, seed: int, inner_steps: int, compression: Compression | None) -> nn.Module:
-    """Trains on batches of the shape [steps, islands, rows, BLOCK]; returns the model after the last step."""
-    torch.manual_seed(seed)
+def make_model() -> Any:
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=WIDTH,
@@ -83,49 +90,61 @@ def _train(batches: Tensor, seed: int, inner_steps: int, compression: Compressio
         num_attention_heads=4,
         tie_word_embeddings=True,
     )
-    shared = LlamaForCausalLM(config)
-    steps, islands = batches.shape[:2]
-    models = [copy.deepcopy(shared) for _ in range(islands)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1) for model in models]
-    schedules = [get_cosine_schedule_with_warmup(optimizer, 50, steps) for optimizer in optimizers]
-    exchange = None if compression is None else _Exchange(models, compression)
-    for step in range(steps):
-        for model, optimizer, schedule, row in zip(models, optimizers, schedules, batches[step].long(), strict=True):
-            model(input_ids=row, labels=row).loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        if exchange is not None and (step + 1) % inner_steps == 0:
-            exchange(models)
-    return models[0]
+    return LlamaForCausalLM(config)
+
+
+class _Island:
+    """A model with its optimizer and schedule; a deep copy continues as the original would."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+        self.steps = 0
+
+    def step(self, rows: Tensor) -> None:
+        """Take a step on rows of bytes."""
+        progress = self.steps / (WARM_STEPS + STEPS)  # of a cosine schedule, after 50 steps of warm-up
+        rate = LEARNING_RATE * min(1.0, (self.steps + 1) / 50) * (1 + math.cos(math.pi * progress)) / 2
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.model(input_ids=rows.long(), labels=rows.long()).loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+
+def _train(islands: list[_Island], batches: Tensor, exchange: "_Exchange | None" = None) -> None:
+    """Trains on batches of the shape [steps, islands, rows, BLOCK]."""
+    for step, rows in enumerate(batches, 1):
+        for island, own in zip(islands, rows, strict=True):
+            island.step(own)
+        if exchange is not None and step % exchange.inner_steps == 0:
+            exchange()
 
 
 class _Exchange:
     """The outer step: the published constants of DiLoCo (arXiv 2311.08105), or with top-k those of SparseLoCo."""
 
-    def __init__(self, models: list[Any], compression: Compression) -> None:
-        self.compression = compression
-        self.anchor = nn.Parameter(parameters_to_vector(models[0].parameters()).detach().clone())
-        self.residuals = [torch.zeros_like(self.anchor.data) for _ in models]
-        if compression.density is None:
-            self.optimizer = torch.optim.SGD([self.anchor], lr=0.7, momentum=0.9, nesterov=True)
-        else:
-            self.optimizer = torch.optim.SGD([self.anchor], lr=1.0)
+    def __init__(self, islands: list[_Island], compression: Compression, inner_steps: int) -> None:
+        self.inner_steps = inner_steps
+        self._models = [island.model for island in islands]
+        lr, momentum = (OUTER_LR, OUTER_MOMENTUM) if compression.density is None else (1.0, 0.0)
+        anchor = parameters_to_vector(self._models[0].parameters()).detach()
+        self._outer = [
+            OuterOptimizer(anchor.clone(), lr=lr, momentum=momentum, compression=compression) for _ in islands
+        ]
 
     @torch.no_grad()
-    def __call__(self, models: list[Any]) -> None:
-        moved = [self.anchor.data - parameters_to_vector(model.parameters()) for model in models]
-        pairs = zip(moved, self.residuals, strict=True)
-        sent = [encode_with_feedback(change, residual, self.compression) for change, residual in pairs]
-        decoded = [decode(payload, self.anchor.numel(), self.compression) for payload in sent]
-        self.anchor.grad = torch.stack(decoded).mean(dim=0)
-        self.optimizer.step()
-        for model in models:
-            vector_to_parameters(self.anchor.data, model.parameters())
+    def __call__(self) -> None:
+        pairs = zip(self._outer, self._models, strict=True)
+        sent = [outer.pseudo_gradient(parameters_to_vector(model.parameters())) for outer, model in pairs]
+        for outer, model in zip(self._outer, self._models, strict=True):
+            outer.step([bytearray(payload.numpy()) for payload in sent])
+            # A copy: the parameters become views of the vector, and training must not change the anchor.
+            vector_to_parameters(outer.anchor.clone(), model.parameters())
 
 
 @torch.no_grad()
 def _evaluate(model: Any, rows: Tensor) -> float:
-    losses = [model(input_ids=part, labels=part).loss.item() for part in rows.long().split(32)]
+    losses = [model(input_ids=part, labels=part).loss.item() for part in rows.long().split(64)]
     return sum(losses) / len(losses)

@@ -6,7 +6,6 @@ import torch
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.compression import BLOCK, CHUNK, Compression
 from hfscale.islands.codec import decode, encode, encode_with_feedback
-from hfscale.islands.fragments import assign_fragments
 
 FORMATS = [
     Compression(),
@@ -111,14 +110,3 @@ def test_damaged_bytes_decode_without_reading_beyond_the_payload(compression):
 def test_a_format_that_does_not_exist_is_refused(flags, named):
     with pytest.raises(UsageError, match=named):
         Compression(**flags)
-
-
-def test_fragments_have_strided_layers_and_every_parameter_once():
-    names = ["embed.weight", *[f"layers.{layer}.{part}.weight" for layer in range(6) for part in "ab"], "norm.weight"]
-    sizes = [100, *[10] * 12, 1]
-    fragments = assign_fragments(names, sizes, 3)
-    assert sorted(position for fragment in fragments for position in fragment) == list(range(len(names)))
-    for number, fragment in enumerate(fragments):
-        layers = {int(names[at].split(".")[1]) for at in fragment if names[at].startswith("layers")}
-        assert layers == {number, number + 3}
-    assert assign_fragments(names, sizes, 1) == [list(range(len(names)))]
