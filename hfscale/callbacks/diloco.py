@@ -17,9 +17,10 @@ from hfscale.facts.compression import Compression
 from hfscale.integrations.frames import resumed_from
 from hfscale.integrations.island_data import island_share
 from hfscale.integrations.island_parameters import PartOfParameters
+from hfscale.integrations.snapshots import outer_state_name
 from hfscale.integrations.strategy import running_strategy
-from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter, outer_state_name
-from hfscale.integrations.trainer_state import global_batch_size, saved_state
+from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
+from hfscale.integrations.trainer_state import global_batch_size, jump_to, saved_state
 from hfscale.islands.client import IslandClient, Reply, own_token, parse_address, start_rendezvous
 from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
 from hfscale.utils import distributed
@@ -334,7 +335,7 @@ class DiLoCoCallback(AdapterCallback):
         self._continue_from_anchor()
         logger.warning("this island has taken the parameters of another one, of step %d", reply.anchor)
         if reply.anchor > state.global_step:
-            self._adapter.jump_to(reply.anchor)
+            jump_to(self._adapter.trainer, reply.anchor)
 
     def _continue_from_anchor(self) -> None:
         """Set the parameters of this island to the anchor."""

@@ -41,6 +41,7 @@ from hfscale.integrations.snapshots import (
     processing_files,
     rng_name,
     rng_state,
+    take_tensors,
     write_files,
     write_model,
 )
@@ -256,7 +257,7 @@ class TrainerSaving:
         files = trainer.checkpoint_files() if is_parallel_trainer(trainer) and trainer.args.should_save else {}
         live = self._live_state()
         write_collectively = self._fsdp.take() if self._fsdp is not None else None
-        write_saved_tensors = self._adapter.take_saved_tensors() if full else None
+        write_saved_tensors = take_tensors(self._adapter.saved_tensors) if full else None
         copied = self._snapshot.take(live)
         if _SHARDS in copied:
             write_collectively = partial(_write_shards, copied[_SHARDS])
@@ -332,7 +333,7 @@ class TrainerSaving:
                 folder = unfinished_folder(run_dir, trainer.state.global_step)
                 _name_best(folder / TRAINER_STATE_NAME, trainer.state.best_model_checkpoint)
                 complete_checkpoint(trainer, folder, parameter_names(trainer))
-            write_tensors = self._adapter.take_saved_tensors() if not trainer.args.save_only_model else None
+            write_tensors = take_tensors(self._adapter.saved_tensors) if not trainer.args.save_only_model else None
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         writes = [write for write in (self._deferred and self._deferred.write, write_tensors) if write is not None]

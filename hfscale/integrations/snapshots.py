@@ -8,7 +8,7 @@ import copy
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.store import write_atomically
+from hfscale.utils import distributed
 from hfscale.utils.collectives import SAVING
 from hfscale.utils.host_memory import available_bytes
 from hfscale.utils.logging import get_logger
@@ -182,6 +183,30 @@ def rng_name(trainer: Trainer) -> str:
     """
     args = trainer.args
     return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
+
+
+def outer_state_name(name: str) -> str:
+    """Return the file in which a checkpoint keeps this rank's tensors of `TrainerAdapter.save_tensors`.
+
+    Args:
+        name (`str`): the name that was given there.
+    """
+    return f"{name}_outer_{distributed.rank()}.safetensors"
+
+
+def take_tensors(sources: Mapping[str, Callable[[], dict[str, torch.Tensor]]]) -> Callable[[Path], None]:
+    """Copy tensors of this rank, and return the function that writes them into the folder of a checkpoint.
+
+    Args:
+        sources (`Mapping`): `saved_tensors` of the Trainer's adapter.
+    """
+    taken = {outer_state_name(name): source() for name, source in sources.items()}
+
+    def write(folder: Path) -> None:
+        for name, tensors in taken.items():
+            safetensors.torch.save_file(tensors, folder / name)
+
+    return write
 
 
 def parameter_names(trainer: Trainer) -> ParameterNames | None:

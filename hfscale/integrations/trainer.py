@@ -12,14 +12,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.integrations.frames import calling_trainer, training_frame
 from hfscale.integrations.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.integrations.hub import without_working_files
-from hfscale.utils import distributed
 from hfscale.utils.collectives import TRAINING
 from hfscale.utils.run_state import CopiedWithoutRun
 from hfscale.utils.versions import has_epoch_methods
@@ -60,7 +58,7 @@ class TrainerAdapter:
         self._phase_clock: Callable[[str], object] | None = None
         self._eval_listeners: dict[str, Callable[[Any], object]] = {}
         self._wait_for_save: Callable[[], None] | None = None
-        self._saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+        self.saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
         self._wraps_training = False
         self._skips_steps = False
         self._final_error: BaseException | None = None
@@ -239,18 +237,8 @@ class TrainerAdapter:
             name (`str`): the file is `NAME_outer_RANK.safetensors`.
             source (`Callable`): called at each save; returns copies, on the CPU, that do not change any more.
         """
-        self._saved_tensors[name] = source
-        self.at_training_end(lambda: self._saved_tensors.pop(name, None))
-
-    def take_saved_tensors(self) -> Callable[[Path], None]:
-        """Copy what `save_tensors` was called for; return the function that writes it into a checkpoint's folder."""
-        taken = {outer_state_name(name): source() for name, source in self._saved_tensors.items()}
-
-        def write(folder: Path) -> None:
-            for name, tensors in taken.items():
-                safetensors.torch.save_file(tensors, folder / name)
-
-        return write
+        self.saved_tensors[name] = source
+        self.at_training_end(lambda: self.saved_tensors.pop(name, None))
 
     def output_dir(self, trial: Any) -> str:
         """Return the output folder of the run, or that of one trial in a hyperparameter search.
@@ -316,23 +304,6 @@ class TrainerAdapter:
         self.trainer._load_rng_state(checkpoint)
 
     # --- data, optimizer, evaluation, arguments ---------------------------------------------------------------------
-
-    def jump_to(self, step: int) -> None:
-        """Count steps that were taken elsewhere: the learning rate and the end of the training follow.
-
-        The batches are not skipped. Call it between two steps.
-
-        Args:
-            step (`int`): optimizer steps taken, at least those so far.
-        """
-        state, scheduler = self.trainer.state, self.trainer.lr_scheduler
-        missed = step - state.global_step
-        scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's steps once per process
-        if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # it counts evaluations
-            for _ in range(missed):
-                scheduler.step()
-        state.global_step = step
-        self.trainer._globalstep_last_logged += missed  # the logged loss is a mean over the steps of this process
 
     def share_train_dataset(self, dataset: Any) -> None:
         """Train on `dataset` as long as the Trainer has one of our callbacks.
@@ -593,15 +564,6 @@ class TrainerAdapter:
 
     def _undo_one(self, key: Any) -> None:
         self._undo.pop(key, lambda: None)()
-
-
-def outer_state_name(name: str) -> str:
-    """Return the file in which a checkpoint keeps the tensors of this rank that `save_tensors` was called for.
-
-    Args:
-        name (`str`): the name that was given.
-    """
-    return f"{name}_outer_{distributed.rank()}.safetensors"
 
 
 def _call_all(undo: dict[Any, Callable[[], None]]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainerState
 
 from hfscale.utils.versions import has_epoch_methods
@@ -38,3 +39,21 @@ def global_batch_size(trainer: Trainer) -> int:
     if not has_epoch_methods() and "_train_batch_size" not in vars(trainer):
         trainer._train_batch_size = trainer.args.train_batch_size  # as Trainer does after `on_init_end`
     return trainer.get_total_train_batch_size(trainer.args)
+
+
+def jump_to(trainer: Trainer, step: int) -> None:
+    """Count steps that were taken elsewhere: the learning rate and the end of the training follow.
+
+    The batches are not skipped. Call it between two steps.
+
+    Args:
+        trainer (`Trainer`): a Trainer that trains.
+        step (`int`): optimizer steps taken, at least those so far.
+    """
+    missed = step - trainer.state.global_step
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # Accelerate's wraps the real one
+    if not isinstance(scheduler, ReduceLROnPlateau):  # it counts evaluations
+        for _ in range(missed):
+            scheduler.step()
+    trainer.state.global_step = step
+    trainer._globalstep_last_logged += missed  # the logged loss is a mean over the steps of this process

@@ -20,19 +20,17 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from hfscale.callbacks.comm_health import CommHealthCallback
-from hfscale.callbacks.diloco import DiLoCoCallback
 from hfscale.callbacks.lr_scaling import LRScalingCallback
 from hfscale.callbacks.sample_generation import SampleGenerationCallback, read_prompts
 from hfscale.callbacks.scaling import ScalingCallback
 from hfscale.callbacks.scaling_metrics import ScalingMetricsCallback
 from hfscale.callbacks.spot_checkpoint import SpotCheckpointCallback
 from hfscale.errors import HfScaleError, UsageError
-from hfscale.facts.compression import Compression
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.lr_rules import RULES
-from hfscale.islands.client import own_token
 from hfscale.parallel.arguments import ParallelArguments as ParallelArguments  # recipes once imported it from here
 from hfscale.recipe.compression import METHODS
+from hfscale.recipe.islands import IslandArguments
 from hfscale.utils.flags import flag, require_from_0, require_positive
 from hfscale.utils.versions import pass_activation_checkpointing, require
 
@@ -191,7 +189,7 @@ class DataArguments(SourceArguments):
 
 
 @dataclass(kw_only=True)
-class ScalingArguments:
+class ScalingArguments(IslandArguments):
     """Options of hfscale's callbacks.
 
     Raises:
@@ -220,16 +218,6 @@ class ScalingArguments:
     scaling_baseline: str | None = flag("File of `hfscale sweep` with which scaling/efficiency is compared.")
     noise_scale: bool = flag("Measure the gradient noise scale at the steps that are logged.", default=False)
     early_stopping_patience: int | None = flag("Stop after this many evaluations without a lower loss.")
-    islands: int = flag("Number of islands that train together across slow links (DiLoCo).", default=1)
-    island_rank: int = flag("Number of this island, from 0.", default=0)
-    island_rendezvous: str | None = flag("host:port where the islands meet, on the machine of island 0.")
-    island_steps: int = flag("Optimizer steps between two rounds of the islands (H).", default=100)
-    island_quorum: int = flag("Least number of islands that a round needs.", default=1)
-    island_deadline_s: float = flag("Seconds that a round waits for islands that are late.", default=600.0)
-    island_bits: int = flag("Bits per value that islands exchange: 32, 8, 4, and 2 with a density.", default=32)
-    island_density: float | None = flag("Fraction of the values that islands exchange (top-k), such as 0.0156.")
-    outer_lr: float | None = flag("Learning rate of the outer optimizer. Default: 0.7, with a density 1.")
-    outer_momentum: float | None = flag("Its Nesterov momentum. Default: 0.9, with a density 0.")
 
     def __post_init__(self) -> None:
         numbers = [name for name, value in vars(self).items() if type(value) in (int, float)]
@@ -446,35 +434,6 @@ def scaling_callback(
             noise_scale=args.noise_scale,
         ),
     )
-
-
-def island_callbacks(args: ScalingArguments) -> list[DiLoCoCallback]:
-    """Return the callback for training on several islands, or an empty list with `--islands 1`.
-
-    Call it before the model is loaded, so that a mistake is reported at once.
-
-    Args:
-        args (`ScalingArguments`): the flags of the islands.
-
-    Raises:
-        UsageError: a flag is out of range, or the token of the islands is not set.
-    """
-    if args.islands == 1:
-        return []
-    own_token()
-    return [
-        DiLoCoCallback(
-            islands=args.islands,
-            island_rank=args.island_rank,
-            rendezvous=args.island_rendezvous,
-            every_steps=args.island_steps,
-            quorum=args.island_quorum,
-            deadline_s=args.island_deadline_s,
-            outer_lr=args.outer_lr,
-            outer_momentum=args.outer_momentum,
-            compression=Compression(bits=args.island_bits, density=args.island_density),
-        )
-    ]
 
 
 def sample_generation(

@@ -21,12 +21,12 @@ from hfscale.integrations.strategy import check_launch
 from hfscale.recipe.arguments import (
     SourceArguments,
     check_evaluation,
-    island_callbacks,
     sample_generation,
     scaling_callback,
 )
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
+from hfscale.recipe.islands import island_callbacks
 from hfscale.recipe.layout import finish_on_cpu
 from hfscale.recipe.models import load_config, load_model, load_tokenizer, lora_config
 from hfscale.recipe.parsing import parse_arguments
