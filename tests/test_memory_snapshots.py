@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
@@ -193,6 +194,64 @@ def test_the_interval_of_the_callback_holds_unless_the_supervisor_has_one(memory
 def test_an_interval_below_one_step_is_refused():
     with pytest.raises(UsageError, match="memory_interval_steps is 0"):
         SpotCheckpointCallback(memory_interval_steps=0)
+
+
+class SeenSamples(Trainer):
+    """Compares the samples that are recorded for each step with those that the model gets."""
+
+    def get_batch_samples(self, *args, **kwargs):
+        self.got = []
+        return super().get_batch_samples(*args, **kwargs)
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.got.append(inputs["input_ids"])
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class CompareSamples(TrainerCallback):
+    def __init__(self, memory):
+        self.memory, self.steps = memory, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        recorded = self.memory.samples_of(state.global_step)
+        got, rows = torch.cat(self.run.got), self.run.train_dataset.rows
+        assert torch.equal(rows[recorded["0"]], got)
+        self.steps.append(state.global_step)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_samples_of_each_step_are_recorded_also_after_a_resume(memory, tmp_path, workers):
+    for resume in (None, True):
+        compare = CompareSamples(memory)
+        options = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+        end = 8 if resume is None else 14  # a pass has 11 steps, and its last step one batch of 3 and one of 1
+        run = trainer(
+            tmp_path / "out",
+            EndAt(end),
+            compare,
+            kind=SeenSamples,
+            max_steps=15,
+            dataloader_num_workers=workers,
+            **options,
+        )
+        compare.run = run
+        with pytest.raises(Killed):
+            run.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "out") if resume else None)
+        finish_renames(memory.snapshots(tmp_path / "out"))
+        assert compare.steps == list(range(1, 9) if resume is None else range(9, 15))
+        sampler = run.callback_handler.train_dataloader.base_dataloader.batch_sampler
+        assert type(sampler).__module__.startswith(("torch", "accelerate"))  # its class is put back
+
+
+def test_the_samples_of_an_iterable_dataset_are_unknown(memory, tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from map(RandomTokens(64).__getitem__, range(64))
+
+    run = trainer(tmp_path / "out", max_steps=2)
+    run.train_dataset = Stream()
+    run.train()
+    assert memory.samples_of(2) == {}
 
 
 def test_the_supervisor_hears_of_the_training(memory, tmp_path):

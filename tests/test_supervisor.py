@@ -99,9 +99,13 @@ def test_a_rank_that_is_preempted_first_does_not_end_the_others(tmp_path):
 
 
 def test_it_gives_up_at_the_third_failure_in_the_same_step(tmp_path):
-    done, launches = supervise(tmp_path, "same-step")
+    log = tmp_path / "run.jsonl"
+    done, launches = supervise(tmp_path, "same-step", "--log", str(log))
     assert (done.returncode, len(launches)) == (1, 3)
     assert "step 5" in done.stderr.splitlines()[-1]
+    assert "rank 0: 7, 8, 9" in done.stderr.splitlines()[-1]  # the samples of the step
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert (last["event"], last["samples"]) == ("gave_up", {"0": [*range(7, 50), "a"]})
 
 
 def test_it_gives_up_after_max_restarts(tmp_path):

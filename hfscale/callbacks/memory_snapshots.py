@@ -14,6 +14,7 @@ from transformers import TrainerState
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.store import DELETING, list_checkpoints, rotate
 from hfscale.checkpoint.writer import clear_unfinished
+from hfscale.integrations.sample_indices import StepSamples, record_samples
 from hfscale.integrations.saving import TrainerSaving
 from hfscale.integrations.snapshots import SHARE_OF_FREE_MEMORY
 from hfscale.integrations.trainer import TrainerAdapter
@@ -60,6 +61,7 @@ class MemorySnapshots(CopiedWithoutRun):
     def _begin_run(self) -> None:
         self._link: RankLink | None = None
         self._saving: TrainerSaving | None = None
+        self._samples: StepSamples | None = None
         self._folder = Path()
         self._interval: int | None = None  # forced by the user
         self._next_step = 0
@@ -73,7 +75,14 @@ class MemorySnapshots(CopiedWithoutRun):
         self._busy_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._recovery: dict[str, float] = {}
 
-    def begin(self, adapter: TrainerAdapter, state: TrainerState, saving: TrainerSaving, run_dir: Path) -> None:
+    def begin(
+        self,
+        adapter: TrainerAdapter,
+        state: TrainerState,
+        saving: TrainerSaving,
+        run_dir: Path,
+        train_dataloader: Any,
+    ) -> None:
         """Start with a training. Every rank must call it.
 
         Args:
@@ -81,12 +90,14 @@ class MemorySnapshots(CopiedWithoutRun):
             state (`TrainerState`): its state.
             saving (`TrainerSaving`): writes its checkpoints.
             run_dir (`Path`): the folder of the run's checkpoints.
+            train_dataloader (`DataLoader`): the training data.
         """
         self._begin_run()
         self._link = connect()
         why_not = self._agree_why_not(saving, run_dir)
         if self._link is None:
             return
+        self._samples = record_samples(adapter, train_dataloader)
         self._started_from = state.global_step
         self._began_at = time.time()
         self._link.say("training", step=state.global_step)
@@ -132,6 +143,9 @@ class MemorySnapshots(CopiedWithoutRun):
         """
         if self._link is not None:
             self._link.progress.write(state.global_step + 1, state.global_step)
+            if self._samples is not None:
+                samples = self._samples.of_step_after(state.global_step)
+                self._link.memory.write_samples(distributed.rank(), state.global_step + 1, samples)
             self._step_began_at = time.monotonic()
             self._was_writing = self._saving is not None and self._saving.writer.in_flight
 

@@ -210,7 +210,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._begin_counting(adapter, state)
         self.preemption.begin(adapter, kwargs.get("train_dataloader"))
         assert self._saving is not None
-        self.memory.begin(adapter, state, self._saving, self._run_dir)
+        self.memory.begin(adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader"))
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
 
     def _take_over_saving(self, adapter: TrainerAdapter) -> None:

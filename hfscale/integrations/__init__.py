@@ -48,6 +48,8 @@ Replaced until the end of the training
   a step even if the checkpoint has all of them. Test: test_resume.py.
 - `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.
   Reason: the stream that keeps its position is needed during the training only. Test: test_stream_position.py.
+- `__class__` of the batch sampler of the training data, under `hfscale run`. By: `record_samples`. Reason: nothing
+  tells which samples a batch consists of. Test: test_memory_snapshots.py.
 - `Accelerator.deepspeed_ulysses_dl_adapter` (public). By: `wrap_ulysses_loader`. Reason:
   `accelerate.skip_first_batches` cannot skip in the loader that it returns. Test: test_integrations.py,
   TestUlyssesLoader.

@@ -6,6 +6,7 @@ It lies in a file system in memory (`/dev/shm`), so it outlives the processes th
         owner                    locked (flock) by the supervisor as long as it lives
         ranks                    the socket of the supervisor (`hfscale.recovery.rank_link`)
         progress-R               the steps of rank R, 32 bytes (`Progress`)
+        samples-R                the dataset indices of the step that rank R has begun, if they are known
         failure.json             the failure before this launch, written by the supervisor
         HASH/                    snapshots of one output directory, in its layout; made when its training begins
 
@@ -22,6 +23,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,32 @@ class RunMemory:
             rank (`int`): its global rank.
         """
         return Progress(self.folder / f"progress-{rank}")
+
+    def write_samples(self, rank: int, step: int, indices: list[Any]) -> None:
+        """Record which samples a step reads, for the message about its failure.
+
+        Args:
+            rank (`int`): the rank that reads them.
+            step (`int`): the optimizer step.
+            indices (`list`): their indices in the dataset.
+        """
+        text = json.dumps({"step": step, "samples": indices}, default=str)
+        with suppress(OSError):  # the memory is full: then they are unknown
+            (self.folder / f"samples-{rank}").write_text(text, encoding="utf-8")
+
+    def samples_of(self, step: int) -> dict[str, list[Any]]:
+        """Return the dataset indices of a step by rank, without the ranks that have not recorded them.
+
+        Args:
+            step (`int`): the optimizer step.
+        """
+        found = {}
+        for path in sorted(self.folder.glob("samples-*"), key=lambda path: int(path.name.removeprefix("samples-"))):
+            with suppress(OSError, ValueError):  # a rank that was killed while it wrote leaves a part of the text
+                record = json.loads(path.read_text(encoding="utf-8"))
+                if record["step"] == step:
+                    found[path.name.removeprefix("samples-")] = record["samples"]
+        return found
 
     def furthest(self) -> tuple[int, int]:
         """Return the last step that a rank has begun, and the last that one has completed; 0 if there is none."""

@@ -43,6 +43,7 @@ _OTHERS_GRACE_S = 1.0  # for ranks that fail at the same time to say why
 _LAUNCHER_GRACE_S = 20.0  # for the launcher to notice that its ranks have ended
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MAX_MESSAGE = 65_536
+_SHOWN_RANKS, _SHOWN_SAMPLES = 4, 32
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
@@ -94,6 +95,8 @@ class Failure:
     """The last optimizer step that a rank of this node had begun; 0 if there was none."""
     completed_step: int
     """The last optimizer step that a rank of this node had completed."""
+    samples: dict[str, list[Any]] = field(default_factory=dict)
+    """The dataset indices of `begun_step` by rank, if it was not completed; without the ranks that do not know."""
 
 
 class Supervisor:
@@ -316,7 +319,8 @@ class Supervisor:
             reason = "its process was killed or crashed"
         else:
             reason = f"the launcher ended with code {launch.process.returncode}"
-        for path in self._memory.folder.glob("progress-*"):
+        samples = self._memory.samples_of(begun) if begun > completed else {}
+        for path in [*self._memory.folder.glob("progress-*"), *self._memory.folder.glob("samples-*")]:
             path.unlink()
         return Failure(
             failed_at=launch.failed_at or ended_at,
@@ -325,6 +329,7 @@ class Supervisor:
             reason=reason,
             begun_step=begun,
             completed_step=completed,
+            samples=samples,
         )
 
     def _why_give_up(self, failure: Failure) -> str | None:
@@ -334,7 +339,8 @@ class Supervisor:
         where = f"in step {failure.begun_step}" if failure.begun_step else "before the first step"
         same = self._failed_steps[-_SAME_STEP_LIMIT:]
         if len(same) == _SAME_STEP_LIMIT and len(set(same)) == 1:
-            return f"{_SAME_STEP_LIMIT} failures in a row {where}: {_who(failure)}{failure.reason}"
+            samples = _samples_text(failure)
+            return f"{_SAME_STEP_LIMIT} failures in a row {where}: {_who(failure)}{failure.reason}{samples}"
         if len(self._restarted_at) >= self._settings.max_restarts:
             return (
                 f"{self._settings.max_restarts} restarts in 24 hours (--max-restarts); the last failure was {where}: "
@@ -404,6 +410,18 @@ class Supervisor:
 
 def _who(failure: Failure) -> str:
     return "" if failure.rank is None else f"rank {failure.rank}: "
+
+
+def _samples_text(failure: Failure) -> str:
+    """Return the samples of the failed step, of the failed rank if it is known; the log has all of them."""
+    own = {rank: indices for rank, indices in failure.samples.items() if rank == str(failure.rank)}
+    ranks = [f"rank {rank}: {_listed(indices)}" for rank, indices in (own or failure.samples).items()]
+    return f"; dataset indices of this step: {'; '.join(ranks[:_SHOWN_RANKS])}" if ranks else ""
+
+
+def _listed(indices: list[Any]) -> str:
+    more = f" and {len(indices) - _SHOWN_SAMPLES} more" if len(indices) > _SHOWN_SAMPLES else ""
+    return ", ".join(map(str, indices[:_SHOWN_SAMPLES])) + more
 
 
 def _send(pid: int, number: int) -> None:

@@ -29,6 +29,9 @@ link = connect()
 link.say("training", step=restarts)
 step = 5 if how == "same-step" else restarts + 1
 link.progress.write(step, step - 1)
+if how == "same-step":
+    link.memory.write_samples(0, step, [*range(7, 50), "a"])
+    link.memory.write_samples(1, step - 1, [3])  # of another step
 with (folder / "launches").open("a") as file:
     file.write(f"{link.memory.folder} {os.getpid()}\n")
 if how == "wait":
