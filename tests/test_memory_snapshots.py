@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,9 @@ def test_the_samples_of_an_iterable_dataset_are_unknown(memory, tmp_path):
 
 def test_the_supervisor_hears_of_the_training(memory, tmp_path):
     trainer(tmp_path / "out", max_steps=2).train()
+    until = time.monotonic() + 60
+    while "trained" not in (memory.messages or [""])[-1] and time.monotonic() < until:
+        time.sleep(0.01)  # another thread reads them
     events = [text.split('"')[3] for text in memory.messages]
     assert events == ["hello", "training", "stepped", "trained"]
     assert memory.furthest() == (2, 2)

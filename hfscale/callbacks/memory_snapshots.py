@@ -19,7 +19,9 @@ from hfscale.integrations.saving import TrainerSaving
 from hfscale.integrations.snapshots import SHARE_OF_FREE_MEMORY
 from hfscale.integrations.trainer import TrainerAdapter
 from hfscale.metrics.records import RECOVERY_PARTS, TIMELINE_NAME, WRITING, append_record
+from hfscale.recovery.nodes import NODES_VARIABLE
 from hfscale.recovery.rank_link import RankLink, connect
+from hfscale.recovery.replicas import PARTS, replicated_step
 from hfscale.recovery.run_memory import INTERVAL_VARIABLE, LAUNCHED_VARIABLE
 from hfscale.utils import distributed
 from hfscale.utils.collectives import TRAINING
@@ -49,6 +51,9 @@ class MemorySnapshots(CopiedWithoutRun):
     training waits, and the slowdown of the steps during which a snapshot is written. Without a supervisor it does
     nothing.
 
+    On several nodes each has a part of a snapshot, and the supervisors copy the parts between the nodes
+    (`hfscale.recovery.replicas`). The next snapshot is taken when all parts of the last have been copied.
+
     Args:
         interval_steps (`int`, *optional*): steps between two snapshots, instead; `hfscale run --memory-interval-steps`
             goes before it.
@@ -63,6 +68,9 @@ class MemorySnapshots(CopiedWithoutRun):
         self._saving: TrainerSaving | None = None
         self._samples: StepSamples | None = None
         self._folder = Path()
+        self._nodes = 1
+        self._commits = False
+        self._last_step: int | None = None
         self._interval: int | None = None  # forced by the user
         self._next_step = 0
         self._taken = 0
@@ -94,6 +102,8 @@ class MemorySnapshots(CopiedWithoutRun):
         """
         self._begin_run()
         self._link = connect()
+        self._nodes = int(os.environ.get(NODES_VARIABLE, "1"))
+        self._commits = _leads_node() if self._nodes > 1 else saving.commits
         why_not = self._agree_why_not(saving, run_dir)
         if self._link is None:
             return
@@ -104,8 +114,8 @@ class MemorySnapshots(CopiedWithoutRun):
         self._folder = self._link.memory.snapshots(run_dir)
         while _finished:  # trainings of this process with another output directory
             shutil.rmtree(_finished.pop(), ignore_errors=True)
-        if saving.commits:
-            self._folder.mkdir(exist_ok=True)
+        if self._commits:
+            self._own_folder.mkdir(parents=True, exist_ok=True)
         adapter.before_last_log(self._finish)
         if why_not is not None:
             logger.warning("no snapshots in host memory: %s; after a failure the run resumes from the disk", why_not)
@@ -114,9 +124,14 @@ class MemorySnapshots(CopiedWithoutRun):
         self._interval = int(forced) if forced else self._asked_interval
         self._next_step = state.global_step + (self._interval or _FIRST_AFTER_STEPS)
         self._saving = saving
-        if saving.commits:
-            clear_unfinished(self._folder)
+        if self._commits:
+            clear_unfinished(self._own_folder)
         adapter.after_reports(lambda: self._after_reports(state))
+
+    @property
+    def _own_folder(self) -> Path:
+        """Folder in which this node's ranks write snapshots, or its part of them."""
+        return self._folder / PARTS if self._nodes > 1 else self._folder
 
     def _agree_why_not(self, saving: TrainerSaving, run_dir: Path) -> str | None:
         """Return why there are no snapshots, the same on all ranks; None if there are."""
@@ -126,13 +141,14 @@ class MemorySnapshots(CopiedWithoutRun):
             own["bytes"] = saving.expected_bytes()
             own["held"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             own["free"] = min(available_bytes(), shutil.disk_usage(self._link.memory.folder).free)
+        own["slots"] = SLOTS if self._nodes == 1 else SLOTS + 1  # a launch resumes from one that is complete
         return TRAINING.combine("memory snapshots", own, _first_reason)
 
     def _why_not(self, saving: TrainerSaving) -> str | None:
         if self._link is None:
             return "a rank has no supervisor"
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) != distributed.world_size():
-            return "the run has several nodes"
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * self._nodes != distributed.world_size():
+            return "the run has several nodes, and hfscale run was not given --nodes, or not as many ranks on each"
         return saving.why_not_elsewhere()
 
     def step_began(self, state: TrainerState) -> None:
@@ -194,9 +210,15 @@ class MemorySnapshots(CopiedWithoutRun):
             return
         began = time.monotonic()
         writer = self._saving.writer
-        failed, busy, cost_s, write_s, step_s = TRAINING.maximum(
+        is_copied = self._nodes == 1 or self._last_step in (None, replicated_step(self._folder))
+        failed, busy, copying, cost_s, write_s, step_s = TRAINING.maximum(
             "memory snapshot",
-            [float(writer.optional_failure is not None), float(writer.in_flight), *self._measured()],
+            [
+                float(writer.optional_failure is not None),
+                float(writer.in_flight),
+                float(not is_copied),
+                *self._measured(),
+            ],
         )
         if failed:
             why = writer.optional_failure
@@ -204,12 +226,15 @@ class MemorySnapshots(CopiedWithoutRun):
             self._saving = None
             self._delete_snapshots()
             return
+        if copying:  # a forced interval is longer too: the last snapshot is needed until the next has been copied
+            return
         interval = self._interval or self._affordable(cost_s, write_s, step_s)
         self._next_step = state.global_step + interval
         if busy and self._interval is None:
             return  # training would wait for the save in the background; a forced interval is kept
         self._taken += 1
-        self._saving.save_elsewhere(self._folder, self._committed)
+        self._last_step = state.global_step
+        self._saving.save_elsewhere(self._own_folder, self._committed, on_each_node=self._nodes > 1)
         self._stall_s = time.monotonic() - began
 
     def _measured(self) -> tuple[float, float, float]:
@@ -228,6 +253,10 @@ class MemorySnapshots(CopiedWithoutRun):
         return min(interval, _MAX_FIRST_INTERVAL) if self._taken <= 1 else interval
 
     def _committed(self, manifest: Manifest) -> None:
+        if self._nodes > 1:  # the supervisor deletes the last one when this one has been copied
+            assert self._link is not None
+            self._link.say("snapshot", folder=self._folder.name, step=manifest.step)
+            return
         with secondary(DELETING, self._folder):
             rotate(self._folder, limit=1, keep=None, temporary=[])
 
@@ -239,8 +268,8 @@ class MemorySnapshots(CopiedWithoutRun):
             self._link.say("trained")
 
     def _delete_snapshots(self) -> None:
-        if distributed.rank() == 0:
-            for snapshot in list_checkpoints(self._folder):
+        if self._commits:
+            for snapshot in list_checkpoints(self._own_folder):
                 shutil.rmtree(snapshot, ignore_errors=True)
 
     def preempted(self, code: int) -> None:
@@ -253,13 +282,18 @@ class MemorySnapshots(CopiedWithoutRun):
             self._link.ending(code)
 
 
+def _leads_node() -> bool:
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
 def _first_reason(ranks: list[dict[str, Any]]) -> str | None:
     """Return the first rank's reason against snapshots, or that two of them do not fit into the host's memory."""
     reason: str | None = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
     if reason is not None:
         return reason
-    wanted = SLOTS * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
+    slots = ranks[0]["slots"]
+    wanted = slots * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
     free = min(rank["free"] for rank in ranks)
     if wanted <= SHARE_OF_FREE_MEMORY * free:
         return None
-    return f"{SLOTS} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free"
+    return f"{slots} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free"

@@ -2,12 +2,15 @@
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hfscale.errors import UsageError
 from hfscale.recovery.run_memory import DEFAULT_ROOT
+
+if TYPE_CHECKING:
+    from hfscale.recovery.nodes import NodeSettings
 
 
 def run(
@@ -18,6 +21,16 @@ def run(
     ] = DEFAULT_ROOT,
     memory_interval_steps: Annotated[
         int | None, typer.Option(help="Steps between snapshots (default: as many as keep their cost below 1%).")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes of the run: start hfscale run on each of them.")] = 1,
+    node_rank: Annotated[int, typer.Option(help="Number of this node, from 0.")] = 0,
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, where the nodes meet.")] = None,
+    min_nodes: Annotated[
+        int | None, typer.Option(help="Nodes that are enough when a lost one is not replaced (default: all).")
+    ] = None,
+    node_wait: Annotated[float, typer.Option(help="Seconds to wait for nodes that are missing.")] = 600.0,
+    replica_bandwidth: Annotated[
+        str | None, typer.Option(help="Limit of the copies to another node, such as 1Gbps (default: none).")
     ] = None,
     log: Annotated[Path | None, typer.Option(help="Append one JSON line per failure and recovery to a file.")] = None,
 ) -> int:
@@ -32,14 +45,58 @@ def run(
         raise UsageError(f"--memory-interval-steps is {memory_interval_steps}: it must be 1 or greater")
     from hfscale.recovery.supervisor import RunSettings, Supervisor
 
+    several = {
+        "--node-rank": node_rank != 0,
+        "--rendezvous": rendezvous is not None,
+        "--min-nodes": min_nodes is not None,
+        "--replica-bandwidth": replica_bandwidth is not None,
+    }
+    if nodes < 1:
+        raise UsageError(f"--nodes is {nodes}: it must be 1 or greater")
+    useless = [option for option, is_given in several.items() if is_given]
+    if nodes == 1 and useless:
+        raise UsageError(f"{useless[0]} needs --nodes: give the number of nodes")
     settings = RunSettings(
         command=command,
         max_restarts=max_restarts,
         root=memory_dir,
         memory_interval_steps=memory_interval_steps,
+        nodes=_nodes(nodes, node_rank, rendezvous, min_nodes, node_wait, replica_bandwidth) if nodes > 1 else None,
         log=log,
     )
     return Supervisor(settings).run()
+
+
+def _nodes(
+    nodes: int, node_rank: int, rendezvous: str | None, min_nodes: int | None, wait_s: float, bandwidth: str | None
+) -> "NodeSettings":
+    from hfscale.recovery.connections import read_token
+    from hfscale.recovery.nodes import NodeSettings
+
+    if not 0 <= node_rank < nodes:
+        raise UsageError(f"--node-rank is {node_rank}: with --nodes {nodes} it must be 0 to {nodes - 1}")
+    host, _, port = (rendezvous or "").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        given = "missing" if rendezvous is None else rendezvous
+        raise UsageError(f"--rendezvous is {given}: give the host of node 0 and a free port, such as node0:29400")
+    if min_nodes is not None and not 1 <= min_nodes <= nodes:
+        raise UsageError(f"--min-nodes is {min_nodes}: with --nodes {nodes} it must be 1 to {nodes}")
+    if wait_s <= 0:
+        raise UsageError(f"--node-wait is {wait_s:g}: it must be positive")
+    bytes_per_s = None
+    if bandwidth is not None:
+        from hfscale.planner.islands import parse_bandwidth
+
+        bytes_per_s = parse_bandwidth(bandwidth, "--replica-bandwidth")
+    return NodeSettings(
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=(host, int(port)),
+        token=read_token(),
+        min_nodes=min_nodes or nodes,
+        wait_s=wait_s,
+        bytes_per_s=bytes_per_s,
+    )
 
 
 COMMAND = run

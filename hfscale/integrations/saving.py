@@ -177,7 +177,9 @@ class TrainerSaving:
             total += size * (parameter.element_size() + 12 * parameter.requires_grad)
         return total if is_local else total // distributed.world_size()
 
-    def save_elsewhere(self, run_dir: Path, committed: Callable[[Manifest], None]) -> None:
+    def save_elsewhere(
+        self, run_dir: Path, committed: Callable[[Manifest], None], *, on_each_node: bool = False
+    ) -> None:
         """Save the state into another output directory; an error there does not end the training.
 
         Every rank must call it at the same point, and nothing may be in flight. Neither `begin` nor `committed` of
@@ -186,16 +188,32 @@ class TrainerSaving:
         Args:
             run_dir (`Path`): the other output directory.
             committed (`Callable`): called with the manifest on the committing rank, possibly on another thread.
+            on_each_node (`bool`): `run_dir` is another folder on each node. The first rank of each node commits the
+                files of its node, and writes there what one rank writes for all.
         """
         begun = time.monotonic()
         self.writer.wait()
         self._check_memory()
-        parts = {"run_dir": run_dir, "is_optional": True, "on_commit": committed}
+        parts: dict[str, Any] = {"run_dir": run_dir, "is_optional": True, "on_commit": committed}
+        if on_each_node:
+            parts |= {"commits": self._trainer.args.local_process_index == 0, "is_shared": False}
         if self._deferred is None and self.synchronous_because is None:
-            self.writer.start(replace(self._job_of_snapshot(self._trainer.model, begun, elsewhere=True), **parts))
+            with self._saved_on_each_node() if on_each_node else nullcontext():
+                job = self._job_of_snapshot(self._trainer.model, begun, elsewhere=True)
+            self.writer.start(replace(job, **parts))
             return
         job = replace(self._job_of_trainer(self._trainer.model, None, begun, elsewhere=run_dir), **parts)
         (self.writer.run if self._deferred is None else self.writer.start)(job)
+
+    @contextmanager
+    def _saved_on_each_node(self) -> Iterator[None]:
+        """Have the first rank of each node save what rank 0 saves, within the `with` block."""
+        args = self._trainer.args
+        before, args.save_on_each_node = args.save_on_each_node, True
+        try:
+            yield
+        finally:
+            args.save_on_each_node = before
 
     def _check_memory(self) -> None:
         """Change to saves for which training waits if a copy does not fit into host memory. All ranks must call it."""
@@ -250,11 +268,11 @@ class TrainerSaving:
             The function that writes this rank's copies into a folder, and the one, if there is one, that all ranks
             must call together.
         """
-        trainer, full = self._trainer, not self._trainer.args.save_only_model
+        trainer, full, saves = self._trainer, not self._trainer.args.save_only_model, self._trainer.args.should_save
         rng = rng_state(trainer) if full else None
-        state = frozen_state(trainer) if trainer.args.should_save and not self._own_methods else None
-        names = parameter_names(trainer) if trainer.args.should_save else None
-        files = trainer.checkpoint_files() if is_parallel_trainer(trainer) and trainer.args.should_save else {}
+        state = frozen_state(trainer) if saves and not self._own_methods else None
+        names = parameter_names(trainer) if saves else None
+        files = trainer.checkpoint_files() if is_parallel_trainer(trainer) and saves else {}
         live = self._live_state()
         write_collectively = self._fsdp.take() if self._fsdp is not None else None
         write_saved_tensors = take_tensors(self._adapter.saved_tensors) if full else None
@@ -275,7 +293,7 @@ class TrainerSaving:
                 torch.save(rng, folder / rng_name(trainer))
             if state is not None:
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            if trainer.args.should_save:
+            if saves:
                 complete_checkpoint(trainer, folder, names)
 
         return write, write_collectively

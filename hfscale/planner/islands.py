@@ -84,11 +84,12 @@ class IslandsVerdict:
         return asdict(self)
 
 
-def parse_bandwidth(text: str) -> float:
+def parse_bandwidth(text: str, option: str = "--island-bandwidth") -> float:
     """Parses a bandwidth in bits per second such as `1Gbps`, `100Mbit/s` or `2.5 Gbit`.
 
     Args:
         text (`str`): The bandwidth; K, M, G and T are powers of 1000.
+        option (`str`): Its flag, for the error.
 
     Returns:
         `float`: Bytes per second.
@@ -99,9 +100,7 @@ def parse_bandwidth(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KkMmGgTt])(?:bps|bit|bit/s)", text.strip())
     bits = 0.0 if found is None else float(found[1]) * _UNITS[found[2].lower()]
     if not 0 < bits < 1e15:
-        raise UsageError(
-            f"--island-bandwidth is {text!r}: write the bits per second between islands, such as 1Gbps or 100Mbps"
-        )
+        raise UsageError(f"{option} is {text!r}: write the bits per second of the link, such as 1Gbps or 100Mbps")
     return bits / 8
 
 

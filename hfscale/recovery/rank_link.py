@@ -5,6 +5,7 @@
 | `hello` | `rank`, `pid` | the rank's process has imported what it needs |
 | `training` | `step` | `train` begins or resumes after this step |
 | `stepped` | `step` | the first step since then is complete |
+| `snapshot` | `folder`, `step` | this node's part of a snapshot is committed; only on several nodes |
 | `trained` | | `train` is about to return |
 | `ending` | `code`, `final`, `reason` | the process ends: `final` if a restart cannot help; code 75: preempted |
 

@@ -1,4 +1,4 @@
-"""Starts the launcher of a training, and starts it again after a failure, on one node.
+"""Starts the launcher of a training on one node, and starts it again after a failure.
 
 The supervisor sleeps until something happens: a message of a rank, the end of a rank, the end of the launcher, or a
 signal. When a rank ends without saying why (SIGKILL, a segmentation fault), the others can only wait for it in a
@@ -26,7 +26,9 @@ from typing import Any
 import psutil
 
 from hfscale.errors import UsageError
+from hfscale.recovery.nodes import NodeGroup, NodeSettings, Start
 from hfscale.recovery.rank_link import PREEMPTED
+from hfscale.recovery.restarts import Failure, RestartPolicy
 from hfscale.recovery.run_memory import (
     FOLDER_VARIABLE,
     INTERVAL_VARIABLE,
@@ -36,14 +38,10 @@ from hfscale.recovery.run_memory import (
     remove_abandoned,
 )
 
-_WINDOW_S = 24 * 3600.0  # in which restarts are counted
-_SAME_STEP_LIMIT = 3
-_BACK_OFF_S, _MAX_BACK_OFF_S = 1.0, 60.0
 _OTHERS_GRACE_S = 1.0  # for ranks that fail at the same time to say why
 _LAUNCHER_GRACE_S = 20.0  # for the launcher to notice that its ranks have ended
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MAX_MESSAGE = 65_536
-_SHOWN_RANKS, _SHOWN_SAMPLES = 4, 32
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
@@ -59,6 +57,8 @@ class RunSettings:
     """Folder of a file system in memory."""
     memory_interval_steps: int | None = None
     """Steps between two snapshots in host memory; None: as many as keep their cost low."""
+    nodes: NodeSettings | None = None
+    """The nodes of the run; None: this one only."""
     log: Path | None = None
     """File to which one JSON line per event is appended."""
 
@@ -75,28 +75,9 @@ class _Launch:
     trained: set[int] = field(default_factory=set)  # ranks for which nothing but their own end is left
     first_dead: int | None = None  # rank that ended without saying why, or with an error
     failed_at: float | None = None
+    is_stopped: bool = False  # because another node has failed
     marks: dict[str, float] = field(default_factory=dict)  # event: time at which the last rank said it
     resumed_step: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """How one launch failed; the next launch reports it."""
-
-    failed_at: float
-    """Unix time at which the first rank ended, or at which the launcher did."""
-    ended_at: float
-    """Unix time at which the last process had ended."""
-    rank: int | None
-    """Global rank that ended first; None if it is not known."""
-    reason: str
-    """What is known of the reason, in one line."""
-    begun_step: int
-    """The last optimizer step that a rank of this node had begun; 0 if there was none."""
-    completed_step: int
-    """The last optimizer step that a rank of this node had completed."""
-    samples: dict[str, list[Any]] = field(default_factory=dict)
-    """The dataset indices of `begun_step` by rank, if it was not completed; without the ranks that do not know."""
 
 
 class Supervisor:
@@ -113,9 +94,8 @@ class Supervisor:
         self._signalled: int | None = None
         self._stop = threading.Event()
         self._launch: _Launch | None = None
-        self._restarted_at: list[float] = []
-        self._failed_steps: list[int] = []
-        self._furthest = 0
+        self._policy = RestartPolicy(settings.max_restarts)
+        self._group: NodeGroup | None = None
 
     def run(self) -> int:
         """Run the command.
@@ -141,8 +121,18 @@ class Supervisor:
         previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
             self._listen()
+            if self._settings.nodes is not None:
+                self._group = NodeGroup(
+                    self._settings.nodes,
+                    self._memory,
+                    max_restarts=self._settings.max_restarts,
+                    interrupted=self._stop.is_set,
+                    say=self._say,
+                )
             return self._run_until_the_end()
         finally:
+            if self._group is not None:
+                self._group.close()
             self._selector.close()
             self._memory.delete()
             for number, handler in previous.items():
@@ -150,28 +140,74 @@ class Supervisor:
 
     def _run_until_the_end(self) -> int:
         while True:
-            launch = self._start()
+            start: Start | None = None
+            if self._group is not None:
+                met = self._group.wait_for_start()
+                if met is None:
+                    return 128 + (self._signalled or signal.SIGTERM)
+                if isinstance(met, int):
+                    return met
+                start = met
+                if start.failure is not None:
+                    self._memory.write_failure(asdict(start.failure))
+            launch = self._start(start)
             if self._signalled is not None:  # the signal came before there was a launcher to pass it on to
                 _send(launch.process.pid, signal.SIGTERM)
             while launch.process.poll() is None:
                 self._handle_events(launch)
             code = launch.process.returncode
             self._launch = None  # a signal must not go to another process with its id
+            self._leave_group(launch, code)
             _end_descendants()
             ended_at = time.time()
             self._drain(launch)
-            final = self._final_code(launch, code)
-            if final is not None:
+            final = None if launch.is_stopped else self._final_code(launch, code)
+            failure = self._failure(launch, ended_at) if final is None else None
+            if self._group is not None:
+                decided = self._group.ended(final, failure)
+                if decided is not None:
+                    return decided
+            elif final is not None:
                 return final
-            failure = self._failure(launch, ended_at)
-            self._memory.write_failure(asdict(failure))
-            why = self._why_give_up(failure)
-            if why is not None:
-                self._say("gave_up", f"gives up: {why}", failure)
-                return 1
-            self._wait_before_restart(failure)
+            elif failure is not None:
+                self._memory.write_failure(asdict(failure))
+                why = self._policy.why_give_up(failure)
+                if why is not None:
+                    self._say("gave_up", f"gives up: {why}", failure)
+                    return 1
+                wait_s, text = self._policy.next_restart(failure)
+                self._say("restart", text, failure)
+                self._stop.wait(wait_s)
             if self._signalled is not None:
                 return 128 + self._signalled
+
+    # --- several nodes ----------------------------------------------------------------------------------------------
+
+    def _leave_group(self, launch: _Launch, code: int) -> None:
+        """Read no more messages of the coordinator, and tell it of a failure before the rest is cleared up."""
+        group = self._group
+        if group is None:
+            return
+        if group.connection is not None:
+            self._selector.unregister(group.connection)
+        if code not in (0, PREEMPTED) and not launch.is_stopped and not _is_preempted(launch):
+            group.failed()
+
+    def _told(self, launch: _Launch, connection: Any) -> None:
+        """Take a message of the coordinator. If it is lost, its node is: the launch cannot go on."""
+        assert self._group is not None
+        message = self._group.receive()
+        if message is None:
+            self._selector.unregister(connection)
+            self._group.disconnect()
+        if message is None or message["event"] == "stop":
+            if launch.failed_at is None:
+                launch.failed_at, launch.is_stopped = time.time(), True
+                for pid in launch.ranks:
+                    _send(pid, signal.SIGKILL)
+                launch.process.kill()
+        elif message["event"] == "replicated":
+            self._group.replicated(message)
 
     # --- one launch -------------------------------------------------------------------------------------------------
 
@@ -181,11 +217,12 @@ class Supervisor:
         listener.listen(1024)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
-    def _start(self) -> _Launch:
+    def _start(self, start: Start | None) -> _Launch:
         environ = {
             **os.environ,
+            **(start.environ if start is not None else {}),
             FOLDER_VARIABLE: str(self._memory.folder),
-            RESTARTS_VARIABLE: str(len(self._failed_steps)),
+            RESTARTS_VARIABLE: str(self._policy.failures if start is None else start.restarts),
             LAUNCHED_VARIABLE: str(time.time()),
         }
         if self._settings.memory_interval_steps is not None:
@@ -198,6 +235,8 @@ class Supervisor:
             raise UsageError(f"command {self._settings.command[0]} cannot be run: {error.strerror}") from None
         launch = self._launch = _Launch(process, started_at=time.time())
         self._watch_process(launch, process.pid, lambda _: None)
+        if self._group is not None and self._group.connection is not None:
+            self._selector.register(self._group.connection, selectors.EVENT_READ, self._told)
         return launch
 
     def _handle_events(self, launch: _Launch) -> None:
@@ -216,7 +255,7 @@ class Supervisor:
             key.data(launch) if self._is_end_of_process(key) else key.data(launch, key.fileobj)
 
     def _is_end_of_process(self, key: selectors.SelectorKey) -> bool:
-        return key.data not in (self._accept, self._read)
+        return key.data not in (self._accept, self._read, self._told)
 
     def _drain(self, launch: _Launch) -> None:
         """Read what the ranks said last, and forget their connections."""
@@ -264,6 +303,8 @@ class Supervisor:
             launch.resumed_step = int(message["step"])
         elif event == "stepped":
             self._report_recovery(launch)
+        elif event == "snapshot" and self._group is not None:
+            self._group.committed(message["folder"], int(message["step"]))
 
     def _watch_process(self, launch: _Launch, pid: int, ended: Any) -> None:
         try:
@@ -284,6 +325,8 @@ class Supervisor:
         is_expected = rank in launch.trained or (ending is not None and ending["code"] in (0, PREEMPTED))
         if launch.failed_at is None and not is_expected and self._signalled is None:
             launch.failed_at, launch.first_dead = time.time(), rank
+            if self._group is not None:
+                self._group.failed()
 
     def _forget(self, file: Any) -> None:
         self._selector.unregister(file)
@@ -297,7 +340,7 @@ class Supervisor:
         if code == 0:
             self._say("done", None)
             return 0
-        if any(ending["code"] == PREEMPTED for ending in endings) or code == PREEMPTED:
+        if _is_preempted(launch) or code == PREEMPTED:
             self._say("preempted", f"preempted: start the same command again (exit code {PREEMPTED})")
             return PREEMPTED
         final = next((ending for ending in endings if ending["final"]), None)
@@ -329,42 +372,9 @@ class Supervisor:
             reason=reason,
             begun_step=begun,
             completed_step=completed,
+            is_consequence=launch.is_stopped,
             samples=samples,
         )
-
-    def _why_give_up(self, failure: Failure) -> str | None:
-        self._failed_steps.append(failure.begun_step)
-        now = time.time()
-        self._restarted_at = [at for at in self._restarted_at if now - at < _WINDOW_S]
-        where = f"in step {failure.begun_step}" if failure.begun_step else "before the first step"
-        same = self._failed_steps[-_SAME_STEP_LIMIT:]
-        if len(same) == _SAME_STEP_LIMIT and len(set(same)) == 1:
-            samples = _samples_text(failure)
-            return f"{_SAME_STEP_LIMIT} failures in a row {where}: {_who(failure)}{failure.reason}{samples}"
-        if len(self._restarted_at) >= self._settings.max_restarts:
-            return (
-                f"{self._settings.max_restarts} restarts in 24 hours (--max-restarts); the last failure was {where}: "
-                f"{_who(failure)}{failure.reason}"
-            )
-        return None
-
-    def _wait_before_restart(self, failure: Failure) -> None:
-        """Wait longer after each failure without progress; a run that has made progress is restarted at once."""
-        made_progress = failure.completed_step > self._furthest
-        self._furthest = max(self._furthest, failure.completed_step)
-        without = 0
-        for step in reversed(self._failed_steps):
-            if step != failure.begun_step:
-                break
-            without += 1
-        wait_s = 0.0 if made_progress else min(_BACK_OFF_S * 2 ** (without - 1), _MAX_BACK_OFF_S)
-        self._restarted_at.append(time.time())
-        number, of = len(self._restarted_at), self._settings.max_restarts
-        where = f"in step {failure.begun_step}" if failure.begun_step else "before the first step"
-        soon = f"in {wait_s:.0f} s" if wait_s else "now"
-        text = f"{_who(failure)}{failure.reason} ({where}); restart {number} of {of} in 24 hours, {soon}"
-        self._say("restart", text, failure)
-        self._stop.wait(wait_s)
 
     def _report_recovery(self, launch: _Launch) -> None:
         failure = self._memory.read_failure()
@@ -393,6 +403,8 @@ class Supervisor:
         """
         self._signalled = number
         self._stop.set()
+        if self._group is not None:
+            self._group.wake()
         if self._launch is None:
             return
         for pid in self._launch.ranks if number == signal.SIGUSR1 else (self._launch.process.pid,):
@@ -408,20 +420,8 @@ class Supervisor:
                 file.write(json.dumps({"time": time.time(), "event": event, "text": text, **known}) + "\n")
 
 
-def _who(failure: Failure) -> str:
-    return "" if failure.rank is None else f"rank {failure.rank}: "
-
-
-def _samples_text(failure: Failure) -> str:
-    """Return the samples of the failed step, of the failed rank if it is known; the log has all of them."""
-    own = {rank: indices for rank, indices in failure.samples.items() if rank == str(failure.rank)}
-    ranks = [f"rank {rank}: {_listed(indices)}" for rank, indices in (own or failure.samples).items()]
-    return f"; dataset indices of this step: {'; '.join(ranks[:_SHOWN_RANKS])}" if ranks else ""
-
-
-def _listed(indices: list[Any]) -> str:
-    more = f" and {len(indices) - _SHOWN_SAMPLES} more" if len(indices) > _SHOWN_SAMPLES else ""
-    return ", ".join(map(str, indices[:_SHOWN_SAMPLES])) + more
+def _is_preempted(launch: _Launch) -> bool:
+    return any(ending["code"] == PREEMPTED for ending in launch.endings.values())
 
 
 def _send(pid: int, number: int) -> None:
@@ -441,9 +441,11 @@ def _end_descendants() -> None:
                 pass
 
 
+_libc = ctypes.CDLL(None, use_errno=True)  # before the fork: other threads may be running then
+
+
 def _call_prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 

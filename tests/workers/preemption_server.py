@@ -27,7 +27,7 @@ from workers.blocked import block_in_c
 from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, ScalingCallback, SpotCheckpointCallback
 from hfscale.recipe.entrypoint import end_if_preempted, run
 from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
-from hfscale.recipe.resume import resume_point
+from hfscale.recipe.resume import keep_global_batch, resume_point
 
 
 class Phases:
@@ -103,6 +103,8 @@ def train(spec, phases):
     else:
         set_up_parallelism(parallel, arguments)
     checkpoint = resume_point(arguments) if arguments.resume_from_checkpoint else None
+    if spec.get("keeps_batch"):
+        keep_global_batch(arguments, checkpoint)
     health = CommHealthCallback(hang_after_s=spec["hang_after_s"]) if "hang_after_s" in spec else None
     scaling = ScalingCallback(
         comm_health=health,
@@ -148,9 +150,9 @@ def become_rank(spec, rank, port, pipe):
     world = str(spec.get("world", 2))
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank - spec.get("first_rank", 0)),
         WORLD_SIZE=world,
-        LOCAL_WORLD_SIZE=world,
+        LOCAL_WORLD_SIZE=str(spec.get("local_world", world)),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         **spec.get("env", {}),

@@ -3,10 +3,13 @@
 `hfscale run -- python recovery_server.py launch SOCKET SPEC` asks the server that listens on SOCKET to fork the ranks,
 with the environment of the supervisor, and ends as a launcher does: when a rank fails, the others receive SIGTERM, and
 the exit code is 1. A rank kills itself at the moments that the trial names.
+
+On several nodes the spec has `local_world`, the ranks of each node, and `ports`, one for each launch.
 """
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -23,7 +26,11 @@ def launch(address, spec):
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     environ = {name: value for name, value in os.environ.items() if name.startswith("HFSCALE_")}
-    connection.sendall(json.dumps(json.loads(Path(spec).read_text()) | {"environ": environ}).encode() + b"\n")
+    spec = json.loads(Path(spec).read_text()) | {"environ": environ}
+    if "local_world" in spec:
+        spec["world"] = spec["local_world"] * int(environ["HFSCALE_RUN_NODES"])
+        spec["first_rank"] = spec["local_world"] * int(environ["HFSCALE_RUN_NODE_RANK"])
+    connection.sendall(json.dumps(spec).encode() + b"\n")
     return int(connection.makefile().readline() or 1)
 
 
@@ -53,8 +60,9 @@ def serve(address):
                 threading.Timer(kill["after_s"], os.kill, (os.getpid(), number)).start()
 
     def fork_ranks(spec):
-        port, pids = free_port(), []
-        for rank in range(spec["world"]):
+        port = spec["ports"][int(spec["environ"]["HFSCALE_RUN_RESTARTS"])] if "ports" in spec else free_port()
+        first, pids = spec.get("first_rank", 0), []
+        for rank in range(first, first + spec.get("local_world", spec["world"])):
             pid = os.fork()
             if pid == 0:
                 preemption_server.Phases = KillingPhases
@@ -63,8 +71,8 @@ def serve(address):
             pids.append(pid)
         return pids
 
-    def wait(pids):
-        """Wait for all ranks as a launcher does."""
+    def wait(pids, connection):
+        """Wait for all ranks as a launcher does; they are killed if the process that asked for them has ended."""
         codes, terminated_at = {}, None
         while len(codes) < len(pids):
             for pid in set(pids) - set(codes):
@@ -76,7 +84,9 @@ def serve(address):
                 end(set(pids) - set(codes), signal.SIGTERM)
             if terminated_at is not None and time.monotonic() - terminated_at > TERM_TO_KILL_S:
                 end(set(pids) - set(codes), signal.SIGKILL)
-            time.sleep(0.02)
+            if select.select([connection], [], [], 0.02)[0]:
+                end(set(pids) - set(codes), signal.SIGKILL)
+                time.sleep(0.02)
         return int(any(codes.values()))
 
     def end(pids, number):
@@ -84,6 +94,7 @@ def serve(address):
             with suppress(ProcessLookupError):
                 os.killpg(pid, number)
 
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     torch.set_num_threads(1)
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
@@ -95,7 +106,12 @@ def serve(address):
     while True:
         connection, _ = listener.accept()
         spec = json.loads(connection.makefile().readline())
-        connection.sendall(b"%d\n" % wait(fork_ranks(spec)))
+        if os.fork() == 0:  # one process for each launcher, of which there are several at a time on several nodes
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            code = wait(fork_ranks(spec), connection)
+            with suppress(OSError):
+                connection.sendall(b"%d\n" % code)
+            os._exit(0)
         connection.close()
 
 

@@ -1,0 +1,103 @@
+"""`hfscale run --nodes`: supervisors that start, end and recover one run together, with copies of snapshots."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import REPOSITORY
+from ports import free_port
+
+RANK = REPOSITORY / "tests" / "workers" / "node_rank.py"
+
+
+class Nodes:
+    """Supervisors of several nodes on this machine."""
+
+    def __init__(self, folder, count, *options, last=6):
+        self.folder, self.count, self.options, self.last = folder, count, options, last
+        self.port = free_port()
+        self.running = {}
+
+    def start(self, *ranks):
+        for rank in ranks:
+            self.running[rank] = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "hfscale", "run", "--memory-dir", str(self.folder)),
+                    *("--nodes", str(self.count), "--node-rank", str(rank)),
+                    *("--rendezvous", f"127.0.0.1:{self.port}", "--log", str(self.folder / f"log-{rank}")),
+                    *(*self.options, "--", sys.executable, str(RANK), str(self.folder), str(self.last)),
+                ],
+                env=os.environ | {"HFSCALE_RUN_TOKEN": "secret"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+    def launches(self):
+        path = self.folder / "launches"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def events(self, rank):
+        path = self.folder / f"log-{rank}"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, condition):
+        until = time.monotonic() + 100
+        while not condition():
+            assert time.monotonic() < until, [process.poll() for process in self.running.values()]
+            time.sleep(0.05)
+
+    def wait_for_copies(self, step):
+        self.wait_for(lambda: all(step in [e.get("step") for e in self.events(rank)] for rank in self.running))
+
+    def lose(self, rank):
+        """End all processes of a node and remove its memory."""
+        launch = [launch for launch in self.launches() if launch["parent"] == self.running[rank].pid][-1]
+        supervisor = self.running.pop(rank)
+        supervisor.kill()
+        psutil.Process(launch["pid"]).kill()
+        supervisor.communicate()
+        shutil.rmtree(launch["memory"])
+
+    def finish(self):
+        (self.folder / "go").touch()
+        errors = {rank: process.communicate(timeout=100)[1] for rank, process in self.running.items()}
+        return {rank: process.returncode for rank, process in self.running.items()}, errors
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = []
+
+    def make(count, *options, **more):
+        made.append(Nodes(tmp_path, count, *options, **more))
+        return made[-1]
+
+    yield make
+    for process in [process for one in made for process in one.running.values()]:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_is_replaced_and_its_state_comes_from_the_partner(nodes, tmp_path, lost):
+    run = nodes(2)
+    run.start(0, 1)
+    run.wait_for_copies(3)
+    run.lose(lost)
+    run.start(lost)
+    run.wait_for(lambda: len(run.launches()) == 4)
+    codes, errors = run.finish()
+    assert codes == {0: 0, 1: 0}, errors
+    assert [launch["from"] for launch in run.launches()] == [0, 0, 3, 3]
+    assert all(launch["files"] == ["state-0", "state-1"] for launch in run.launches()[2:])
+    assert "loss of any one node" in errors[lost]
+    sent = [event for event in run.events(0) if event["event"] == "replicated"]
+    assert {event["bytes"] for event in sent} == {3_000_002}  # not the file that both nodes have
+    assert not list(tmp_path.glob("hfscale-run-*"))
