@@ -43,7 +43,7 @@ def paused_saves(monkeypatch):
 
     def waiting(self, job):
         started = time.monotonic()
-        go.wait(30)
+        go.wait(120)
         run(self, job)
         spans.append((started, time.monotonic()))
 

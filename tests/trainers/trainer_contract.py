@@ -389,7 +389,7 @@ def crash(trainer: Trainer) -> None:
 
 def wait_for_checkpoint(folder: Path) -> None:
     """Wait for the save that was in flight at the crash."""
-    for _ in range(100):
+    for _ in range(1200):
         if latest_checkpoint(folder) == str(folder / f"checkpoint-{CRASH_STEP - 1}"):
             return
         time.sleep(0.1)
