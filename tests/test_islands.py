@@ -2,6 +2,9 @@
 
 import json
 import os
+import socket
+import threading
+import time
 
 import pytest
 import safetensors.torch
@@ -10,11 +13,13 @@ from forked_ranks import run_ranks
 from ports import free_port
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, default_data_collator
+from transformers import Trainer, TrainerCallback, default_data_collator
 
-from hfscale import DiLoCoCallback
+from hfscale import DiLoCoCallback, SpotCheckpointCallback
+from hfscale.errors import UsageError
 from hfscale.integrations.strategy import let_fsdp_run_on_cpu, running_strategy
-from hfscale.islands.wire import TOKEN_VARIABLE
+from hfscale.islands.client import IslandClient
+from hfscale.islands.wire import TOKEN_VARIABLE, Wire, WrongTokenError
 
 TOKEN = "a secret of the tests"  # noqa: S105
 TRAINING = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 6}
@@ -133,3 +138,105 @@ def test_islands_of_two_ranks_end_with_the_weights_of_islands_of_one(tmp_path, s
         first, second = (parameters_of(tmp_path / f"{ranks}-{island}") for island in range(2))
         assert largest_difference(first, second) == 0.0
     assert largest_difference(parameters_of(tmp_path / "1-0"), parameters_of(tmp_path / "2-0")) < 1e-5
+
+
+class KilledAt(TrainerCallback):
+    """Ends this process without a word at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Die."""
+        if state.global_step == self.step:
+            os._exit(9)
+
+
+def test_an_island_that_dies_and_returns_ends_with_the_weights_of_the_other(tmp_path):
+    """The other island continues; the relaunched one takes its state, and both end at the same step."""
+    saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 40, "logging_steps": 1}
+
+    def train(island, rendezvous):
+        folder = tmp_path / str(island)
+        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "every_steps": 2, "deadline_s": 60.0}
+        if island == 1 and os.fork() == 0:
+            trained(
+                folder,
+                SpotCheckpointCallback(cloud=None, asynchronous=False),
+                DiLoCoCallback(**flags),
+                KilledAt(5),
+                **saving,
+            )
+        if island == 1:
+            os.wait()
+            receive = IslandClient._next
+            IslandClient._next = lambda client: ((tmp_path / "returns").touch(), receive(client))[1]
+            resumed = {"resume_from_checkpoint": str(folder / "checkpoint-4")}
+            trained(
+                folder,
+                SpotCheckpointCallback(cloud=None, asynchronous=False),
+                DiLoCoCallback(**flags),
+                **saving,
+                **resumed,
+            )
+        else:
+            waits = WaitsFor(9, tmp_path / "returns")
+            trained(
+                folder,
+                SpotCheckpointCallback(cloud=None, asynchronous=False),
+                DiLoCoCallback(**flags),
+                waits,
+                **saving,
+            )
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
+    assert largest_difference(parameters_of(tmp_path / "0"), parameters_of(tmp_path / "1")) == 0.0
+    log = json.loads((tmp_path / "0" / "log.json").read_text())
+    assert {row["islands/contributors"] for row in log if "islands/contributors" in row} == {1, 2}
+    assert "has taken the parameters of another one" in logs[1]
+
+
+class WaitsFor(TrainerCallback):
+    """Keeps an island in a step until another one has reached the rendezvous."""
+
+    def __init__(self, step, flag):
+        self.step = step
+        self.flag = flag
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Wait for the file that the other island writes."""
+        while state.global_step == self.step and not self.flag.exists():
+            time.sleep(0.05)
+
+
+def test_nothing_is_read_from_a_connection_without_the_token():
+    listener = socket.create_server(("127.0.0.1", 0))
+    refused = threading.Event()
+
+    def accept():
+        with pytest.raises(WrongTokenError):
+            Wire(listener.accept()[0], TOKEN, is_server=True)
+        refused.set()
+
+    threading.Thread(target=accept, daemon=True).start()
+    with pytest.raises(ConnectionError):
+        Wire(socket.create_connection(listener.getsockname()), "another", is_server=False).send({"kind": "hello"})
+    assert refused.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flag"),
+    [
+        ({"island_rank": 2}, "--island_rank is 2"),
+        ({"rendezvous": None}, "--island_rendezvous"),
+        ({"rendezvous": "here"}, "--island_rendezvous is here"),
+        ({"every_steps": 0}, "--island_steps is 0"),
+        ({"quorum": 3}, "--island_quorum is 3"),
+        ({"outer_lr": -1.0}, "--outer_lr is -1.0"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong, flag):
+    right = {"islands": 2, "island_rank": 0, "rendezvous": "127.0.0.1:29600"}
+    with pytest.raises(UsageError, match=flag):
+        DiLoCoCallback(**(right | wrong))
