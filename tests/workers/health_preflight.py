@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from workers.health import Ranks, gloo
 
-from hfscale.health import measure, preflight
+from hfscale.health import measure, preflight, rank_notes
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def checked(rank_store, rank, fault, guilty, deadline_s):
     """What one rank finds, when `guilty` has `fault`."""
     if fault == "nodes" and rank >= rank_store.world_size // 2:  # one machine pretends to be two nodes
-        preflight.socket = SimpleNamespace(gethostname=lambda: "node-b")
+        rank_notes.socket = SimpleNamespace(gethostname=lambda: "node-b")
     if fault.startswith("staggered"):
         time.sleep(rank * float(fault.partition(":")[2]))
     if rank == guilty:
