@@ -13,7 +13,7 @@ from typing import Any
 from hfscale.errors import UsageError
 from hfscale.recovery.connections import Address, connect, local_host, receive, send
 from hfscale.recovery.coordinator import Coordinator
-from hfscale.recovery.replicas import Pace, ReplicaServer, assemble, keep_only, list_parts, send_part
+from hfscale.recovery.replicas import PARTS, Pace, ReplicaServer, assemble, keep_only, list_parts, send_part
 from hfscale.recovery.restarts import Failure
 from hfscale.recovery.run_memory import RunMemory
 
@@ -327,7 +327,8 @@ class NodeGroup:
         while (item := self._snapshots.get()) is not None:
             launch, folder, step = item
             start = self._start
-            if start is None or start.launch != launch:
+            part = self._memory.folder / folder / PARTS / f"checkpoint-{step}"
+            if start is None or start.launch != launch or not part.is_dir():  # the launch or the training has ended
                 continue
             began, partner = time.monotonic(), start.addresses[(start.index + 1) % len(start.addresses)]
             problem: Exception | None = None

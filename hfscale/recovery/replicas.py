@@ -56,6 +56,8 @@ def keep_only(folder: Path, step: int) -> None:
         folder (`Path`): the folder of one training in the memory of this node.
         step (`int`): the step.
     """
+    if not (folder / PARTS / f"checkpoint-{step}").is_dir():  # the training has ended, and the next one has begun
+        return
     for place in (COMPLETE, PARTS, REPLICAS):
         for snapshot in (folder / place).glob("checkpoint-*"):
             if _step(snapshot) < step:
