@@ -149,6 +149,8 @@ class MemorySnapshots(CopiedWithoutRun):
             return "a rank has no supervisor"
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * self._nodes != distributed.world_size():
             return "the run has several nodes, and hfscale run was not given --nodes, or not as many ranks on each"
+        if self._nodes > 1 and saving.uses_deepspeed:
+            return "DeepSpeed's checkpoints are not copied between nodes"
         return saving.why_not_elsewhere()
 
     def step_began(self, state: TrainerState) -> None:
