@@ -18,6 +18,9 @@ Each message is one line with what is wrong, the value, and how to fix it. The c
 without a traceback and exit with `exit_code`.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class HfScaleError(Exception):
     """Base class of all errors of hfscale."""
@@ -70,7 +73,16 @@ class StorageError(HfScaleError):
 
 
 class HealthError(HfScaleError):
-    """A node, a link, a rank or the training itself is not healthy enough to continue."""
+    """A node, a link, a rank or the training itself is not healthy enough to continue.
+
+    Args:
+        *args (`Any`): those of `Exception`.
+        hosts (`Iterable[str]`): the hosts that are to blame, if they are known.
+    """
+
+    def __init__(self, *args: Any, hosts: Iterable[str] = ()) -> None:
+        super().__init__(*args)
+        self.hosts = tuple(hosts)
 
 
 class MissingDependencyError(HfScaleError, ImportError):

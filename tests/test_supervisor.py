@@ -80,6 +80,21 @@ def test_the_time_of_a_recovery_is_the_sum_of_its_parts(tmp_path):
     assert events["recovered"]["steps_lost"] == 0
 
 
+def test_hosts_that_the_health_checks_blame_are_added_to_the_file_once(tmp_path):
+    excluded = tmp_path / "excluded"
+    excluded.write_text("node-a")  # without an end of the line
+    done, launches = supervise(tmp_path, "health", "--exclude-bad-hosts", str(excluded))
+    assert (done.returncode, len(launches)) == (0, 3)
+    assert excluded.read_text() == "node-a\nnode-b\nnode-c\n"
+
+
+def test_a_file_of_hosts_that_cannot_be_written_is_reported_and_ends_nothing(tmp_path):
+    (tmp_path / "folder").mkdir()
+    done, _ = supervise(tmp_path, "health", "--exclude-bad-hosts", str(tmp_path / "folder"))
+    assert done.returncode == 0
+    assert "node-b" in done.stderr
+
+
 def test_an_error_that_would_come_back_is_not_tried_again(tmp_path):
     done, launches = supervise(tmp_path, "usage")
     assert (done.returncode, len(launches)) == (2, 1)
@@ -183,6 +198,7 @@ def test_progress_survives_the_process_that_wrote_it(tmp_path):
         ([], "command"),
         (["--max-restarts", "-1", "--", "true"], "--max-restarts"),
         (["--", "no-such-program"], "no-such-program"),
+        (["--exclude-bad-hosts", "/nowhere/at-all", "--", "true"], "--exclude-bad-hosts"),
         (["--memory-dir", "/nowhere/at-all", "--", "true"], "/nowhere/at-all"),
     ],
 )

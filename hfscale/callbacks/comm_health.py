@@ -33,7 +33,7 @@ from hfscale.metrics.records import RankLines
 from hfscale.recovery.rank_link import connect
 from hfscale.utils import distributed
 from hfscale.utils.collectives import TRAINING
-from hfscale.utils.findings import Finding, join_errors
+from hfscale.utils.findings import Finding, blamed_hosts, join_errors
 from hfscale.utils.logging import get_logger, is_main_process
 
 logger = get_logger(__name__)
@@ -281,7 +281,7 @@ class CommHealthCallback(AdapterCallback):
         good = latest_checkpoint(output_dir) if archives else None
         self._end()
         resume = f"the relaunched command resumes from {Path(good).name}" if good else "no good checkpoint was written"
-        raise HealthError(f"stopped: {join_errors(bad)}; {resume}")
+        raise HealthError(f"stopped: {join_errors(bad)}; {resume}", hosts=blamed_hosts(bad))
 
     def _end(self) -> None:
         if self._watchdog is not None:
@@ -340,7 +340,7 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
     # A slow device does no harm apart from slowing the run down: it is logged, and the run's own times will show it.
     bad = [finding for finding in result.findings if finding.level == "error" and finding.check != "speed"]
     if bad:
-        raise HealthError(f"the ranks are not fit to train: {join_errors(bad)}")
+        raise HealthError(f"the ranks are not fit to train: {join_errors(bad)}", hosts=blamed_hosts(bad))
     log_findings([*result.findings, *result.node_findings])
 
 

@@ -32,6 +32,9 @@ def run(
     replica_bandwidth: Annotated[
         str | None, typer.Option(help="Limit of the copies to another node, such as 1Gbps (default: none).")
     ] = None,
+    exclude_bad_hosts: Annotated[
+        Path | None, typer.Option(help="Add hosts that the health checks blame to a file, one per line.")
+    ] = None,
     log: Annotated[Path | None, typer.Option(help="Append one JSON line per failure and recovery to a file.")] = None,
 ) -> int:
     """Start COMMAND, a launcher such as accelerate launch, and start it again when a process of it dies."""
@@ -43,6 +46,8 @@ def run(
         raise UsageError(f"--max-restarts is {max_restarts}: it must be 0 or greater")
     if memory_interval_steps is not None and memory_interval_steps < 1:
         raise UsageError(f"--memory-interval-steps is {memory_interval_steps}: it must be 1 or greater")
+    if exclude_bad_hosts is not None and not exclude_bad_hosts.absolute().parent.is_dir():
+        raise UsageError(f"--exclude-bad-hosts {exclude_bad_hosts}: its folder does not exist: make it first")
     from hfscale.recovery.supervisor import RunSettings, Supervisor
 
     several = {
@@ -62,6 +67,7 @@ def run(
         root=memory_dir,
         memory_interval_steps=memory_interval_steps,
         nodes=_nodes(nodes, node_rank, rendezvous, min_nodes, node_wait, replica_bandwidth) if nodes > 1 else None,
+        exclude_file=exclude_bad_hosts,
         log=log,
     )
     return Supervisor(settings).run()

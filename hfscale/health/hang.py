@@ -37,7 +37,7 @@ from hfscale.health.diagnosis import (
 )
 from hfscale.health.rank_store import RankStore
 from hfscale.recovery.rank_link import connect
-from hfscale.utils.findings import Finding, join_findings, limit_findings
+from hfscale.utils.findings import Finding, blamed_hosts, join_findings, limit_findings
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -253,7 +253,8 @@ class HangWatchdog(threading.Thread):
             time.sleep(_SAVE_POLL_S)
         link = connect()
         if link is not None:
-            link.ending(_EXIT_CODE, reason=f"hang: {'; '.join(map(str, self.findings))}")
+            reason = f"hang: {'; '.join(map(str, self.findings))}"
+            link.ending(_EXIT_CODE, reason=reason, hosts=blamed_hosts(self.findings))
         os._exit(_EXIT_CODE)
 
     def _judge(self, incident: str) -> list[dict[str, Any]]:

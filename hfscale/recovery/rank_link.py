@@ -7,9 +7,9 @@
 | `stepped` | `step` | the first step since then is complete |
 | `snapshot` | `folder`, `step` | this node's part of a snapshot is committed; only on several nodes |
 | `trained` | | `train` is about to return |
-| `ending` | `code`, `final`, `reason` | the process ends: `final` if a restart cannot help; code 75: preempted |
+| `ending` | `code`, `final`, `reason`, `hosts` | the process ends: `final`: a restart cannot help; 75: preempted |
 
-The end of the connection is the end of the process, however it ends.
+`hosts` are those that the health checks blame. The end of the connection is the end of the process, however it ends.
 """
 
 import atexit
@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hfscale.errors import HealthError, HfScaleError
@@ -66,17 +66,18 @@ class RankLink:
         except OSError as error:
             logger.debug("the supervisor is gone: %s", error)
 
-    def ending(self, code: int, *, final: bool = False, reason: str = "") -> None:
+    def ending(self, code: int, *, final: bool = False, reason: str = "", hosts: Sequence[str] = ()) -> None:
         """Say that this process is about to end, and why; only the first call of a process has an effect.
 
         Args:
             code (`int`): its exit code.
             final (`bool`): whether a restart of the same command cannot help.
             reason (`str`): the error in one line.
+            hosts (`Sequence[str]`): the hosts that the health checks blame.
         """
         if not self._has_ended:
             self._has_ended = True
-            self.say("ending", code=code, final=final, reason=" ".join(reason.split())[:2000])
+            self.say("ending", code=code, final=final, reason=" ".join(reason.split())[:2000], hosts=list(hosts))
 
     def ending_by(self, error: BaseException) -> None:
         """Say that this process is about to end because of an exception.
@@ -87,7 +88,8 @@ class RankLink:
         code = error.exit_code if isinstance(error, HfScaleError) else 1
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        self.ending(code, final=is_final(error), reason=f"{type(error).__name__}: {error}")
+        hosts = error.hosts if isinstance(error, HealthError) else ()
+        self.ending(code, final=is_final(error), reason=f"{type(error).__name__}: {error}", hosts=hosts)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a forked child, such as a worker of a DataLoader

@@ -7,6 +7,7 @@ collective, so they are ended too, and the launcher ends by itself. What the ran
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import selectors
@@ -59,6 +60,8 @@ class RunSettings:
     """Steps between two snapshots in host memory; None: as many as keep their cost low."""
     nodes: NodeSettings | None = None
     """The nodes of the run; None: this one only."""
+    exclude_file: Path | None = None
+    """File to which the hosts are added that the health checks blame, one per line."""
     log: Path | None = None
     """File to which one JSON line per event is appended."""
 
@@ -296,6 +299,8 @@ class Supervisor:
                 _send(pid, signal.SIGUSR1)
         elif event == "ending":
             launch.endings[launch.ranks.get(pid, -1)] = message
+            if self._settings.exclude_file is not None and message["hosts"]:
+                self._exclude(self._settings.exclude_file, message["hosts"])
         elif event == "trained":
             launch.trained.add(launch.ranks.get(pid, -1))
         elif event == "training":
@@ -305,6 +310,16 @@ class Supervisor:
             self._report_recovery(launch)
         elif event == "snapshot" and self._group is not None:
             self._group.committed(message["folder"], int(message["step"]))
+
+    def _exclude(self, path: Path, hosts: list[str]) -> None:
+        try:
+            added = add_lines(path, hosts)
+        except OSError as error:
+            self._say("not_excluded", f"{path} cannot be written ({error.strerror}); bad hosts: {' '.join(hosts)}")
+            return
+        if added:
+            text = f"added to {path}, since the health checks blame them: {' '.join(added)}"
+            self._say("excluded", text, {"hosts": added})
 
     def _watch_process(self, launch: _Launch, pid: int, ended: Any) -> None:
         try:
@@ -422,6 +437,29 @@ class Supervisor:
 
 def _is_preempted(launch: _Launch) -> bool:
     return any(ending["code"] == PREEMPTED for ending in launch.endings.values())
+
+
+def add_lines(path: Path, lines: Sequence[str]) -> list[str]:
+    """Add lines to a file that supervisors of several nodes may write, each line once.
+
+    Args:
+        path (`Path`): the file; it is made if it does not exist.
+        lines (`Sequence[str]`): the lines, without their ends.
+
+    Returns:
+        `list[str]`: the lines that the file did not have.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    with path.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        added = [line for line in dict.fromkeys(lines) if line not in text.splitlines()]
+        unended = "\n" if text and not text.endswith("\n") else ""
+        file.write(unended + "".join(f"{line}\n" for line in added) if added else "")
+    return added
 
 
 def _send(pid: int, number: int) -> None:

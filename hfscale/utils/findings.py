@@ -102,6 +102,11 @@ def has_errors(findings: Iterable[Finding]) -> bool:
     return any(finding.level == "error" for finding in findings)
 
 
+def blamed_hosts(findings: Iterable[Finding]) -> list[str]:
+    """Return the hosts that errors among the findings name, each once, in alphabetical order."""
+    return sorted({finding.host for finding in findings if finding.level == "error" and finding.host})
+
+
 def limit_findings(findings: list[Finding], most: int = 64) -> list[Finding]:
     """Return at most `most` findings, errors first; the last one counts those that are left out.
 

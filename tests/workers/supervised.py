@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from hfscale.errors import UsageError
+from hfscale.errors import HealthError, UsageError
 from hfscale.recovery.rank_link import connect
 
 how, folder = sys.argv[1], Path(sys.argv[2])
@@ -38,6 +38,9 @@ if how == "wait":
     signal.signal(signal.SIGUSR1, lambda *_: (link.ending(75), os._exit(75)))
     while True:
         time.sleep(60)
+if how == "health" and restarts < 2:
+    link.ending_by(HealthError("bad links", hosts=["node-b", "node-c"] if restarts else ["node-b"]))
+    sys.exit(1)
 if how == "usage":
     error = UsageError("no such file")
     link.ending_by(error)
