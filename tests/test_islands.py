@@ -11,12 +11,14 @@ import safetensors.torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from ports import free_port
-from tiny import RandomTokens, tiny_arguments, tiny_model
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 from hfscale import DiLoCoCallback, SpotCheckpointCallback
+from hfscale.checkpoint.store import verify
 from hfscale.errors import UsageError
+from hfscale.facts.compression import Compression
 from hfscale.integrations.strategy import let_fsdp_run_on_cpu, running_strategy
 from hfscale.islands.client import IslandClient
 from hfscale.islands.wire import TOKEN_VARIABLE, Wire, WrongTokenError
@@ -208,6 +210,43 @@ class WaitsFor(TrainerCallback):
         """Wait for the file that the other island writes."""
         while state.global_step == self.step and not self.flag.exists():
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_islands_resume_with_their_outer_state(tmp_path, bits):
+    """Two runs of six steps and one of twelve end with equal weights, also where error feedback is carried over."""
+    saving = {"save_strategy": "steps", "save_steps": 6}
+
+    def train(island, rendezvous):
+        def callbacks():
+            flags = {"every_steps": 4, "compression": Compression(bits=bits)}
+            spot = SpotCheckpointCallback(cloud=None, asynchronous=False)
+            return spot, DiLoCoCallback(islands=2, island_rank=island, rendezvous=rendezvous, **flags)
+
+        folder = tmp_path / str(island)
+        trained(folder / "uninterrupted", *callbacks(), max_steps=12, **saving)
+        checkpoint = folder / "uninterrupted" / "checkpoint-6"
+        assert (checkpoint / "islands_outer_0.safetensors").is_file()
+        verify(checkpoint)
+        trained(folder / "resumed", *callbacks(), max_steps=12, resume_from_checkpoint=str(checkpoint), **saving)
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
+    for island in range(2):
+        expected = parameters_of(tmp_path / str(island) / "uninterrupted")
+        assert largest_difference(parameters_of(tmp_path / str(island) / "resumed"), expected) == 0.0
+
+
+def test_islands_of_different_models_are_told_in_one_line_each(tmp_path):
+    def train(island, rendezvous):
+        model = tiny_model(num_hidden_layers=1 + island)
+        callback = DiLoCoCallback(islands=2, island_rank=island, rendezvous=rendezvous)
+        with pytest.raises(UsageError, match=r"differs from the others in: model .*use the same model") as raised:
+            tiny_trainer(tmp_path / str(island), callback, model=model).train()
+        assert "\n" not in str(raised.value)
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
 
 
 def test_nothing_is_read_from_a_connection_without_the_token():

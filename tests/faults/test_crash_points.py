@@ -202,6 +202,11 @@ def test_deletions_that_fail_end_no_run(crashes, failing):
     """The rotation of old checkpoints fails; the run logs a warning and ends as the reference does."""
     cwd = crashes.copy("undeletable")
     outcome = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=1, errno=errno.EIO, failing=failing)
+    if crashes.kind == "WritesMore" and "unlink" in failing:  # its methods write through a link
+        assert outcome.codes == [1] * crashes.ranks
+        assert "checkpoint-4 could not be written" in outcome.err
+        assert verify(latest_checkpoint(cwd / "out")).step == 3
+        return
     assert outcome.codes == [0] * crashes.ranks, outcome.err[-2000:]
     assert any(operation.name == "rmdir" for operation in outcome.operations)
     assert "deleting old checkpoints" in outcome.err
