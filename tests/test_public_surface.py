@@ -132,8 +132,8 @@ def test_the_probe_itself_can_fail():
 
 
 @pytest.mark.timing
-def test_importing_hfscale_takes_under_50_ms():
-    probe = "import time; begun = time.perf_counter(); import hfscale; print(time.perf_counter() - begun)"
+def test_importing_hfscale_takes_under_50_ms_of_cpu_time():
+    probe = "import time; begun = time.process_time(); import hfscale; print(time.process_time() - begun)"
     times = [
         float(subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, timeout=60).stdout)
         for _ in range(5)
