@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from _pytest.runner import runtestprotocol
 from fork_client import fork_server
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
@@ -144,23 +143,12 @@ LONG_FILES = (
 )
 
 
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test of wall-clock times up to three times: a stall of the machine fails it once, a defect each time."""
-    if item.get_closest_marker("timing") is None:
-        return None
-    place = {"nodeid": item.nodeid, "location": item.location}
-    item.ihook.pytest_runtest_logstart(**place)
-    for _ in range(3):
-        item._initrequest()  # new fixtures, as pytest-rerunfailures creates them
-        reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        if not any(report.failed for report in reports):
-            break
-    for report in reports:
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(**place)
-    return True
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that the two workers end at about the same time."""
+    """Run the longest files first, so that the two workers end at about the same time.
+
+    A test of wall-clock times runs up to three times: a stall of the machine fails it once, a defect each time.
+    """
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    for item in items:
+        if item.get_closest_marker("timing") is not None:
+            item.add_marker(pytest.mark.flaky(reruns=2))

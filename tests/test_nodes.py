@@ -13,6 +13,9 @@ import pytest
 from conftest import REPOSITORY
 from ports import free_port
 
+from hfscale.recovery.connections import connect, receive, send
+from hfscale.recovery.coordinator import Coordinator
+
 RANK = REPOSITORY / "tests" / "workers" / "node_rank.py"
 
 
@@ -101,3 +104,21 @@ def test_a_lost_node_is_replaced_and_its_state_comes_from_the_partner(nodes, tmp
     sent = [event for event in run.events(0) if event["event"] == "replicated"]
     assert {event["bytes"] for event in sent} == {3_000_002}  # not the file that both nodes have
     assert not list(tmp_path.glob("hfscale-run-*"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_coordinator_that_fails_ends_the_run_on_all_nodes():
+    address = ("127.0.0.1", free_port())
+    limits = {"nodes": 2, "min_nodes": 2, "wait_s": 100.0, "max_restarts": 1}
+    coordinator = Coordinator(address, b"secret", report=lambda text: None, **limits)
+    first, broken = connect(address, b"secret"), connect(address, b"secret")
+    ready = {"event": "ready", "node": 0, "nodes": 2, "address": address, "parts": [], "folders": [], "failure": None}
+    send(first, ready)
+    while not coordinator._ready:
+        time.sleep(0.01)
+    send(broken, {"event": "ready", "node": 1})  # without its other fields
+    assert first.poll(60)
+    message = receive(first)
+    assert [message["event"], message["code"]] == ["end", 1]
+    assert "KeyError: 'nodes'" in message["text"]
+    coordinator.close()

@@ -74,7 +74,7 @@ class Coordinator:
         self._ready: dict[int, dict[str, Any]] = {}
         self._launches = self._rounds = 0
         self._listener: Listener = listen(address, token, self._read)
-        threading.Thread(target=self._run, daemon=True, name="hfscale-coordinator").start()
+        threading.Thread(target=self._run_and_report, daemon=True, name="hfscale-coordinator").start()
 
     def close(self) -> None:
         """Take no more connections."""
@@ -131,6 +131,16 @@ class Coordinator:
     def _tell_all(self, **message: Any) -> None:
         for connection in list(self._connections.values()):
             self._tell(connection, **message)
+
+    def _run_and_report(self) -> None:
+        """End the run on all nodes if the coordinator itself fails: they would wait for it for ever."""
+        try:
+            self._run()
+        except Exception as error:
+            self._tell_all(
+                event="end", code=1, text=f"gives up: the coordinator failed: {type(error).__name__}: {error}"
+            )
+            raise
 
     def _run(self) -> None:
         failure: Failure | None = None
