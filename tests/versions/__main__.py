@@ -37,7 +37,7 @@ LAYERED = (
     "fsspec",
 )
 """Packages of `constraints-oldest.txt` that a layered corner takes from there."""
-TEST_PACKAGES = ("pytest", "pytest-timeout", "tensorboard", "wandb", "matplotlib", "optuna")
+TEST_PACKAGES = ("pytest", "pytest-rerunfailures", "pytest-timeout", "tensorboard", "wandb", "matplotlib", "optuna")
 CONTRACT = (
     "tests/test_callbacks_contract.py",
     "tests/test_spot_checkpoint.py",
