@@ -10,14 +10,25 @@ from hfscale import estimate as estimate_layout
 from hfscale import plan
 from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
 from hfscale.facts.hardware import accelerator
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
+from hfscale.planner import memory
 from hfscale.planner.advice import simplicity
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import plan_gpu_types
-from hfscale.planner.search import HEADROOM, TIE_TOLERANCE, PlanRequest, can_hold_states, layouts, search, usual_batch
+from hfscale.planner.search import (
+    HEADROOM,
+    TIE_TOLERANCE,
+    PlanRequest,
+    best_of_layout,
+    can_hold_states,
+    layouts,
+    search,
+    usual_batch,
+)
 
 
 def request(model="llama-3.1-8b", gpu="H100-80GB", gpus=8, **options):
@@ -414,6 +425,23 @@ def test_states_that_do_not_fit_anywhere_need_no_search(model, gpu, method, leas
     assert possible == [gpus for gpus in sizes if gpus >= least]
     if least > 1:
         assert search(request, least // 2)[0] == []
+
+
+def test_a_layout_that_full_recomputation_does_not_make_fit_is_not_tried_with_less(monkeypatch):
+    tried = []
+
+    def memory_of(job, framework):
+        tried.append(job)
+        return memory.memory_of(job, framework)
+
+    monkeypatch.setattr("hfscale.planner.search.memory_of", memory_of)
+    asked = request("llama-3.1-405b", gpu="RTX4090", gpus=64)
+    job = asked.job(ParallelLayout(tp=8, pp=8), global_batch=64)
+    assert best_of_layout(job, fused=True)[0] is None
+    ways = [(one.fused_loss, one.schedule, one.virtual_stages) for one in tried]
+    assert len(set(ways)) == len(ways)
+    assert {one.micro_batch for one in tried} == {1}
+    assert {one.recompute for one in tried if one.schedule == "1f1b"} == {"full"}
 
 
 @pytest.mark.timing

@@ -412,16 +412,21 @@ def best_of_layout(job: Job, *, fused: bool) -> tuple[Estimate | None, float | N
         is_limited = False
         for schedule, stages in _schedules(job):
             best: Estimate | None = None
-            for variant in _variants(job, schedule, stages, fused_loss):
-                fitting, needed, is_cut = _fitting_micro_batches(variant)
-                is_limited = is_limited or is_cut
-                if needed is not None:
-                    least_gib = needed if least_gib is None else min(least_gib, needed)
-                # Without a pipeline larger micro-batches are faster; with one they lengthen the bubble.
-                for trial in fitting if job.layout.pp > 1 else fitting[-2:]:
-                    estimate = estimate_job(trial)
-                    if best is None or estimate.time.total < best.time.total:
-                        best = estimate
+            for variants in _variants(job, schedule, stages, fused_loss):
+                is_too_large = True
+                for variant in variants:
+                    fitting, needed, is_cut = _fitting_micro_batches(variant)
+                    is_limited = is_limited or is_cut
+                    is_too_large = is_too_large and is_cut and not fitting
+                    if needed is not None:
+                        least_gib = needed if least_gib is None else min(least_gib, needed)
+                    # Without a pipeline larger micro-batches are faster; with one they lengthen the bubble.
+                    for trial in fitting if job.layout.pp > 1 else fitting[-2:]:
+                        estimate = estimate_job(trial)
+                        if best is None or estimate.time.total <= best.time.total:
+                            best = estimate
+                if is_too_large:
+                    break  # less recomputation needs more memory
             if best is not None:
                 fastest.append(best)
                 if best.time.bubble < TIE_TOLERANCE * best.time.total and best.job.recompute == "none":
@@ -466,25 +471,25 @@ def _schedule_runs(job: Job) -> bool:
     )
 
 
-def _variants(job: Job, schedule: Schedule, stages: int, fused_loss: bool) -> Iterator[Job]:
-    """The job with a schedule and a loss, and each recomputation and expert parallelism to try."""
-    for recompute in get_args(Recompute):
+def _variants(job: Job, schedule: Schedule, stages: int, fused_loss: bool) -> Iterator[list[Job]]:
+    """The job with a schedule and a loss: for each recomputation, that with the least memory first, its variants."""
+    for recompute in reversed(get_args(Recompute)):
         # A schedule that delays the weights' gradients keeps what they need, so recomputation saves nothing.
         if recompute != "none" and schedule_name(schedule, stages) in SPLIT_BACKWARD:
             continue
-        for experts in _expert_groups(job):
-            variant = replace(
-                job,
-                fused_loss=fused_loss,
-                recompute=recompute,
-                schedule=schedule,
-                virtual_stages=stages,
-                expert_parallel=experts,
-            )
-            if job.task == "grpo":
-                yield from _generation_rounds(variant)
-            else:
-                yield replace(variant, overlapped_experts=True) if can_overlap_experts(variant) else variant
+        variant = replace(job, fused_loss=fused_loss, recompute=recompute, schedule=schedule, virtual_stages=stages)
+        if job.task == "grpo":
+            yield list(_generation_rounds(variant))
+        else:
+            yield [_with_experts(variant, experts) for experts in reversed(_expert_groups(job))]
+
+
+def _with_experts(job: Job, experts: int) -> Job:
+    """The job with a number of ranks that share the experts of a layer."""
+    if experts == 1:
+        return job
+    shared = replace(job, expert_parallel=experts)
+    return replace(shared, overlapped_experts=True) if can_overlap_experts(shared) else shared
 
 
 def _generation_rounds(job: Job) -> Iterator[Job]:
