@@ -7,6 +7,7 @@ import torch
 from planner_jobs import TINY, job
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hfscale.facts.models import find_model
 from hfscale.planner.activations import (
@@ -16,6 +17,7 @@ from hfscale.planner.activations import (
     micro_batches_in_flight,
     selective_bytes,
 )
+from hfscale.planner.estimate import estimate, fits_word
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import GIB, QLORA_BYTES, allocated_gib, groups, memory_of, state_bytes, trained_parameters
 
@@ -127,6 +129,21 @@ class TestActivations:
         run = job(shape=shape, seq_len=tokens, zero=0, dp_replicate=1, pure=True)
         assert layer_bytes(run, find_framework("hf")) == pytest.approx(real, rel=0.02)
 
+    def test_a_norm_kernel_keeps_its_input_and_output(self, monkeypatch):
+        class Kernel(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, weight):
+                scale = x.float().pow(2).mean(-1, keepdim=True).rsqrt()
+                ctx.save_for_backward(x, weight, scale)
+                return (x * scale).to(x.dtype) * weight
+
+        monkeypatch.setattr(LlamaRMSNorm, "forward", lambda norm, x: Kernel.apply(x, norm.weight))
+        config = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 4, "vocab_size": 128}
+        real = saved_bytes(config, 3, 256) - saved_bytes(config, 2, 256)
+        shape = type(TINY).from_config({**config, "model_type": "llama", "num_hidden_layers": 2})
+        run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1, pure=True, framework="titan", norm_kernel=True)
+        assert layer_bytes(run, find_framework("titan")) == pytest.approx(real, rel=0.02)
+
     @pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (8, 4)])
     def test_a_mixture_of_experts_keeps_inputs_and_outputs_of_experts(self, experts, top_k):
         config = {
@@ -207,6 +224,17 @@ def saved_bytes(config, layers, tokens, kind=LlamaConfig):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     return sum(size for size, _ in saved.values())
+
+
+def test_llama_405b_on_16384_h100_fits_as_meta_published_it():
+    """TP 8, PP 16, 16 sequences per rank, no recomputation; FSDP shards optimizer states and gradients (ZeRO-2) and
+    keeps the parameters gathered (Llama Team, arXiv 2407.21783, section 3.3.2 and table 4)."""
+    layout = {"dp_replicate": 128, "tp": 8, "pp": 16}
+    published = {"gpu": "H100-80GB", "layout": layout, "seq_len": 8192, "global_batch": 2048, "stack": "megatron"}
+    for stages in (1, 2, 4, 8):
+        found = estimate("llama-3.1-405b", **published, virtual_stages=stages, zero=2)
+        assert found.fits
+        assert fits_word(found.fits_probability) != "no"
 
 
 class TestPeak:

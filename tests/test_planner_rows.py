@@ -2,10 +2,13 @@
 
 import pytest
 
+from benchmarks.planner_memory import only_ran
+from benchmarks.planner_runs import load
 from hfscale.cli.estimate import table_line
 from hfscale.errors import HfScaleError
 from hfscale.planner.estimate import estimate_job
-from hfscale.planner.memory import allocated_gib
+from hfscale.planner.frameworks import find_framework
+from hfscale.planner.memory import allocated_gib, memory_of
 from hfscale.planner.table import assumed, infer_framework, interconnect_gb_s, job_of, row_shape
 
 LLAMA = {
@@ -218,6 +221,23 @@ def test_how_the_loss_is_computed():
     plain, kernel, compiled = (job_of(row(stack="titan", loss=text)) for text in ("", "kernel", "compiled"))
     assert (plain.loss_kernel, kernel.loss_kernel) == (False, True)
     assert (plain.compiled_loss, compiled.compiled_loss) == (False, True)
+
+
+def test_states_in_bf16_and_norms_in_one_kernel():
+    plain, changed = (job_of(row(stack="megatron", **more)) for more in ({}, {"states": "bf16", "norm": "kernel"}))
+    assert (plain.pure, plain.norm_kernel) == (False, False)
+    assert (changed.pure, changed.norm_kernel) == (True, True)
+
+
+def test_published_runs_are_not_said_not_to_fit():
+    """Runs of which only the speed was published fitted into the memory of their GPUs."""
+    runs, _ = load()
+    needed = [
+        (run.row, run.source, memory_of(run.job, find_framework(run.job.framework)).total / run.job.gpu.memory_gib)
+        for run in only_ran(runs)
+    ]
+    assert len(needed) > 400
+    assert [run for run in needed if run[2] > 1] == []
 
 
 def test_blank_data_parallel_axes_get_the_remaining_ranks():

@@ -27,6 +27,9 @@ FUSED_LOSS_CHUNKS = 8
 FP8_SAVED = {"hidden": 2.0, "query": -1.0, "mlp": 1.0, "plain_mlp": 1.0, "routed": 1.0}
 """Bytes per unit of a width that Transformer Engine keeps less with fp8 than with bf16: a matrix product keeps its
 input in one byte. The attention's output is kept in bf16 too, for attention itself."""
+NORM_KERNEL_BYTES = 8.0
+"""Bytes per hidden element of a layer whose two norms are computed by one kernel each: input and output, 2 bytes each
+(torchtitan at 395a526, models/norms.py)."""
 
 
 def regime_of(job: Job) -> Regime:
@@ -70,6 +73,8 @@ def layer_bytes(job: Job, framework: Framework) -> float:
     kept = framework.kept
     if framework.name == "megatron" and job.precision == "fp8":
         kept = {width: size - FP8_SAVED.get(width, 0.0) for width, size in kept.items()}
+    if job.norm_kernel:
+        kept = {**kept, "hidden": NORM_KERNEL_BYTES}
     mlp = kept["mlp"] if shape.gated else kept["plain_mlp"]
     if job.method != "full":
         mlp -= 2.0

@@ -109,6 +109,9 @@ class Job:
     loss_kernel: bool = False
     """Whether one kernel computes the loss, which keeps nothing but bf16 logits and their gradient (flash-attn's
     cross-entropy, the default of llm-foundry)."""
+    norm_kernel: bool = False
+    """Whether one kernel computes each norm, which keeps nothing but its input and its output (torchtitan's Triton
+    kernel of 2024)."""
     rowwise_fp8: bool = False
     """Whether fp8 scales are per row instead of per tensor."""
     task: Task = "text"

@@ -2,7 +2,8 @@
 
 Columns: model, params_b, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, global_batch_seqs, gpus,
 gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile. Optional columns: stack, virtual_stages, zero,
-interconnect, method, loss (`compiled` or `kernel`) and measure. Measured columns are ignored; a note is
+interconnect, method, loss (`compiled` or `kernel`), norm (`kernel`), states (`bf16`: parameters and optimizer states,
+without fp32 copies) and measure. Measured columns are ignored; a note is
 searched for adapters if no column names the method, and model, note and source for the name of the software. What is
 inferred:
 
@@ -392,8 +393,8 @@ def job_of(row: Mapping[str, str]) -> Job:
     compiled = text_of(row, "compile").lower() in ("yes", "true", "1")
     framework = text_of(row, "stack") or infer_framework(row, layout)
     find_framework(framework)
-    # Megatron keeps fp32 master copies with every precision.
-    pure = pure and framework != "megatron"
+    # Megatron keeps fp32 master copies with every precision, unless its optimizer is set to bf16.
+    pure = (pure and framework != "megatron") or text_of(row, "states").lower() == "bf16"
     zero = integer(row, "zero")
     if zero is None:
         is_sharded = layout.dp_shard > 1 or (layout.cp > 1 and framework == "titan")
@@ -416,6 +417,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         compile=compiled,
         compiled_loss=framework == "hf" or text_of(row, "loss").lower() == "compiled",
         loss_kernel=text_of(row, "loss").lower() == "kernel",
+        norm_kernel=text_of(row, "norm").lower() == "kernel",
         recompute=_recompute_of(row) or "none",
         method=method_of(row)[0],
         virtual_stages=stages,
