@@ -193,6 +193,20 @@ class TestActivations:
         assert loss_bytes(run, find_framework("hf")) == pytest.approx(14 * 128256 * 4096)
         assert memory(fused_loss=True).loss < memory().loss / 4
 
+    @pytest.mark.parametrize(
+        ("changes", "chunk", "head"),
+        [
+            ({}, 128, 2),  # 4096 tokens in the next power of two of 4096 / 32 parts: 128256 / 4096 is almost 32
+            ({"micro_batch": 8}, 1024, 2),
+            ({"zero": 0, "dp_shard": 1}, 128, 4),  # DDP's weights are in fp32
+            ({"method": "lora"}, 128, 0),  # a frozen head has no gradient
+        ],
+    )
+    def test_a_fused_loss_holds_the_logits_of_a_chunk_and_two_gradients(self, changes, chunk, head):
+        run = job(fused_loss=True, **changes)
+        expected = 2 * chunk * 128256 + 2 * run.tokens * 4096 + head * 128256 * 4096
+        assert loss_bytes(run, find_framework("hf")) == expected
+
     def test_a_compiled_loss_keeps_logits_and_gradient_in_two_bytes(self):
         run = job(framework="titan", compile=True)
         assert loss_bytes(run, find_framework("titan")) == pytest.approx(4 * 128256 * 4096)

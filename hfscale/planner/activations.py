@@ -3,6 +3,7 @@
 All byte counts are per rank unless a docstring states otherwise.
 """
 
+import math
 from dataclasses import replace
 
 from hfscale.facts.activations import KeptBytes, Regime, has_scores, kept_bytes
@@ -20,10 +21,6 @@ LOSS_KERNEL_BYTES = 4.0
 """Bytes per logit of flash-attn's cross-entropy: bf16 logits and their gradient (flash_attn 1.0,
 losses/cross_entropy.py without `inplace_backward`; llm-foundry, models/mpt/modeling_mpt.py, `loss_fn:
 fused_crossentropy`)."""
-FUSED_LOSS_CHUNKS = 8
-"""Parts in which a fused loss processes the logits (Liger's default grows with the vocabulary; torchtune uses 8)."""
-
-
 FP8_SAVED = {"hidden": 2.0, "query": -1.0, "mlp": 1.0, "plain_mlp": 1.0, "routed": 1.0}
 """Bytes per unit of a width that Transformer Engine keeps less with fp8 than with bf16: a matrix product keeps its
 input in one byte. The attention's output is kept in bf16 too, for attention itself."""
@@ -265,9 +262,26 @@ def loss_bytes(job: Job, framework: Framework) -> float:
         return tile + (4.0 + width) * (job.tokens * shape.hidden + head)
     logits = job.tokens * shape.vocab / (job.layout.tp if job.loss_parallel else 1)
     if job.fused_loss:
-        return framework.loss_kept * logits / FUSED_LOSS_CHUNKS + 2.0 * job.tokens * shape.hidden
+        return _fused_loss_bytes(job)
     if job.loss_kernel:
         return LOSS_KERNEL_BYTES * logits
     if job.loss_parallel and job.layout.tp > 1:
         return framework.split_loss_kept * logits
     return (framework.compiled_loss_kept if job.compile and job.compiled_loss else framework.loss_kept) * logits
+
+
+def _fused_loss_bytes(job: Job) -> float:
+    """Bytes of Liger's fused cross-entropy: the logits of one chunk of tokens, in whose place their gradient is
+    written, and the gradients of the hidden states and, unless it is frozen, of the head, in the head's format.
+
+    A chunk has as many tokens as make its logits about as large as the hidden states (Liger Kernel,
+    ops/fused_linear_cross_entropy.py, `fused_linear_cross_entropy_forward`).
+    """
+    shape = job.shape
+    vocab = shape.vocab / (job.layout.tp if job.loss_parallel else 1)
+    parts = math.ceil(shape.vocab / shape.hidden)
+    chunk = min(job.tokens, 1 << (math.ceil(job.tokens / parts) - 1).bit_length())
+    width = 4.0 if job.precision == "fp32" else 2.0
+    head = shape.embedding_width * vocab if job.method == "full" else 0.0
+    head_width = 4.0 if regime_of(job) in ("fp32", "autocast") else 2.0
+    return width * (chunk * vocab + job.tokens * shape.hidden) + head_width * head
