@@ -25,6 +25,7 @@ NAMES = (
     "activations",
     "async_save",
     "snapshot_cost",
+    "restart_time",
     "packing",
     "control_plane",
     "islands",

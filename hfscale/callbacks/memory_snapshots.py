@@ -180,6 +180,8 @@ class MemorySnapshots(CopiedWithoutRun):
         steps = self._busy_s if self._was_writing else self._idle_s
         steps.append(time.monotonic() - self._step_began_at)
         if state.global_step == self._started_from + 1:
+            if _leads_node():
+                self._link.memory.write_imports()
             self._link.say("stepped", step=state.global_step)
             self._report_recovery(state, output_dir)
 

@@ -32,6 +32,9 @@ def run(
     replica_bandwidth: Annotated[
         str | None, typer.Option(help="Limit of the copies to another node, such as 1Gbps (default: none).")
     ] = None,
+    standby: Annotated[
+        bool, typer.Option(help="Keep a process with the imports of the training ready for the next launch.")
+    ] = True,
     exclude_bad_hosts: Annotated[
         Path | None, typer.Option(help="Add hosts that the health checks blame to a file, one per line.")
     ] = None,
@@ -67,6 +70,7 @@ def run(
         root=memory_dir,
         memory_interval_steps=memory_interval_steps,
         nodes=_nodes(nodes, node_rank, rendezvous, min_nodes, node_wait, replica_bandwidth) if nodes > 1 else None,
+        standby=standby,
         exclude_file=exclude_bad_hosts,
         log=log,
     )

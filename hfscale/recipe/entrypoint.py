@@ -219,7 +219,7 @@ def _launch_command() -> list[str]:
     """The command that started this run, as a user can type it again; it includes a launcher that is the parent."""
     parent = psutil.Process().parent()
     command = parent.cmdline() if parent is not None else []
-    for index, token in enumerate(command[:3]):
+    for index, token in enumerate(command[:5]):  # python -m hfscale.recovery.standby FD torchrun
         if Path(token).name in _LAUNCHERS:
             return [Path(token).name, *command[index + 1 :]]
     return ["python", *sys.argv]

@@ -8,6 +8,7 @@ It lies in a file system in memory (`/dev/shm`), so it outlives the processes th
         progress-R               the steps of rank R, 32 bytes (`Progress`)
         samples-R                the dataset indices of the step that rank R has begun, if they are known
         failure.json             the failure before this launch, written by the supervisor
+        imports.json             what a rank has imported, for the next launcher (`hfscale.recovery.standby`)
         HASH/                    snapshots of one output directory, in its layout; made when its training begins
 
 The supervisor deletes it when the run ends. If the supervisor was killed, the next one on this machine does.
@@ -20,6 +21,8 @@ import mmap
 import os
 import shutil
 import struct
+import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping
@@ -36,9 +39,12 @@ LAUNCHED_VARIABLE = "HFSCALE_RUN_LAUNCHED_AT"
 INTERVAL_VARIABLE = "HFSCALE_MEMORY_INTERVAL_STEPS"
 """Environment variable with the steps between two snapshots; without it the interval follows from their cost."""
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it has a random name and mode 0700
+_PACKAGE = str(Path(__file__).parent.parent)
 _PREFIX = "hfscale-run-"
 _OWNER_NAME = "owner"
 _FAILURE_NAME = "failure.json"
+_IMPORTS_NAME = "imports.json"
+_READ_BY_IMPORTS = ("OMP_NUM_THREADS",)  # set by launchers, and read when torch is imported
 
 
 class RunMemory:
@@ -112,6 +118,27 @@ class RunMemory:
             output_dir (`str`): output directory of the training.
         """
         return self.folder / hashlib.sha256(str(Path(output_dir).resolve()).encode()).hexdigest()[:16]
+
+    def write_imports(self) -> None:
+        """Record which modules of installed packages this process has imported, in their order."""
+        folders = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+        names = []
+        for name, module in list(sys.modules.items()):
+            spec = getattr(module, "__spec__", None)
+            if spec is not None and spec.name == name and str(spec.origin).startswith((*folders, _PACKAGE)):
+                names.append(name)
+        environ = {name: os.environ[name] for name in _READ_BY_IMPORTS if name in os.environ}
+        unfinished = self.folder / f".{_IMPORTS_NAME}"
+        unfinished.write_text(json.dumps({"modules": names, "environ": environ}), encoding="utf-8")
+        unfinished.replace(self.folder / _IMPORTS_NAME)
+
+    def read_imports(self) -> dict[str, Any] | None:
+        """Return what `write_imports` has recorded, `{"modules": …, "environ": …}`; None if nothing is recorded."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / _IMPORTS_NAME).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return found
 
     def progress(self, rank: int) -> "Progress":
         """Return the steps of a rank, to be written by it.

@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from hfscale.errors import UsageError
+from hfscale.recovery.connections import TOKEN_VARIABLE
 from hfscale.recovery.nodes import NodeGroup, NodeSettings, Start
 from hfscale.recovery.rank_link import PREEMPTED
 from hfscale.recovery.restarts import Failure, RestartPolicy
@@ -38,6 +39,7 @@ from hfscale.recovery.run_memory import (
     RunMemory,
     remove_abandoned,
 )
+from hfscale.recovery.standby import Standby
 
 _OTHERS_GRACE_S = 1.0  # for ranks that fail at the same time to say why
 _LAUNCHER_GRACE_S = 20.0  # for the launcher to notice that its ranks have ended
@@ -60,6 +62,8 @@ class RunSettings:
     """Steps between two snapshots in host memory; None: as many as keep their cost low."""
     nodes: NodeSettings | None = None
     """The nodes of the run; None: this one only."""
+    standby: bool = True
+    """Whether a process that has imported what the ranks need waits for the next launch."""
     exclude_file: Path | None = None
     """File to which the hosts are added that the health checks blame, one per line."""
     log: Path | None = None
@@ -81,6 +85,8 @@ class _Launch:
     is_stopped: bool = False  # because another node has failed
     marks: dict[str, float] = field(default_factory=dict)  # event: time at which the last rank said it
     resumed_step: int | None = None
+    is_standby: bool = False  # its launcher has waited for it (`hfscale.recovery.standby`)
+    has_stepped: bool = False
 
 
 class Supervisor:
@@ -99,6 +105,7 @@ class Supervisor:
         self._launch: _Launch | None = None
         self._policy = RestartPolicy(settings.max_restarts)
         self._group: NodeGroup | None = None
+        self._standby: Standby | None = None
 
     def run(self) -> int:
         """Run the command.
@@ -122,6 +129,8 @@ class Supervisor:
             ) from None
         _call_prctl(_SET_CHILD_SUBREAPER, 1)  # ranks whose launcher is killed become children of this process
         previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        if self._settings.standby:
+            self._standby = Standby(self._settings.command, self._memory, _die_with_parent)
         try:
             self._listen()
             if self._settings.nodes is not None:
@@ -136,6 +145,8 @@ class Supervisor:
         finally:
             if self._group is not None:
                 self._group.close()
+            if self._standby is not None:
+                self._standby.end()
             self._selector.close()
             self._memory.delete()
             for number, handler in previous.items():
@@ -161,7 +172,10 @@ class Supervisor:
             code = launch.process.returncode
             self._launch = None  # a signal must not go to another process with its id
             self._leave_group(launch, code)
-            _end_descendants()
+            if launch.is_standby and not launch.has_stepped and self._standby is not None and code != 0:
+                self._standby.end()
+                self._standby = None  # if that was the reason, it would come back
+            _end_descendants(None if self._standby is None else self._standby.pid)
             ended_at = time.time()
             self._drain(launch)
             final = None if launch.is_stopped else self._final_code(launch, code)
@@ -221,6 +235,17 @@ class Supervisor:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def _start(self, start: Start | None) -> _Launch:
+        process = self._standby.become_launcher(self._environ(start)) if self._standby is not None else None
+        is_standby = process is not None
+        if process is None:
+            process = self._start_command(self._environ(start))
+        launch = self._launch = _Launch(process, started_at=time.time(), is_standby=is_standby)
+        self._watch_process(launch, process.pid, lambda _: None)
+        if self._group is not None and self._group.connection is not None:
+            self._selector.register(self._group.connection, selectors.EVENT_READ, self._told)
+        return launch
+
+    def _environ(self, start: Start | None) -> dict[str, str]:
         environ = {
             **os.environ,
             **(start.environ if start is not None else {}),
@@ -230,17 +255,16 @@ class Supervisor:
         }
         if self._settings.memory_interval_steps is not None:
             environ[INTERVAL_VARIABLE] = str(self._settings.memory_interval_steps)
+        environ.pop(TOKEN_VARIABLE, None)  # the secret of the supervisors
+        return environ
+
+    def _start_command(self, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
         try:
-            process = subprocess.Popen(  # noqa: S603 - the user's own command, without a shell
+            return subprocess.Popen(  # noqa: S603 - the user's own command, without a shell
                 list(self._settings.command), env=environ, start_new_session=True, preexec_fn=_die_with_parent
             )
         except OSError as error:
             raise UsageError(f"command {self._settings.command[0]} cannot be run: {error.strerror}") from None
-        launch = self._launch = _Launch(process, started_at=time.time())
-        self._watch_process(launch, process.pid, lambda _: None)
-        if self._group is not None and self._group.connection is not None:
-            self._selector.register(self._group.connection, selectors.EVENT_READ, self._told)
-        return launch
 
     def _handle_events(self, launch: _Launch) -> None:
         """Wait for events, and end what is left once a rank has failed."""
@@ -307,7 +331,10 @@ class Supervisor:
             launch.trained.clear()
             launch.resumed_step = int(message["step"])
         elif event == "stepped":
+            launch.has_stepped = True
             self._report_recovery(launch)
+            if self._standby is not None:
+                self._standby.start(self._environ(None))
         elif event == "snapshot" and self._group is not None:
             self._group.committed(message["folder"], int(message["step"]))
 
@@ -467,9 +494,13 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _end_descendants() -> None:
-    """Kill what the launcher has left behind; only processes of this run are descendants of the supervisor."""
-    while children := psutil.Process().children(recursive=True):
+def _end_descendants(standby: int | None) -> None:
+    """Kill what the launcher has left behind; only processes of this run are descendants of the supervisor.
+
+    Args:
+        standby (`int` or `None`): the id of the process that waits for the next launch, which stays.
+    """
+    while children := [child for child in psutil.Process().children(recursive=True) if child.pid != standby]:
         for child in children:
             with suppress(psutil.Error):
                 child.kill()

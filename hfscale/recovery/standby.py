@@ -1,0 +1,189 @@
+"""A launcher that has imported what a training needs, and waits until it is needed.
+
+`hfscale run` starts `python -m hfscale.recovery.standby FD COMMAND` when the ranks have completed their first step. It
+imports the packages that a rank has recorded (`RunMemory.write_imports`). After a failure it receives the
+environment of the next launch from the file descriptor, and becomes the launcher: `accelerate launch` or `torchrun`
+run in this process, and fork the ranks (torchrun's `--run-path --start-method fork`) instead of starting interpreters
+that import everything again. It must not initialize CUDA, which a forked process cannot use.
+"""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+from hfscale.recovery.run_memory import RunMemory
+
+_RANK = Path(__file__).parent / "standby_rank.py"
+_WRAPPER = "exit_code.py"  # of launch/multinode: the exit code that it returns is told to the supervisor by the ranks
+_MODULES = {"accelerate.commands.launch": ["accelerate", "launch"], "torch.distributed.run": ["torchrun"]}
+
+
+class Standby:
+    """The standby process of one supervisor, or none.
+
+    Args:
+        command (`Sequence[str]`): the command of the run.
+        memory (`RunMemory`): the folder of the run.
+        prepare (`Callable`): what the process runs before its program.
+    """
+
+    def __init__(self, command: Sequence[str], memory: RunMemory, prepare: Callable[[], None]) -> None:
+        self._memory = memory
+        self._launcher = launcher_of(command)
+        self._prepare = prepare
+        self._process: subprocess.Popen[bytes] | None = None
+        self._write: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None if there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self, environ: Mapping[str, str]) -> None:
+        """Start the process, unless there is one, or no rank has recorded its imports, or the command has no launcher.
+
+        Args:
+            environ (`Mapping[str, str]`): the environment variables of the running launch.
+        """
+        imports = self._memory.read_imports()
+        if self._launcher is None or self._process is not None or imports is None:
+            return
+        read, self._write = os.pipe()
+        self._process = subprocess.Popen(  # noqa: S603 - this program
+            [sys.executable, "-m", __name__, str(read), *self._launcher],
+            env={**environ, **imports["environ"], "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            pass_fds=[read],
+            start_new_session=True,
+            preexec_fn=self._prepare,
+        )
+        os.close(read)
+
+    def become_launcher(self, environ: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
+        """Have the process become the launcher, and return it; None if there is no such process.
+
+        Args:
+            environ (`Mapping[str, str]`): the environment variables of the launch.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self.end()
+            return None
+        assert self._write is not None
+        with suppress(BrokenPipeError), os.fdopen(self._write, "w") as file:
+            json.dump(dict(environ), file)
+        process, self._process, self._write = self._process, None, None
+        return process
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None and self._write is not None:
+            self._process.kill()
+            self._process.wait()
+            os.close(self._write)
+        self._process = self._write = None
+
+
+def launcher_of(command: Sequence[str]) -> list[str] | None:
+    """Return the command as it begins with `accelerate launch` or `torchrun`; None if it begins with something else.
+
+    A launcher of another Python installation is something else.
+
+    Args:
+        command (`Sequence[str]`): a command, such as `["python", "-m", "torch.distributed.run", "train.py"]`.
+    """
+    program = shutil.which(command[0])
+    if program is None or Path(program).parent.resolve() != Path(sys.executable).parent.resolve():
+        return None
+    name, rest = Path(program).name, list(command[1:])
+    if name.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1] in _MODULES:
+        return _MODULES[rest[1]] + rest[2:]
+    if name.startswith("python") and rest and Path(rest[0]).name == _WRAPPER:
+        return launcher_of(rest[1:]) if len(rest) > 1 else None
+    if name == "torchrun" or (name == "accelerate" and rest[:1] == ["launch"]):
+        return [name, *rest]
+    return None
+
+
+def main(descriptor: int, launcher: list[str]) -> None:
+    """Import what the ranks need, wait, and become the launcher.
+
+    Args:
+        descriptor (`int`): the file descriptor from which the environment of the launch is read.
+        launcher (`list[str]`): what `launcher_of` returned.
+    """
+    memory = RunMemory.of_environment()
+    imports = memory.read_imports() if memory is not None else None
+    _import_silently(imports["modules"] if imports is not None else [])
+    gc.collect()
+    gc.freeze()  # the ranks share the memory of what was imported
+    with os.fdopen(descriptor) as file:
+        text = file.read()
+    if not text:  # the supervisor has ended
+        return
+    os.environ.clear()
+    os.environ.update(json.loads(text))
+    os.environ.update(PET_RUN_PATH="1", PET_START_METHOD="fork")  # defaults of torchrun's flags
+    run_launcher(launcher)
+
+
+def _import_silently(modules: Sequence[str]) -> None:
+    """Import modules; what they print was already printed by the ranks.
+
+    Args:
+        modules (`Sequence[str]`): their names, in the order in which a rank has imported them.
+    """
+    kept = [os.dup(1), os.dup(2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    for name in modules:
+        with suppress(Exception):  # it is imported, or fails, when the script imports it
+            import_module(name)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for number, copy in zip((1, 2), kept, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
+    os.close(nowhere)
+
+
+def run_launcher(launcher: Sequence[str]) -> None:
+    """Run `accelerate launch` or `torchrun` in this process, with ranks that begin in `standby_rank`.
+
+    Args:
+        launcher (`Sequence[str]`): what `launcher_of` returned.
+    """
+    if launcher[0] == "accelerate":
+        from accelerate.commands.launch import (  # type: ignore[import-untyped]
+            launch_command,
+            launch_command_parser,
+        )
+
+        parser, run, arguments = launch_command_parser(), launch_command, launcher[2:]
+    else:
+        from torch.distributed.run import get_args_parser
+        from torch.distributed.run import run as run_torchrun
+
+        parser, run, arguments = get_args_parser(), run_torchrun, launcher[1:]
+    args = parser.parse_args(arguments)
+    if args.no_python:
+        os.environ["PET_RUN_PATH"] = "0"
+        args.run_path = False
+    else:
+        args.training_script_args = [
+            *(["-m"] if args.module else []),
+            args.training_script,
+            *args.training_script_args,
+        ]
+        args.training_script, args.module = str(_RANK), False
+    run(args)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,50 @@
+"""Runs a training script in a process that a standby launcher has forked, as `python -u SCRIPT` would.
+
+`standby_rank.py SCRIPT …` or `standby_rank.py -m MODULE …`: the launcher runs this file with `runpy`.
+"""
+
+import atexit
+import os
+import runpy
+import signal
+import sys
+import threading
+from pathlib import Path
+
+
+def main() -> None:
+    """Undo what the launcher has set, run the script, and do what the interpreter does at its end."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[1:1] = paths  # that the launcher has added
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # torch and the standard library do that by themselves
+    code: object = 0
+    is_module = sys.argv[1] == "-m"
+    del sys.argv[: 2 if is_module else 1]
+    try:
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # multiprocessing ends its processes without these
+    if code:
+        sys.exit(code)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Run by a launcher in the tests of `hfscale.recovery.standby`: records what this process is, and ends as it is told.
+
+standby_rank_script.py FOLDER HOW: the first launch kills one rank after the standby process has started.
+"""
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+
+from hfscale.recovery.rank_link import connect
+
+folder, how = Path(sys.argv[1]), sys.argv[2]
+restarts, rank = int(os.environ["HFSCALE_RUN_RESTARTS"]), int(os.environ["RANK"])
+link = connect()
+link.say("training", step=restarts)
+link.progress.write(restarts + 1, restarts)
+threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+signals = [number.name for number in signal.valid_signals() if callable(signal.getsignal(number))]
+seen = {
+    "argv": sys.argv,
+    "path": sys.path[0],
+    "file": __file__,
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "signals": signals,
+    "launcher": psutil.Process().parent().cmdline(),
+    "threads": threads,
+    "omp": os.environ.get("OMP_NUM_THREADS"),
+    "token": "HFSCALE_RUN_TOKEN" in os.environ,
+}
+(folder / f"seen-{restarts}-{rank}.json").write_text(json.dumps(seen))
+if restarts == 0:
+    if rank == 0:
+        import_module("torch.distributed.run")  # the standby process imports it too
+        link.memory.write_imports()
+        link.say("stepped", step=1)
+        launcher = psutil.Process().parent()
+        while how != "none" and not any(
+            "hfscale.recovery.standby" in child.cmdline() for child in launcher.parent().children()
+        ):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+if how == "early" and restarts == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+link.say("stepped", step=restarts + 1)
+atexit.register(lambda: (folder / f"atexit-{rank}").touch())
+threading.Thread(target=lambda: (time.sleep(0.2), (folder / f"thread-{rank}").touch())).start()
+if how == "usage":
+    link.ending(2, final=True, reason="wrong")
+    sys.exit(2)
+if how == "raise" and restarts == 1:
+    raise RuntimeError("bad luck")
