@@ -16,6 +16,7 @@ from hfscale.callbacks.memory_snapshots import MAX_COST, MemorySnapshots
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.errors import UsageError
 from hfscale.recovery import rank_link
+from hfscale.recovery.replicas import keep_only
 from hfscale.recovery.run_memory import FOLDER_VARIABLE, INTERVAL_VARIABLE, RunMemory
 
 
@@ -271,3 +272,16 @@ def test_the_interval_keeps_the_cost_low_and_leaves_time_to_write(cost_s, write_
     memory._taken = 2
     assert memory._affordable(cost_s, write_s, 0.1) == steps
     assert cost_s / (steps * 0.1) <= MAX_COST * 1.0001
+
+
+def test_training_waits_for_the_copies_of_a_snapshot_but_not_for_ever(tmp_path):
+    snapshots = MemorySnapshots()
+    snapshots._nodes, snapshots._folder, snapshots._last_step = 2, tmp_path, 7
+    snapshots._wait_for_copies(time.monotonic() + 0.05)
+    assert not snapshots._is_copied
+    (tmp_path / "parts" / "checkpoint-7").mkdir(parents=True)
+    copied = threading.Timer(0.2, keep_only, [tmp_path, 7])
+    copied.start()
+    snapshots._wait_for_copies(time.monotonic() + 60)
+    assert snapshots._is_copied
+    copied.join()

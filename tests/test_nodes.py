@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ import pytest
 from conftest import REPOSITORY
 from ports import free_port
 
-from hfscale.recovery.connections import connect, receive, send
+from hfscale.recovery import connections
+from hfscale.recovery.connections import connect, listen, receive, send
 from hfscale.recovery.coordinator import Coordinator
 
 RANK = REPOSITORY / "tests" / "workers" / "node_rank.py"
@@ -122,3 +124,16 @@ def test_a_coordinator_that_fails_ends_the_run_on_all_nodes():
     assert [message["event"], message["code"]] == ["end", 1]
     assert "KeyError: 'nodes'" in message["text"]
     coordinator.close()
+
+
+def test_an_end_that_never_proves_the_token_is_left_and_one_that_has_may_be_silent(monkeypatch):
+    monkeypatch.setattr(connections, "_CHALLENGE_S", 1)
+    listener = listen(("127.0.0.1", 0), b"secret", lambda connection: send(connection, receive(connection)))
+    known, silent = connect(listener.address, b"secret"), socket.create_connection(listener.address, timeout=60)
+    with known, silent, silent.makefile("rb") as stream:
+        assert b"#CHALLENGE#" in stream.read()  # until the listener has closed it
+        send(known, {"after": "the time limit"})
+        assert receive(known) == {"after": "the time limit"}
+    listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as never, pytest.raises(BlockingIOError):
+        connect(never.getsockname(), b"secret")

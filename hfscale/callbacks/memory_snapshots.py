@@ -39,6 +39,7 @@ SLOTS = 2
 _FIRST_AFTER_STEPS = 3  # the first steps are slower than the others, and the step time must be known
 _MAX_FIRST_INTERVAL = 10  # the first snapshot also allocates its buffers, so its time says little about the next
 _REMEMBERED_STEPS = 50
+_COPY_POLL_S = 0.005
 _finished: list[Path] = []
 """Folders of the snapshots of trainings that have ended in this process."""
 
@@ -52,7 +53,8 @@ class MemorySnapshots(CopiedWithoutRun):
     nothing.
 
     On several nodes each has a part of a snapshot, and the supervisors copy the parts between the nodes
-    (`hfscale.recovery.replicas`). The next snapshot is taken when all parts of the last have been copied.
+    (`hfscale.recovery.replicas`). The next snapshot is taken when all parts of the last have been copied. For that
+    training waits, up to the time of one step, if the interval is forced.
 
     Args:
         interval_steps (`int`, *optional*): steps between two snapshots, instead; `hfscale run --memory-interval-steps`
@@ -71,6 +73,7 @@ class MemorySnapshots(CopiedWithoutRun):
         self._nodes = 1
         self._commits = False
         self._last_step: int | None = None
+        self._has_waited = False  # for the copies of the last snapshot
         self._interval: int | None = None  # forced by the user
         self._next_step = 0
         self._taken = 0
@@ -149,8 +152,6 @@ class MemorySnapshots(CopiedWithoutRun):
             return "a rank has no supervisor"
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * self._nodes != distributed.world_size():
             return "the run has several nodes, and hfscale run was not given --nodes, or not as many ranks on each"
-        if self._nodes > 1 and saving.uses_deepspeed:
-            return "DeepSpeed's checkpoints are not copied between nodes"
         return saving.why_not_elsewhere()
 
     def step_began(self, state: TrainerState) -> None:
@@ -214,13 +215,14 @@ class MemorySnapshots(CopiedWithoutRun):
             return
         began = time.monotonic()
         writer = self._saving.writer
-        is_copied = self._nodes == 1 or self._last_step in (None, replicated_step(self._folder))
+        if self._interval is not None and not self._has_waited:
+            self._wait_for_copies(began + self._measured()[-1])
         failed, busy, copying, cost_s, write_s, step_s = TRAINING.maximum(
             "memory snapshot",
             [
                 float(writer.optional_failure is not None),
                 float(writer.in_flight),
-                float(not is_copied),
+                float(not self._is_copied),
                 *self._measured(),
             ],
         )
@@ -230,7 +232,7 @@ class MemorySnapshots(CopiedWithoutRun):
             self._saving = None
             self._delete_snapshots()
             return
-        if copying:  # a forced interval is longer too: the last snapshot is needed until the next has been copied
+        if copying:  # the last snapshot is needed until the next has been copied
             return
         interval = self._interval or self._affordable(cost_s, write_s, step_s)
         self._next_step = state.global_step + interval
@@ -238,8 +240,20 @@ class MemorySnapshots(CopiedWithoutRun):
             return  # training would wait for the save in the background; a forced interval is kept
         self._taken += 1
         self._last_step = state.global_step
+        self._has_waited = False
         self._saving.save_elsewhere(self._own_folder, self._committed, on_each_node=self._nodes > 1)
         self._stall_s = time.monotonic() - began
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether the last snapshot survives the loss of a node."""
+        return self._nodes == 1 or self._last_step in (None, replicated_step(self._folder))
+
+    def _wait_for_copies(self, until: float) -> None:
+        """Wait until the last snapshot has been copied, or until a time of the monotonic clock; once per snapshot."""
+        self._has_waited = True
+        while not self._is_copied and time.monotonic() < until:
+            time.sleep(_COPY_POLL_S)
 
     def _measured(self) -> tuple[float, float, float]:
         """Return, of this rank in seconds: the cost of a snapshot, the time to write it, the time of a step."""

@@ -157,11 +157,6 @@ class TrainerSaving:
         if pushed:
             push_checkpoint(self._trainer, job.target)
 
-    @property
-    def uses_deepspeed(self) -> bool:
-        """Whether DeepSpeed trains."""
-        return self._strategy.startswith("zero")
-
     def why_not_elsewhere(self) -> str | None:
         """Return why `save_elsewhere` cannot copy the complete state of this Trainer; None if it can."""
         if self._trainer.args.save_only_model:

@@ -7,6 +7,7 @@ else is read. Nothing is unpickled.
 import json
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing import AuthenticationError
@@ -23,6 +24,7 @@ _BACKLOG = 4096
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 _UNACKNOWLEDGED_MS = 11_000
 _CONNECT_S = 10.0
+_CHALLENGE_S = 60  # for the other end to prove that it knows the token
 
 Address = tuple[str, int]
 
@@ -58,9 +60,10 @@ def listen(address: Address, token: bytes, serve: Callable[[Connection], None]) 
     def handle(connection: Connection) -> None:
         with connection:
             try:
-                _keep_alive(connection)
+                _set_options(connection, receive_within_s=_CHALLENGE_S)
                 deliver_challenge(connection, token)
                 answer_challenge(connection, token)
+                _set_options(connection)
                 serve(connection)
             except (OSError, EOFError, AuthenticationError, ValueError):
                 return  # the other end is gone, or does not know the token
@@ -92,15 +95,19 @@ def connect(address: Address, token: bytes) -> Connection:
         opened.settimeout(None)
         connection = Connection(opened.detach())
     try:
-        _keep_alive(connection)
+        _set_options(connection, receive_within_s=_CHALLENGE_S)
         answer_challenge(connection, token)
         deliver_challenge(connection, token)
+        _set_options(connection)
     except AuthenticationError:
         connection.close()
         raise UsageError(f"{TOKEN_VARIABLE} is not that of the supervisor at {address[0]}:{address[1]}") from None
     except EOFError:
         connection.close()
         raise ConnectionResetError(f"{address[0]}:{address[1]} has closed the connection") from None
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
@@ -126,8 +133,10 @@ def receive(connection: Connection) -> dict[str, Any]:
     return message
 
 
-def _keep_alive(connection: Connection) -> None:
+def _set_options(connection: Connection, *, receive_within_s: int = 0) -> None:
+    """Have a lost machine be noticed, and limit the time of each read in seconds; 0: no limit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", receive_within_s, 0))
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)

@@ -22,11 +22,15 @@ def keep_result(strategy: str, summary: dict[str, Any]) -> None:
     if name := os.environ.get("HFSCALE_RESULTS"):
         path = Path(name)
         summaries = json.loads(path.read_text())["summary"] if path.is_file() else {}
-        machine = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "device": "cpu",
-        }
-        text = json.dumps({"machine": machine, "summary": summaries | {strategy: summary}}, indent=1) + "\n"
+        text = json.dumps({"machine": machine(), "summary": summaries | {strategy: summary}}, indent=1) + "\n"
         path.write_text(text)
+
+
+def machine() -> dict[str, str]:
+    """Return on what a campaign ran, and when."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": f"cpu, {os.cpu_count()} cores, other work beside it",
+    }

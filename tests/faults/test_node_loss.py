@@ -1,48 +1,60 @@
 """A node that is lost with its memory under `hfscale run --nodes 2`: the run goes on from its partner's copies.
 
 Part of the long suite, `make test-faults`. Two supervisors with two ranks each run on this machine. A node is lost
-when its supervisor, its launcher and its ranks are killed and its memory folder is removed. The environment variable
-HFSCALE_NODE_RUNS is the number of runs, each with several losses, 3 by default, and HFSCALE_SEED selects other
-moments. A file that HFSCALE_RECOVERY_RESULTS names receives one JSON line per run.
+when its supervisor, its launcher and its ranks are killed and its memory folder is removed. It is replaced in some
+runs, each with three losses; in others, with one loss, the remaining node goes on. The environment variables
+HFSCALE_NODE_RUNS and HFSCALE_NODE_REMAINING_RUNS are their numbers, by default one for each strategy, and HFSCALE_SEED
+selects other moments. The file that HFSCALE_RESULTS names receives all runs and their summary, and keeps those that it
+has. The campaign of `benchmarks/results/node_losses.json`:
+
+    HFSCALE_RESULTS=benchmarks/results/node_losses.json HFSCALE_NODE_RUNS=9 HFSCALE_NODE_REMAINING_RUNS=25 \\
+        python -m pytest -m faults tests/faults/test_node_loss.py
 """
 
 import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
 from ports import free_port
 from preemption_trials import losses
-from test_recovery import ARGUMENTS, SERVER, environment, server  # noqa: F401  fixtures
+from results import machine
+from test_recovery import ARGUMENTS, PARALLEL, SERVER, environment, server  # noqa: F401  fixtures
 
 from hfscale.recovery.connections import connect, receive, send
 from hfscale.recovery.coordinator import Coordinator
 from hfscale.recovery.run_memory import RunMemory
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
-RUNS, SEED = int(os.environ.get("HFSCALE_NODE_RUNS", "3")), os.environ.get("HFSCALE_SEED", "0")
-STRATEGIES = ("ddp", "fsdp2", "zero3")
+STRATEGIES = ("ddp", "fsdp2", "zero3", "tp_pp", "fsdp2_hsdp", "zero2", "zero1")
+SMALLER = ("ddp", "fsdp2", "zero3", "zero2")  # those that two ranks can continue, and not the layout of four
+RUNS = int(os.environ.get("HFSCALE_NODE_RUNS", str(len(STRATEGIES))))
+REMAINING_RUNS = int(os.environ.get("HFSCALE_NODE_REMAINING_RUNS", str(len(SMALLER))))
+SEED = os.environ.get("HFSCALE_SEED", "0")
+NO_DROPOUT = {"attention_dropout": 0.0}  # two ranks draw other masks than four
 STEPS, LOSSES = 24, 3
 
 
 class Nodes:
     """Two nodes on this machine that run one training."""
 
-    def __init__(self, address, folder, env, *options):
+    def __init__(self, address, folder, env, *options, **more):
         folder.mkdir()
         self.folder, self.server, self.options = folder, address, options
         self.address = f"127.0.0.1:{free_port()}"
         self.running = {}
         spec = {"folder": str(folder), "arguments": ARGUMENTS | {"save_steps": 1000, "max_steps": STEPS}, "kills": []}
-        spec |= {"env": env, "local_world": 2, "ports": [free_port() for _ in range(LOSSES + 5)], "keeps_batch": True}
-        spec |= {"pauses": {"step": 0.05}}
+        spec |= {"env": env, "local_world": 2, "ports": [free_port() for _ in range(LOSSES + 5)]}
+        spec |= {"pauses": {"step": 0.05}, **more}
         (folder / "spec.json").write_text(json.dumps(spec))
 
     def start(self, node):
@@ -60,16 +72,19 @@ class Nodes:
         )
 
     def furthest(self, node):
-        return max(
-            (RunMemory(p).furthest()[0] for p in (self.folder / f"memory-{node}").glob("hfscale-run-*")), default=0
-        )
+        memories = (self.folder / f"memory-{node}").glob("hfscale-run-*")
+        with suppress(FileNotFoundError):  # a launch has just ended
+            return max((RunMemory(memory).furthest()[0] for memory in memories), default=0)
+        return 0
 
     def lose(self, node):
         """End a node and remove its memory."""
         supervisor = self.running.pop(node)
         supervisor.kill()
         supervisor.wait()
-        shutil.rmtree(self.folder / f"memory-{node}")
+        memory = self.folder / f"memory-{node}"
+        while memory.exists():  # its ranks write until they have been killed too
+            shutil.rmtree(memory, ignore_errors=True)
 
     def wait_for(self, condition):
         until = time.monotonic() + 200
@@ -94,8 +109,9 @@ class Nodes:
 def nodes(server, environment, tmp_path):  # noqa: F811
     made = []
 
-    def make(name, strategy, *options):
-        made.append(Nodes(server, tmp_path / name, environment(strategy), *options))
+    def make(name, strategy, *options, **more):
+        more["parallel"] = PARALLEL.get(strategy)
+        made.append(Nodes(server, tmp_path / name, environment(strategy), *options, **more))
         for node in (0, 1):
             made[-1].start(node)
         return made[-1]
@@ -110,39 +126,79 @@ def nodes(server, environment, tmp_path):  # noqa: F811
 known = {}
 
 
-def uninterrupted(nodes, strategy):
-    if strategy not in known:
-        run = nodes("whole", strategy)
+def uninterrupted(nodes, strategy, **more):
+    key = json.dumps([strategy, more])
+    if key not in known:
+        run = nodes("whole", strategy, **more)
         run.finish()
-        known[strategy] = losses(run.folder)
-    return known[strategy]
+        known[key] = losses(run.folder)
+    return known[key]
 
 
-def record(run, strategy, mode, lost):
+def record(run, strategy, continued_on, lost):
     """What one run has measured; both nodes report a recovery, the slower one counts."""
     parts = ("ending", "waiting", "starting", "loading", "first step")
     recoveries = {}
     for event in sorted(run.events("recovered"), key=lambda event: event["time"]):
         seconds = sum(event[part] for part in parts)
         failed_at = event["time"] - seconds
-        known = next((at for at in recoveries if abs(at - failed_at) < 0.5), failed_at)
-        recoveries[known] = (event["steps_lost"], round(seconds, 2))
+        same = next((at for at in recoveries if abs(at - failed_at) < 0.5), failed_at)
+        recoveries[same] = (event["steps_lost"], round(seconds, 2))
     copies = run.events("replicated")
     return {
         "strategy": strategy,
-        "continued_on": mode,
+        "continued_on": continued_on,
         "lost_nodes": lost,
         "steps_lost": [steps for steps, _ in recoveries.values()],
         "seconds": [seconds for _, seconds in recoveries.values()],
         "copies": len(copies),
+        "copy_seconds_median": round(statistics.median(event["seconds"] for event in copies), 4),
         "bytes_sent": sum(event["bytes"] for event in copies),
     }
 
 
-def write(result):
-    if "HFSCALE_RECOVERY_RESULTS" in os.environ:
-        with Path(os.environ["HFSCALE_RECOVERY_RESULTS"]).open("a") as file:
-            file.write(json.dumps(result) + "\n")
+def keep(result):
+    """Add a run to the result file, and summarize all runs in it."""
+    if name := os.environ.get("HFSCALE_RESULTS"):
+        path = Path(name)
+        content = json.loads(path.read_text()) if path.is_file() else {"runs": []}
+        key = "runs" if "strategy" in result else "start_agreement"
+        content[key] = [*content["runs"], result] if key == "runs" else result
+        settings = {"nodes": 2, "ranks_per_node": 2, "steps": STEPS, "memory_interval_steps": 1}
+        head = {"machine": machine(), "settings": settings, "summary": summarize(content["runs"])}
+        path.write_text(json.dumps(content | head, indent=1) + "\n")
+
+
+def summarize(runs):
+    groups = {}
+    for run in runs:
+        groups.setdefault((run["strategy"], run["continued_on"]), []).append(run)
+    summary = []
+    for (strategy, continued_on), of_group in sorted(groups.items()):
+        steps = [lost for run in of_group for lost in run["steps_lost"]]
+        seconds = [taken for run in of_group for taken in run["seconds"]]
+        lost = [node for run in of_group for node in run["lost_nodes"]]
+        summary.append(
+            {
+                "strategy": strategy,
+                "continued_on": continued_on,
+                "runs": len(of_group),
+                "lost_nodes": len(lost),
+                "of_which_node_0": lost.count(0),
+                "reported_recoveries": len(steps),
+                "steps_lost": {str(number): steps.count(number) for number in sorted(set(steps))},
+                "seconds_median": round(statistics.median(seconds), 2),
+                "seconds_max": max(seconds),
+                "largest_relative_difference_of_a_loss": max(run["largest_difference"] for run in of_group),
+                "bytes_per_copy": round(sum(r["bytes_sent"] for r in of_group) / sum(r["copies"] for r in of_group)),
+            }
+        )
+    return summary
+
+
+def largest_difference(found, expected):
+    assert found.keys() == expected.keys()
+    return max(abs(found[step] / expected[step] - 1) for step in expected)
 
 
 @pytest.mark.parametrize("number", range(RUNS))
@@ -161,19 +217,25 @@ def test_a_lost_node_is_replaced_and_no_loss_changes(nodes, number):
         run.start(node)
     run.finish()
     found = losses(run.folder)
-    write(record(run, strategy, "replacement", lost) | {"losses_equal": found == expected})
+    keep(record(run, strategy, "replacement", lost) | {"largest_difference": largest_difference(found, expected)})
     assert found == expected
 
 
-def test_a_lost_node_is_not_replaced_and_the_other_goes_on(nodes):
-    expected = uninterrupted(nodes, "ddp")
-    run = nodes("run", "ddp", "--min-nodes", "1", "--node-wait", "5")
-    run.wait_for(lambda: run.furthest(1) >= 8)
+@pytest.mark.parametrize("number", range(REMAINING_RUNS))
+def test_a_lost_node_is_not_replaced_and_the_other_goes_on(nodes, number):
+    chance = random.Random(f"{SEED}-remaining-{number}")
+    strategy = SMALLER[number % len(SMALLER)]
+    expected = uninterrupted(nodes, strategy, model=NO_DROPOUT)
+    more = {"model": NO_DROPOUT, "keeps_batch": True}
+    run = nodes("run", strategy, "--min-nodes", "1", "--node-wait", "3", **more)
+    at = chance.randrange(3, STEPS - 2)
+    run.wait_for(lambda: run.furthest(1) >= at)
+    time.sleep(chance.uniform(0, 0.1))
     run.lose(1)
     run.finish()
-    found = losses(run.folder)
-    write(record(run, "ddp", "remaining", [1]) | {"losses_equal": found == expected})
-    assert found == pytest.approx(expected, rel=0.02)  # other ranks draw other dropout masks
+    difference = largest_difference(losses(run.folder), expected)
+    keep(record(run, strategy, "remaining", [1]) | {"largest_difference": difference})
+    assert difference < 1e-4  # two ranks accumulate twice as often: the sums are rounded in another order
 
 
 def test_128_nodes_of_8_ranks_agree_on_a_snapshot_whose_part_one_node_has_lost():
@@ -216,4 +278,4 @@ def test_128_nodes_of_8_ranks_agree_on_a_snapshot_whose_part_one_node_has_lost()
         thread.join(300)
     coordinator.close()
     assert min(started) > began
-    write({"agreement_s": round(max(started) - began, 2), "nodes": nodes, "ranks": nodes * ranks})
+    keep({"nodes": nodes, "ranks": nodes * ranks, "seconds": round(max(started) - began, 2)})

@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback
 from workers.blocked import block_in_c
 
 from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, ScalingCallback, SpotCheckpointCallback
+from hfscale.integrations.loading import readable_checkpoint
 from hfscale.recipe.entrypoint import end_if_preempted, run
 from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
 from hfscale.recipe.resume import keep_global_batch, resume_point
@@ -105,13 +106,14 @@ def train(spec, phases):
     checkpoint = resume_point(arguments) if arguments.resume_from_checkpoint else None
     if spec.get("keeps_batch"):
         keep_global_batch(arguments, checkpoint)
+        checkpoint = readable_checkpoint(arguments, checkpoint)
     health = CommHealthCallback(hang_after_s=spec["hang_after_s"]) if "hang_after_s" in spec else None
     scaling = ScalingCallback(
         comm_health=health,
         spot_checkpoint=SpotCheckpointCallback(**({"on_preemption": "return"} | spec.get("spot", {}))),
     )
     trainer = trainer_class(
-        model=tiny_model(attention_dropout=0.1, **spec.get("model", {})),
+        model=tiny_model(**{"attention_dropout": 0.1} | spec.get("model", {})),
         args=arguments,
         train_dataset=Tokens(phases, "data", 64),
         eval_dataset=Tokens(phases, "eval_data", 32),
