@@ -90,22 +90,36 @@ def nodes(tmp_path):
             process.communicate()
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_node_is_replaced_and_its_state_comes_from_the_partner(nodes, tmp_path, lost):
-    run = nodes(2)
-    run.start(0, 1)
+@pytest.mark.parametrize(("count", "lost"), [(2, 0), (3, 1)])
+def test_a_lost_node_is_replaced_and_its_state_comes_from_the_partner(nodes, tmp_path, count, lost):
+    run = nodes(count)
+    run.start(*range(count))
     run.wait_for_copies(3)
     run.lose(lost)
     run.start(lost)
-    run.wait_for(lambda: len(run.launches()) == 4)
+    run.wait_for(lambda: len(run.launches()) == 2 * count)
     codes, errors = run.finish()
-    assert codes == {0: 0, 1: 0}, errors
-    assert [launch["from"] for launch in run.launches()] == [0, 0, 3, 3]
-    assert all(launch["files"] == ["state-0", "state-1"] for launch in run.launches()[2:])
+    assert codes == dict.fromkeys(range(count), 0), errors
+    assert [launch["from"] for launch in run.launches()] == [0] * count + [3] * count
+    states = [f"state-{rank}" for rank in range(count)]
+    assert all(launch["files"] == states for launch in run.launches()[count:])
     assert "loss of any one node" in errors[lost]
     sent = [event for event in run.events(0) if event["event"] == "replicated"]
     assert {event["bytes"] for event in sent} == {3_000_002}  # not the file that both nodes have
     assert not list(tmp_path.glob("hfscale-run-*"))
+
+
+@pytest.mark.faults  # nodes that start more than ten seconds apart do not meet
+def test_the_remaining_nodes_resume_from_the_copies_of_a_node_that_is_not_replaced(nodes):
+    run = nodes(3, "--min-nodes", "2", "--node-wait", "10")
+    run.start(0, 1, 2)
+    run.wait_for_copies(3)
+    run.lose(1)
+    codes, errors = run.finish()
+    assert codes == {0: 0, 2: 0}, errors
+    assert "goes on without node 1" in errors[0]
+    assert [[launch["nodes"], launch["from"]] for launch in run.launches()[3:]] == [[2, 3]] * 2
+    assert all(launch["files"] == ["state-0", "state-1", "state-2"] for launch in run.launches()[3:])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

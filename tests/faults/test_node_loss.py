@@ -227,7 +227,7 @@ def test_a_lost_node_is_not_replaced_and_the_other_goes_on(nodes, number):
     strategy = SMALLER[number % len(SMALLER)]
     expected = uninterrupted(nodes, strategy, model=NO_DROPOUT)
     more = {"model": NO_DROPOUT, "keeps_batch": True}
-    run = nodes("run", strategy, "--min-nodes", "1", "--node-wait", "3", **more)
+    run = nodes("run", strategy, "--min-nodes", "1", "--node-wait", "5", **more)
     at = chance.randrange(3, STEPS - 2)
     run.wait_for(lambda: run.furthest(1) >= at)
     time.sleep(chance.uniform(0, 0.1))
