@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from forked_ranks import run_ranks
@@ -25,6 +26,7 @@ from hfscale.checkpoint import store
 from hfscale.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from hfscale.checkpoint.store import commit, list_archives, list_checkpoints, wait_until_visible
 from hfscale.errors import CheckpointError, LayoutError, UsageError
+from hfscale.integrations.loading import readable_checkpoint
 from hfscale.recipe.resume import RESULTS_NAME, is_finished, keep_global_batch, resume_point
 
 
@@ -370,6 +372,35 @@ def test_every_file_is_verified_by_one_rank_and_all_resume_alike(run, tmp_path, 
         files = manifest_files(run / "checkpoint-4")
         assert Counter(name for names in read for name in names) == dict.fromkeys(files, 1)
         assert all(read)
+
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_each_rank_verifies_a_part_of_an_earlier_conversion(run, tmp_path, damaged):
+    """A checkpoint of one process is converted for three; they are launched again before the next checkpoint."""
+    real = store.FileRecord.of
+    source = str(run / "checkpoint-4")
+
+    def resume():
+        args = tiny_arguments(tmp_path)
+        converted = Path(readable_checkpoint(args, source))
+        rank = os.environ["RANK"]
+        files = list(read_manifest(converted).files)
+        dist.barrier()
+        if damaged and rank == "0":
+            shorten(converted / "rng_state_0.pth")
+        dist.barrier()
+        with (tmp_path / f"read-{rank}").open("w") as log, patch.object(store.FileRecord, "of") as of:
+            of.side_effect = lambda path: (print(path, file=log), real(path))[1]
+            assert readable_checkpoint(args, source) == str(converted)
+        assert list(store.verify(converted).files) == files
+        (tmp_path / f"files-{rank}").write_text("\n".join(str(converted / name) for name in files))
+
+    assert run_ranks(3, resume, log=tmp_path / "logs") == [0, 0, 0], (tmp_path / "logs" / "rank-0.log").read_text()
+    read = [(tmp_path / f"read-{rank}").read_text().split() for rank in range(3)]
+    if not damaged:
+        assert all(read)
+        assert sorted(name for names in read for name in names) == sorted((tmp_path / "files-0").read_text().split())
 
 
 def manifest_files(checkpoint):

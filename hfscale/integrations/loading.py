@@ -22,6 +22,7 @@ from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import UNIVERSAL_LATEST
 from hfscale.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
+from hfscale.checkpoint.usable import find_problem
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
 from hfscale.integrations.frames import resumed_from
 from hfscale.integrations.strategy import requested_strategy, running_strategy
@@ -76,7 +77,8 @@ def readable_checkpoint(
                 f"{reader.upper()}: launch with the config that the run started with, {_START_OVER}"
             )
         target = _conversion_folder(Path(args.output_dir), source, reader, args.world_size)
-        START.on_rank_0("convert", lambda: _convert(source, target, manifest, reader, args.world_size))
+        if not _is_converted(target):
+            START.on_rank_0("convert", lambda: _convert(source, target, manifest, reader, args.world_size))
         patience_s = 0.0 if args.save_on_each_node else VISIBILITY_TIMEOUT_S
         leads_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
         with START.agreed("convert on each node"):
@@ -94,14 +96,30 @@ def _conversion_folder(output_dir: Path, source: Path, strategy: str, ranks: int
     return output_dir / CONVERSIONS / f"{source.name}-as-{strategy}-x{ranks}-{digest}"
 
 
+def _is_converted(target: Path) -> bool:
+    """Return whether an earlier launch has left the conversion. Every rank must call it.
+
+    Each rank verifies a share of the files; rank 0 verifies them all where it alone sees them.
+    """
+    sees = (target / MANIFEST_NAME).is_file()
+    on_rank_0, everywhere = START.combine("earlier conversion", sees, lambda found: [found[0], all(found)])
+    if not on_rank_0:
+        return False
+    problem = find_problem(target) if everywhere else START.on_rank_0("verification", lambda: _problem_of(target))
+    if problem is not None:
+        logger.warning("the conversion of an earlier launch is replaced: %s", problem)
+    return problem is None
+
+
+def _problem_of(target: Path) -> str | None:
+    try:
+        verify(target)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
 def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, ranks: int) -> None:
-    if target.is_dir():
-        try:
-            verify(target)
-        except CheckpointError as error:
-            logger.warning("the conversion of an earlier launch is replaced: %s", error)
-        else:
-            return
     began = time.monotonic()
     shutil.rmtree(target.parent, ignore_errors=True)  # unfinished ones, and those of other launches
     try:
