@@ -1,12 +1,16 @@
 """Measures what snapshots in host memory cost, with the interval that `hfscale run` chooses by itself.
 
-Trainings with and without snapshots alternate in the same two processes, under DDP and FSDP2. The summary has the
-median of the ratios of pairs, the bytes of a snapshot and the number of steps between two of them.
+In one training of two processes, under DDP and under FSDP2, blocks of steps with and without a snapshot alternate: a
+block with one begins with the step that takes it and ends before the next one would be taken, and the block after it
+has as many steps. Adjacent blocks make a pair, so other work on the machine affects both. The summary has the medians
+of the ratios of pairs, in wall-clock time and in CPU time of the process (which includes the writing in the
+background), their standard errors, the bytes of a snapshot and the number of steps between two of them.
 """
 
-import os
+import math
 import statistics
 import tempfile
+import time
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -14,34 +18,58 @@ from typing import Any
 
 import torch.distributed as dist
 from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
-from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, small_trainer
+from benchmarks.callback_overhead import small_trainer
 from benchmarks.launched import launch_benchmark, send_result
-from benchmarks.ranks_overhead import Stopwatch
 from hfscale import SpotCheckpointCallback
-from hfscale.recovery.run_memory import FOLDER_VARIABLE, RunMemory
+from hfscale.recovery.run_memory import RunMemory
 
-PAIRS = 5
+STEPS = 3000
+UNTIMED_PAIRS = 2  # the first snapshot allocates its buffers, and the interval after it is a first guess
 STRATEGIES = ("ddp", "fsdp2")
 
 
-class Snapshots(TrainerCallback):
-    """Counts the snapshots after the untimed steps, and measures the largest one.
+class Blocks(TrainerCallback):
+    """Alternates blocks of steps with one snapshot and blocks of as many steps without, and times them.
 
     Args:
+        spot (`SpotCheckpointCallback`): the callback that takes the snapshots.
         folder (`Path`): folder of the snapshots of the training.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, spot: SpotCheckpointCallback, folder: Path) -> None:
+        self.memory = spot.memory
         self.folder = folder
-        self.seen: set[str] = set()
+        self.saving: Any = None
+        self.begun: list[tuple[int, float, float, bool]] = []  # step, wall and CPU seconds, whether with a snapshot
+        self.next_block = 0
         self.bytes = 0
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        memory, step = self.memory, state.global_step + 1
+        if self.begun and self.begun[-1][0] == step - 1 and self.begun[-1][-1]:  # its snapshot has been taken
+            self.next_block = memory._next_step
+            self.length = self.next_block - self.begun[-1][0]
+        if self.saving is None and step == memory._next_step:
+            self.saving = memory._saving
+            self._begin(step, is_on=True)
+        elif self.saving is not None and step == self.next_block:
+            is_on = not self.begun[-1][-1]
+            memory._saving = self.saving if is_on else None
+            if is_on:
+                memory._next_step = step
+            self._begin(step, is_on=is_on)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for snapshot in self.folder.glob("checkpoint-*"):
-            if snapshot.name not in self.seen:
-                self.seen.add(snapshot.name)
-                self.bytes = max(self.bytes, sum(file.stat().st_size for file in snapshot.rglob("*")))
+        if state.global_step == STEPS:
+            sizes = [sum(f.stat().st_size for f in path.rglob("*")) for path in self.folder.glob("checkpoint-*")]
+            self.bytes = max(sizes, default=0)  # ranks other than the main one have another output directory
+
+    def _begin(self, step: int, *, is_on: bool) -> None:
+        self.begun.append((step, time.perf_counter(), time.process_time(), is_on))
+        if not is_on:
+            self.next_block = step + self.length
 
 
 def measure() -> dict[str, Any]:
@@ -57,41 +85,39 @@ def measure() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the trainings in one of the two processes."""
+    """Run the training in one of the two processes."""
     memory = RunMemory.of_environment()
     assert memory is not None, "launch it with hfscale run"
-    ratios: list[float] = []
-    steps_s: list[float] = []
-    intervals: list[float] = []
-    sizes: list[int] = []
-    with tempfile.TemporaryDirectory() as root:
-        for pair in range(PAIRS):
-            seconds = {}
-            for is_on in (True, False) if pair % 2 else (False, True):
-                output_dir = f"{root}/{pair}-{is_on}"
-                watch, snapshots = Stopwatch(), Snapshots(memory.snapshots(output_dir))
-                if is_on:
-                    os.environ[FOLDER_VARIABLE] = str(memory.folder)
-                else:
-                    os.environ.pop(FOLDER_VARIABLE, None)
-                with redirect_stdout(StringIO()):
-                    small_trainer(output_dir, [SpotCheckpointCallback(cloud=None), watch, snapshots]).train()
-                seconds[is_on] = watch.seconds
-                if is_on:
-                    intervals.append(STEPS / max(len(snapshots.seen), 1))
-                    sizes.append(snapshots.bytes)
-            ratios.append(seconds[True] / seconds[False])
-            steps_s.append(seconds[False] / (STEPS - UNTIMED_STEPS))
+    with tempfile.TemporaryDirectory() as output_dir, redirect_stdout(StringIO()):
+        spot = SpotCheckpointCallback(cloud=None)
+        blocks = Blocks(spot, memory.snapshots(output_dir))
+        trainer = small_trainer(output_dir, [spot, blocks])
+        trainer.args.max_steps, trainer.args.save_strategy = STEPS, SaveStrategy.NO
+        trainer.train()
+    pairs = []
+    for on, off, end in zip(blocks.begun[::2], blocks.begun[1::2], blocks.begun[2::2], strict=False):
+        steps, wall_s, cpu_s = off[0] - on[0], end[1] - off[1], end[2] - off[2]
+        ratios = {"wall": (off[1] - on[1]) / wall_s, "cpu": (off[2] - on[2]) / cpu_s}
+        pairs.append({"steps": steps, "step_ms": wall_s / steps * 1e3, **ratios})
+    timed = pairs[UNTIMED_PAIRS:]
     summary = {
-        "step_ms": round(statistics.median(steps_s) * 1e3, 2),
-        "ratio_with_over_without": round(statistics.median(ratios), 4),
-        "steps_per_snapshot": round(statistics.median(intervals), 1),
-        "bytes_of_a_snapshot": max(sizes),
+        "pairs": len(timed),
+        "step_ms": round(statistics.median(pair["step_ms"] for pair in timed), 2),
+        "ratio_with_over_without": _median_and_error([pair["wall"] for pair in timed]),
+        "ratio_of_cpu_time": _median_and_error([pair["cpu"] for pair in timed]),
+        "steps_per_snapshot": statistics.median(pair["steps"] for pair in timed),
+        "bytes_of_a_snapshot": blocks.bytes,
     }
     if dist.get_rank() == 0:
-        send_result({"summary": summary, "pairs": [round(ratio, 4) for ratio in ratios]})
+        send_result({"summary": summary, "pairs": [{k: round(v, 4) for k, v in pair.items()} for pair in pairs]})
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _median_and_error(ratios: list[float]) -> list[float]:
+    """Return the median, and its standard error (1.253 times that of the mean, for a normal distribution)."""
+    error = 1.253 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return [round(statistics.median(ratios), 4), round(error, 4)]
 
 
 if __name__ == "__main__":

@@ -105,11 +105,20 @@ def composed(done: Finished) -> tuple[list[str], dict[str, str]]:
     It must stand where the process was that this test has started: what signals that one, signals the launcher.
     """
     assert done.code == 0, done.err
-    lines = done.out.splitlines()
+    lines, supervised = done.out.splitlines(), None
     argv = [line[2:] for line in lines if line.startswith("> ")]
+    if argv[:3] == ["-m", "hfscale", "run"]:
+        supervised = argv[3 : (end := argv.index("--"))]
+        argv = argv[end + 2 :]  # without the interpreter
     env = dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
     assert Path(argv[0]).resolve() == EXIT_CODE
     assert env["PARENT"] == env.get("SRUN", str(os.getpid()))
+    has_token = env.get("HFSCALE_RUN_TOKEN") is not None
+    assert (supervised is not None) == (has_token or env["NODES"] == "1")
+    if supervised and env["NODES"] != "1":
+        port = int(env.get("RUN_PORT", int(env["MAIN_PORT"]) + 1))
+        rendezvous = ["--rendezvous", f"{env['MAIN_IP']}:{port}"]
+        assert supervised == ["--nodes", env["NODES"], "--node-rank", env["NODE_RANK"], *rendezvous]
     return argv[1:], env
 
 
@@ -910,14 +919,15 @@ def test_deepspeed_too_has_a_launcher_per_node(tmp_path):
 
 @pytest.mark.parametrize(("script", "number"), [(ACCELERATE, signal.SIGTERM), (TORCHRUN, signal.SIGUSR1)], ids=label)
 def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(script, number, tmp_path):
-    """The started process is the launcher itself; Slurm's USR1 reaches the workers as SIGTERM."""
+    """The started process is the supervisor of the launcher; Slurm's USR1 reaches the workers as SIGTERM."""
     with started(
         script, WORKER, ".", PREEMPTED, "wait", env=loopback_node(0, free_port(), 1), cwd=tmp_path
     ) as process:
         deadline = time.monotonic() + 240
         while not (tmp_path / "rank-0.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert json.loads((tmp_path / "rank-0.json").read_text())["launcher"] == process.pid
+        launcher = json.loads((tmp_path / "rank-0.json").read_text())["launcher"]
+        assert psutil.Process(launcher).ppid() == process.pid
         process.send_signal(number)
         output, _ = process.communicate(timeout=280)
         assert process.returncode == PREEMPTED, output

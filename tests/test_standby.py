@@ -24,7 +24,7 @@ TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "0"
         ([f"{BIN}/torchrun", "-m", "x"], ["torchrun", "-m", "x"]),
         ([sys.executable, "-m", "accelerate.commands.launch", "x.py"], ["accelerate", "launch", "x.py"]),
         ([sys.executable, "-m", "torch.distributed.run", "x.py"], ["torchrun", "x.py"]),
-        ([sys.executable, "launch/multinode/exit_code.py", f"{BIN}/torchrun", "x.py"], ["torchrun", "x.py"]),
+        ([sys.executable, "a/exit_code.py", f"{BIN}/torchrun", "x.py"], ["exit_code.py", "torchrun", "x.py"]),
         ([f"{BIN}/accelerate", "test"], None),
         ([sys.executable, "x.py"], None),
         ([sys.executable], None),

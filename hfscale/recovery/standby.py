@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,11 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+from hfscale.recovery.rank_link import PREEMPTED
 from hfscale.recovery.run_memory import RunMemory
 
 _RANK = Path(__file__).parent / "standby_rank.py"
-_WRAPPER = "exit_code.py"  # of launch/multinode: the exit code that it returns is told to the supervisor by the ranks
+_WRAPPER = "exit_code.py"  # of launch/multinode: ends with the exit code of the training, and takes SIGUSR1
 _MODULES = {"accelerate.commands.launch": ["accelerate", "launch"], "torch.distributed.run": ["torchrun"]}
 
 
@@ -89,10 +91,19 @@ class Standby:
         self._process = self._write = None
 
 
+def is_wrapped(command: Sequence[str]) -> bool:
+    """Return whether a command is `launch/multinode/exit_code.py`, which handles SIGUSR1 and returns exit codes.
+
+    Args:
+        command (`Sequence[str]`): a command.
+    """
+    return len(command) > 2 and Path(command[1]).name == _WRAPPER
+
+
 def launcher_of(command: Sequence[str]) -> list[str] | None:
     """Return the command as it begins with `accelerate launch` or `torchrun`; None if it begins with something else.
 
-    A launcher of another Python installation is something else.
+    `exit_code.py` stays as the first word. A launcher of another Python installation is something else.
 
     Args:
         command (`Sequence[str]`): a command, such as `["python", "-m", "torch.distributed.run", "train.py"]`.
@@ -103,19 +114,23 @@ def launcher_of(command: Sequence[str]) -> list[str] | None:
     name, rest = Path(program).name, list(command[1:])
     if name.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1] in _MODULES:
         return _MODULES[rest[1]] + rest[2:]
-    if name.startswith("python") and rest and Path(rest[0]).name == _WRAPPER:
-        return launcher_of(rest[1:]) if len(rest) > 1 else None
+    if name.startswith("python") and is_wrapped(command):
+        launcher = launcher_of(rest[1:])
+        return [_WRAPPER, *launcher] if launcher is not None else None
     if name == "torchrun" or (name == "accelerate" and rest[:1] == ["launch"]):
         return [name, *rest]
     return None
 
 
-def main(descriptor: int, launcher: list[str]) -> None:
+def main(descriptor: int, launcher: list[str]) -> int:
     """Import what the ranks need, wait, and become the launcher.
 
     Args:
         descriptor (`int`): the file descriptor from which the environment of the launch is read.
         launcher (`list[str]`): what `launcher_of` returned.
+
+    Returns:
+        `int`: the exit code.
     """
     memory = RunMemory.of_environment()
     imports = memory.read_imports() if memory is not None else None
@@ -125,11 +140,14 @@ def main(descriptor: int, launcher: list[str]) -> None:
     with os.fdopen(descriptor) as file:
         text = file.read()
     if not text:  # the supervisor has ended
-        return
+        return 0
     os.environ.clear()
     os.environ.update(json.loads(text))
     os.environ.update(PET_RUN_PATH="1", PET_START_METHOD="fork")  # defaults of torchrun's flags
+    if launcher[0] == _WRAPPER:
+        return exit_code_of(lambda: run_launcher(launcher[1:]))
     run_launcher(launcher)
+    return 0
 
 
 def _import_silently(modules: Sequence[str]) -> None:
@@ -157,7 +175,7 @@ def run_launcher(launcher: Sequence[str]) -> None:
     """Run `accelerate launch` or `torchrun` in this process, with ranks that begin in `standby_rank`.
 
     Args:
-        launcher (`Sequence[str]`): what `launcher_of` returned.
+        launcher (`Sequence[str]`): the launcher and its arguments, without `exit_code.py`.
     """
     if launcher[0] == "accelerate":
         from accelerate.commands.launch import (  # type: ignore[import-untyped]
@@ -176,14 +194,32 @@ def run_launcher(launcher: Sequence[str]) -> None:
         os.environ["PET_RUN_PATH"] = "0"
         args.run_path = False
     else:
-        args.training_script_args = [
-            *(["-m"] if args.module else []),
-            args.training_script,
-            *args.training_script_args,
-        ]
+        script = ["-m", args.training_script] if args.module else [args.training_script]
+        args.training_script_args = [*script, *args.training_script_args]
         args.training_script, args.module = str(_RANK), False
     run(args)
 
 
+def exit_code_of(run: Callable[[], None]) -> int:
+    """Run a launcher, and return the exit code that `launch/multinode/exit_code.py` returns.
+
+    Args:
+        run (`Callable[[], None]`): the launcher.
+    """
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run()
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 130 if error.sigval == signal.SIGINT else PREEMPTED
+    return 0
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

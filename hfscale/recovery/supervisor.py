@@ -39,12 +39,13 @@ from hfscale.recovery.run_memory import (
     RunMemory,
     remove_abandoned,
 )
-from hfscale.recovery.standby import Standby
+from hfscale.recovery.standby import Standby, is_wrapped
 
 _OTHERS_GRACE_S = 1.0  # for ranks that fail at the same time to say why
 _LAUNCHER_GRACE_S = 20.0  # for the launcher to notice that its ranks have ended
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MAX_MESSAGE = 65_536
+_WRONG_USAGE = 2
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
@@ -319,7 +320,7 @@ class Supervisor:
         launch.marks[event] = time.time()
         if event == "hello":
             launch.ranks[pid] = int(message["rank"])
-            if self._signalled == signal.SIGUSR1:
+            if self._signalled == signal.SIGUSR1 and not is_wrapped(self._settings.command):
                 _send(pid, signal.SIGUSR1)
         elif event == "ending":
             launch.endings[launch.ranks.get(pid, -1)] = message
@@ -389,6 +390,9 @@ class Supervisor:
         if final is not None:
             self._say("failed", f"not started again, since the error would come back: {final['reason']}")
             return int(final["code"]) or 1
+        if code == _WRONG_USAGE:  # of the launcher, or of ranks whose exit code it returns
+            self._say("failed", f"not started again, since the command ended with exit code {code}: wrong usage")
+            return code
         if self._signalled is not None:
             return 128 + self._signalled
         return None
@@ -441,7 +445,8 @@ class Supervisor:
     def _forward(self, number: int, frame: Any) -> None:
         """Pass a signal on; nothing is started again after it.
 
-        A launcher passes SIGTERM and SIGINT on to its ranks. SIGUSR1 would end it, so the ranks receive that directly.
+        A launcher passes SIGTERM and SIGINT on to its ranks. SIGUSR1 would end it, unless it is `exit_code.py`, so the
+        ranks receive that directly.
         """
         self._signalled = number
         self._stop.set()
@@ -449,7 +454,8 @@ class Supervisor:
             self._group.wake()
         if self._launch is None:
             return
-        for pid in self._launch.ranks if number == signal.SIGUSR1 else (self._launch.process.pid,):
+        is_for_ranks = number == signal.SIGUSR1 and not is_wrapped(self._settings.command)
+        for pid in self._launch.ranks if is_for_ranks else (self._launch.process.pid,):
             _send(pid, number)
 
     def _say(self, event: str, text: str | None, fields: Any = None) -> None:

@@ -17,6 +17,9 @@
 #   GPUS_PER_NODE   processes to start on each of them
 #   CONFIG_FILE     an Accelerate config (default accelerate_configs/fsdp2.yaml); its own numbers of machines and
 #                   processes, rank, address and port are overridden
+#   HFSCALE_RUN_TOKEN   on several machines: a secret, the same on all, with which `hfscale run` restarts them together;
+#                   without it a failure ends the launch
+#   RUN_PORT        another free port on the machine with NODE_RANK 0, where `hfscale run` meets (default MAIN_PORT + 1)
 #   PYTHON          interpreter (default python): activate the environment, or name its python
 set -euo pipefail
 
@@ -45,9 +48,18 @@ CONFIG_FILE=${CONFIG_FILE:-accelerate_configs/fsdp2.yaml}
 # Whatever stops the launcher (scheduler, container runtime) must wait longer than this.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 
-# exec: the launcher takes this process's place, so that it receives the signals for the job.
+# hfscale run starts the launcher again from memory when a process of the training dies (docs/recovery.md).
+supervisor=()
+if ((NODES == 1)); then
+  supervisor=("${PYTHON:-python}" -m hfscale run --)
+elif [[ -n ${HFSCALE_RUN_TOKEN:-} ]]; then
+  supervisor=("${PYTHON:-python}" -m hfscale run --nodes "$NODES" --node-rank "$NODE_RANK"
+    --rendezvous "$MAIN_IP:${RUN_PORT:-$((MAIN_PORT + 1))}" --)
+fi
+
+# exec: the supervisor, or the launcher, takes this process's place, so that it receives the signals for the job.
 # deepspeed_multinode_launcher: with ZeRO, accelerate's default is to start the other machines itself, over ssh.
-exec "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/exit_code.py" accelerate launch \
+exec "${supervisor[@]}" "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/exit_code.py" accelerate launch \
   --config_file "$CONFIG_FILE" \
   --num_machines "$NODES" \
   --machine_rank "$NODE_RANK" \

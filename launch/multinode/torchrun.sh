@@ -15,6 +15,9 @@
 #   NODE_RANK       0 … NODES - 1, each once
 #   NODES           machines
 #   GPUS_PER_NODE   processes to start on each of them
+#   HFSCALE_RUN_TOKEN   on several machines: a secret, the same on all, with which `hfscale run` restarts them together;
+#                   without it a failure ends the launch
+#   RUN_PORT        another free port on the machine with NODE_RANK 0, where `hfscale run` meets (default MAIN_PORT + 1)
 #   PYTHON          interpreter (default python): activate the environment, or name its python
 set -euo pipefail
 
@@ -41,9 +44,18 @@ done
 # Whatever stops the launcher (scheduler, container runtime) must wait longer than this.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}
 
-# exec: the launcher takes this process's place, so that it receives the signals for the job.
+# hfscale run starts the launcher again from memory when a process of the training dies (docs/recovery.md).
+supervisor=()
+if ((NODES == 1)); then
+  supervisor=("${PYTHON:-python}" -m hfscale run --)
+elif [[ -n ${HFSCALE_RUN_TOKEN:-} ]]; then
+  supervisor=("${PYTHON:-python}" -m hfscale run --nodes "$NODES" --node-rank "$NODE_RANK"
+    --rendezvous "$MAIN_IP:${RUN_PORT:-$((MAIN_PORT + 1))}" --)
+fi
+
+# exec: the supervisor, or the launcher, takes this process's place, so that it receives the signals for the job.
 # The ranks are given, not negotiated (--rdzv-backend c10d), so that a relaunch has every rank where it was.
-exec "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/exit_code.py" torchrun \
+exec "${supervisor[@]}" "${PYTHON:-python}" "$(dirname "${BASH_SOURCE[0]}")/exit_code.py" torchrun \
   --nnodes "$NODES" \
   --node-rank "$NODE_RANK" \
   --master-addr "$MAIN_IP" \
