@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,6 +37,7 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
 from hfscale.recipe import arguments
+from hfscale.recipe.models import lora_config
 
 TABLE = Path(__file__).parent.parent / "hfscale" / "facts" / "activations.csv"
 RECOMPUTE = ("none", "selective", "full")
@@ -168,9 +169,7 @@ def build(config: Any, regime: Regime, recomputed: str, *, rank: int = LORA_RANK
     dtype = torch.float32 if regime in ("fp32", "autocast") else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if regime.startswith("lora"):
-        # PEFT cannot adapt a router that returns a tuple.
-        excluded = r".*\.router" if config.model_type == "phimoe" else None
-        lora = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=excluded, task_type="CAUSAL_LM")
+        lora = lora_config(arguments.ModelArguments(lora_r=rank), model)
         adapted = get_peft_model(model, lora, autocast_adapter_dtype=regime == "lora")
         model = adapted.get_base_model()
         if regime == "lora_bf16":

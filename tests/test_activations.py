@@ -10,8 +10,10 @@ from transformers import CONFIG_MAPPING
 from benchmarks.activations import (
     PEAKS,
     Sample,
+    build,
     catalogue_config,
     errors_of,
+    forward,
     measure_sample,
     peak_bytes,
     planned_peak_bytes,
@@ -47,6 +49,13 @@ def test_the_table_equals_what_autograd_keeps(family):
         kept = kept_bytes(drawn.shape, regime, recompute, drawn.seq_len, rank)
         planned = drawn.shape.layers * (kept.unsplit + kept.split) + kept.ends
         assert planned == pytest.approx(found, rel=0.03), (regime, recompute)
+
+
+def test_a_router_that_returns_a_tuple_gets_no_adapter():
+    model = build(CONFIG_MAPPING["phimoe"](**sample("phimoe", random.Random(1))), "lora", "none")
+    adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert torch.isfinite(forward(model, "lora", 1, 8, base=False))
 
 
 def test_every_family_has_every_regime():

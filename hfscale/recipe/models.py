@@ -149,11 +149,12 @@ def load_empty_model(
         return AutoModelForCausalLM.from_config(config, **_model_options(args, training_args))
 
 
-def lora_config(args: ModelArguments) -> "LoraConfig":
+def lora_config(args: ModelArguments, model: PreTrainedModel | None = None) -> "LoraConfig":
     """Return the config of the LoRA adapters.
 
     Args:
         args (`ModelArguments`): rank, scaling, dropout and target modules of the adapters.
+        model (`PreTrainedModel`, *optional*): the model, whose routers get no adapters where all linear layers do.
 
     Raises:
         MissingDependencyError: PEFT is not installed or too old.
@@ -166,8 +167,15 @@ def lora_config(args: ModelArguments) -> "LoraConfig":
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
         target_modules=args.lora_target_modules or "all-linear",
+        exclude_modules=None if args.lora_target_modules or model is None else _linear_routers(model) or None,
         task_type="CAUSAL_LM",
     )
+
+
+def _linear_routers(model: PreTrainedModel) -> list[str]:
+    """Names of routers that are linear layers and return a tuple (PhiMoE), which PEFT cannot adapt."""
+    modules = ((name, type(module)) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return sorted({name.rpartition(".")[2] for name, kind in modules if kind.__name__.endswith("Router")})
 
 
 def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> "PeftModel":
@@ -182,7 +190,7 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         UsageError: the model has none of the target modules.
         MissingDependencyError: PEFT is not installed or too old.
     """
-    config = lora_config(args)
+    config = lora_config(args, model)
     from peft import get_peft_model
 
     set_seed(training_args.seed)  # the state of the generator after loading depends on the strategy

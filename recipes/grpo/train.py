@@ -97,7 +97,7 @@ def main():
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            peft_config=lora_config(model_args) if model_args.use_peft else None,
+            peft_config=lora_config(model_args, model) if model_args.use_peft else None,
             callbacks=[
                 scaling,
                 *islands,
