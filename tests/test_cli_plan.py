@@ -339,6 +339,13 @@ class TestEstimate:
     def test_an_estimate_that_does_not_fit_says_so(self, capsys):
         assert "does NOT fit" in run(capsys, *ESTIMATE, "--micro-batch", "64").out
 
+    def test_a_memory_within_the_error_may_not_fit(self, capsys):
+        layout = ("--dp-replicate", "128", "--tp", "8", "--pp", "16", "--gpus", "16384", "--zero", "1")
+        argv = ("estimate", "llama-3.1-405b", "--gpu", "H100-80GB", "--seq-len", "8192", "--global-batch", "2048")
+        out = run(capsys, *argv, *layout, "--stack", "megatron").out
+        assert "may not fit (uncertain" in out
+        assert "peak: backward pass, first pipeline rank" in out
+
 
 class TestTable:
     def test_a_line_per_row_in_order(self, capsys):

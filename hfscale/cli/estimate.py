@@ -200,7 +200,7 @@ def _print_estimate(result: Estimate) -> None:
     time = result.time
     print(f"{job.shape.model_type} {job.shape.total_parameters / 1e9:.2f}B on {job.layout.world_size} {job.gpu.name}")
     print(f"  {job.layout}, ZeRO stage {job.zero}, micro-batch {job.micro_batch} x {job.micro_batches} per step")
-    verdict = "fits" if result.fits else "does NOT fit"
+    verdict = "fits" if result.fits else "does NOT fit" if result.fits_word == "no" else "may not fit"
     low, high = result.memory_range
     print(
         f"memory {memory.total:.1f} GiB ({low:.1f} to {high:.1f}) of {job.gpu.memory_gib:g}: {verdict} "
@@ -208,6 +208,7 @@ def _print_estimate(result: Estimate) -> None:
     )
     for name, gib in vars(memory).items():
         print(f"  {name:14}{gib:8.2f} GiB")
+    print(f"peak: {result.peak.words}")
     print(f"CPU memory of a node, to load, offload and save: {result.host_gib_per_node:,.0f} GiB")
     slowest, fastest = result.time_range[::-1]
     print(f"step {time.total:.3f} s ({fastest:.3f} to {slowest:.3f})")

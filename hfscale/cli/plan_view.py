@@ -42,7 +42,8 @@ def show(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = N
             console.print(f"Order: {plan.order}.")
         console.print(_ranges(plan))
         memory = [{**vars(choice.estimate.memory), "total": choice.estimate.memory.total} for choice in plan.choices]
-        console.print(_parts("GiB per GPU at the peak", memory, "{:.1f}"))
+        peaks = [choice.estimate.peak.words for choice in plan.choices]
+        console.print(_parts("GiB per GPU at the peak", memory, "{:.1f}", {"at": peaks}))
         times = [choice.estimate.time for choice in plan.choices]
         shares = [{name: part / time.total for name, part in vars(time).items()} for time in times]
         console.print(_parts("Share of the step (bubble: waiting stages)", shares, "{:.1%}"))
@@ -232,12 +233,16 @@ def _improvements(plan: Plan) -> Table:
     return table
 
 
-def _parts(title: str, rows: Sequence[Mapping[str, float]], form: str) -> Table:
-    """Return a table with a row for each choice and a column for each part."""
+def _parts(
+    title: str, rows: Sequence[Mapping[str, float]], form: str, words: Mapping[str, Sequence[str]] | None = None
+) -> Table:
+    """Return a table with a row for each choice, a column for each part, and columns of words."""
     columns = ("#", *rows[0])
-    table = make_table(*columns, right=columns, title=title)
+    words = words or {}
+    table = make_table(*columns, *words, right=columns, title=title)
     for number, row in enumerate(rows, 1):
-        table.add_row(str(number), *(form.format(value) for value in row.values()))
+        shown = (form.format(value) for value in row.values())
+        table.add_row(str(number), *shown, *(column[number - 1] for column in words.values()))
     return table
 
 

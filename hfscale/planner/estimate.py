@@ -23,7 +23,7 @@ from hfscale.planner.job import (
     Task,
     splits_activations,
 )
-from hfscale.planner.memory import Memory, memory_of, node_host_gib, peak_of, trained_parameters
+from hfscale.planner.memory import Memory, Peak, memory_of, node_host_gib, peak_of, trained_parameters
 from hfscale.planner.throughput import StepTime, step_time
 
 SIGMAS_OF_80_PERCENT = 1.2816
@@ -75,6 +75,11 @@ class Estimate:
         return fits_word(self.fits_probability)
 
     @property
+    def peak(self) -> Peak:
+        """Which rank is the fullest, and when (`memory.peak_of`)."""
+        return peak_of(self.job, find_framework(self.job.framework))
+
+    @property
     def host_gib_per_node(self) -> float:
         """CPU memory of the fullest node for what is offloaded, loaded and saved, GiB (`memory.node_host_gib`)."""
         return node_host_gib(self.job)
@@ -111,7 +116,7 @@ class Estimate:
         return {
             "memory_gib": {**asdict(self.memory), "total": self.memory.total},
             "memory_range_gib": list(self.memory_range),
-            "peak": asdict(peak_of(self.job, find_framework(self.job.framework))),
+            "peak": asdict(self.peak),
             "host_memory_gib_per_node": self.host_gib_per_node,
             "fits": self.fits,
             "fits_probability": self.fits_probability,

@@ -284,6 +284,11 @@ class Peak:
     at: str
     """The moment of a step, such as `loss`."""
 
+    @property
+    def words(self) -> str:
+        """Moment and rank; without the rank where it is every rank."""
+        return self.at if self.rank == "every rank" else f"{self.at}, {self.rank}"
+
 
 def peak_of(job: Job, framework: Framework) -> Peak:
     """Finds the rank and the moment of a step with the highest peak.
