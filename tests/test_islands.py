@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 
+import psutil
 import pytest
 import safetensors.torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from hfscale.checkpoint.store import verify
 from hfscale.errors import UsageError
 from hfscale.facts.compression import Compression
 from hfscale.integrations.strategy import let_fsdp_run_on_cpu, running_strategy
+from hfscale.islands import client as client_module
 from hfscale.islands.client import IslandClient
 from hfscale.islands.wire import TOKEN_VARIABLE, Wire, WrongTokenError
 
@@ -197,6 +199,52 @@ def test_an_island_that_dies_and_returns_ends_with_the_weights_of_the_other(tmp_
     log = json.loads((tmp_path / "0" / "log.json").read_text())
     assert {row["islands/contributors"] for row in log if "islands/contributors" in row} == {1, 2}
     assert "has taken the parameters of another one" in logs[1]
+
+
+def test_a_rendezvous_that_is_killed_is_started_again_and_the_islands_end_equal(tmp_path):
+    """Each island trains alone for a round; island 0 starts the rendezvous again, and both join it."""
+
+    def train(island, rendezvous):
+        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "every_steps": 2, "deadline_s": 60.0}
+        if island == 0:
+            start = client_module.start_rendezvous
+            client_module.start_rendezvous = lambda address: (start(address), killer.is_back())
+            other = killer = KillsRendezvous(5, tmp_path / "back")
+        else:
+            other = WaitsFor(7, tmp_path / "back")
+        trained(tmp_path / str(island), DiLoCoCallback(**flags), other, max_steps=12, logging_steps=1)
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
+    assert largest_difference(parameters_of(tmp_path / "0"), parameters_of(tmp_path / "1")) == 0.0
+    log = json.loads((tmp_path / "0" / "log.json").read_text())
+    contributors = [row["islands/contributors"] for row in log if "islands/contributors" in row]
+    assert contributors == [2.0] * 5, contributors
+    assert all("round 6: the connection is lost; this island trains alone" in text for text in logs), logs
+
+
+class KillsRendezvous(TrainerCallback):
+    """Kills the rendezvous that this process has started, and tells when it has started another one."""
+
+    def __init__(self, step, flag):
+        self.step = step
+        self.flag = flag
+        self.has_killed = False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Kill it once."""
+        if state.global_step == self.step and not self.has_killed:
+            [rendezvous] = [
+                child for child in psutil.Process().children() if "rendezvous" in " ".join(child.cmdline())
+            ]
+            rendezvous.kill()
+            rendezvous.wait(60)
+            self.has_killed = True
+
+    def is_back(self):
+        """Write the file if it was killed before."""
+        if self.has_killed:
+            self.flag.touch()
 
 
 class WaitsFor(TrainerCallback):

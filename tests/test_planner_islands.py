@@ -79,6 +79,8 @@ def test_the_command_prints_a_table_and_json(capsys):
     found = json.loads(capsys.readouterr().out)["islands"]
     assert found["pays"] is True
     assert 0 < found["stall_fraction"] < 1
+    assert main([*PLAN, *islands[:4], "--island-bits", "2", "--island-density", "0.0156", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["islands"]["bytes_per_round"] < found["bytes_per_round"] / 15
     assert main([*PLAN, *islands]) == 0
     printed = capsys.readouterr().out
     assert "DiLoCo" in printed
@@ -95,6 +97,7 @@ def test_the_command_prints_a_table_and_json(capsys):
         (["--island-bandwidth", "1Gbps"], "--islands"),
         (["--islands", "2", "--island-bandwidth", "1GB/s"], "1GB/s"),
         (["--islands", "2", "--island-bandwidth", "1Gbps", "--island-bits", "5"], "island_bits is 5"),
+        (["--islands", "2", "--island-bandwidth", "1Gbps", "--island-density", "2"], "island_density is 2"),
         (["--islands", "2", "--island-bandwidth", "1Gbps", "--island-steps", "0"], "--island-steps is 0"),
     ],
 )

@@ -21,7 +21,7 @@ from hfscale.integrations.snapshots import outer_state_name
 from hfscale.integrations.strategy import running_strategy
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
 from hfscale.integrations.trainer_state import global_batch_size, jump_to, saved_state
-from hfscale.islands.client import IslandClient, Reply, own_token, parse_address, start_rendezvous
+from hfscale.islands.client import IslandClient, Reply, own_token, parse_address
 from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
 from hfscale.utils import distributed
 from hfscale.utils.collectives import ISLANDS, Replicas
@@ -46,8 +46,8 @@ class DiLoCoCallback(AdapterCallback):
     `ScalingCallback` in the list; its checkpoints then also hold the outer optimizer.
 
     An island that is late or dies does not stop the others. When it is launched again, it takes parameters and outer
-    state from another island and continues at their step. If the rendezvous is lost, each island trains alone, and
-    joins again at a later round.
+    state from another island and continues at their step. If the rendezvous is lost, each island trains alone until the
+    next round, before which island 0 starts the rendezvous again and all join it.
 
     | metric key | unit | meaning |
     |---|---|---|
@@ -174,9 +174,11 @@ class DiLoCoCallback(AdapterCallback):
         adapter.add_metrics(self._keys)
         self._logged_at = time.monotonic()
         if self._outer is not None:
-            self._client = IslandClient(parse_address(self.rendezvous or ""), self._hello(layout, state))
-        if self.island_rank == 0 and distributed.rank() == 0:
-            start_rendezvous(parse_address(self.rendezvous or ""))
+            self._client = IslandClient(
+                parse_address(self.rendezvous or ""),
+                self._hello(layout, state),
+                starts_rendezvous=self.island_rank == 0 and distributed.rank() == 0,
+            )
         reply = self._join(_CONNECT_S)
         if reply is None:
             raise HealthError(

@@ -76,7 +76,12 @@ def run(
     ] = None,
     island_bandwidth: Annotated[str | None, typer.Option(help="Link between islands, one direction: 1Gbps.")] = None,
     island_steps: Annotated[int, typer.Option(help="Steps between two exchanges of the islands.")] = Islands.steps,
-    island_bits: Annotated[int, typer.Option(help="Bits per value that islands exchange: 32, 8 or 4.")] = 32,
+    island_bits: Annotated[
+        int, typer.Option(help="Bits per value that islands exchange: 32, 8, 4; with a density 2.")
+    ] = 32,
+    island_density: Annotated[
+        float | None, typer.Option(help="Fraction of the values that islands exchange (top-k): 0.0156.")
+    ] = None,
     top: Annotated[int, typer.Option(help="Number of choices to show.")] = 5,
     emit: Annotated[Path | None, typer.Option(help="Write configs, script and launch command to this folder.")] = None,
     choice: Annotated[int, typer.Option(help="Number of the choice that --emit writes.")] = 1,
@@ -104,7 +109,7 @@ def run(
     check_pure(pure_bf16, precision)
     if top < 1:
         raise UsageError(f"--top is {top}: give a number of choices of at least 1")
-    places = _islands(islands, island_bandwidth, island_steps, island_bits)
+    places = _islands(islands, island_bandwidth, island_steps, island_bits, island_density)
     options: dict[str, Any] = {
         "gpus": gpus,
         "gpus_per_node": gpus_per_node,
@@ -168,7 +173,7 @@ def run(
     return 0 if result.choices else 1
 
 
-def _islands(count: int | None, bandwidth: str | None, steps: int, bits: int) -> Islands | None:
+def _islands(count: int | None, bandwidth: str | None, steps: int, bits: int, density: float | None) -> Islands | None:
     """Return what `--islands` and its options describe; None without it."""
     if count is None:
         if bandwidth is not None:
@@ -179,7 +184,7 @@ def _islands(count: int | None, bandwidth: str | None, steps: int, bits: int) ->
     if bandwidth is None:
         raise UsageError(f"--islands is {count}: give --island-bandwidth too, such as 1Gbps")
     link = parse_bandwidth(bandwidth)
-    return Islands(count=count, link_bytes_s=link, steps=steps, compression=Compression(bits=bits))
+    return Islands(count=count, link_bytes_s=link, steps=steps, compression=Compression(bits=bits, density=density))
 
 
 def _compare(model: str, gpu_types: list[str], options: dict[str, Any], *, as_json: bool) -> int:

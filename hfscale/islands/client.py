@@ -44,11 +44,13 @@ class IslandClient:
         address (`tuple[str, int]`): host and port of the rendezvous.
         hello (`dict`): what this part says of itself: `island`, `part`, `parts`, `islands`, `quorum`, `deadline_s`,
             `terms` (values by name that must be equal on all islands), `layout` and `max_bytes` (the longest payload).
+        starts_rendezvous (`bool`): whether to start the rendezvous, on this machine, when it is not there.
     """
 
-    def __init__(self, address: tuple[str, int], hello: dict[str, Any]) -> None:
+    def __init__(self, address: tuple[str, int], hello: dict[str, Any], *, starts_rendezvous: bool = False) -> None:
         self._address = address
         self._hello = hello
+        self._starts_rendezvous = starts_rendezvous
         self._wire: Wire | None = None
         self._closed_bytes = 0
 
@@ -176,6 +178,8 @@ class IslandClient:
         token = own_token()
         host, port = self._address
         while True:
+            if self._starts_rendezvous:
+                start_rendezvous(self._address)
             try:
                 return Wire(socket.create_connection((host, port), timeout=5.0), token, is_server=False)
             except WrongTokenError as error:
@@ -232,6 +236,7 @@ def start_rendezvous(address: tuple[str, int]) -> None:
         listener = listen(*address)
     except OSError:  # it runs already, or on another machine: the connection will tell
         return
+    logger.info("island 0 starts the rendezvous at %s:%d", *address)
     with listener:
         descriptor = listener.fileno()
         subprocess.Popen(  # noqa: S603 (no argument comes from outside)
