@@ -46,8 +46,8 @@ class DiLoCoCallback(AdapterCallback):
     `ScalingCallback` in the list; its checkpoints then also hold the outer optimizer.
 
     An island that is late or dies does not stop the others. When it is launched again, it takes parameters and outer
-    state from another island and continues at their step. If the rendezvous is lost, each island trains alone until the
-    next round, before which island 0 starts the rendezvous again and all join it.
+    state from another island and continues at their step. If the rendezvous is lost, each island trains alone; before
+    its next round island 0 starts the rendezvous again, and all join it.
 
     | metric key | unit | meaning |
     |---|---|---|
