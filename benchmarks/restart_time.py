@@ -104,12 +104,12 @@ def _kill_ranks(process: subprocess.Popen[bytes], root: Path, kills: int, chance
     killed_at: list[float] = []
     done = 0
     while len(killed_at) < kills and process.poll() is None:
-        time.sleep(0.05)
-        folders = list(root.glob("hfscale-run-*"))
-        ranks = _ranks(process.pid) if folders else {}
-        if len(ranks) < 2 or RunMemory(folders[0]).furthest()[1] < done + STEPS_UNTIL_A_KILL:
+        time.sleep(0.1)
+        completed = max((RunMemory(folder).furthest()[1] for folder in root.glob("hfscale-run-*")), default=0)
+        ranks = _ranks(process.pid) if completed >= done + STEPS_UNTIL_A_KILL else {}
+        if len(ranks) < 2:
             continue
-        done = RunMemory(folders[0]).furthest()[1]
+        done = completed
         killed_at.append(time.time())
         os.kill(ranks[chance.randrange(2)], signal.SIGKILL)
     return killed_at

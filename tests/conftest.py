@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests: they run on a CPU, without the hub, and launch real processes on loopback."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -100,6 +101,27 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
         return accelerate_launch(tmp_path, config, processes, *argv, **(env or {}))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def launch_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
+    """Return a function from a strategy to the variables that `accelerate launch` sets for its ranks."""
+    known: dict[str, dict[str, str]] = {}
+
+    def of(strategy: str) -> dict[str, str]:
+        if strategy not in known:
+            folder = tmp_path_factory.mktemp(strategy)
+            (folder / "ds_configs").symlink_to(REPOSITORY / "ds_configs")
+            script = REPOSITORY / "tests" / "workers" / "environment.py"
+            processes = 4 if strategy in ("fsdp2_hsdp", "tp_pp") else 2
+            done = accelerate_launch(folder, REPOSITORY / f"accelerate_configs/{strategy}.yaml", processes, script)
+            assert done.code == 0, done.err[-2000:]
+            known[strategy] = json.loads((folder / "environment.json").read_text())
+            if strategy.startswith("zero"):
+                known[strategy]["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(REPOSITORY / f"ds_configs/{strategy}.json")
+        return known[strategy]
+
+    return of
 
 
 @pytest.fixture(scope="module", autouse=True)

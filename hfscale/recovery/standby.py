@@ -24,6 +24,7 @@ from hfscale.recovery.run_memory import RunMemory
 
 _RANK = Path(__file__).parent / "standby_rank.py"
 _WRAPPER = "exit_code.py"  # of launch/multinode: ends with the exit code of the training, and takes SIGUSR1
+_WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # whether there are GPUs is asked without initializing CUDA
 _MODULES = {"accelerate.commands.launch": ["accelerate", "launch"], "torch.distributed.run": ["torchrun"]}
 
 
@@ -60,7 +61,7 @@ class Standby:
         read, self._write = os.pipe()
         self._process = subprocess.Popen(  # noqa: S603 - this program
             [sys.executable, "-m", __name__, str(read), *self._launcher],
-            env={**environ, **imports["environ"], "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            env={**environ, **imports["environ"], **_WITHOUT_CUDA},
             pass_fds=[read],
             start_new_session=True,
             preexec_fn=self._prepare,
@@ -143,7 +144,7 @@ def main(descriptor: int, launcher: list[str]) -> int:
         return 0
     os.environ.clear()
     os.environ.update(json.loads(text))
-    os.environ.update(PET_RUN_PATH="1", PET_START_METHOD="fork")  # defaults of torchrun's flags
+    os.environ.update(PET_RUN_PATH="1", PET_START_METHOD="fork", **_WITHOUT_CUDA)  # PET: defaults of torchrun's flags
     if launcher[0] == _WRAPPER:
         return exit_code_of(lambda: run_launcher(launcher[1:]))
     run_launcher(launcher)

@@ -15,7 +15,7 @@ import sys
 import time
 
 import pytest
-from conftest import RECIPE, REPOSITORY, accelerate_launch
+from conftest import RECIPE, REPOSITORY
 from preemption_trials import SAVING, Trials, assert_preempted, logs, losses, read_json
 from results import keep_result
 from test_recipe_ddp import QUICK
@@ -43,26 +43,6 @@ PHASES = {
 def trials():
     with Trials() as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """The environment variables that `accelerate launch` sets for the ranks of a strategy."""
-    known = {}
-
-    def of(strategy):
-        if strategy not in known:
-            folder = tmp_path_factory.mktemp(strategy)
-            (folder / "ds_configs").symlink_to(REPOSITORY / "ds_configs")
-            script = REPOSITORY / "tests" / "workers" / "environment.py"
-            done = accelerate_launch(folder, REPOSITORY / "accelerate_configs" / f"{strategy}.yaml", 2, script)
-            assert done.code == 0, done.err[-2000:]
-            known[strategy] = json.loads((folder / "environment.json").read_text())
-            if strategy.startswith("zero"):
-                known[strategy]["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(REPOSITORY / f"ds_configs/{strategy}.json")
-        return known[strategy]
-
-    return of
 
 
 def random_arguments(chance):
@@ -133,8 +113,10 @@ def check_outcome(folder, spec, outcome):
 
 
 @pytest.mark.parametrize("strategy", list(SHARES))
-def test_ranks_stop_together_after_signals_at_any_moment(strategy, trials, environment, tmp_path, record_property):
-    chance, env, uninterrupted = random.Random(f"{SEED} {strategy}"), environment(strategy), {}
+def test_ranks_stop_together_after_signals_at_any_moment(
+    strategy, trials, launch_environment, tmp_path, record_property
+):
+    chance, env, uninterrupted = random.Random(f"{SEED} {strategy}"), launch_environment(strategy), {}
     seconds, resumed = [], 0
     for number in range(max(1, round(TRIALS * SHARES[strategy]))):
         folder, spec = tmp_path / str(number), random_trial(chance) | {"env": env}

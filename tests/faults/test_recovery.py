@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, accelerate_launch
+from conftest import REPOSITORY
 from preemption_trials import losses
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
@@ -56,27 +56,6 @@ def server():
     process.wait(30)
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """The environment variables that `accelerate launch` sets for the ranks of a strategy."""
-    known = {}
-
-    def of(strategy):
-        if strategy not in known:
-            folder = tmp_path_factory.mktemp(strategy)
-            (folder / "ds_configs").symlink_to(REPOSITORY / "ds_configs")
-            script = REPOSITORY / "tests" / "workers" / "environment.py"
-            world = 4 if strategy in FOUR_PROCESSES else 2
-            done = accelerate_launch(folder, REPOSITORY / "accelerate_configs" / f"{strategy}.yaml", world, script)
-            assert done.code == 0, done.err[-2000:]
-            known[strategy] = json.loads((folder / "environment.json").read_text())
-            if strategy.startswith("zero"):
-                known[strategy]["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(REPOSITORY / f"ds_configs/{strategy}.json")
-        return known[strategy]
-
-    return of
-
-
 def supervise(server, folder, env, kills, *, interval=1, save_steps=1000, **more):
     """Run a supervised training in `folder`; return its exit code, its standard error and its log."""
     folder.mkdir()
@@ -97,7 +76,7 @@ def supervise(server, folder, env, kills, *, interval=1, save_steps=1000, **more
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(server, environment, tmp_path_factory):
+def uninterrupted(server, launch_environment, tmp_path_factory):
     """The losses of a run without a kill, by strategy and number of processes."""
     known = {}
 
@@ -105,7 +84,8 @@ def uninterrupted(server, environment, tmp_path_factory):
         if (strategy, world) not in known:
             folder = tmp_path_factory.mktemp("whole") / f"{strategy}-{world}"
             more = {"world": world, "parallel": PARALLEL.get(strategy)}
-            done, _ = supervise(server, folder, environment(strategy), [], interval=NO_SNAPSHOT, **more)
+            env = launch_environment(strategy)
+            done, _ = supervise(server, folder, env, [], interval=NO_SNAPSHOT, **more)
             assert done.returncode == 0, done.stderr
             known[strategy, world] = losses(folder)
         return known[strategy, world]
@@ -116,7 +96,7 @@ def uninterrupted(server, environment, tmp_path_factory):
 @pytest.mark.parametrize("in_memory", IN_MEMORY)
 @pytest.mark.parametrize("number", range(RUNS))
 def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(
-    server, environment, uninterrupted, tmp_path, number, in_memory
+    server, launch_environment, uninterrupted, tmp_path, number, in_memory
 ):
     chance = random.Random(f"{SEED}-{number}")
     strategy = STRATEGIES[number % len(STRATEGIES)]
@@ -133,7 +113,7 @@ def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(
     ]
     tier = {"interval": 1} if in_memory else {"interval": NO_SNAPSHOT, "save_steps": DISK_INTERVAL}
     more = {"world": world, "parallel": PARALLEL.get(strategy)}
-    done, events = supervise(server, tmp_path / "run", environment(strategy), kills, **tier, **more)
+    done, events = supervise(server, tmp_path / "run", launch_environment(strategy), kills, **tier, **more)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == uninterrupted(strategy, world)
     restarts = [event for event in events if event["event"] == "restart"]
@@ -156,9 +136,9 @@ def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(
         assert max(result["steps_lost"]) <= 2  # the last step, and the one whose snapshot was being written
 
 
-def test_a_rank_that_hangs_is_found_and_the_run_goes_on(server, environment, uninterrupted, tmp_path):
+def test_a_rank_that_hangs_is_found_and_the_run_goes_on(server, launch_environment, uninterrupted, tmp_path):
     stop = {"restart": 0, "rank": 1, "phase": "step", "at": 8, "after_s": 0.0, "signal": "SIGSTOP"}
-    done, events = supervise(server, tmp_path / "run", environment("ddp"), [stop], hang_after_s=5)
+    done, events = supervise(server, tmp_path / "run", launch_environment("ddp"), [stop], hang_after_s=5)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == uninterrupted("ddp")
     restart = next(event for event in events if event["event"] == "restart")

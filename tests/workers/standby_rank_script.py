@@ -33,6 +33,7 @@ seen = {
     "launcher": psutil.Process().parent().cmdline(),
     "threads": threads,
     "omp": os.environ.get("OMP_NUM_THREADS"),
+    "flags": sorted(name for name in os.environ if name.startswith("PET_")),
     "token": "HFSCALE_RUN_TOKEN" in os.environ,
 }
 (folder / f"seen-{restarts}-{rank}.json").write_text(json.dumps(seen))
