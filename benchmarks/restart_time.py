@@ -24,7 +24,7 @@ from hfscale.metrics.records import JSONL_NAME, RECOVERY_PARTS
 from hfscale.recovery.run_memory import DEFAULT_ROOT, RunMemory
 
 SCRIPTS = {"ddp": "recipes/ddp/train.py", "fsdp2": "recipes/sharded/train.py", "zero3": "recipes/sharded/train.py"}
-PAIRS, KILLS = 2, 3
+PAIRS, KILLS = 1, 3
 STEPS_UNTIL_A_KILL, STEPS = 12, 60  # a standby process needs some steps until it is ready
 _SECONDS_OF_A_RUN = 900.0
 _FLAGS = {
