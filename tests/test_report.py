@@ -457,7 +457,7 @@ def test_numbers_are_formatted(text, expected):
     assert text == expected
 
 
-def test_recoveries_are_listed_with_their_reason_and_time(tmp_path):
+def test_recoveries_are_listed_with_their_reason_and_the_parts_of_their_time(tmp_path, capsys):
     write_run(tmp_path)
     assert "Recoveries" not in page(load_run(tmp_path))
     parts = {"ending_s": 1.0, "waiting_s": 0.0, "starting_s": 8.0, "loading_s": 3.0, "first_step_s": 0.5}
@@ -467,7 +467,11 @@ def test_recoveries_are_listed_with_their_reason_and_time(tmp_path):
     text = page(load_run(tmp_path))
     assert "rank 3: &lt;b&gt;CUDA error&lt;/b&gt;" in text
     assert "<td>51</td>" in text
-    assert "<td>2</td><td>12 s</td>" in text
+    assert "<td>2</td><td>12 s</td><td>ending 1 s, waiting 0 s, starting 8 s" in text
+    assert main(["report", str(tmp_path)]) == 0
+    assert "step 51  rank 3: <b>CUDA error</b>  steps repeated: 2  12 s" in capsys.readouterr().out
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert [one["steps_lost"] for one in json.loads(capsys.readouterr().out)["recoveries"]] == [2]
 
 
 def test_islands_have_a_section_with_their_rounds_and_the_bytes_sent(tmp_path):

@@ -11,7 +11,7 @@ from hfscale.report.formatting import duration, percent, size
 from hfscale.report.page import write_page
 from hfscale.report.prediction import Prediction, comparison, predict
 from hfscale.report.run_data import Run, load_run
-from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, bottlenecks, failures, headline, subtitle
+from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, bottlenecks, failures, headline, recoveries, subtitle
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +55,7 @@ def _to_dict(found: Run) -> dict[str, object]:
         if isinstance(predicted := predict(found), Prediction)
         else {"absent": predicted},
         "failures": dict(found.failures),
+        "recoveries": [dict(recovery) for recovery in found.recoveries],
         "seconds": dict(found.split),
         "attempts": [asdict(attempt) for attempt in found.attempts],
         "checkpoints": [asdict(checkpoint) for checkpoint in found.checkpoints],
@@ -88,6 +89,7 @@ def _show(found: Run) -> None:
     for title, table in (
         ("Where the time went", _split(found)),
         ("Launches", _launches(found)),
+        ("Recoveries", _recoveries(found)),
         ("Checkpoints", _checkpoints(found)),
     ):
         if table.row_count:
@@ -141,6 +143,16 @@ def _launches(found: Run) -> "Table":
             f"lost {duration(lost_s)}" if lost_s > 0 else "",
             f"{len(attempt.saves)} save{'s' if len(attempt.saves) != 1 else ''}",
         )
+    return table
+
+
+def _recoveries(found: Run) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for step, failed, lost, time, parts in recoveries(found):
+        table.add_row(f"  step {step}", Text(failed), f"steps repeated: {lost}", time, Text(parts))
     return table
 
 

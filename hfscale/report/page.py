@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.metrics.goodput import DOWN, LOST, START_UP, USEFUL_PHASE
-from hfscale.metrics.records import RECOVERY_PARTS
 from hfscale.report.formatting import count, duration, percent, size
 from hfscale.report.html import (
     Part,
@@ -23,7 +22,16 @@ from hfscale.report.html import (
 )
 from hfscale.report.prediction import comparison, predict
 from hfscale.report.run_data import Run
-from hfscale.report.summary import MAX_BOTTLENECKS, PHASES, Tile, bottlenecks, failures, headline, subtitle
+from hfscale.report.summary import (
+    MAX_BOTTLENECKS,
+    PHASES,
+    Tile,
+    bottlenecks,
+    failures,
+    headline,
+    recoveries,
+    subtitle,
+)
 
 _PHASE_COLOURS = {
     USEFUL_PHASE: "blue",
@@ -264,24 +272,17 @@ def _islands(run: Run) -> str:
 
 
 def _recoveries(run: Run) -> str:
-    """What `hfscale run` has recovered from; the parts of the time are those of docs/recovery.md."""
     rows = "".join(
-        f"<tr><td>{one['step']:.0f}</td><td>{escape(_failed(one))}</td><td>{one.get('steps_lost', 0):.0f}</td>"
-        f"<td>{duration(sum(one.get(part, 0.0) for part in RECOVERY_PARTS))}</td></tr>"
-        for one in run.recoveries
+        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in recovery)}</tr>" for recovery in recoveries(run)
     )
     if not rows:
         return ""
-    head = "<tr><th>resumed at step</th><th>what failed</th><th>steps repeated</th><th>time</th></tr>"
+    names = ("first step", "what failed", "steps repeated", "time", "parts of it")
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     return (
         f'<section><h2>Recoveries</h2><div class="wide"><table><thead>{head}</thead>'
         f"<tbody>{rows}</tbody></table></div></section>"
     )
-
-
-def _failed(recovery: Mapping[str, Any]) -> str:
-    where = f"rank {recovery['rank']:.0f}: " if "rank" in recovery else ""
-    return f"{where}{recovery.get('reason') or 'unknown'}"
 
 
 def _checkpoints(run: Run) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfscale.metrics.goodput import DOWN, LOST, START_UP, USEFUL_PHASE
+from hfscale.metrics.records import RECOVERY_PARTS
 from hfscale.metrics.triage import TRIAGE_KEYS, TriageInput, triage
 from hfscale.report.formatting import count, duration, percent, usd
 from hfscale.report.run_data import Run
@@ -177,7 +178,7 @@ def _outside_the_steps(run: Run) -> Sequence[Finding]:
             "restarts",
             run.split.get(LOST, 0.0) + run.split.get(DOWN, 0.0),
             f"{restarts} restart{'s' if restarts != 1 else ''}: repeated work, and time until the relaunch",
-            f"{_save_interval(run)}start it with hfscale run",
+            _how_to_lose_less(run),
         ),
         (
             "start-up",
@@ -203,6 +204,43 @@ def _outside_the_steps(run: Run) -> Sequence[Finding]:
         for cause, seconds, problem, fix in overheads
         if seconds / total_s > _MIN_OVERHEAD
     ]
+
+
+def recoveries(run: Run) -> list[tuple[str, str, str, str, str]]:
+    """Return what `hfscale run` has recovered from, oldest first.
+
+    Args:
+        run (`Run`): the run.
+
+    Returns:
+        `list[tuple]`: for each, as text: the step that was completed first, what failed, the steps repeated, the time
+        from the failure to that step, and the parts of it (docs/recovery.md).
+    """
+    rows = []
+    for one in run.recoveries:
+        parts = {part: one.get(part, 0.0) for part in RECOVERY_PARTS}
+        rank = f"rank {one['rank']:.0f}: " if "rank" in one else ""
+        rows.append(
+            (
+                f"{one['step']:.0f}",
+                f"{rank}{one.get('reason') or 'unknown'}",
+                f"{one.get('steps_lost', 0):.0f}",
+                duration(sum(parts.values())),
+                ", ".join(f"{_part_name(part)} {duration(seconds)}" for part, seconds in parts.items()),
+            )
+        )
+    return rows
+
+
+def _part_name(part: str) -> str:
+    return part.removesuffix("_s").replace("_", " ")
+
+
+def _how_to_lose_less(run: Run) -> str:
+    if not run.recoveries:
+        return f"{_save_interval(run)}start it with hfscale run"
+    seconds = {part: sum(one.get(part, 0.0) for one in run.recoveries) for part in RECOVERY_PARTS}
+    return f"shorten the longest part of the recoveries, {_part_name(max(seconds, key=lambda part: seconds[part]))}"
 
 
 def _save_interval(run: Run) -> str:
