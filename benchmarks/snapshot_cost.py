@@ -25,7 +25,7 @@ from benchmarks.launched import launch_benchmark, send_result
 from hfscale import SpotCheckpointCallback
 from hfscale.recovery.run_memory import RunMemory
 
-STEPS = 3000
+STEPS = 1200
 UNTIMED_PAIRS = 2  # the first snapshot allocates its buffers, and the interval after it is a first guess
 STRATEGIES = ("ddp", "fsdp2")
 
