@@ -29,6 +29,7 @@ NAMES = (
     "packing",
     "control_plane",
     "islands",
+    "tune_choice",
 )
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"

@@ -164,10 +164,10 @@ class Tuning:
         Args:
             steps (`int`): optimizer steps to measure in the first round.
         """
-        with _progress(number_of_runs(len(self.configurations))) as show:
+        with progress(number_of_runs(len(self.configurations))) as show:
 
             def run_one(name: str, number: int) -> float | None:
-                trial = self._run_one(name, number, show)
+                trial = self.run_one(name, number, show)
                 self.results[name] = (trial, number)
                 return trial.tokens_per_s
 
@@ -292,7 +292,14 @@ class Tuning:
         ]
         return [*launcher, *self.command.launcher, str(script), "--config", str(folder / "recipe.yaml")]
 
-    def _run_one(self, name: str, steps: int, show: "Show") -> "Trial":
+    def run_one(self, name: str, steps: int, show: "Show") -> "Trial":
+        """Run a configuration once.
+
+        Args:
+            name (`str`): the configuration.
+            steps (`int`): optimizer steps to measure.
+            show (`Show`): shows the progress.
+        """
         import shutil
 
         from hfscale.report.sweep import environment
@@ -360,7 +367,12 @@ class Show:
 
 
 @contextmanager
-def _progress(runs: int) -> Iterator[Show]:
+def progress(runs: int) -> Iterator[Show]:
+    """Show the progress of some runs while the context lasts.
+
+    Args:
+        runs (`int`): their number.
+    """
     show = Show(runs)
     with show.bar:
         yield show
