@@ -19,7 +19,7 @@ PROCESSES = 2
 CONFIGURATIONS = 3
 STEPS = 5
 """Measured optimizer steps of the first round and of a repeated run."""
-ROUNDS = 2
+ROUNDS = 3
 """How often all configurations run again."""
 RECIPE = Path(__file__).parent.parent / "recipes" / "ddp" / "train.py"
 CPU = Accelerator(
