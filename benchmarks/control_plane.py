@@ -6,9 +6,9 @@ It runs the code of the package; only what ranks would measure or write (times o
 content of files) is given. The exchange of a log runs over real gloo groups: the group of rank 0 and the group of the
 leaders, which have the most to do; each of their ranks is a process, and the times are each process's own CPU time.
 
-The protocols over the launcher's store (pre-flight, hang alarm) run on all ranks at once: each rank is a thread with a
-connection of its own to the process of the store. The seconds are from the start to the last verdict. The CPU time of
-all ranks, which thousands of machines would share, is spent on this one, so they are an upper bound.
+The protocols over the launcher's store (pre-flight, hang alarm) run on all ranks in simulated time
+(`benchmarks.simulated_ranks`): real requests, answers and CPU times, as if every rank had a core of its own. Not
+simulated are the collectives that a pre-flight times, and reading the recorder of torch and the stacks for a snapshot.
 """
 
 import gc
@@ -20,11 +20,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.simulated_ranks import SimulatedRanks
+from hfscale.callbacks.comm_health import PREFLIGHT_DEADLINE_S
 from hfscale.checkpoint import writer
 from hfscale.checkpoint.manifest import FileRecord, Manifest
 from hfscale.health import hang, preflight
@@ -43,7 +43,9 @@ from hfscale.utils.tree import Level, Tree
 
 RANKS = (1024, 4096, 16384)
 PER_NODE = 8
-DIAGNOSES = 100
+HANGS = 100
+"""Number of diagnoses, and of hangs of up to 1,024 ranks; fewer of more, since one machine plays them all."""
+KINDS_OF_HANG = ("late", "other", "dead")
 LOGS = 5
 LOGGED = (
     *("data_wait_s", "window_s", "has_loss", "loss", "has_grad_norm", "grad_norm", "checksum"),
@@ -52,8 +54,6 @@ LOGGED = (
 """The numbers that `Monitor` exchanges, before the times of own work."""
 CHECKPOINT_BYTES = 2 * 10**12
 READ_BYTES_PER_S = 1e9
-PER_PROCESS = 128
-"""Simulated ranks of one process: among more threads, most of the time would go into waiting for the interpreter."""
 _STACKS = (
     "thread MainThread\n" + '  File "/opt/train/model.py", line 128, in forward\n    return self.layers(x)\n' * 250
 )
@@ -69,10 +69,8 @@ def measure(ranks: tuple[int, ...] = RANKS) -> dict[str, Any]:
     for number in ranks:
         gc.collect()
         results[number] = {
-            "preflight": _over_store(number, _preflight_rank),
-            "late_rank": _over_store(number, _late_rank),
-            "dead_rank": _over_store(number, _dead_rank),
-            "hang": _diagnoses(number),
+            **_over_store(number),
+            "diagnosis": _diagnoses(number),
             "log": _log(number),
             "save": _save(number),
             "verification": _verification(number),
@@ -85,61 +83,47 @@ def measure(ranks: tuple[int, ...] = RANKS) -> dict[str, Any]:
 # Protocols over the store
 
 
-def _over_store(ranks: int, body: Callable[[RankStore], bool]) -> dict[str, float]:
-    """Run `body` for each rank; return the seconds until all have ended, and on how many the verdict was right."""
+def _over_store(ranks: int) -> dict[str, dict[str, float]]:
+    """Run the protocols in a process of their own, whose modules have the simulated clock; return their figures."""
     fork = get_context("fork")
-    ports, results, begin, end = fork.SimpleQueue(), fork.SimpleQueue(), fork.Event(), fork.Event()
-    server = fork.Process(target=_serve, args=(ports, end))
-    server.start()
-    port = ports.get()
-    shares = [range(first, min(first + PER_PROCESS, ranks)) for first in range(0, ranks, PER_PROCESS)]
-    clients = [
-        fork.Process(target=_client, args=(port, ranks, numbers, body, begin, end, results)) for numbers in shares
-    ]
-    for client in clients:
-        client.start()
-    for _ in clients:
-        results.get()  # all ranks are connected
-    begun = time.monotonic()
-    begin.set()
-    rows = [results.get() for _ in clients]
-    seconds = time.monotonic() - begun
-    end.set()
-    for process in (*clients, server):
-        process.join(60)
+    results = fork.SimpleQueue()
+    process = fork.Process(target=_run_protocols, args=(ranks, results))
+    process.start()
+    figures = results.get()
+    process.join(60)
+    return figures
+
+
+def _run_protocols(ranks: int, results: Any) -> None:
+    simulated = SimulatedRanks(ranks)
+    figures: dict[str, dict[str, float]] = {}
+    for name, body in (("preflight", _preflight_rank), ("stuck_rank", _stuck_rank)):
+        ended = simulated.run(name, body)
+        figures[name] = {
+            "seconds": round(max(at for _, at in ended), 1),
+            "right_ranks": sum(well for well, _ in ended),
+        }
+    figures["hang"] = _hangs(simulated)
+    results.put(figures)
+    simulated.close()
+
+
+def _hangs(simulated: SimulatedRanks) -> dict[str, float]:
+    """Let ranks hang, each time because of another one: it is late, in another collective, or dead."""
+    draw = random.Random(0)  # noqa: S311
+    hangs = min(HANGS, HANGS * 1024 // simulated.number)
+    right, seconds = 0, []
+    for number in range(hangs):
+        guilty, kind = draw.randrange(simulated.number), KINDS_OF_HANG[number % len(KINDS_OF_HANG)]
+        ended = simulated.run(f"hang {number}", partial(_hanging_rank, guilty=guilty, kind=kind, draw=draw))
+        right += all(well for well, _ in ended)
+        seconds.append(max(at for _, at in ended))
     return {
-        "seconds": round(seconds, 1),
-        "right_ranks": sum(row["right"] for row in rows),
-        "cpu_ms_per_rank": round(sum(row["cpu_s"] for row in rows) / ranks * 1e3, 2),
+        "hangs": hangs,
+        "right_on_all_ranks": right,
+        "median_s": round(statistics.median(seconds), 1),
+        "longest_s": round(max(seconds), 1),
     }
-
-
-def _serve(ports: Any, end: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ports.put(store.port)
-    end.wait()
-    os._exit(0)
-
-
-def _client(
-    port: int, ranks: int, numbers: range, body: Callable[[RankStore], bool], begin: Any, end: Any, results: Any
-) -> None:
-    """Run some of the ranks, each in a thread of its own."""
-    threading.stack_size(256 * 1024)
-
-    def connect(rank: int) -> RankStore:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        return RankStore(dist.PrefixStore("simulated", store), rank, ranks)
-
-    stores = [connect(rank) for rank in numbers]
-    results.put(None)
-    begin.wait()
-    before_s = time.process_time()
-    with ThreadPoolExecutor(len(stores)) as threads:
-        right = sum(threads.map(body, stores))
-    results.put({"right": right, "cpu_s": time.process_time() - before_s})
-    end.wait()  # a connection that ends makes work for the store
-    os._exit(0)
 
 
 _thread = threading.local()
@@ -173,42 +157,48 @@ def _preflight_rank(store: RankStore) -> bool:
     """A pre-flight in which one rank's clock is wrong; return whether this rank learns of it."""
     preflight.describe_rank, preflight._Checks.start = _describe_rank, _run_checks
     _thread.rank = store.rank
-    found = preflight.run(store, preflight.PreflightPlan(device=torch.device("cpu"), deadline_s=60.0)).findings
-    return [(finding.check, finding.ranks) for finding in found] == [("clock", (_guilty(store),))]
+    result = preflight.run(store, preflight.PreflightPlan(device=torch.device("cpu"), deadline_s=PREFLIGHT_DEADLINE_S))
+    return [(finding.check, finding.ranks) for finding in result.findings] == [("clock", (_guilty(store),))]
 
 
-def _late_rank(store: RankStore) -> bool:
-    """A hang, from the alarm to the verdict, in which one rank has not reached a collective."""
-    return _examines(store)
+def _stuck_rank(store: RankStore) -> bool:
+    """A pre-flight in which one rank hangs in its matrix products; return whether this rank learns of it."""
+    preflight.describe_rank, preflight._Checks.start = _describe_rank, _get_stuck
+    _thread.rank = store.rank
+    result = preflight.run(store, preflight.PreflightPlan(device=torch.device("cpu"), deadline_s=PREFLIGHT_DEADLINE_S))
+    return [(finding.check, finding.ranks) for finding in result.findings] == [("matmul", (_guilty(store),))]
 
 
-def _dead_rank(store: RankStore) -> bool:
-    """A hang in which one rank does not answer the alarm."""
-    return store.rank == _guilty(store) or _examines(store)
+def _get_stuck(checks: Any) -> None:
+    """Replaces the thread that checks a rank: one hangs, and the others wait for it."""
+    checks.phase = "matmul" if checks.rank_store.rank == _guilty(checks.rank_store) else "connect"
 
 
-def _examines(store: RankStore) -> bool:
-    """Return whether this rank learns which rank is to blame."""
+def _hanging_rank(store: RankStore, guilty: int, kind: str, draw: random.Random) -> bool:
+    """A hang, from when silence counts as one to the verdict; return whether this rank learns who is to blame."""
+    if kind == "dead" and store.rank == guilty:
+        return True
+    snapshot = _snapshot(store.rank, store.world_size, guilty, kind)
 
     class Watchdog(hang.HangWatchdog):
         def _snapshot(self, _: Any) -> Snapshot:
-            return replace(_snapshot(store.rank, store.world_size, _guilty(store)), stacks=store.keep(_STACKS))
+            return replace(snapshot, stacks=store.keep(_STACKS))
 
         def _report(self) -> None:
             """Write nothing: the folder with the stacks follows the verdict."""
 
     watchdog = Watchdog(store, Path())
-    time.sleep(random.random() * watchdog._poll_s)  # noqa: S311 (until it sees the alarm)
+    hang.time.sleep(draw.random() * watchdog._poll_s)  # when it looks the next time
+    if store.flag("hang/0") is None:
+        store.raise_flag("hang/0", str(store.rank))
     watchdog._examine([])
-    return [finding.ranks for finding in watchdog.findings] == [(_guilty(store),)]
+    return [finding.ranks for finding in watchdog.findings] == [(guilty,)]
 
 
-# The diagnosis of a hang
-
-
-def _snapshot(rank: int, ranks: int, guilty: int) -> Snapshot:
-    """All ranks wait in an all-reduce that the guilty one has not reached."""
-    late = rank == guilty
+def _snapshot(rank: int, ranks: int, guilty: int, kind: str) -> Snapshot:
+    """All ranks wait in an all-reduce; the guilty one has not reached it (`late`), or is in another (`other`)."""
+    late = rank == guilty and kind == "late"
+    operation = "all_gather" if rank == guilty and kind == "other" else "all_reduce"
     first = rank - rank % PER_NODE
     inner = Position(group=f"tp{first}", ranks=tuple(range(first, first + PER_NODE)), entered=96)
     whole = Position(
@@ -216,7 +206,7 @@ def _snapshot(rank: int, ranks: int, guilty: int) -> Snapshot:
         ranks=_first(ranks),
         entered=8 if late else 9,
         waiting=None if late else 9,
-        operation=None if late else "all_reduce",
+        operation=None if late else operation,
         sizes="[[4096, 4096]]",
     )
     return Snapshot(
@@ -236,24 +226,20 @@ def _first(ranks: int) -> tuple[int, ...]:
 
 
 def _diagnoses(ranks: int) -> dict[str, float]:
-    """Diagnose hangs with one guilty rank each: it is late, dead, steps behind, or in another collective."""
-    snapshots = {rank: _snapshot(rank, ranks, -1) for rank in range(ranks)}
+    """Diagnose hangs from the snapshots of all ranks, as the rank that reads them does."""
+    well = {rank: _snapshot(rank, ranks, -1, "late") for rank in range(ranks)}
+    draw = random.Random(1)  # noqa: S311
     right, seconds = 0, []
-    draw = random.Random(0)  # noqa: S311
-    for number in range(DIAGNOSES):
-        guilty = draw.randrange(ranks)
-        given = dict(snapshots)
-        well = given.pop(guilty)
-        if number % 3 == 0:
-            given[guilty] = _snapshot(guilty, ranks, guilty)
-        elif number % 3 == 1:
-            inner, whole = well.positions
-            given[guilty] = replace(well, positions=(inner, replace(whole, operation="all_gather")))
+    for number in range(HANGS):
+        guilty, kind = draw.randrange(ranks), KINDS_OF_HANG[number % len(KINDS_OF_HANG)]
+        given = well | {guilty: _snapshot(guilty, ranks, guilty, kind)}
+        if kind == "dead":
+            del given[guilty]
         begun = time.process_time()
         found = diagnose(ranks, {}, given)
         seconds.append(time.process_time() - begun)
         right += [finding.ranks for finding in found] == [(guilty,)]
-    return {"right_of_100_diagnoses": right, "diagnosis_s": round(statistics.median(seconds), 2)}
+    return {"diagnoses": HANGS, "right": right, "cpu_s": round(statistics.median(seconds), 2)}
 
 
 # The exchange of a log

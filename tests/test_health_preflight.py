@@ -1,13 +1,18 @@
 """The pre-flight: findings from given results, and real ranks of which one is at fault. More in tests/faults/."""
 
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 from workers.health_preflight import run
 
+from benchmarks import control_plane
 from hfscale.facts.hardware import accelerator
-from hfscale.health import measure, rank_notes
+from hfscale.health import measure, preflight, rank_notes
 from hfscale.health.preflight import blame_ranks, known_hosts
 from hfscale.health.rank_notes import compare_arrivals
+from hfscale.health.rank_store import RankStore
 from hfscale.utils.findings import Finding, has_errors, join_errors, name_ranks
 
 HELLO = {rank: {"host": f"node-{rank // 2}", "local_rank": rank % 2, "local_world_size": 2} for rank in range(4)}
@@ -221,3 +226,44 @@ def test_a_faulty_rank_is_named_by_every_other_rank(fault, guilty, check):
     ((ranks, host, found, _),) = errors(ended)
     assert (ranks, found) == ((guilty,), check)
     assert host
+
+
+class RecordedStore:
+    """Passes the calls of a store on, and keeps the names of the notes that they read."""
+
+    def __init__(self, store):
+        self.store = store
+        self.read = []
+
+    def __getattr__(self, name):
+        call = getattr(self.store, name)
+
+        def recorded(*arguments):
+            if name in ("get", "multi_get", "check"):
+                self.read += arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+            return call(*arguments)
+
+        return recorded
+
+
+def test_one_rank_reads_the_notes_and_all_learn_the_verdict(monkeypatch):
+    """One rank's clock is wrong. Where each rank reads all notes, the work grows with the square of the ranks."""
+    monkeypatch.setattr(preflight, "describe_rank", control_plane._describe_rank)
+    monkeypatch.setattr(preflight._Checks, "start", control_plane._run_checks)
+    ranks, shared = 24, dist.HashStore()
+    stores = [RecordedStore(shared) for _ in range(ranks)]
+    right = []
+    asked = [
+        threading.Thread(
+            target=lambda rank=rank: right.append(control_plane._preflight_rank(RankStore(stores[rank], rank, ranks)))
+        )
+        for rank in range(ranks)
+    ]
+    for thread in asked:
+        thread.start()
+    for thread in asked:
+        thread.join()
+    assert right == [True] * ranks
+    of_notes = [[key for key in store.read if key.split("/")[0] in ("hello", "results")] for store in stores]
+    assert len(of_notes[0]) >= 2 * ranks
+    assert not any(of_notes[1:])

@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -93,7 +93,7 @@ class Position:
         ranks, step = self.ranks, self.ranks[1] - self.ranks[0] if len(self.ranks) > _LISTED_RANKS else 0
         spaced = range(ranks[0], ranks[-1] + 1, step) if step > 0 else ()
         is_spaced = bool(spaced) and tuple(spaced) == ranks
-        return asdict(self) | {"ranks": f"{spaced[0]}:{spaced[-1] + 1}:{step}" if is_spaced else list(ranks)}
+        return vars(self) | {"ranks": f"{spaced[0]}:{spaced[-1] + 1}:{step}" if is_spaced else list(ranks)}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Position":
