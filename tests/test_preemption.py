@@ -203,7 +203,7 @@ def test_sigterm_ends_the_process_once_a_peer_is_dead_and_not_before():
         "import os, psutil, signal, subprocess, time; from hfscale.preemption import PeerWatch, watch_signals\n"
         "watch_signals(whole_process=True)\n"
         "peer = subprocess.Popen(['sleep', '600'])\n"
-        "PeerWatch({1: psutil.Process(peer.pid)}).start()\n"
+        "PeerWatch({'rank 1': psutil.Process(peer.pid)}).start()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "time.sleep(4.5)\n"
         "print('alive', flush=True)\n"
@@ -220,7 +220,7 @@ def test_the_rank_that_died_first_is_named_and_not_one_that_left_because_of_it()
         "import os, psutil, signal, subprocess, threading; from hfscale.preemption import PeerWatch, watch_signals\n"
         "watch_signals(whole_process=True)\n"
         "first, second = (subprocess.Popen(['sleep', '600']) for _ in range(2))\n"
-        "watch = PeerWatch({1: psutil.Process(first.pid), 2: psutil.Process(second.pid)})\n"
+        "watch = PeerWatch({'rank 1': psutil.Process(first.pid), 'rank 2': psutil.Process(second.pid)})\n"
         "waits, go = threading.Event(), threading.Event()\n"
         "class Pause:\n"
         "    def wait(self, seconds):\n"
@@ -234,6 +234,32 @@ def test_the_rank_that_died_first_is_named_and_not_one_that_left_because_of_it()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 143, done.stderr
     assert "rank 2 has died" in done.stderr
+
+
+def test_sigterm_before_training_ends_the_process_once_another_rank_of_its_launcher_is_dead():
+    """The launcher has waited for the dead rank, so that nothing of it is left."""
+    rank = (
+        "import os, signal; from hfscale.preemption import PeerWatch, siblings, watch_signals\n"
+        "watch_signals(whole_process=True)\n"
+        "PeerWatch(siblings()).start()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('ready', flush=True)\n"
+        "import time; time.sleep(4.5); print('alive', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    launcher = (
+        "import os, subprocess, sys\n"
+        "environ = os.environ | {'LOCAL_WORLD_SIZE': '2'}\n"
+        "other = subprocess.Popen(['sleep', '600'])\n"
+        f"rank = subprocess.Popen([sys.executable, '-c', {rank!r}], env=environ, stdout=subprocess.PIPE, text=True)\n"
+        "print([rank.stdout.readline().strip() for _ in range(2)])\n"
+        "other.kill()\n"
+        "other.wait()\n"
+        "print(rank.wait())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", launcher], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.splitlines() == ["['ready', 'alive']", "143"], done.stderr
+    assert "has died" in done.stderr
 
 
 class TestProtectedWorkers:

@@ -41,6 +41,7 @@ from hfscale.preemption import (
     end_workers,
     peers_of,
     shield_workers,
+    stop_watching_peers,
     watch_signals,
 )
 from hfscale.preemption.clouds import check_cloud, watch_cloud
@@ -193,6 +194,7 @@ class PreemptionStop(CopiedWithoutRun):
         if watch.is_installed:
             watch.serve(is_training_in)
             self._listening.callback(watch.done)
+            stop_watching_peers()  # the recipe's, from before the training
             if peers := peers_of(distributed.rank(), processes):
                 peer_watch = PeerWatch(peers)
                 self._listening.callback(peer_watch.stop)

@@ -5,7 +5,7 @@ Notices are collected here; `hfscale.callbacks.preemption_stop` makes all ranks 
 
 from hfscale.preemption.clouds import CLOUDS, detect_cloud, watch_cloud
 from hfscale.preemption.notice import EXIT_CODE, NOTICES, SOURCES, Notice, Preempted, PreemptionNotices
-from hfscale.preemption.peers import PeerWatch, peers_of
+from hfscale.preemption.peers import PeerWatch, peers_of, siblings, stop_watching_peers
 from hfscale.preemption.signals import SignalWatch, assumed_notice_s, watch_signals
 from hfscale.preemption.workers import end_workers, shield_workers
 
@@ -24,6 +24,8 @@ __all__ = [
     "end_workers",
     "peers_of",
     "shield_workers",
+    "siblings",
+    "stop_watching_peers",
     "watch_cloud",
     "watch_signals",
 ]

@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 1.0
 _STOP = 0  # no signal has this number
 
 
-def peers_of(rank: int, descriptions: Sequence[Mapping[str, Any]]) -> dict[int, psutil.Process]:
+def peers_of(rank: int, descriptions: Sequence[Mapping[str, Any]]) -> dict[str, psutil.Process]:
     """Return the other ranks that the same launcher has started on this machine.
 
     Args:
@@ -37,7 +37,7 @@ def peers_of(rank: int, descriptions: Sequence[Mapping[str, Any]]) -> dict[int, 
         descriptions (`Sequence[Mapping[str, Any]]`): what `describe_process` returned on each rank.
 
     Returns:
-        `dict[int, psutil.Process]`: the processes by rank; empty where each process has a parent of its own.
+        `dict[str, psutil.Process]`: the processes by `rank N`; empty where each process has a parent of its own.
     """
     own = descriptions[rank]
     place = (own["host"], own["parent"])
@@ -46,19 +46,44 @@ def peers_of(rank: int, descriptions: Sequence[Mapping[str, Any]]) -> dict[int, 
         for other, description in enumerate(descriptions)
         if other != rank and (description["host"], description["parent"]) == place
     }
-    return {other: process for other, process in found.items() if process is not None}
+    return {f"rank {other}": process for other, process in found.items() if process is not None}
+
+
+def siblings(environ: Mapping[str, str] = os.environ) -> dict[str, psutil.Process]:
+    """Return the other ranks that the same launcher has started on this machine, without an exchange with them.
+
+    Args:
+        environ (`Mapping[str, str]`): the launcher's variables.
+
+    Returns:
+        `dict[str, psutil.Process]`: the processes by what a log line calls them; empty unless the parent has as
+        many living children as `LOCAL_WORLD_SIZE` says.
+    """
+    try:
+        parent = psutil.Process().parent()
+        children = [process for process in (parent.children() if parent is not None else []) if is_alive(process)]
+    except psutil.Error:
+        return {}
+    if str(len(children)) != environ.get("LOCAL_WORLD_SIZE"):
+        return {}
+    return {f"process {child.pid} of another rank": child for child in children if child.pid != os.getpid()}
+
+
+_running: "PeerWatch | None" = None
 
 
 class PeerWatch(threading.Thread):
     """Waits for SIGTERM, and then ends this process as soon as one of its peers is dead.
 
-    The signal's handler must be a Python function; it is not replaced.
+    The signal's handler must be a Python function; it is not replaced. A process has one watch: the next one to start
+    stops it.
 
     Args:
-        peers (`Mapping[int, psutil.Process]`): the other ranks of this launcher on this machine (`peers_of`).
+        peers (`Mapping[str, psutil.Process]`): the other ranks of this launcher on this machine, by what the log line
+            calls them (`peers_of`, `siblings`).
     """
 
-    def __init__(self, peers: Mapping[int, psutil.Process]) -> None:
+    def __init__(self, peers: Mapping[str, psutil.Process]) -> None:
         super().__init__(name="hfscale-peers", daemon=True)
         self._peers = peers
         self._stop_now = threading.Event()
@@ -67,16 +92,24 @@ class PeerWatch(threading.Thread):
 
     def start(self) -> None:
         """Start watching. Only the main thread may call it."""
+        global _running
+        stop_watching_peers()
         previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if previous != -1:  # of an event loop such as asyncio's
             signal.set_wakeup_fd(previous)
             logger.info("if a rank dies, the others end when the launcher kills them: the wakeup descriptor is in use")
             return
+        _running = self
         super().start()
 
     def stop(self) -> None:
         """Stop watching. Only the main thread may call it."""
+        global _running
+        if self._stop_now.is_set():
+            return
         self._stop_now.set()
+        if _running is self:
+            _running = None
         if self.is_alive():
             current = signal.set_wakeup_fd(-1)
             if current != self._writer:  # other code has replaced ours
@@ -99,9 +132,15 @@ class PeerWatch(threading.Thread):
             pause_s = _LOOK_EVERY_S
             dead = first or self._dead()
             if dead:
-                line = f"hfscale: rank {dead[0]} has died: this process does not wait for it (exit code {EXIT_CODE})\n"
+                line = f"hfscale: {dead[0]} has died: this process does not wait for it (exit code {EXIT_CODE})\n"
                 os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
                 os._exit(EXIT_CODE)
 
-    def _dead(self) -> list[int]:
-        return [rank for rank, process in self._peers.items() if not is_alive(process)]
+    def _dead(self) -> list[str]:
+        return [name for name, process in self._peers.items() if not is_alive(process)]
+
+
+def stop_watching_peers() -> None:
+    """Stop the `PeerWatch` of this process, if one runs. Only the main thread may call it."""
+    if _running is not None:
+        _running.stop()

@@ -26,7 +26,7 @@ from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.health.build_locks import remove_abandoned_locks
 from hfscale.metrics.records import JSONL_NAME
-from hfscale.preemption import Preempted, end_workers, watch_signals
+from hfscale.preemption import PeerWatch, Preempted, end_workers, siblings, watch_signals
 from hfscale.recipe.export import save_final_model as save_final_model  # recipes import it from here
 from hfscale.recovery.rank_link import connect
 from hfscale.utils.disk_errors import storage_error
@@ -61,6 +61,8 @@ def run(main: Callable[[], None]) -> None:
     """
     link = connect()  # to the supervisor, if there is one
     watch = watch_signals(whole_process=True)
+    if others := siblings():
+        PeerWatch(others).start()  # until training begins
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and os.environ.get("LOCAL_RANK", "0") == "0":
         remove_abandoned_locks(os.environ)  # on a CPU DeepSpeed loads an extension as soon as the process group exists
     preempted = None
