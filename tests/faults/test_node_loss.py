@@ -42,6 +42,7 @@ REMAINING_RUNS = int(os.environ.get("HFSCALE_NODE_REMAINING_RUNS", str(len(SMALL
 SEED = os.environ.get("HFSCALE_SEED", "0")
 NO_DROPOUT = {"attention_dropout": 0.0}  # two ranks draw other masks than four
 STEPS, LOSSES = 24, 3
+LIMIT_S = 900  # four ranks on two busy cores take ten seconds for a step
 
 
 class Nodes:
@@ -87,7 +88,7 @@ class Nodes:
             shutil.rmtree(memory, ignore_errors=True)
 
     def wait_for(self, condition):
-        until = time.monotonic() + 200
+        until = time.monotonic() + LIMIT_S
         while not condition():
             assert time.monotonic() < until, self.output()
             assert all(process.poll() is None for process in self.running.values()), self.output()
@@ -98,7 +99,7 @@ class Nodes:
 
     def finish(self):
         for process in self.running.values():
-            assert process.wait(200) == 0, self.output()
+            assert process.wait(LIMIT_S) == 0, self.output()
 
     def events(self, kind):
         paths = sorted(self.folder.glob("run-*.jsonl"))
