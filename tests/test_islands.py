@@ -285,6 +285,33 @@ def test_islands_resume_with_their_outer_state(tmp_path, bits):
         assert largest_difference(parameters_of(tmp_path / str(island) / "resumed"), expected) == 0.0
 
 
+def test_a_run_of_two_islands_continues_with_three(tmp_path):
+    """The outer state is kept, and an island without a checkpoint takes it."""
+    saving = {"save_strategy": "steps", "save_steps": 4}
+
+    def train(island, rendezvous):
+        folder = tmp_path / str(island)
+        spot = SpotCheckpointCallback(cloud=None, asynchronous=False)
+        flags = {"island_rank": island, "rendezvous": rendezvous, "every_steps": 2}
+        checkpoint = folder / "checkpoint-4"
+        if checkpoint.is_dir():
+            trained(folder, spot, DiLoCoCallback(islands=3, **flags), resume_from_checkpoint=str(checkpoint), **saving)
+        else:
+            trained(folder, spot, DiLoCoCallback(islands=count, **flags), max_steps=steps, **saving)
+
+    count, steps = 2, 4
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
+    count, steps = 3, 6
+    codes, logs = run_islands(tmp_path, train, islands=3)
+    assert codes == [0] * 3, logs
+    weights = [parameters_of(tmp_path / str(island)) for island in range(3)]
+    assert all(largest_difference(weights[0], other) == 0.0 for other in weights[1:])
+    assert all("the checkpoint is of 2 islands, and now there are 3" in text for text in logs[:2]), logs
+    assert "16 samples of this epoch were trained" in logs[0]
+    assert "has taken the parameters of another one, of step 4" in logs[2]
+
+
 def test_islands_of_different_models_are_told_in_one_line_each(tmp_path):
     def train(island, rendezvous):
         model = tiny_model(num_hidden_layers=1 + island)

@@ -15,12 +15,12 @@ from hfscale import __version__
 from hfscale.errors import CheckpointError, HealthError, UsageError
 from hfscale.facts.compression import Compression
 from hfscale.integrations.frames import resumed_from
-from hfscale.integrations.island_data import island_share
+from hfscale.integrations.island_data import island_share, read_share_of_epoch
 from hfscale.integrations.island_parameters import PartOfParameters
 from hfscale.integrations.snapshots import outer_state_name
 from hfscale.integrations.strategy import running_strategy
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
-from hfscale.integrations.trainer_state import global_batch_size, jump_to, saved_state
+from hfscale.integrations.trainer_state import global_batch_size, jump_to, saved_state, steps_per_epoch
 from hfscale.islands.client import IslandClient, Reply, own_token, parse_address
 from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
 from hfscale.utils import distributed
@@ -132,6 +132,8 @@ class DiLoCoCallback(AdapterCallback):
         """The same."""
         self._is_joined = False
         self._anchor = 0
+        self._epoch = 0
+        """Number of the next epoch of this island's data."""
         self._keys_of_round: dict[str, float] = {}
         self._stall_s = 0.0
         self._logged_at = 0.0
@@ -164,6 +166,7 @@ class DiLoCoCallback(AdapterCallback):
         self._replicas = Replicas(ISLANDS, "islands: parts", layout)
         values = self._part.read()
         self._anchor = state.global_step
+        self._epoch = state.global_step // max(steps_per_epoch(adapter.trainer), 1)
         if self._replicas.is_leader:
             self._outer = OuterOptimizer(
                 values, lr=self.outer_lr, momentum=self.outer_momentum, compression=self.compression
@@ -220,6 +223,31 @@ class DiLoCoCallback(AdapterCallback):
             saved.clear()
             saved |= {"anchor": state.global_step, "dropped_samples": 0}
         self._anchor = saved["anchor"]
+        before = saved.setdefault("islands", self.islands)
+        if before != self.islands:
+            self._report_new_split(before, state)
+            saved["islands"] = self.islands
+
+    def _report_new_split(self, before: int, state: TrainerState) -> None:
+        """Log what a change of the number of islands means for the samples of this epoch."""
+        assert self._adapter is not None
+        steps = steps_per_epoch(self._adapter.trainer) * self.islands
+        trained = before * state.global_step % steps if steps else before * state.global_step
+        logger.warning(
+            "the checkpoint is of %d islands, and now there are %d: the outer state is kept, and the data are split "
+            "anew; %d samples of this epoch were trained; some are read again, and as many others are not",
+            before,
+            self.islands,
+            trained * global_batch_size(self._adapter.trainer),
+        )
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._part is None:
+            return
+        read_share_of_epoch(kwargs["train_dataloader"], island=self.island_rank, epoch=self._epoch)
+        self._epoch += 1
 
     def _hello(self, layout: str, state: TrainerState) -> dict[str, Any]:
         assert self._adapter is not None

@@ -1,9 +1,11 @@
 """What hfscale reads from the state of a Trainer, and keeps in it."""
 
+import warnings
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainerState
+from transformers.trainer_utils import has_length
 
 from hfscale.utils.versions import has_epoch_methods
 
@@ -41,6 +43,18 @@ def global_batch_size(trainer: Trainer) -> int:
     return trainer.get_total_train_batch_size(trainer.args)
 
 
+def steps_per_epoch(trainer: Trainer) -> int:
+    """Return the optimizer steps of an epoch, as Trainer counts them; 0 where the data have no length.
+
+    Args:
+        trainer (`Trainer`): a Trainer whose training has begun.
+    """
+    loader = trainer.callback_handler.train_dataloader
+    if not has_length(loader):
+        return 0
+    return max(-(-len(loader) // trainer.args.gradient_accumulation_steps), 1)
+
+
 def jump_to(trainer: Trainer, step: int) -> None:
     """Count steps that were taken elsewhere: the learning rate and the end of the training follow.
 
@@ -53,7 +67,10 @@ def jump_to(trainer: Trainer, step: int) -> None:
     missed = step - trainer.state.global_step
     scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # Accelerate's wraps the real one
     if not isinstance(scheduler, ReduceLROnPlateau):  # it counts evaluations
-        for _ in range(missed):
-            scheduler.step()
+        with warnings.catch_warnings():
+            # The optimizer of an island that has just begun has taken no step yet; those of the others count.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for _ in range(missed):
+                scheduler.step()
     trainer.state.global_step = step
     trainer._globalstep_last_logged += missed  # the logged loss is a mean over the steps of this process
