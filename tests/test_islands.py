@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 import safetensors.torch
+import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from ports import free_port
@@ -23,6 +24,7 @@ from hfscale.facts.compression import Compression
 from hfscale.integrations.strategy import let_fsdp_run_on_cpu, running_strategy
 from hfscale.islands import client as client_module
 from hfscale.islands.client import IslandClient
+from hfscale.islands.outer import OuterOptimizer
 from hfscale.islands.wire import TOKEN_VARIABLE, Wire, WrongTokenError
 
 TOKEN = "a secret of the tests"  # noqa: S105
@@ -44,13 +46,14 @@ def token(monkeypatch):
 
 def trained(folder, *callbacks, **arguments):
     """Train a tiny model on this rank, and write its parameters."""
+    dataset = arguments.pop("train_dataset", None) or RandomTokens()
     args = tiny_arguments(folder, **(TRAINING | {"per_device_train_batch_size": 2} | arguments))
     if "ACCELERATE_USE_FSDP" in os.environ:
         let_fsdp_run_on_cpu()
     trainer = InOrder(
         model=tiny_model(),
         args=args,
-        train_dataset=RandomTokens(),
+        train_dataset=dataset,
         data_collator=default_data_collator,
         callbacks=list(callbacks),
     )
@@ -154,6 +157,72 @@ class KilledAt(TrainerCallback):
         """Die."""
         if state.global_step == self.step:
             os._exit(9)
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_overlapped_rounds_of_equal_islands_change_nothing(tmp_path, bits):
+    """With equal data and an outer SGD of rate 1 the mean is what each has trained, also during the exchange."""
+
+    def train(island, rendezvous):
+        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
+        flags |= {"every_steps": 4, "overlap_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+        callback = DiLoCoCallback(**flags, compression=Compression(bits=bits))
+        trained(tmp_path / str(island), callback, max_steps=10, train_dataset=Twice(), logging_steps=1)
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
+    trained(tmp_path / "alone", max_steps=10)
+    ends = [parameters_of(tmp_path / name) for name in ("0", "1", "alone")]
+    assert largest_difference(ends[0], ends[1]) == 0.0
+    assert largest_difference(ends[0], ends[2]) < (1e-6 if bits == 32 else 2e-2)
+    log = json.loads((tmp_path / "0" / "log.json").read_text())
+    assert [row["step"] for row in log if "islands/contributors" in row] == [6, 10], log
+
+
+class Twice(RandomTokens):
+    """Has each sample twice, so that two islands read the same."""
+
+    def __len__(self):
+        return 2 * super().__len__()
+
+    def __getitem__(self, index):
+        return super().__getitem__(index // 2)
+
+
+def test_islands_stopped_during_an_exchange_resume_and_end_equal(tmp_path):
+    """The checkpoint has no round that is on its way; the next round carries its steps."""
+    saving = {"save_strategy": "steps", "save_steps": 5, "logging_steps": 1}
+
+    def train(island, rendezvous):
+        folder = tmp_path / str(island)
+        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
+        flags |= {"every_steps": 4, "overlap_steps": 3, "compression": Compression(bits=4)}
+
+        def callbacks():
+            return SpotCheckpointCallback(cloud=None, asynchronous=False), DiLoCoCallback(**flags)
+
+        if os.fork() == 0:
+            trained(folder, *callbacks(), KilledAt(6), max_steps=12, **saving)
+        os.wait()
+        trained(folder, *callbacks(), max_steps=12, resume_from_checkpoint=str(folder / "checkpoint-5"), **saving)
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
+    ends = [parameters_of(tmp_path / name) for name in ("0", "1")]
+    assert largest_difference(*ends) == 0.0
+
+
+def test_a_withdrawn_pseudo_gradient_is_not_sent_twice():
+    compression, values = Compression(bits=4), torch.linspace(-1, 1, 512)
+    outer = OuterOptimizer(torch.zeros(512), lr=1.0, momentum=0.0, compression=compression)
+    outer.pseudo_gradient(values)
+    on_its_way = outer.state_dict()["residual"]
+    assert on_its_way.abs().max() < 1e-6
+    outer.withdraw(anchor_stays=True)
+    assert outer.state_dict()["residual"].abs().max() < 1e-6
+    outer.pseudo_gradient(values)
+    outer.withdraw(anchor_stays=False)
+    assert torch.allclose(outer.state_dict()["residual"], -values, atol=1e-6)
 
 
 def test_an_island_that_dies_and_returns_ends_with_the_weights_of_the_other(tmp_path):
@@ -347,6 +416,8 @@ def test_nothing_is_read_from_a_connection_without_the_token():
         ({"rendezvous": "here"}, "--island_rendezvous is here"),
         ({"every_steps": 0}, "--island_steps is 0"),
         ({"quorum": 3}, "--island_quorum is 3"),
+        ({"overlap_steps": 100}, "--island_overlap_steps is 100"),
+        ({"overlap_steps": -1}, "--island_overlap_steps is -1"),
         ({"outer_lr": -1.0}, "--outer_lr is -1.0"),
     ],
 )

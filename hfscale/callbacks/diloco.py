@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,20 @@ logger = get_logger(__name__)
 _NAME = "islands"  # of the state in a checkpoint
 _CONNECT_S = 120.0
 """Seconds to reach the rendezvous at the start; island 0, which starts it, may be slower than the others."""
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """A round that this island has begun."""
+
+    step: int
+    exchange: Callable[[IslandClient], Reply]
+    reply: "Future[Reply] | None" = None
+    """Of the leader of a part, while the exchange runs beside training."""
+
+    def run(self, client: IslandClient) -> Reply:
+        """Exchange, or wait for the exchange that is running."""
+        return self.reply.result() if self.reply is not None else self.exchange(client)
 
 
 class DiLoCoCallback(AdapterCallback):
@@ -64,6 +82,9 @@ class DiLoCoCallback(AdapterCallback):
         rendezvous (`str`, *optional*): `host:port` on the machine of island 0, which starts it, or of a process
             `python -m hfscale.islands.rendezvous` on another machine.
         every_steps (`int`): optimizer steps between two rounds (H).
+        overlap_steps (`int`): steps that train while a round exchanges. Then the parameters are set to the new anchor
+            plus what these steps have changed. With 0 training waits for the exchange. The last round is not
+            overlapped, so that all islands end with equal parameters.
         quorum (`int`): least number of islands that a round needs.
         deadline_s (`float`): seconds for which a round waits for others after the first island has contributed.
         outer_lr (`float`, *optional*): learning rate of the outer optimizer; by default 0.7, with top-k 1.
@@ -84,6 +105,7 @@ class DiLoCoCallback(AdapterCallback):
         island_rank: int = 0,
         rendezvous: str | None = None,
         every_steps: int = 100,
+        overlap_steps: int = 0,
         quorum: int = 1,
         deadline_s: float = 600.0,
         outer_lr: float | None = None,
@@ -94,6 +116,7 @@ class DiLoCoCallback(AdapterCallback):
         self.island_rank = island_rank
         self.rendezvous = rendezvous
         self.every_steps = every_steps
+        self.overlap_steps = overlap_steps
         self.quorum = quorum
         self.deadline_s = deadline_s
         self.compression = compression or Compression()
@@ -105,10 +128,15 @@ class DiLoCoCallback(AdapterCallback):
 
     def _check(self) -> None:
         least = {"islands": 1, "island_rank": 0, "every_steps": 1, "quorum": 1, "deadline_s": 1, "outer_momentum": 0}
-        for name, smallest in least.items():
+        for name, smallest in {**least, "overlap_steps": 0}.items():
             if not getattr(self, name) >= smallest:
-                flag = "island_steps" if name == "every_steps" else name
+                flag = {"every_steps": "island_steps", "overlap_steps": "island_overlap_steps"}.get(name, name)
                 raise UsageError(f"--{flag} is {getattr(self, name)}: it must be at least {smallest}")
+        if self.overlap_steps >= self.every_steps:
+            raise UsageError(
+                f"--island_overlap_steps is {self.overlap_steps}: it must be less than --island_steps "
+                f"({self.every_steps}), so that a round ends before the next one"
+            )
         if not self.outer_lr > 0:
             raise UsageError(f"--outer_lr is {self.outer_lr}: it must be greater than 0")
         if self.outer_momentum >= 1:
@@ -131,6 +159,7 @@ class DiLoCoCallback(AdapterCallback):
         self._client: IslandClient | None = None
         """The same."""
         self._is_joined = False
+        self._pending: _Pending | None = None
         self._anchor = 0
         self._epoch = 0
         """Number of the next epoch of this island's data."""
@@ -262,6 +291,7 @@ class DiLoCoCallback(AdapterCallback):
             "tokenizer": _digest(sorted(vocabulary.items())),
             "--islands": self.islands,
             "--island_steps": self.every_steps,
+            "--island_overlap_steps": self.overlap_steps,
             "last step": state.max_steps,
             "--outer_lr": self.outer_lr,
             "--outer_momentum": self.outer_momentum,
@@ -289,17 +319,28 @@ class DiLoCoCallback(AdapterCallback):
             return
         if self._anchor >= state.max_steps:  # the others had ended before this training began
             self._continue_from_anchor()
-        elif state.global_step % self.every_steps == 0 or state.global_step >= state.max_steps:
-            began = time.monotonic()
-            self._round(state)
-            seconds = time.monotonic() - began
-            self._stall_s += seconds
-            self._keys_of_round["islands/round_s"] = seconds
-            if state.global_step >= state.max_steps:  # it may have jumped there
-                control.should_training_stop = True
-                control.should_save = control.should_save or args.save_strategy != "no"
+            return
+        is_last = state.global_step >= state.max_steps
+        begins = state.global_step % self.every_steps == 0 or is_last
+        ends = self._pending is not None and (is_last or state.global_step - self._pending.step >= self.overlap_steps)
+        if not begins and not ends:
+            return
+        began = time.monotonic()
+        waited_s = 0.0 if begins else self._keys_of_round.get("islands/round_s", 0.0)  # for its beginning
+        if ends:
+            self._end_round(state)
+        if begins:
+            self._begin_round(state, in_background=self.overlap_steps > 0 and not is_last)
+            if self.overlap_steps == 0 or is_last:
+                self._end_round(state)
+        seconds = time.monotonic() - began
+        self._stall_s += seconds
+        self._keys_of_round["islands/round_s"] = waited_s + seconds
+        if state.global_step >= state.max_steps:  # it may have jumped there
+            control.should_training_stop = True
+            control.should_save = control.should_save or args.save_strategy != "no"
 
-    def _round(self, state: TrainerState) -> None:
+    def _begin_round(self, state: TrainerState, *, in_background: bool) -> None:
         assert self._part is not None
         values = self._part.read()
         if not self._is_joined:
@@ -310,26 +351,31 @@ class DiLoCoCallback(AdapterCallback):
             if reply.kind == "state":
                 self._take_state(reply, state)
                 return
-        payload = self._outer.pseudo_gradient(values) if self._outer is not None else None
+        payload = self._outer.pseudo_gradient(values).numpy() if self._outer is not None else b""
+        exchange = partial(IslandClient.exchange, step=state.global_step, anchor=self._anchor, payload=payload)
+        self._pending = _Pending(step=state.global_step, exchange=exchange)
+        if in_background and self._client is not None:
+            self._pending.reply = _in_background(partial(exchange, self._client))
 
-        def exchange(client: IslandClient) -> Reply:
-            assert payload is not None
-            return client.exchange(state.global_step, anchor=self._anchor, payload=payload.numpy())
-
-        reply = self._together("islands: round", exchange)
+    def _end_round(self, state: TrainerState) -> None:
+        """Wait for the exchange of the round, and take its result."""
+        pending, self._pending = self._pending, None
+        if pending is None:  # this island trains alone
+            return
+        reply = self._together("islands: round", pending.run)
         if reply is not None and reply.kind == "go":  # the islands that were ahead have ended
-            reply = self._together("islands: round", exchange)
+            reply = self._together("islands: round", pending.exchange)
         counts = reply is not None and reply.kind == "round" and self.island_rank in reply.contributors
         if self._outer is not None and not counts:
-            self._outer.withdraw()
+            self._outer.withdraw(anchor_stays=reply is None)
         if reply is None:
-            logger.warning("round %d: the connection is lost; this island trains alone", state.global_step)
+            logger.warning("round %d: the connection is lost; this island trains alone", pending.step)
         elif reply.kind == "state":
             self._take_state(reply, state)
         else:
-            self._average(reply, state)
+            self._average(reply, state, keeps_steps=state.global_step > pending.step)
 
-    def _average(self, reply: Reply, state: TrainerState) -> None:
+    def _average(self, reply: Reply, state: TrainerState, *, keeps_steps: bool) -> None:
         """Take the outer step of a round that has closed."""
         assert self._adapter is not None
         missing = self.islands - len(reply.contributors)
@@ -350,7 +396,7 @@ class DiLoCoCallback(AdapterCallback):
             **({"islands/drift": (spread / size) ** 0.5} if size > 0 else {}),
         }
         self._anchor = saved["anchor"] = reply.anchor
-        self._continue_from_anchor()
+        self._continue_from_anchor(keeps_steps=keeps_steps)
         self._send_state(reply)
 
     def _take_state(self, reply: Reply, state: TrainerState) -> None:
@@ -367,13 +413,15 @@ class DiLoCoCallback(AdapterCallback):
         if reply.anchor > state.global_step:
             jump_to(self._adapter.trainer, reply.anchor)
 
-    def _continue_from_anchor(self) -> None:
-        """Set the parameters of this island to the anchor."""
+    def _continue_from_anchor(self, *, keeps_steps: bool = False) -> None:
+        """Set the parameters of this island to the anchor, plus what it has trained since the round began if asked."""
         assert self._part is not None
         assert self._replicas is not None
-        values = self._outer.anchor if self._outer is not None else torch.empty(self._part.numel)
-        self._replicas.send(values)
-        self._part.write(values)
+        own = self._part.read() if keeps_steps else torch.empty(self._part.numel)
+        if self._outer is not None:
+            own = self._outer.continued(own) if keeps_steps else self._outer.anchor
+        self._replicas.send(own)
+        self._part.write(own)
 
     def _send_state(self, reply: Reply) -> None:
         if reply.send_state and self._client is not None and self._outer is not None:
@@ -455,6 +503,20 @@ class DiLoCoCallback(AdapterCallback):
         }
         self._logged_at, self._logged_bytes, self._stall_s, self._keys_of_round = now, sent, 0.0, {}
         return keys
+
+
+def _in_background(exchange: Callable[[], Reply]) -> "Future[Reply]":
+    """Call it on a thread that does not keep the process alive."""
+    future: Future[Reply] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(exchange())
+        except BaseException as error:  # it is raised where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="hfscale-island", daemon=True).start()
+    return future
 
 
 def _digest(value: Any) -> str:

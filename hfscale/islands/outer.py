@@ -42,6 +42,7 @@ class OuterOptimizer:
             self._optimizer.state[self.anchor]["momentum_buffer"] = self._momentum
         self._residual = torch.zeros(0) if compression.lossless else torch.zeros_like(values)
         self._sent: Tensor | None = None
+        self._values = values  # of the last pseudo-gradient
 
     def pseudo_gradient(self, values: Tensor) -> Tensor:
         """Return the payload with which this island contributes to a round.
@@ -53,17 +54,35 @@ class OuterOptimizer:
             `Tensor`: the encoded pseudo-gradient, uint8.
         """
         delta = self.anchor - values
+        self._values = values
         if self.compression.lossless:
             self._sent = encode(delta, self.compression)
         else:
             self._sent = encode_with_feedback(delta, self._residual, self.compression)
         return self._sent
 
-    def withdraw(self) -> None:
-        """Take back the last pseudo-gradient, which has not been counted: the error feedback sends it later."""
-        if self._sent is not None and not self.compression.lossless:
-            self._residual += decode(self._sent, self.anchor.numel(), self.compression)
+    def withdraw(self, *, anchor_stays: bool) -> None:
+        """Take back the last pseudo-gradient, which has not been counted.
+
+        Args:
+            anchor_stays (`bool`): whether the next pseudo-gradient is from the same anchor, and so contains this one.
+                If it is from another one, the error feedback sends this one later.
+        """
+        if not self.compression.lossless:
+            self._residual.copy_(self._withdrawn() if anchor_stays else self._residual + self._decoded(None))
         self._sent = None
+
+    def _withdrawn(self) -> Tensor:
+        """The error feedback as if the last pseudo-gradient had not been made."""
+        return self._residual + self._decoded(None) - (self.anchor - self._values)
+
+    def continued(self, values: Tensor) -> Tensor:
+        """Return the anchor, moved by what was trained since the last pseudo-gradient.
+
+        Args:
+            values (`Tensor`): this rank's part of the parameters now, flat fp32.
+        """
+        return self.anchor + (values - self._values)
 
     def step(self, payloads: list[bytearray | None]) -> tuple[float, float]:
         """Step with the mean of the pseudo-gradients.
@@ -131,8 +150,10 @@ class OuterOptimizer:
         self._residual.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the tensors that a checkpoint keeps."""
-        return {"anchor": self.anchor.clone(), "momentum": self._momentum.clone(), "residual": self._residual.clone()}
+        """Return copies of the tensors that a checkpoint keeps, without a pseudo-gradient that is on its way."""
+        on_its_way = self._sent is not None and not self.compression.lossless
+        residual = self._withdrawn() if on_its_way else self._residual.clone()
+        return {"anchor": self.anchor.clone(), "momentum": self._momentum.clone(), "residual": residual}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what `state_dict` returned. With another compression the residual is dropped.
