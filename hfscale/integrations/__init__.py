@@ -66,8 +66,8 @@ Read, called, or set once
   the next evaluation. Test: test_loader_seeds.py.
 - `Trainer._globalstep_last_logged`, set. By: `jump_to`. Reason: Trainer divides the logged loss by the steps since
   the last log, and an island that returns has not taken those of the others. Test: test_islands.py.
-- `_indices` of a `datasets.Dataset` and `_iterator` of a `DataLoader`. By: `read_share_of_epoch`. Reason: a loader
-  that exists cannot be given other data. Test: test_island_data.py.
+- `_indices` of a `datasets.Dataset`. By: `read_share_of_epoch`. Reason: the dataset of a loader that exists cannot be
+  replaced. Test: test_island_data.py.
 - `safe_get_local_fp32_param` and its relatives in `deepspeed.utils` (public). By: island_parameters.py. Reason: the
   optimizer of ZeRO steps a copy of the parameters. Test: test_islands.py.
 - `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream

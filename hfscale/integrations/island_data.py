@@ -15,6 +15,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, Subset
 
 from hfscale.errors import DataError
+from hfscale.preemption.workers import end_workers_of
 
 
 def island_share(dataset: Any, *, islands: int, island: int) -> Any:
@@ -66,7 +67,7 @@ def read_share_of_epoch(loader: Any, *, island: int, epoch: int) -> None:
     else:
         return
     if loader.persistent_workers:
-        loader._iterator = None  # its workers have a copy of the previous share; torch has no public way to end them
+        end_workers_of(loader)  # they have a copy of the previous share
 
 
 class _Share(Subset):

@@ -47,7 +47,16 @@ def end_workers() -> None:
     `_MultiProcessingDataLoaderIter._shutdown_workers`), which can be longer than the time left after a notice.
     """
     for loader in list(_loaders):
-        loader._iterator = None  # torch has no public way to end them
+        end_workers_of(loader)
+
+
+def end_workers_of(loader: Any) -> None:
+    """End the workers that a loader keeps between epochs; it starts new ones when it is read again.
+
+    Args:
+        loader (`DataLoader`): any data loader.
+    """
+    loader._iterator = None  # torch has no public way
 
 
 @contextmanager
