@@ -13,6 +13,7 @@ from benchmarks.islands_quality import quality
 def measure() -> dict[str, Any]:
     """Measures all three."""
     links = {f"{bits}_bits": link(bits) for bits in (32, 4)}
+    links["32_bits_overlapped"] = link(32, overlap_steps=40)
     return summarize(links, quality(), kills())
 
 

@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from benchmarks.islands_quality import make_model, read_rows
 from benchmarks.launched import REPOSITORY, send_result
@@ -28,6 +30,8 @@ LINK_BIT_S = 10e6
 INNER_STEPS = 100
 ROUNDS = 3
 ROWS = 16
+_TCP_INFO_BYTES = 256
+_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux' struct tcp_info (linux/tcp.h)
 _PREFIX = "result: "  # of `send_result`
 
 
@@ -43,11 +47,12 @@ class _Rows(Dataset[dict[str, Any]]):
         return {"input_ids": row, "labels": row}
 
 
-def link(bits: int) -> dict[str, Any]:
+def link(bits: int, overlap_steps: int = 0) -> dict[str, Any]:
     """Trains two islands, of which number 1 reaches the rendezvous through a link of 10 Mbit/s.
 
     Args:
         bits (`int`): bits per value of the exchange.
+        overlap_steps (`int`): steps that train while a round exchanges.
 
     Returns:
         `dict`: what island 1 has measured, the bytes that the link has passed, and what DDP would send.
@@ -55,7 +60,7 @@ def link(bits: int) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
     with SlowLink(address, LINK_BIT_S / 8) as line:
-        islands = [_start(number, port, bits) for number, port in enumerate((address[1], line.port))]
+        islands = [_start(number, port, bits, overlap_steps) for number, port in enumerate((address[1], line.port))]
         outputs = [island.communicate(timeout=1500)[0] for island in islands]
         if any(island.returncode for island in islands):
             raise RuntimeError(f"an island has failed: {outputs}")
@@ -67,21 +72,71 @@ def link(bits: int) -> dict[str, Any]:
     slow = found[1]
     # An all-reduce in a ring of two sends 2 * (2 - 1) / 2 of the fp32 gradients per rank and step (computed).
     ddp = 4 * slow["parameters"] / slow["tokens_per_step"]
+    measured = ddp_bytes_per_step() / slow["tokens_per_step"]
     return {
         **{name: value for name, value in slow.items() if name != "digest"},
         "bits": bits,
+        "overlap_steps": overlap_steps,
         "link_mbit_s": LINK_BIT_S / 1e6,
         "link_bytes_up": passed,
         "bytes_per_token": passed / slow["tokens"],
         "ddp_bytes_per_token_computed": ddp,
-        "times_fewer_than_ddp": ddp * slow["tokens"] / passed,
+        "ddp_bytes_per_token_measured": measured,
+        "times_fewer_than_ddp": measured * slow["tokens"] / passed,
         "ddp_step_on_the_link_s_computed": 4 * slow["parameters"] / (LINK_BIT_S / 8),
         "equal_parameters": found[0]["digest"] == slow["digest"],
     }
 
 
-def _start(number: int, port: int, bits: int) -> "subprocess.Popen[str]":
-    arguments = ["--island", str(number), "--rendezvous", f"127.0.0.1:{port}", "--bits", str(bits)]
+def ddp_bytes_per_step() -> float:
+    """Returns the bytes that a rank of two sends per step of DDP over TCP (gloo), headers of gloo included."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.islands_link", "--ddp"],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**env, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"a rank has failed: {outputs}")
+    found = next(text for text in outputs[1].splitlines() if text.startswith(_PREFIX))
+    return float(json.loads(found.removeprefix(_PREFIX))["bytes_per_step"])
+
+
+class _CountBytes(TrainerCallback):
+    """Counts the bytes that this process sends over TCP in 20 steps."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step in (10, 30):
+            dist.barrier()
+            self.sent.append(sum(_sent_over_tcp(entry.name) for entry in Path("/proc/self/fd").iterdir()))
+
+
+def _sent_over_tcp(descriptor: str) -> int:
+    """Returns the bytes sent on a descriptor; 0 if it is no TCP connection."""
+    try:
+        with socket.socket(fileno=os.dup(int(descriptor))) as copy:
+            info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return 0
+    return int.from_bytes(info[_BYTES_ACKED : _BYTES_ACKED + 8], sys.byteorder)
+
+
+def _start(number: int, port: int, bits: int, overlap_steps: int) -> "subprocess.Popen[str]":
+    arguments = ["--island", str(number), "--rendezvous", f"127.0.0.1:{port}"]
+    arguments += ["--bits", str(bits), "--overlap", str(overlap_steps)]
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.islands_link", *arguments],
         cwd=REPOSITORY,
@@ -97,34 +152,27 @@ def main() -> None:
     parser.add_argument("--island", type=int)
     parser.add_argument("--rendezvous")
     parser.add_argument("--bits", type=int)
+    parser.add_argument("--overlap", type=int, default=0)
+    parser.add_argument("--ddp", action="store_true")
     asked = parser.parse_args()
+    if asked.ddp:
+        counter = _CountBytes()
+        _train(counter, steps=30, log_every=1000)
+        send_result({"bytes_per_step": (counter.sent[1] - counter.sent[0]) / 20})
+        return
     callback = DiLoCoCallback(
         islands=2,
         island_rank=asked.island,
         rendezvous=asked.rendezvous,
         every_steps=INNER_STEPS,
+        overlap_steps=asked.overlap,
         compression=Compression(bits=asked.bits),
     )
-    set_seed(0)
-    model = make_model()
-    with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            output_dir=folder,
-            max_steps=ROUNDS * INNER_STEPS,
-            per_device_train_batch_size=ROWS,
-            learning_rate=1e-3,
-            logging_steps=INNER_STEPS,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        trainer = Trainer(model=model, args=args, train_dataset=_Rows(), callbacks=[callback])
-        seconds = trainer.train().metrics["train_runtime"]
-    logs = [row for row in trainer.state.log_history if "islands/round_s" in row]
+    trainer, seconds = _train(callback, steps=ROUNDS * INNER_STEPS, log_every=INNER_STEPS // 2)
+    logs = [row for row in trainer.state.log_history if "islands/drift" in row]
     row_tokens = len(trainer.train_dataset[0]["input_ids"])
     waited = sum(row["islands/round_s"] for row in logs)
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
     send_result(
         {
             "parameters": weights.numel(),
@@ -139,6 +187,25 @@ def main() -> None:
             "digest": hashlib.blake2b(weights.numpy().tobytes()).hexdigest(),
         }
     )
+
+
+def _train(callback: TrainerCallback, *, steps: int, log_every: int) -> tuple[Trainer, float]:
+    set_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=ROWS,
+            learning_rate=1e-3,
+            logging_steps=log_every,
+            save_strategy="no",
+            ddp_find_unused_parameters=False,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=make_model(), args=args, train_dataset=_Rows(), callbacks=[callback])
+        return trainer, trainer.train().metrics["train_runtime"]
 
 
 if __name__ == "__main__":

@@ -165,6 +165,7 @@ class DiLoCoCallback(AdapterCallback):
         """Number of the next epoch of this island's data."""
         self._keys_of_round: dict[str, float] = {}
         self._stall_s = 0.0
+        self._round_s = 0.0
         self._logged_at = 0.0
         self._logged_bytes = 0
 
@@ -326,7 +327,6 @@ class DiLoCoCallback(AdapterCallback):
         if not begins and not ends:
             return
         began = time.monotonic()
-        waited_s = 0.0 if begins else self._keys_of_round.get("islands/round_s", 0.0)  # for its beginning
         if ends:
             self._end_round(state)
         if begins:
@@ -335,7 +335,9 @@ class DiLoCoCallback(AdapterCallback):
                 self._end_round(state)
         seconds = time.monotonic() - began
         self._stall_s += seconds
-        self._keys_of_round["islands/round_s"] = waited_s + seconds
+        self._round_s += seconds
+        if self._pending is None:
+            self._keys_of_round["islands/round_s"], self._round_s = self._round_s, 0.0
         if state.global_step >= state.max_steps:  # it may have jumped there
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy != "no"
