@@ -1,0 +1,68 @@
+"""Islands that do not fit together: each is told why in one line."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from ports import free_port
+
+from hfscale.errors import HealthError, UsageError
+from hfscale.islands.client import IslandClient
+from hfscale.islands.rendezvous import Rendezvous, listen
+from hfscale.islands.wire import TOKEN_VARIABLE
+
+TOKEN = "a secret of the tests"  # noqa: S105
+TERMS = {"version": "1.0", "model": "Llama of 10", "tokenizer": "a", "--island_steps": 100, "compression": "32 bits"}
+
+
+def hello(island, *, layout="shapes", **terms):
+    return {
+        "island": island,
+        "part": 0,
+        "parts": 1,
+        "islands": 2,
+        "quorum": 1,
+        "deadline_s": 60.0,
+        "terms": {**TERMS, **terms},
+        "layout": layout,
+        "max_bytes": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"version": "1.1"}, "version"),
+        ({"model": "Llama of 20"}, "model"),
+        ({"tokenizer": "b"}, "tokenizer"),
+        ({"--island_steps": 50}, "--island_steps"),
+        ({"compression": "4 bits"}, "compression"),
+        ({"layout": "other shapes"}, "shapes of the shards"),
+    ],
+)
+def test_islands_that_differ_are_all_refused(monkeypatch, other, reason):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    listener = listen("127.0.0.1", 0)
+    address = listener.getsockname()[:2]
+    threading.Thread(target=Rendezvous(TOKEN).serve, args=(listener,), daemon=True).start()
+
+    def join(said):
+        client = IslandClient(address, said)
+        with pytest.raises(UsageError) as raised:
+            client.join(anchor=0, digest="", timeout_s=60.0)
+        client.disconnect()
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        messages = list(pool.map(join, [hello(0), hello(1, **other)]))
+    for message in messages:
+        assert f"differs from the others in: {reason}" in message
+        assert "\n" not in message
+
+
+def test_a_rendezvous_that_cannot_be_reached_is_named_with_what_to_do(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    port = free_port()
+    with pytest.raises(HealthError, match=f"--island_rendezvous 127.0.0.1:{port} cannot be reached") as raised:
+        IslandClient(("127.0.0.1", port), hello(1)).join(anchor=0, digest="", timeout_s=0.0)
+    assert "\n" not in str(raised.value)
