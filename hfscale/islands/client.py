@@ -80,9 +80,16 @@ class IslandClient:
         until = time.monotonic() + timeout_s
         while True:
             wire = self._connect(until)
-            wire.send({**self._hello, "anchor": anchor, "digest": digest})
             self._wire = wire
-            message, payload = self._next()
+            try:
+                wire.send({**self._hello, "anchor": anchor, "digest": digest})
+                message, payload = self._next()
+            except OSError:  # the rendezvous of a run that was here before may be ending
+                self.disconnect()
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_RETRY_S)
+                continue
             if message["kind"] != "busy":
                 break
             self.disconnect()

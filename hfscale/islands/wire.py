@@ -72,6 +72,8 @@ class Wire:
         try:
             proof = self._receive(32)
         except ConnectionError:
+            if not is_server:  # a server sends its proof whatever the client knows: this one has just ended
+                raise
             raise WrongTokenError("it has refused the token") from None
         if not hmac.compare_digest(proof, hmac.digest(token, roles[1] + other + own, "sha256")):
             raise WrongTokenError("it does not know the token")

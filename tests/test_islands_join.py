@@ -1,5 +1,6 @@
-"""Islands that do not fit together: each is told why in one line."""
+"""Islands that join: those that do not fit together are told why in one line, and a lost connection is tried again."""
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ from ports import free_port
 from hfscale.errors import HealthError, UsageError
 from hfscale.islands.client import IslandClient
 from hfscale.islands.rendezvous import Rendezvous, listen
-from hfscale.islands.wire import TOKEN_VARIABLE
+from hfscale.islands.wire import _GREETING, _RANDOM_BYTES, TOKEN_VARIABLE, Wire
 
 TOKEN = "a secret of the tests"  # noqa: S105
 TERMS = {"version": "1.0", "model": "Llama of 10", "tokenizer": "a", "--island_steps": 100, "compression": "32 bits"}
@@ -66,3 +67,22 @@ def test_a_rendezvous_that_cannot_be_reached_is_named_with_what_to_do(monkeypatc
     with pytest.raises(HealthError, match=f"--island_rendezvous 127.0.0.1:{port} cannot be reached") as raised:
         IslandClient(("127.0.0.1", port), hello(1)).join(anchor=0, digest="", timeout_s=0.0)
     assert "\n" not in str(raised.value)
+
+
+def test_an_island_tries_again_when_the_rendezvous_of_a_run_before_is_ending(monkeypatch):
+    """It ends during the proof of the token, then before it has answered; another one then has the port."""
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    listener = listen("127.0.0.1", 0)
+
+    def serve():
+        during_the_proof = listener.accept()[0]
+        during_the_proof.sendall(_GREETING + bytes(_RANDOM_BYTES))
+        during_the_proof.recv(1, socket.MSG_PEEK)
+        during_the_proof.close()
+        Wire(listener.accept()[0], TOKEN, is_server=True).close()
+        Rendezvous(TOKEN).serve(listener)
+
+    threading.Thread(target=serve, daemon=True).start()
+    client = IslandClient(listener.getsockname()[:2], hello(0) | {"islands": 1})
+    assert client.join(anchor=4, digest="", timeout_s=60.0).kind == "go"
+    client.leave()
