@@ -220,9 +220,9 @@ class ScalingArguments(IslandArguments):
     early_stopping_patience: int | None = flag("Stop after this many evaluations without a lower loss.")
 
     def __post_init__(self) -> None:
-        numbers = [name for name, value in vars(self).items() if type(value) in (int, float)]
-        require_positive(self, *(name for name in numbers if name not in ("island_rank", "outer_momentum")))
-        require_from_0(self, "island_rank", outer_momentum=1)
+        numbers = {name for name, value in vars(self).items() if type(value) in (int, float)}
+        require_positive(self, *sorted(numbers - {"island_rank", "island_overlap_steps", "outer_momentum"}))
+        require_from_0(self, "island_rank", "island_overlap_steps", outer_momentum=1)
         if self.scaling_baseline is not None and not Path(self.scaling_baseline).is_file():
             raise UsageError(
                 f"--scaling_baseline {self.scaling_baseline} is not a file: record one with hfscale sweep"

@@ -28,7 +28,7 @@ from conftest import REPOSITORY
 from ports import free_port
 from preemption_trials import losses
 from results import machine
-from test_recovery import ARGUMENTS, PARALLEL, SERVER, environment, server  # noqa: F401  fixtures
+from test_recovery import ARGUMENTS, PARALLEL, SERVER, server  # noqa: F401  a fixture
 
 from hfscale.recovery.connections import connect, receive, send
 from hfscale.recovery.coordinator import Coordinator
@@ -107,12 +107,12 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(server, environment, tmp_path):  # noqa: F811
+def nodes(server, launch_environment, tmp_path):  # noqa: F811
     made = []
 
     def make(name, strategy, *options, **more):
         more["parallel"] = PARALLEL.get(strategy)
-        made.append(Nodes(server, tmp_path / name, environment(strategy), *options, **more))
+        made.append(Nodes(server, tmp_path / name, launch_environment(strategy), *options, **more))
         for node in (0, 1):
             made[-1].start(node)
         return made[-1]
