@@ -26,6 +26,9 @@ def prepare(folder, action=lambda rank: None, *, cache="cache", seconds=0.0, nod
     datasets.config.HF_DATASETS_CACHE = folder / cache.format(node=rank // (node_size or 99))
     datasets.config.HF_DATASETS_CACHE.mkdir(exist_ok=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=limit_s))
+    (folder / f"started-{rank}").touch()
+    while len(list(folder.glob("started-*"))) < dist.get_world_size():  # none dies before all have started
+        time.sleep(0.01)
     try:
         with one_process_prepares("the data"):
             prepared = (datasets.config.HF_DATASETS_CACHE / "prepared").exists()
