@@ -179,6 +179,81 @@ def test_overlapped_rounds_of_equal_islands_change_nothing(tmp_path, bits):
     assert [row["step"] for row in log if "islands/contributors" in row] == [6, 10], log
 
 
+CASES = {  # H, P, overlapped steps, all steps
+    "overlap": (4, 1, 2, 10),
+    "fragments": (5, 2, 0, 12),
+    "overlapped_fragments": (4, 2, 1, 11),
+    "a_fragment_at_every_step": (2, 2, 0, 5),
+}
+
+
+def test_islands_with_different_data_end_where_the_formulas_lead(tmp_path):
+    """DiLoCo's outer step, overlapped and by fragments, against the same steps in one process, written out."""
+
+    def train(island, rendezvous):
+        for name, (every, fragments, overlap, steps) in CASES.items():
+            flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
+            callback = DiLoCoCallback(**flags, every_steps=every, fragments=fragments, overlap_steps=overlap)
+            trained(tmp_path / name / str(island), callback, max_steps=steps)
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
+    for name, case in CASES.items():
+        first, second = (parameters_of(tmp_path / name / str(island)) for island in range(2))
+        assert largest_difference(first, second) == 0.0, name
+        assert largest_difference(first, trained_by_hand(*case)) < 1e-6, name
+
+
+def trained_by_hand(every, fragments, overlap, steps, lr=0.7, momentum=0.9):
+    """Train two islands with SGD, and return the parameters at the end."""
+    models, rows = [tiny_model() for _ in range(2)], RandomTokens().rows
+    local = [dict(model.named_parameters()) for model in models]
+    anchor = {name: value.detach().clone() for name, value in local[0].items()}
+    velocity = {name: torch.zeros_like(value) for name, value in anchor.items()}
+    sent = None  # step, names, and parameters of both islands
+
+    def names_of(fragment):
+        return [name for name in anchor if fragment == fragments - 1 and "layers" not in name] + [
+            name for name in anchor for layer in range(fragment, 2, fragments) if f"layers.{layer}." in name
+        ]
+
+    def finish():
+        _, names, values = sent
+        for name in names:
+            gradient = anchor[name] - (values[0][name] + values[1][name]) / 2
+            velocity[name] = momentum * velocity[name] + gradient
+            anchor[name] = anchor[name] - lr * (gradient + momentum * velocity[name])
+            for island in range(2):
+                local[island][name].data = anchor[name] + (local[island][name].data - values[island][name])
+
+    # Fragment f has its rounds at the first steps that are not before (f + 1) H / P, and then every H steps.
+    first = [-(-(fragment + 1) * every // fragments) for fragment in range(fragments)]
+    for step in range(1, steps + 1):
+        for island, model in enumerate(models):
+            batch = rows[island::2][2 * step - 2 : 2 * step]
+            model(input_ids=batch, labels=batch).loss.backward()
+            for parameter in model.parameters():
+                parameter.data -= TRAINING["learning_rate"] * parameter.grad
+                parameter.grad = None
+        is_last = step == steps
+        if sent is not None and (is_last or step == sent[0] + overlap):
+            finish()
+            sent = None
+        due = [
+            fragment
+            for fragment in range(fragments)
+            if step >= first[fragment] and (step - first[fragment]) % every == 0
+        ]
+        if due or is_last:
+            names = list(anchor) if is_last else names_of(due[0])
+            values = [{name: local[island][name].detach().clone() for name in names} for island in range(2)]
+            sent = (step, names, values)
+            if overlap == 0 or is_last:
+                finish()
+                sent = None
+    return {name: value.detach() for name, value in local[0].items()}
+
+
 class Twice(RandomTokens):
     """Has each sample twice, so that two islands read the same."""
 
@@ -418,6 +493,9 @@ def test_nothing_is_read_from_a_connection_without_the_token():
         ({"quorum": 3}, "--island_quorum is 3"),
         ({"overlap_steps": 100}, "--island_overlap_steps is 100"),
         ({"overlap_steps": -1}, "--island_overlap_steps is -1"),
+        ({"fragments": 0}, "--island_fragments is 0"),
+        ({"fragments": 11, "every_steps": 10}, "--island_fragments is 11"),
+        ({"fragments": 4, "overlap_steps": 25}, "--island_overlap_steps is 25"),
         ({"outer_lr": -1.0}, "--outer_lr is -1.0"),
     ],
 )

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale import __version__
@@ -43,6 +42,8 @@ class _Pending:
     """A round that this island has begun."""
 
     step: int
+    fragment: int | None
+    """Number of the fragment that it exchanges; None: all parameters."""
     exchange: Callable[[IslandClient], Reply]
     reply: "Future[Reply] | None" = None
     """Of the leader of a part, while the exchange runs beside training."""
@@ -85,6 +86,9 @@ class DiLoCoCallback(AdapterCallback):
         overlap_steps (`int`): steps that train while a round exchanges. Then the parameters are set to the new anchor
             plus what these steps have changed. With 0 training waits for the exchange. The last round is not
             overlapped, so that all islands end with equal parameters.
+        fragments (`int`): parts of the parameters, of whole layers each, that have rounds of their own (P; Streaming
+            DiLoCo, arXiv 2501.18512). Each has a round every `every_steps` steps, in turn, so that a round takes place
+            every `every_steps / fragments` steps with about 1/P of the bytes. The last round is of all parameters.
         quorum (`int`): least number of islands that a round needs.
         deadline_s (`float`): seconds for which a round waits for others after the first island has contributed.
         outer_lr (`float`, *optional*): learning rate of the outer optimizer; by default 0.7, with top-k 1.
@@ -106,6 +110,7 @@ class DiLoCoCallback(AdapterCallback):
         rendezvous: str | None = None,
         every_steps: int = 100,
         overlap_steps: int = 0,
+        fragments: int = 1,
         quorum: int = 1,
         deadline_s: float = 600.0,
         outer_lr: float | None = None,
@@ -117,6 +122,7 @@ class DiLoCoCallback(AdapterCallback):
         self.rendezvous = rendezvous
         self.every_steps = every_steps
         self.overlap_steps = overlap_steps
+        self.fragments = fragments
         self.quorum = quorum
         self.deadline_s = deadline_s
         self.compression = compression or Compression()
@@ -128,14 +134,26 @@ class DiLoCoCallback(AdapterCallback):
 
     def _check(self) -> None:
         least = {"islands": 1, "island_rank": 0, "every_steps": 1, "quorum": 1, "deadline_s": 1, "outer_momentum": 0}
-        for name, smallest in {**least, "overlap_steps": 0}.items():
+        flags = {
+            "every_steps": "island_steps",
+            "overlap_steps": "island_overlap_steps",
+            "fragments": "island_fragments",
+        }
+        for name, smallest in {**least, "overlap_steps": 0, "fragments": 1}.items():
             if not getattr(self, name) >= smallest:
-                flag = {"every_steps": "island_steps", "overlap_steps": "island_overlap_steps"}.get(name, name)
-                raise UsageError(f"--{flag} is {getattr(self, name)}: it must be at least {smallest}")
-        if self.overlap_steps >= self.every_steps:
+                raise UsageError(f"--{flags.get(name, name)} is {getattr(self, name)}: it must be at least {smallest}")
+        if self.fragments > self.every_steps:
             raise UsageError(
-                f"--island_overlap_steps is {self.overlap_steps}: it must be less than --island_steps "
-                f"({self.every_steps}), so that a round ends before the next one"
+                f"--island_fragments is {self.fragments}: it must be at most --island_steps ({self.every_steps}), so "
+                "that each fragment has a step of its own"
+            )
+        if self.overlap_steps >= self.every_steps // self.fragments:
+            between = f"--island_steps ({self.every_steps})"
+            if self.fragments > 1:
+                between += f" / --island_fragments ({self.fragments})"
+            raise UsageError(
+                f"--island_overlap_steps is {self.overlap_steps}: it must be less than {between}, so that a round "
+                "ends before the next one"
             )
         if not self.outer_lr > 0:
             raise UsageError(f"--outer_lr is {self.outer_lr}: it must be greater than 0")
@@ -191,7 +209,12 @@ class DiLoCoCallback(AdapterCallback):
         self._adapter = adapter
         if running_strategy(adapter.trainer) == "fsdp1":
             raise UsageError("--islands needs FSDP2: convert the config with accelerate to-fsdp2")
-        self._part = PartOfParameters(adapter.trainer)
+        self._part = PartOfParameters(adapter.trainer, self.fragments)
+        layers = max(ISLANDS.gather("islands: layers", self._part.layers))
+        if self.fragments > layers:
+            raise UsageError(
+                f"--island_fragments is {self.fragments}: it must be at most the {layers} layers of the model"
+            )
         layout = self._part.describe()
         self._replicas = Replicas(ISLANDS, "islands: parts", layout)
         values = self._part.read()
@@ -199,7 +222,11 @@ class DiLoCoCallback(AdapterCallback):
         self._epoch = state.global_step // max(steps_per_epoch(adapter.trainer), 1)
         if self._replicas.is_leader:
             self._outer = OuterOptimizer(
-                values, lr=self.outer_lr, momentum=self.outer_momentum, compression=self.compression
+                values,
+                lr=self.outer_lr,
+                momentum=self.outer_momentum,
+                compression=self.compression,
+                sizes=self._part.sizes,
             )
             adapter.save_tensors(_NAME, self._outer.state_dict)
         self._restore(state)
@@ -222,10 +249,11 @@ class DiLoCoCallback(AdapterCallback):
             if state.global_step >= state.max_steps:  # Trainer takes one step before it looks; it is undone there
                 state.global_step = state.max_steps - 1
         logger.info(
-            "island %d of %d: rounds every %d steps; the global batch of %d sequences is that of this island, and the "
-            "learning rate follows it",
+            "island %d of %d: a round of %s every %d steps; the global batch of %d sequences is that of this island, "
+            "and the learning rate follows it",
             self.island_rank,
             self.islands,
+            "all parameters" if self.fragments == 1 else f"each of {self.fragments} fragments",
             self.every_steps,
             global_batch_size(adapter.trainer),
         )
@@ -234,7 +262,9 @@ class DiLoCoCallback(AdapterCallback):
         """Restore the outer state of a checkpoint, if training resumes from one that has it on all ranks."""
         saved, checkpoint = saved_state(state, _NAME), resumed_from()
         why_not = None
-        if self._outer is not None and checkpoint is not None:
+        if "anchor" in saved and saved.get("fragments", 1) != self.fragments:
+            why_not = f"--island_fragments was {saved.get('fragments', 1)} and is {self.fragments}"
+        elif self._outer is not None and checkpoint is not None:
             try:
                 path = Path(checkpoint) / outer_state_name(_NAME)
                 self._outer.load_state_dict(safetensors.torch.load_file(path))
@@ -251,7 +281,7 @@ class DiLoCoCallback(AdapterCallback):
                 if self._outer is not None:
                     self._outer.reset(values)
             saved.clear()
-            saved |= {"anchor": state.global_step, "dropped_samples": 0}
+            saved |= {"anchor": state.global_step, "dropped_samples": 0, "fragments": self.fragments}
         self._anchor = saved["anchor"]
         before = saved.setdefault("islands", self.islands)
         if before != self.islands:
@@ -293,6 +323,7 @@ class DiLoCoCallback(AdapterCallback):
             "--islands": self.islands,
             "--island_steps": self.every_steps,
             "--island_overlap_steps": self.overlap_steps,
+            "--island_fragments": self.fragments,
             "last step": state.max_steps,
             "--outer_lr": self.outer_lr,
             "--outer_momentum": self.outer_momentum,
@@ -322,14 +353,14 @@ class DiLoCoCallback(AdapterCallback):
             self._continue_from_anchor()
             return
         is_last = state.global_step >= state.max_steps
-        begins = state.global_step % self.every_steps == 0 or is_last
+        begins = self._slots(state.global_step) > self._slots(state.global_step - 1) or is_last
         ends = self._pending is not None and (is_last or state.global_step - self._pending.step >= self.overlap_steps)
         if not begins and not ends:
             return
         began = time.monotonic()
         if ends:
             self._end_round(state)
-        if begins:
+        if begins and self._anchor < state.global_step:  # not if the other islands had ended
             self._begin_round(state, in_background=self.overlap_steps > 0 and not is_last)
             if self.overlap_steps == 0 or is_last:
                 self._end_round(state)
@@ -342,9 +373,19 @@ class DiLoCoCallback(AdapterCallback):
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy != "no"
 
+    def _slots(self, step: int) -> int:
+        """Return how many rounds are due up to a step."""
+        return step * self.fragments // self.every_steps
+
+    def _fragment(self, state: TrainerState) -> int | None:
+        """Return the fragment of the round after the last one; None, all of them, for the last round.
+
+        It follows from the last round, not from the own step: islands with the same anchor have the same one.
+        """
+        return None if state.global_step >= state.max_steps else self._slots(self._anchor) % self.fragments
+
     def _begin_round(self, state: TrainerState, *, in_background: bool) -> None:
         assert self._part is not None
-        values = self._part.read()
         if not self._is_joined:
             reply = self._join(0.0)
             if reply is None:
@@ -353,9 +394,11 @@ class DiLoCoCallback(AdapterCallback):
             if reply.kind == "state":
                 self._take_state(reply, state)
                 return
-        payload = self._outer.pseudo_gradient(values).numpy() if self._outer is not None else b""
+        fragment = self._fragment(state)
+        values = self._part.read(fragment)
+        payload = self._outer.pseudo_gradient(values, fragment).numpy() if self._outer is not None else b""
         exchange = partial(IslandClient.exchange, step=state.global_step, anchor=self._anchor, payload=payload)
-        self._pending = _Pending(step=state.global_step, exchange=exchange)
+        self._pending = _Pending(step=state.global_step, fragment=fragment, exchange=exchange)
         if in_background and self._client is not None:
             self._pending.reply = _in_background(partial(exchange, self._client))
 
@@ -375,9 +418,9 @@ class DiLoCoCallback(AdapterCallback):
         elif reply.kind == "state":
             self._take_state(reply, state)
         else:
-            self._average(reply, state, keeps_steps=state.global_step > pending.step)
+            self._average(reply, state, pending)
 
-    def _average(self, reply: Reply, state: TrainerState, *, keeps_steps: bool) -> None:
+    def _average(self, reply: Reply, state: TrainerState, pending: _Pending) -> None:
         """Take the outer step of a round that has closed."""
         assert self._adapter is not None
         missing = self.islands - len(reply.contributors)
@@ -398,7 +441,7 @@ class DiLoCoCallback(AdapterCallback):
             **({"islands/drift": (spread / size) ** 0.5} if size > 0 else {}),
         }
         self._anchor = saved["anchor"] = reply.anchor
-        self._continue_from_anchor(keeps_steps=keeps_steps)
+        self._continue_from_anchor(pending.fragment, keeps_steps=state.global_step > pending.step)
         self._send_state(reply)
 
     def _take_state(self, reply: Reply, state: TrainerState) -> None:
@@ -415,15 +458,20 @@ class DiLoCoCallback(AdapterCallback):
         if reply.anchor > state.global_step:
             jump_to(self._adapter.trainer, reply.anchor)
 
-    def _continue_from_anchor(self, *, keeps_steps: bool = False) -> None:
-        """Set the parameters of this island to the anchor, plus what it has trained since the round began if asked."""
+    def _continue_from_anchor(self, fragment: int | None = None, *, keeps_steps: bool = False) -> None:
+        """Set the parameters of this island to the anchor, plus what it has trained since the round began if asked.
+
+        Args:
+            fragment (`int`, *optional*): only those of this fragment; None: all.
+            keeps_steps (`bool`): whether to add what was trained; then it is the fragment of the last round.
+        """
         assert self._part is not None
         assert self._replicas is not None
-        own = self._part.read() if keeps_steps else torch.empty(self._part.numel)
+        own = self._part.read(fragment) if keeps_steps else self._part.empty(fragment)
         if self._outer is not None:
-            own = self._outer.continued(own) if keeps_steps else self._outer.anchor
+            own = self._outer.continued(own) if keeps_steps else self._outer.anchor_of(fragment)
         self._replicas.send(own)
-        self._part.write(own)
+        self._part.write(own, fragment)
 
     def _send_state(self, reply: Reply) -> None:
         if reply.send_state and self._client is not None and self._outer is not None:

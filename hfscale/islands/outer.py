@@ -4,9 +4,13 @@ An island trains H steps by itself from the anchor, the parameters that all isla
 pseudo-gradient is anchor - parameters. The outer optimizer steps the anchor with the mean of the pseudo-gradients, and
 all islands continue from there. DiLoCo (Douillard et al., arXiv 2311.08105, sections 2 and 3.1) uses SGD with Nesterov
 momentum, learning rate 0.7 and momentum 0.9.
+
+With fragments (Streaming DiLoCo, Donchev et al., arXiv 2501.18512) a round is of one part of the values; each fragment
+has its own anchor and momentum.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,37 +33,63 @@ class OuterOptimizer:
         lr (`float`): learning rate.
         momentum (`float`): Nesterov momentum; 0: plain SGD.
         compression (`Compression`): how pseudo-gradients are sent.
+        sizes (`Sequence[int]`, *optional*): numbers of values of the fragments, in their order in `values`; by default
+            there is one fragment.
     """
 
-    def __init__(self, values: Tensor, *, lr: float, momentum: float, compression: Compression) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        *,
+        lr: float,
+        momentum: float,
+        compression: Compression,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         self.compression = compression
         self.anchor = values
         """Flat fp32 values, changed in place."""
+        self._sizes = list(sizes or [values.numel()])
+        self._fragments = values.split(self._sizes)
         self._has_momentum = momentum > 0
-        self._optimizer = torch.optim.SGD([self.anchor], lr=lr, momentum=momentum, nesterov=self._has_momentum)
+        self._optimizer = torch.optim.SGD(self._fragments, lr=lr, momentum=momentum, nesterov=self._has_momentum)
         self._momentum = torch.zeros_like(values) if self._has_momentum else torch.zeros(0)
         if self._has_momentum:
-            self._optimizer.state[self.anchor]["momentum_buffer"] = self._momentum
+            for fragment, buffer in zip(self._fragments, self._momentum.split(self._sizes), strict=True):
+                self._optimizer.state[fragment]["momentum_buffer"] = buffer
         self._residual = torch.zeros(0) if compression.lossless else torch.zeros_like(values)
         self._sent: Tensor | None = None
+        self._sent_fragment: int | None = None
         self._values = values  # of the last pseudo-gradient
 
-    def pseudo_gradient(self, values: Tensor) -> Tensor:
+    def anchor_of(self, fragment: int | None) -> Tensor:
+        """Return the anchor of a fragment.
+
+        Args:
+            fragment (`int`, *optional*): its number; None: all values.
+        """
+        return self.anchor if fragment is None else self._fragments[fragment]
+
+    def pseudo_gradient(self, values: Tensor, fragment: int | None = None) -> Tensor:
         """Return the payload with which this island contributes to a round.
 
         Args:
-            values (`Tensor`): this rank's part of the parameters now, flat fp32.
+            values (`Tensor`): this rank's part of the fragment's parameters now, flat fp32.
+            fragment (`int`, *optional*): number of the fragment; None: all values.
 
         Returns:
             `Tensor`: the encoded pseudo-gradient, uint8.
         """
-        delta = self.anchor - values
-        self._values = values
+        delta = self.anchor_of(fragment) - values
+        self._values, self._sent_fragment = values, fragment
         if self.compression.lossless:
             self._sent = encode(delta, self.compression)
         else:
-            self._sent = encode_with_feedback(delta, self._residual, self.compression)
+            self._sent = encode_with_feedback(delta, self._residual_of(fragment), self.compression)
         return self._sent
+
+    def _residual_of(self, fragment: int | None) -> Tensor:
+        return self._residual if fragment is None else self._residual.split(self._sizes)[fragment]
 
     def withdraw(self, *, anchor_stays: bool) -> None:
         """Take back the last pseudo-gradient, which has not been counted.
@@ -69,38 +99,43 @@ class OuterOptimizer:
                 If it is from another one, the error feedback sends this one later.
         """
         if not self.compression.lossless:
-            self._residual.copy_(self._withdrawn() if anchor_stays else self._residual + self._decoded(None))
+            residual = self._residual_of(self._sent_fragment)
+            residual.copy_(self._withdrawn() if anchor_stays else residual + self._decoded(None))
         self._sent = None
 
     def _withdrawn(self) -> Tensor:
-        """The error feedback as if the last pseudo-gradient had not been made."""
-        return self._residual + self._decoded(None) - (self.anchor - self._values)
+        """The error feedback of the last pseudo-gradient's fragment as if that had not been made."""
+        fragment = self._sent_fragment
+        return self._residual_of(fragment) + self._decoded(None) - (self.anchor_of(fragment) - self._values)
 
     def continued(self, values: Tensor) -> Tensor:
-        """Return the anchor, moved by what was trained since the last pseudo-gradient.
+        """Return the anchor of the last pseudo-gradient's fragment, moved by what was trained since.
 
         Args:
-            values (`Tensor`): this rank's part of the parameters now, flat fp32.
+            values (`Tensor`): this rank's part of the fragment's parameters now, flat fp32.
         """
-        return self.anchor + (values - self._values)
+        return self.anchor_of(self._sent_fragment) + (values - self._values)
 
     def step(self, payloads: list[bytearray | None]) -> tuple[float, float]:
-        """Step with the mean of the pseudo-gradients.
+        """Step the fragment of the last pseudo-gradient with the mean of the contributors'.
 
         Args:
             payloads (`list`): those of all contributors, in the same order on all islands; None is this island's own.
 
         Returns:
-            `tuple[float, float]`: sum over this part of the squared distance of each contributor from their mean,
-            divided by their number; sum of squares of the anchor.
+            `tuple[float, float]`: sum over this part of the fragment of the squared distance of each contributor from
+            their mean, divided by their number; sum of squares of the anchor.
         """
         values = [self._decoded(payload) for payload in payloads]
         mean = torch.stack(values).mean(dim=0) if len(values) > 1 else values[0]
         spread = sum(float((value - mean).square().sum(dtype=torch.float64)) for value in values) / len(values)
-        size = float(self.anchor.square().sum(dtype=torch.float64))
-        self.anchor.grad = mean
-        self._optimizer.step()
-        self.anchor.grad = None
+        anchor = self.anchor_of(self._sent_fragment)
+        size = float(anchor.square().sum(dtype=torch.float64))
+        stepped = self._fragments if self._sent_fragment is None else [anchor]
+        for fragment, gradient in zip(stepped, mean.split([one.numel() for one in stepped]), strict=True):
+            fragment.grad = gradient
+        self._optimizer.step()  # only those that have a gradient
+        self._optimizer.zero_grad()
         self._sent = None
         return spread, size
 
@@ -110,7 +145,7 @@ class OuterOptimizer:
             encoded = self._sent
         else:
             encoded = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.zeros(0, dtype=torch.uint8)
-        return decode(encoded, self.anchor.numel(), self.compression)
+        return decode(encoded, self.anchor_of(self._sent_fragment).numel(), self.compression)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +187,10 @@ class OuterOptimizer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the tensors that a checkpoint keeps, without a pseudo-gradient that is on its way."""
         on_its_way = self._sent is not None and not self.compression.lossless
-        residual = self._withdrawn() if on_its_way else self._residual.clone()
+        residual = self._residual.clone()
+        if on_its_way:
+            sent = residual if self._sent_fragment is None else residual.split(self._sizes)[self._sent_fragment]
+            sent.copy_(self._withdrawn())
         return {"anchor": self.anchor.clone(), "momentum": self._momentum.clone(), "residual": residual}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -17,6 +17,7 @@ class IslandArguments:
     island_rendezvous: str | None = flag("host:port where the islands meet, on the machine of island 0.")
     island_steps: int = flag("Optimizer steps between two rounds of the islands (H).", default=100)
     island_overlap_steps: int = flag("Steps that train while a round exchanges; its result is used then.", default=0)
+    island_fragments: int = flag("Parts of the parameters, of whole layers, that have rounds in turn.", default=1)
     island_quorum: int = flag("Least number of islands that a round needs.", default=1)
     island_deadline_s: float = flag("Seconds that a round waits for islands that are late.", default=600.0)
     island_bits: int = flag("Bits per value that islands exchange: 32, 8, 4, and 2 with a density.", default=32)
@@ -46,6 +47,7 @@ def island_callbacks(args: IslandArguments) -> list[DiLoCoCallback]:
             rendezvous=args.island_rendezvous,
             every_steps=args.island_steps,
             overlap_steps=args.island_overlap_steps,
+            fragments=args.island_fragments,
             quorum=args.island_quorum,
             deadline_s=args.island_deadline_s,
             outer_lr=args.outer_lr,
