@@ -50,12 +50,12 @@ class OuterOptimizer:
         self.anchor = values
         """Flat fp32 values, changed in place."""
         self._sizes = list(sizes or [values.numel()])
-        self._fragments = values.split(self._sizes)
+        self._fragments = torch.split(values, self._sizes)
         self._has_momentum = momentum > 0
         self._optimizer = torch.optim.SGD(self._fragments, lr=lr, momentum=momentum, nesterov=self._has_momentum)
         self._momentum = torch.zeros_like(values) if self._has_momentum else torch.zeros(0)
         if self._has_momentum:
-            for fragment, buffer in zip(self._fragments, self._momentum.split(self._sizes), strict=True):
+            for fragment, buffer in zip(self._fragments, torch.split(self._momentum, self._sizes), strict=True):
                 self._optimizer.state[fragment]["momentum_buffer"] = buffer
         self._residual = torch.zeros(0) if compression.lossless else torch.zeros_like(values)
         self._sent: Tensor | None = None
@@ -89,7 +89,7 @@ class OuterOptimizer:
         return self._sent
 
     def _residual_of(self, fragment: int | None) -> Tensor:
-        return self._residual if fragment is None else self._residual.split(self._sizes)[fragment]
+        return self._residual if fragment is None else torch.split(self._residual, self._sizes)[fragment]
 
     def withdraw(self, *, anchor_stays: bool) -> None:
         """Take back the last pseudo-gradient, which has not been counted.
@@ -132,7 +132,7 @@ class OuterOptimizer:
         anchor = self.anchor_of(self._sent_fragment)
         size = float(anchor.square().sum(dtype=torch.float64))
         stepped = self._fragments if self._sent_fragment is None else [anchor]
-        for fragment, gradient in zip(stepped, mean.split([one.numel() for one in stepped]), strict=True):
+        for fragment, gradient in zip(stepped, torch.split(mean, [one.numel() for one in stepped]), strict=True):
             fragment.grad = gradient
         self._optimizer.step()  # only those that have a gradient
         self._optimizer.zero_grad()
@@ -189,7 +189,7 @@ class OuterOptimizer:
         on_its_way = self._sent is not None and not self.compression.lossless
         residual = self._residual.clone()
         if on_its_way:
-            sent = residual if self._sent_fragment is None else residual.split(self._sizes)[self._sent_fragment]
+            sent = residual if self._sent_fragment is None else torch.split(residual, self._sizes)[self._sent_fragment]
             sent.copy_(self._withdrawn())
         return {"anchor": self.anchor.clone(), "momentum": self._momentum.clone(), "residual": residual}
 
