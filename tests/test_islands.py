@@ -128,12 +128,13 @@ def test_with_one_step_and_plain_sgd_two_islands_are_ddp(tmp_path):
     assert 3 * payload < log[1]["islands/bytes"] < 3 * payload + 3000  # three rounds, and their headers
 
 
-@pytest.mark.parametrize(("strategy", "env"), [("ddp", {}), ("fsdp2", FSDP2)])
-def test_islands_of_two_ranks_end_with_the_weights_of_islands_of_one(tmp_path, strategy, env):
+@pytest.mark.parametrize(("strategy", "env", "fragments"), [("ddp", {}, 1), ("fsdp2", FSDP2, 2)])
+def test_islands_of_two_ranks_end_with_the_weights_of_islands_of_one(tmp_path, strategy, env, fragments):
     """Rank i of one island exchanges with rank i of the other: the outer step is the same on shards."""
 
     def train(island, rendezvous):
-        callback = DiLoCoCallback(islands=2, island_rank=island, rendezvous=rendezvous, every_steps=3)
+        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous}
+        callback = DiLoCoCallback(**flags, every_steps=3, fragments=fragments)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         trained(tmp_path / f"{ranks}-{island}", callback, per_device_train_batch_size=4 // ranks)
 
@@ -264,14 +265,16 @@ class Twice(RandomTokens):
         return super().__getitem__(index // 2)
 
 
-def test_islands_stopped_during_an_exchange_resume_and_end_equal(tmp_path):
+@pytest.mark.parametrize(("every", "fragments"), [(4, 1), (8, 2)])
+def test_islands_stopped_during_an_exchange_resume_and_end_equal(tmp_path, every, fragments):
     """The checkpoint has no round that is on its way; the next round carries its steps."""
     saving = {"save_strategy": "steps", "save_steps": 5, "logging_steps": 1}
 
     def train(island, rendezvous):
         folder = tmp_path / str(island)
         flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
-        flags |= {"every_steps": 4, "overlap_steps": 3, "compression": Compression(bits=4)}
+        flags |= {"every_steps": every, "overlap_steps": 3, "fragments": fragments}
+        flags |= {"compression": Compression(bits=4)}
 
         def callbacks():
             return SpotCheckpointCallback(cloud=None, asynchronous=False), DiLoCoCallback(**flags)
@@ -287,26 +290,33 @@ def test_islands_stopped_during_an_exchange_resume_and_end_equal(tmp_path):
     assert largest_difference(*ends) == 0.0
 
 
-def test_a_withdrawn_pseudo_gradient_is_not_sent_twice():
+@pytest.mark.parametrize("fragment", [None, 1])
+def test_a_withdrawn_pseudo_gradient_is_not_sent_twice(fragment):
+    """Nor is it lost: the error feedback of its own fragment has it, if the next one is from another anchor."""
     compression, values = Compression(bits=4), torch.linspace(-1, 1, 512)
-    outer = OuterOptimizer(torch.zeros(512), lr=1.0, momentum=0.0, compression=compression)
-    outer.pseudo_gradient(values)
+    sizes = [512] if fragment is None else [256, 512]
+    outer = OuterOptimizer(torch.zeros(sum(sizes)), lr=1.0, momentum=0.0, compression=compression, sizes=sizes)
+    outer.pseudo_gradient(values, fragment)
     on_its_way = outer.state_dict()["residual"]
     assert on_its_way.abs().max() < 1e-6
     outer.withdraw(anchor_stays=True)
     assert outer.state_dict()["residual"].abs().max() < 1e-6
-    outer.pseudo_gradient(values)
+    outer.pseudo_gradient(values, fragment)
     outer.withdraw(anchor_stays=False)
-    assert torch.allclose(outer.state_dict()["residual"], -values, atol=1e-6)
+    residual = outer.state_dict()["residual"]
+    assert torch.allclose(residual[-512:], -values, atol=1e-6)
+    assert residual[:-512].abs().sum() == 0
 
 
-def test_an_island_that_dies_and_returns_ends_with_the_weights_of_the_other(tmp_path):
+@pytest.mark.parametrize(("every", "fragments"), [(2, 1), (4, 2)])
+def test_an_island_that_dies_and_returns_ends_with_the_weights_of_the_other(tmp_path, every, fragments):
     """The other island continues; the relaunched one takes its state, and both end at the same step."""
     saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 40, "logging_steps": 1}
 
     def train(island, rendezvous):
         folder = tmp_path / str(island)
-        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "every_steps": 2, "deadline_s": 60.0}
+        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
+        flags |= {"every_steps": every, "fragments": fragments}
         if island == 1 and os.fork() == 0:
             trained(
                 folder,
@@ -404,14 +414,44 @@ class WaitsFor(TrainerCallback):
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("bits", [32, 4])
-def test_islands_resume_with_their_outer_state(tmp_path, bits):
+def test_islands_at_different_steps_meet_at_the_later_one(tmp_path):
+    """After a round of a fragment, and after the last round, all islands are at the same step."""
+
+    def train(island, rendezvous):
+        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
+        callback = DiLoCoCallback(**flags, every_steps=4, fragments=2, compression=Compression(bits=8))
+        others = [Skips({1: 3, 5: 7})] if island == 1 else []
+        trained(tmp_path / str(island), callback, *others, max_steps=8, logging_steps=1)
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], logs
+    assert largest_difference(parameters_of(tmp_path / "0"), parameters_of(tmp_path / "1")) == 0.0
+    log = json.loads((tmp_path / "0" / "log.json").read_text())
+    assert [(row["step"], row["islands/contributors"]) for row in log if "islands/contributors" in row] == [
+        (4, 2.0),
+        (8, 2.0),
+    ]
+
+
+class Skips(TrainerCallback):
+    """Has an island be ahead, as if it had trained alone for longer."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Change the number of the step."""
+        state.global_step = self.steps.get(state.global_step, state.global_step)
+
+
+@pytest.mark.parametrize(("bits", "fragments"), [(32, 1), (4, 2)])
+def test_islands_resume_with_their_outer_state(tmp_path, bits, fragments):
     """Two runs of six steps and one of twelve end with equal weights, also where error feedback is carried over."""
     saving = {"save_strategy": "steps", "save_steps": 6}
 
     def train(island, rendezvous):
         def callbacks():
-            flags = {"every_steps": 4, "compression": Compression(bits=bits)}
+            flags = {"every_steps": 4, "fragments": fragments, "compression": Compression(bits=bits)}
             spot = SpotCheckpointCallback(cloud=None, asynchronous=False)
             return spot, DiLoCoCallback(islands=2, island_rank=island, rendezvous=rendezvous, **flags)
 
@@ -466,6 +506,12 @@ def test_islands_of_different_models_are_told_in_one_line_each(tmp_path):
 
     codes, logs = run_islands(tmp_path, train)
     assert codes == [0, 0], logs
+
+
+def test_more_fragments_than_layers_are_refused(tmp_path):
+    callback = DiLoCoCallback(islands=2, rendezvous="127.0.0.1:29600", fragments=3)
+    with pytest.raises(UsageError, match=r"--island_fragments is 3: .* 2 layers"):
+        tiny_trainer(tmp_path, callback).train()
 
 
 def test_nothing_is_read_from_a_connection_without_the_token():

@@ -86,3 +86,32 @@ def test_an_island_tries_again_when_the_rendezvous_of_a_run_before_is_ending(mon
     client = IslandClient(listener.getsockname()[:2], hello(0) | {"islands": 1})
     assert client.join(anchor=4, digest="", timeout_s=60.0).kind == "go"
     client.leave()
+
+
+@pytest.mark.parametrize("first", [2, 4])
+def test_islands_with_one_anchor_at_different_steps_meet_at_the_later_one(monkeypatch, first):
+    """Whichever contributes first, the one that is behind is told where the other is."""
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    listener = listen("127.0.0.1", 0)
+    rendezvous = Rendezvous(TOKEN)
+    threading.Thread(target=rendezvous.serve, args=(listener,), daemon=True).start()
+    steps = {0: first, 1: 6 - first}
+
+    def run(island):
+        client = IslandClient(listener.getsockname()[:2], hello(island))
+        client.join(anchor=0, digest="", timeout_s=60.0)
+        while island == 1 and (rendezvous._round is None or not rendezvous._round.complete):
+            threading.Event().wait(0.01)
+        replies = [client.exchange(steps[island], anchor=0, payload=bytes([island]))]
+        if replies[0].kind == "ahead":
+            replies.append(client.exchange(replies[0].anchor, anchor=0, payload=bytes([10 + island])))
+        client.leave()
+        return replies
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    behind, ahead = sorted(found, key=len, reverse=True)
+    assert [(reply.kind, reply.anchor) for reply in behind] == [("ahead", 4), ("round", 4)]
+    assert [(reply.kind, reply.anchor, reply.contributors) for reply in ahead] == [("round", 4, (0, 1))]
+    number = 0 if first == 2 else 1  # of the island that was behind
+    assert ahead[0].payloads == {number: bytes([10 + number])}

@@ -412,13 +412,23 @@ class DiLoCoCallback(AdapterCallback):
             reply = self._together("islands: round", pending.exchange)
         counts = reply is not None and reply.kind == "round" and self.island_rank in reply.contributors
         if self._outer is not None and not counts:
-            self._outer.withdraw(anchor_stays=reply is None)
+            self._outer.withdraw(anchor_stays=reply is None or reply.kind == "ahead")
         if reply is None:
             logger.warning("round %d: the connection is lost; this island trains alone", pending.step)
         elif reply.kind == "state":
             self._take_state(reply, state)
+        elif reply.kind == "ahead":
+            self._catch_up(reply.anchor, state)
         else:
             self._average(reply, state, pending)
+
+    def _catch_up(self, step: int, state: TrainerState) -> None:
+        """Take part in a round of islands that are at a later step than this one."""
+        assert self._adapter is not None
+        logger.warning("this island continues at step %d, where the others are, with what it has trained", step)
+        jump_to(self._adapter.trainer, step)
+        self._begin_round(state, in_background=False)
+        self._end_round(state)
 
     def _average(self, reply: Reply, state: TrainerState, pending: _Pending) -> None:
         """Take the outer step of a round that has closed."""

@@ -24,9 +24,10 @@ class Reply:
     """What the rendezvous has answered."""
 
     kind: str
-    """`go`: train; `round`: a round has closed; `state`: outer state of another island, which this one must take."""
+    """`go`: train; `round`: a round has closed; `state`: outer state of another island, which this one must take;
+    `ahead`: others are at a later step, at which this one must contribute."""
     anchor: int
-    """The step of the last round, after this answer."""
+    """The step of the last round, after this answer; of `ahead` the later step."""
     send_state: bool = False
     """Whether this island must send its outer state, for others, once it has applied the answer."""
     payloads: dict[int, bytearray] | None = None
@@ -122,6 +123,8 @@ class IslandClient:
         message, state = self._next()
         if message["kind"] == "state":
             return Reply(kind="state", anchor=message["anchor"], state=state)
+        if message["kind"] == "ahead":
+            return Reply(kind="ahead", anchor=message["step"])
         if message["kind"] != "round":  # all islands that were ahead have ended
             return Reply(kind="go", anchor=message["anchor"])
         contributors, payloads = message["contributors"], {}

@@ -11,8 +11,10 @@ each part downloads the payloads of the other islands for its shard.
 | is complete when the round closes | the payloads of the other contributors |
 | is late | the same; its own does not count, and the next round waits for it again |
 | has older outer state, or none | outer state of a contributor, when the next round closes |
+| is at an earlier step | the step of the others, at which it contributes again |
 
 The number of a round is the optimizer step at which it takes place, and the anchor is the number of the last one.
+Islands with the same anchor are at different steps after they have trained alone; they meet at the highest one.
 """
 
 import argparse
@@ -64,6 +66,8 @@ class _Round:
     sender: int | None = None
     """The island that sends its outer state to those that need it."""
     is_closed: bool = False
+    overtaken_by: int | None = None
+    """The step of an island that is ahead: this round does not take place."""
 
 
 class Rendezvous:
@@ -282,8 +286,14 @@ class Rendezvous:
         with self._changed:
             last = self._last
             if message["anchor"] == self._anchor:
-                current = self._round = self._round or _Round(step=message["step"], anchor=self._anchor)
                 island.is_awaited = True
+                if self._round is not None and message["step"] < self._round.step:
+                    wire.send({"kind": "ahead", "step": self._round.step})
+                    return
+                if self._round is not None and message["step"] > self._round.step:
+                    self._round.overtaken_by, self._round = message["step"], None
+                    self._changed.notify_all()
+                current = self._round = self._round or _Round(step=message["step"], anchor=self._anchor)
                 current.payloads.setdefault(number, {})[part] = payload
                 if len(current.payloads[number]) == island.parts:
                     current.complete.add(number)
@@ -301,6 +311,9 @@ class Rendezvous:
             self._wait_for_state(wire, number, part)
             return
         self._wait(wire, lambda: self._close_if_due(current, message["quorum"], message["deadline_s"]))
+        if current.overtaken_by is not None:
+            wire.send({"kind": "ahead", "step": current.overtaken_by})
+            return
         contributors = sorted(current.complete)
         sends = number == current.sender and number in current.complete
         wire.send({"kind": "round", "step": current.step, "contributors": contributors, "send_state": sends})
@@ -309,8 +322,8 @@ class Rendezvous:
                 wire.send({"kind": "payload", "island": other}, current.payloads[other][part])
 
     def _close_if_due(self, current: _Round, quorum: int, deadline_s: float) -> bool:
-        """Return whether the round is closed; close it if that is due. The lock is held."""
-        if current.is_closed:
+        """Return whether the round is closed or overtaken; close it if that is due. The lock is held."""
+        if current.is_closed or current.overtaken_by is not None:
             return True
         if current.first_at is None or len(current.complete) < quorum:
             return False
