@@ -471,6 +471,8 @@ LORA_CASES = [
     ("deepseek_v3", 1, ["q_b_proj", "kv_b_proj"]),
     *((family, 1, "all-linear") for family in ("llama", "gpt2", "phi3", "bloom", "gpt_neox", "stablelm", "arcee")),
     ("opt", 2, "all-linear"),
+    *((family, 1, "all-linear") for family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2")),
+    *((family, 1, "all-linear") for family in ("qwen2_moe", "granitemoeshared", "gpt_oss")),
 ]
 
 
@@ -487,6 +489,15 @@ def test_lora_parameters_equal_those_of_peft(family: str, number: int, target_mo
     model = lora_model(family, case, target_modules, device="meta")
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert ModelShape.from_config({"model_type": family, **case}).lora_parameters(5, target_modules) == trained
+
+
+def test_a_token_passes_the_adapters_of_its_experts_only() -> None:
+    shape = ModelShape.from_config({"model_type": "qwen3_moe", **CASES["qwen3_moe"][1]})
+    assert shape.moe is not None
+    hidden, inner = shape.hidden, shape.moe.expert_ffn
+    each = 2 * 5 * (hidden + 2 * inner) + 5 * (inner + hidden)  # gate and up with twice the rank, down
+    idle = sum(shape.moe_layers) * (shape.moe.experts - shape.moe.top_k) * each
+    assert shape.lora_parameters(5) - shape.lora_parameters(5, active=True) == idle > 0
 
 
 def test_lora_flops_equal_those_that_torch_counts() -> None:
@@ -510,7 +521,7 @@ def test_lora_flops_equal_those_that_torch_counts() -> None:
     [
         ("llama", ["q_proj", "c_attn"], "'c_attn', which is not a linear layer of llama"),
         ("llama", "q_proj", "give a list of names"),
-        ("mixtral", "all-linear", "mixture of experts is not counted"),
+        ("mixtral", ["q_proj", "gate"], "mixture of experts is not counted"),
         ("qwen2_moe", ["q_proj", "shared_expert.down_proj"], "shared_expert.down_proj of a mixture of experts"),
     ],
 )

@@ -131,6 +131,8 @@ class MoeShape:
     """The matrix that scores the experts, and the one that weighs the shared expert, if any."""
     linears: tuple[Linear, ...]
     """Matrices of the routed experts and of the shared expert."""
+    adapted: bool = False
+    """Whether LoRA on all linear layers adapts the routed experts (`ExpertFamily.adapted`)."""
 
     @property
     def parameters(self) -> int:
@@ -308,6 +310,7 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
         top_groups=min(groups, config.optional_count("topk_group") or groups),
         router=tuple(router),
         linears=stacked + shared,
+        adapted=family.adapted,
     )
 
 

@@ -349,17 +349,20 @@ class ModelShape:
 
     # -- LoRA ---------------------------------------------------------------------------------------------------------
 
-    def lora_parameters(self, r: int, target_modules: Iterable[str] | Literal["all-linear"] = "all-linear") -> int:
+    def lora_parameters(
+        self, r: int, target_modules: Iterable[str] | Literal["all-linear"] = "all-linear", *, active: bool = False
+    ) -> int:
         """Counts the parameters of rank-`r` LoRA adapters.
 
-        Each adapted matrix has r x (inputs + outputs) of them (arXiv 2106.09685). The number equals that of PEFT 0.21.
-        How PEFT adapts experts differs between families and versions, so in a mixture of experts only adapters of
-        attention (and `lm_head`) can be counted.
+        Each adapted matrix has r x (inputs + outputs) of them (arXiv 2106.09685), and each expert's has its own. The
+        number equals that of PEFT 0.21. With names of modules, adapters of the MLPs of a mixture of experts cannot be
+        counted.
 
         Args:
             r (`int`): Rank.
             target_modules (`Iterable[str]`): Module names as in PEFT's `LoraConfig` (`q_proj`, `mlp.down_proj`), or
-                `all-linear`: every linear layer but the head.
+                `all-linear`: every linear layer but the head, and the experts where PEFT adapts them.
+            active (`bool`): Whether to count only the adapters that a token passes, for FLOPs.
 
         Raises:
             `UsageError`: `r` is below 1, or a name matches no module, experts or a router.
@@ -368,11 +371,11 @@ class ModelShape:
             raise UsageError(f"LoRA rank is {r}: it must be at least 1, such as 16")
         inside = (*self._layer_linears, *self._embedding_linears, *self._head_linears)
         if target_modules == "all-linear":
-            chosen = {linear.path for linear in inside} - {"lm_head"}
-        elif isinstance(target_modules, str):
+            chosen = {linear.path for linear in inside} - {"lm_head"} - self._paths_without_adapter
+            return sum(self._adapter(linear, r, active=active) for linear in inside if linear.path in chosen)
+        if isinstance(target_modules, str):
             raise UsageError(f"target_modules is {target_modules!r}: give a list of names, or all-linear")
-        else:
-            chosen = {path for name in target_modules for path in self._paths_named(name)}
+        chosen = {path for name in target_modules for path in self._paths_named(name)}
         experts = chosen & {linear.path for linear in self._mlp_linears(is_moe=True)}
         if experts:
             raise UsageError(
@@ -380,6 +383,25 @@ class ModelShape:
                 f"target attention, such as {self.attention.linears[0].path.rpartition('.')[2]}"
             )
         return sum(r * (linear.inputs + linear.outputs) for linear in inside if linear.path in chosen)
+
+    @property
+    def _paths_without_adapter(self) -> set[str]:
+        """Paths that LoRA on all linear layers leaves out: dense MLPs and shared experts where PEFT adapts the routed
+        ones, otherwise routed experts and their router."""
+        if self.moe is None:
+            return set()
+        dense = self.mlp.linears if self.mlp else ()
+        shared = tuple(linear for linear in self.moe.linears if linear.copies == 1)
+        routed = tuple(linear for linear in self.moe.linears if linear.copies > 1)
+        left_out = (*dense, *shared) if self.moe.adapted else (*routed, self.moe.router[0])
+        return {linear.path for linear in left_out}
+
+    def _adapter(self, linear: Linear, r: int, *, active: bool) -> int:
+        """Parameters of the adapters of all copies of a matrix, or of those that a token passes. Experts' gate and up,
+        which are one matrix, have twice the rank (PEFT 0.21, `_MOE_FUSED_TARGETS`)."""
+        is_fused = linear.copies > 1 and self.moe is not None and linear.outputs == 2 * self.moe.expert_ffn
+        rank = 2 * r if is_fused else r
+        return (linear.used if active else linear.copies) * rank * (linear.inputs + linear.outputs)
 
     def _paths_named(self, name: str) -> set[str]:
         """Paths that PEFT matches with a name: a path that is equal to it, or ends with it after a dot."""

@@ -107,7 +107,7 @@ class Estimate:
         peak = peak_tflops(job.gpu, "tf32" if job.precision == "fp32" else job.precision)
         if peak is None:
             return None
-        lora = None if job.method == "full" else round(trained_parameters(job))
+        lora = None if job.method == "full" else job.shape.lora_parameters(job.lora_rank, active=True)
         flops = job.shape.flops_per_token(job.seq_len, lora_parameters=lora)
         return self.tokens_per_s_per_gpu * flops / (peak * 1e12)
 

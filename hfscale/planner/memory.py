@@ -69,15 +69,12 @@ def trained_parameters(job: Job) -> float:
     """
     if job.method == "full":
         return float(job.shape.total_parameters)
-    return _adapter_parameters(job.shape, job.lora_rank)
+    return float(_adapter_parameters(job.shape, job.lora_rank))
 
 
 @lru_cache(maxsize=512)
-def _adapter_parameters(shape: ModelShape, rank: int) -> float:
-    """Parameters of adapters on every linear layer; in a mixture of experts, whose adapters cannot be counted, on the
-    attention's output projection alone."""
-    modules = "all-linear" if shape.moe is None else [shape.attention.linears[-1].path]
-    return float(shape.lora_parameters(rank, modules))
+def _adapter_parameters(shape: ModelShape, rank: int) -> int:
+    return shape.lora_parameters(rank)
 
 
 def local_parameters(job: Job) -> float:

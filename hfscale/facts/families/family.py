@@ -83,6 +83,9 @@ class ExpertFamily:
     """Whether the shared expert has biases."""
     shared_gate: str | None = None
     """Path of the matrix that weighs the shared expert, with one output per token."""
+    adapted: bool = False
+    """Whether LoRA on all linear layers adapts the routed experts and the router, but neither the shared expert nor dense
+    MLPs (PEFT 0.21, utils/transformers_weight_conversion.py); otherwise it adapts all but the former."""
 
 
 @dataclass(frozen=True, kw_only=True)
