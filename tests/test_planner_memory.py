@@ -251,7 +251,7 @@ def test_llama_405b_is_not_rejected_where_meta_trained_it(replicas, cp, seq_len,
     The number of stages per rank is not published."""
     layout = {"dp_replicate": replicas, "tp": 8, "pp": 16, "cp": cp}
     published = {"gpu": "H100-80GB", "layout": layout, "seq_len": seq_len, "global_batch": batch, "stack": "megatron"}
-    # With 32 micro-batches, Megatron's interleaved schedule holds more of them than Meta's, whose order can be changed.
+    # With 32 micro-batches, Megatron's interleaved schedule holds more of them than Meta's, whose order is adjustable.
     for stages in (1,) if batch // replicas > 16 else (1, 2, 4, 8):
         found = estimate("llama-3.1-405b", **published, virtual_stages=stages, zero=2)
         assert found.fits_word != "no"

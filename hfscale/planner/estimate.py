@@ -23,7 +23,7 @@ from hfscale.planner.job import (
     Task,
     splits_activations,
 )
-from hfscale.planner.memory import Memory, Peak, memory_of, node_host_gib, peak_of, trained_parameters
+from hfscale.planner.memory import Memory, Peak, memory_of, node_host_gib, peak_of
 from hfscale.planner.throughput import StepTime, step_time
 
 SIGMAS_OF_80_PERCENT = 1.2816

@@ -84,8 +84,8 @@ class ExpertFamily:
     shared_gate: str | None = None
     """Path of the matrix that weighs the shared expert, with one output per token."""
     adapted: bool = False
-    """Whether LoRA on all linear layers adapts the routed experts and the router, but neither the shared expert nor dense
-    MLPs (PEFT 0.21, utils/transformers_weight_conversion.py); otherwise it adapts all but the former."""
+    """Whether LoRA on all linear layers adapts the routed experts and their router, but neither the shared expert nor
+    dense MLPs (PEFT 0.21, utils/transformers_weight_conversion.py). Otherwise it is the other way round."""
 
 
 @dataclass(frozen=True, kw_only=True)
