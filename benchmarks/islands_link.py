@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
-from benchmarks.islands_quality import make_model, read_rows
+from benchmarks.islands_quality import LAYERS, make_model, read_rows
 from benchmarks.launched import REPOSITORY, send_result
 from benchmarks.slow_link import SlowLink
 from hfscale import DiLoCoCallback
 from hfscale.facts.compression import Compression
+from hfscale.islands.client import IslandClient, Reply
 from hfscale.islands.wire import TOKEN_VARIABLE
 
 LINK_BIT_S = 10e6
@@ -47,12 +48,14 @@ class _Rows(Dataset[dict[str, Any]]):
         return {"input_ids": row, "labels": row}
 
 
-def link(bits: int, overlap_steps: int = 0) -> dict[str, Any]:
+def link(bits: int, overlap_steps: int = 0, fragments: int = 1, layers: int = LAYERS) -> dict[str, Any]:
     """Trains two islands, of which number 1 reaches the rendezvous through a link of 10 Mbit/s.
 
     Args:
         bits (`int`): bits per value of the exchange.
         overlap_steps (`int`): steps that train while a round exchanges.
+        fragments (`int`): parts of the parameters that have rounds in turn.
+        layers (`int`): layers of the model.
 
     Returns:
         `dict`: what island 1 has measured, the bytes that the link has passed, and what DDP would send.
@@ -60,7 +63,8 @@ def link(bits: int, overlap_steps: int = 0) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
     with SlowLink(address, LINK_BIT_S / 8) as line:
-        islands = [_start(number, port, bits, overlap_steps) for number, port in enumerate((address[1], line.port))]
+        flags = {"bits": bits, "overlap": overlap_steps, "fragments": fragments, "layers": layers}
+        islands = [_start(number, port, flags) for number, port in enumerate((address[1], line.port))]
         outputs = [island.communicate(timeout=1500)[0] for island in islands]
         if any(island.returncode for island in islands):
             raise RuntimeError(f"an island has failed: {outputs}")
@@ -72,11 +76,12 @@ def link(bits: int, overlap_steps: int = 0) -> dict[str, Any]:
     slow = found[1]
     # An all-reduce in a ring of two sends 2 * (2 - 1) / 2 of the fp32 gradients per rank and step (computed).
     ddp = 4 * slow["parameters"] / slow["tokens_per_step"]
-    measured = ddp_bytes_per_step() / slow["tokens_per_step"]
+    measured = ddp_bytes_per_step(layers) / slow["tokens_per_step"]
     return {
         **{name: value for name, value in slow.items() if name != "digest"},
         "bits": bits,
         "overlap_steps": overlap_steps,
+        "fragments": fragments,
         "link_mbit_s": LINK_BIT_S / 1e6,
         "link_bytes_up": passed,
         "bytes_per_token": passed / slow["tokens"],
@@ -88,14 +93,14 @@ def link(bits: int, overlap_steps: int = 0) -> dict[str, Any]:
     }
 
 
-def ddp_bytes_per_step() -> float:
+def ddp_bytes_per_step(layers: int) -> float:
     """Returns the bytes that a rank of two sends per step of DDP over TCP (gloo), headers of gloo included."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.islands_link", "--ddp"],
+            [sys.executable, "-m", "benchmarks.islands_link", "--ddp", "--layers", str(layers)],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             text=True,
@@ -134,9 +139,10 @@ def _sent_over_tcp(descriptor: str) -> int:
     return int.from_bytes(info[_BYTES_ACKED : _BYTES_ACKED + 8], sys.byteorder)
 
 
-def _start(number: int, port: int, bits: int, overlap_steps: int) -> "subprocess.Popen[str]":
+def _start(number: int, port: int, flags: dict[str, int]) -> "subprocess.Popen[str]":
     arguments = ["--island", str(number), "--rendezvous", f"127.0.0.1:{port}"]
-    arguments += ["--bits", str(bits), "--overlap", str(overlap_steps)]
+    for name, value in flags.items():
+        arguments += [f"--{name}", str(value)]
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.islands_link", *arguments],
         cwd=REPOSITORY,
@@ -153,11 +159,13 @@ def main() -> None:
     parser.add_argument("--rendezvous")
     parser.add_argument("--bits", type=int)
     parser.add_argument("--overlap", type=int, default=0)
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--ddp", action="store_true")
     asked = parser.parse_args()
     if asked.ddp:
         counter = _CountBytes()
-        _train(counter, steps=30, log_every=1000)
+        _train(counter, asked.layers, steps=30, log_every=1000)
         send_result({"bytes_per_step": (counter.sent[1] - counter.sent[0]) / 20})
         return
     callback = DiLoCoCallback(
@@ -166,9 +174,12 @@ def main() -> None:
         rendezvous=asked.rendezvous,
         every_steps=INNER_STEPS,
         overlap_steps=asked.overlap,
+        fragments=asked.fragments,
         compression=Compression(bits=asked.bits),
     )
-    trainer, seconds = _train(callback, steps=ROUNDS * INNER_STEPS, log_every=INNER_STEPS // 2)
+    sent = _count_bytes_of_rounds()
+    log_every = INNER_STEPS // max(2, asked.fragments)  # one round in each log at most
+    trainer, seconds = _train(callback, asked.layers, steps=ROUNDS * INNER_STEPS, log_every=log_every)
     logs = [row for row in trainer.state.log_history if "islands/drift" in row]
     row_tokens = len(trainer.train_dataset[0]["input_ids"])
     waited = sum(row["islands/round_s"] for row in logs)
@@ -180,7 +191,9 @@ def main() -> None:
             "tokens": ROUNDS * INNER_STEPS * ROWS * row_tokens,
             "rounds": len(logs),
             "round_s": [row["islands/round_s"] for row in logs],
-            "logged_bytes": sum(row["islands/bytes"] for row in logs),
+            "round_bytes": sent,
+            "largest_round_bytes": max(sent[:-1]),  # the last one is of all parameters
+            "waited_before_the_last_round_s": sum(row["islands/round_s"] for row in logs[:-1]),
             "drift": [row["islands/drift"] for row in logs],
             "train_s": seconds,
             "stall_fraction": waited / seconds,
@@ -189,7 +202,22 @@ def main() -> None:
     )
 
 
-def _train(callback: TrainerCallback, *, steps: int, log_every: int) -> tuple[Trainer, float]:
+def _count_bytes_of_rounds() -> list[int]:
+    """Returns a list to which each exchange of this process appends the bytes that it has sent."""
+    sent: list[int] = []
+    exchange = IslandClient.exchange
+
+    def counted(client: IslandClient, *args: Any, **kwargs: Any) -> Reply:
+        before = client.sent_bytes
+        reply = exchange(client, *args, **kwargs)
+        sent.append(client.sent_bytes - before)
+        return reply
+
+    IslandClient.exchange = counted  # type: ignore[method-assign]
+    return sent
+
+
+def _train(callback: TrainerCallback, layers: int, *, steps: int, log_every: int) -> tuple[Trainer, float]:
     set_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -204,7 +232,7 @@ def _train(callback: TrainerCallback, *, steps: int, log_every: int) -> tuple[Tr
             use_cpu=True,
             disable_tqdm=True,
         )
-        trainer = Trainer(model=make_model(), args=args, train_dataset=_Rows(), callbacks=[callback])
+        trainer = Trainer(model=make_model(layers), args=args, train_dataset=_Rows(), callbacks=[callback])
         return trainer, trainer.train().metrics["train_runtime"]
 
 

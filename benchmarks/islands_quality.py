@@ -81,12 +81,12 @@ def read_rows(split: str) -> Tensor:
     return torch.frombuffer(bytearray(tokens[: len(tokens) // BLOCK * BLOCK]), dtype=torch.uint8).view(-1, BLOCK)
 
 
-def make_model() -> Any:
+def make_model(layers: int = LAYERS) -> Any:
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=WIDTH,
         intermediate_size=3 * WIDTH,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         tie_word_embeddings=True,
     )

@@ -54,6 +54,30 @@ def test_fewer_bits_send_fewer_bytes_and_wait_less(estimate):
     assert full.ddp_bytes_per_token / full.bytes_per_token == pytest.approx(100, rel=0.01)
 
 
+def test_fragments_and_overlap_by_hand(estimate):
+    """The last fragment also has the embeddings; overlapped steps hide a part of each round."""
+    step_s, shape = estimate.time.total, estimate.job.shape
+    layers = 4 * shape.layers_parameters // 4  # bytes of a quarter of the layers
+    last = 4 * (shape.total_parameters - 3 * shape.layers_parameters // 4)
+    link = last / step_s  # the last fragment takes two steps, one up and one down
+    islands = Islands(count=2, link_bytes_s=link, steps=100, fragments=4)
+    found = judge_islands(estimate, islands)
+    assert found.bytes_per_round == pytest.approx(last, rel=1e-6)
+    assert found.round_s == pytest.approx(2 * step_s)
+    waits = 2 * step_s * (1 + 3 * layers / last)
+    assert found.stall_fraction == pytest.approx(waits / (100 * step_s + waits))
+    partly = judge_islands(estimate, replace(islands, overlap_steps=1))
+    waits = step_s + 3 * max(0.0, 2 * layers / last - 1) * step_s
+    assert partly.stall_fraction == pytest.approx(waits / (100 * step_s + waits))
+    assert partly.bytes_per_token == pytest.approx(
+        judge_islands(estimate, replace(islands, fragments=1)).bytes_per_token
+    )
+    hidden = judge_islands(estimate, replace(islands, overlap_steps=2))
+    assert hidden.stall_fraction == pytest.approx(0.0, abs=1e-9)
+    with pytest.raises(UsageError, match="--island-fragments is 17"):
+        judge_islands(estimate, replace(islands, fragments=17))
+
+
 def test_islands_pay_over_a_slow_link_and_not_over_a_fast_one(estimate):
     slow = judge_islands(estimate, Islands(count=2, link_bytes_s=125e6))
     assert slow.pays
@@ -81,9 +105,10 @@ def test_the_command_prints_a_table_and_json(capsys):
     assert 0 < found["stall_fraction"] < 1
     assert main([*PLAN, *islands[:4], "--island-bits", "2", "--island-density", "0.0156", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["islands"]["bytes_per_round"] < found["bytes_per_round"] / 15
-    assert main([*PLAN, *islands]) == 0
+    assert main([*PLAN, *islands, "--island-fragments", "4", "--island-overlap-steps", "5"]) == 0
     printed = capsys.readouterr().out
     assert "DiLoCo" in printed
+    assert "4 fragments" in printed
     assert "FSDP2 over the link" in printed
     assert main([*PLAN, "--json"]) == 0
     assert "islands" not in json.loads(capsys.readouterr().out)
@@ -99,6 +124,9 @@ def test_the_command_prints_a_table_and_json(capsys):
         (["--islands", "2", "--island-bandwidth", "1Gbps", "--island-bits", "5"], "island_bits is 5"),
         (["--islands", "2", "--island-bandwidth", "1Gbps", "--island-density", "2"], "island_density is 2"),
         (["--islands", "2", "--island-bandwidth", "1Gbps", "--island-steps", "0"], "--island-steps is 0"),
+        (["--islands", "2", "--island-bandwidth", "1Gbps", "--island-fragments", "0"], "--island-fragments is 0"),
+        (["--islands", "2", "--island-bandwidth", "1Gbps", "--island-fragments", "17"], "--island-fragments is 17"),
+        (["--islands", "2", "--island-bandwidth", "1Gbps", "--island-overlap-steps", "100"], "overlap-steps is 100"),
     ],
 )
 def test_wrong_options_are_one_line(capsys, flags, named):

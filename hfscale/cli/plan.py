@@ -76,6 +76,12 @@ def run(
     ] = None,
     island_bandwidth: Annotated[str | None, typer.Option(help="Link between islands, one direction: 1Gbps.")] = None,
     island_steps: Annotated[int, typer.Option(help="Steps between two exchanges of the islands.")] = Islands.steps,
+    island_overlap_steps: Annotated[
+        int, typer.Option(help="Steps that train while a round of the islands exchanges.")
+    ] = Islands.overlap_steps,
+    island_fragments: Annotated[
+        int, typer.Option(help="Parts of the parameters, of whole layers, that have rounds in turn.")
+    ] = Islands.fragments,
     island_bits: Annotated[
         int, typer.Option(help="Bits per value that islands exchange: 32, 8, 4; with a density 2.")
     ] = 32,
@@ -109,7 +115,14 @@ def run(
     check_pure(pure_bf16, precision)
     if top < 1:
         raise UsageError(f"--top is {top}: give a number of choices of at least 1")
-    places = _islands(islands, island_bandwidth, island_steps, island_bits, island_density)
+    places = _islands(
+        islands,
+        island_bandwidth,
+        Compression(bits=island_bits, density=island_density),
+        steps=island_steps,
+        overlap_steps=island_overlap_steps,
+        fragments=island_fragments,
+    )
     options: dict[str, Any] = {
         "gpus": gpus,
         "gpus_per_node": gpus_per_node,
@@ -173,7 +186,7 @@ def run(
     return 0 if result.choices else 1
 
 
-def _islands(count: int | None, bandwidth: str | None, steps: int, bits: int, density: float | None) -> Islands | None:
+def _islands(count: int | None, bandwidth: str | None, compression: Compression, **steps: int) -> Islands | None:
     """Return what `--islands` and its options describe; None without it."""
     if count is None:
         if bandwidth is not None:
@@ -184,7 +197,7 @@ def _islands(count: int | None, bandwidth: str | None, steps: int, bits: int, de
     if bandwidth is None:
         raise UsageError(f"--islands is {count}: give --island-bandwidth too, such as 1Gbps")
     link = parse_bandwidth(bandwidth)
-    return Islands(count=count, link_bytes_s=link, steps=steps, compression=Compression(bits=bits, density=density))
+    return Islands(count=count, link_bytes_s=link, compression=compression, **steps)
 
 
 def _compare(model: str, gpu_types: list[str], options: dict[str, Any], *, as_json: bool) -> int:

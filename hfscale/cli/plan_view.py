@@ -197,8 +197,9 @@ def _islands(found: IslandsVerdict) -> Table:
     title = f"\n{found.islands} islands of choice 1 each (tokens/s of all of them)"
     table = make_table("way", *numbers, right=numbers, title=title)
     sent = f"{found.bytes_per_round / 1e9:,.3g} GB in {found.round_s:,.1f} s"
+    what = "exchange" if found.fragments == 1 else f"each of {found.fragments} fragments"
     table.add_row(
-        f"DiLoCo, exchange every {found.steps} steps ({sent})",
+        f"DiLoCo, {what} every {found.steps} steps ({sent})",
         f"{found.diloco:,.0f}",
         f"{found.bytes_per_token:,.3g}",
         f"{found.stall_fraction:.1%}",

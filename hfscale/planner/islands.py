@@ -1,8 +1,9 @@
 """Whether islands (DiLoCo) pay over a slow link: their throughput beside DDP and FSDP2 over the same link.
 
 Every island is an ordinary launch, which the plan's first choice describes. After H steps each island uploads its
-compressed pseudo-gradient to the rendezvous, which is at island 0, and downloads those of the others. Nothing is
-computed meanwhile. DDP and FSDP2 would run over all islands as one job of the same layout per island.
+compressed pseudo-gradient to the rendezvous, which is at island 0, and downloads those of the others, in one round or
+in one per fragment of the parameters. Training waits for what overlapped steps do not hide of a round. DDP and FSDP2
+would run over all islands as one job of the same layout per island.
 """
 
 import math
@@ -14,6 +15,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.compression import Compression
 from hfscale.planner.estimate import Estimate
 from hfscale.planner.frameworks import find_framework
+from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, trained_parameters
 from hfscale.planner.network import exposed_s
 
@@ -36,12 +38,25 @@ class Islands:
     """Optimizer steps between two exchanges (H)."""
     compression: Compression = field(default_factory=Compression)
     """How pseudo-gradients are sent."""
+    overlap_steps: int = 0
+    """Steps that train while a round exchanges."""
+    fragments: int = 1
+    """Parts of the parameters, of whole layers, that have rounds of their own."""
 
     def __post_init__(self) -> None:
         if self.count < 2:
             raise UsageError(f"--islands is {self.count}: give at least 2, or leave it out to plan for one place")
         if self.steps < 1:
             raise UsageError(f"--island-steps is {self.steps}: give a number of steps of at least 1, such as 100")
+        if not 1 <= self.fragments <= self.steps:
+            raise UsageError(
+                f"--island-fragments is {self.fragments}: give at least 1 and at most --island-steps ({self.steps})"
+            )
+        if not 0 <= self.overlap_steps < self.steps // self.fragments:
+            raise UsageError(
+                f"--island-overlap-steps is {self.overlap_steps}: give at least 0 and less than the "
+                f"{self.steps // self.fragments} steps between two rounds"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +67,12 @@ class IslandsVerdict:
     """Number of islands."""
     steps: int
     """Steps between two exchanges."""
+    fragments: int
+    """Parts of the parameters that have exchanges of their own."""
     bytes_per_round: int
-    """Bytes that an island sends in an exchange."""
+    """Bytes that an island sends in an exchange; with fragments, in that of the largest one."""
     round_s: float
-    """Seconds of an exchange."""
+    """Seconds of this exchange."""
     stall_fraction: float
     """Share of the time that the islands wait in exchanges."""
     bytes_per_token: float
@@ -111,14 +128,18 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
         estimate (`Estimate`): One island: its job and the duration of its step.
         islands (`Islands`): The islands and the link.
         tokens (`float`, *optional*): Tokens to train on, all islands together.
+
+    Raises:
+        `UsageError`: There are more fragments than layers.
     """
     job, step_s = estimate.job, estimate.time.total
     trained = int(trained_parameters(job))
     count, link = islands.count, islands.link_bytes_s
-    payload = islands.compression.bytes_of(trained)
+    payloads = [islands.compression.bytes_of(values) for values in _fragments(job, trained, islands.fragments)]
     # The islands upload at the same time; then island 0 sends to each of the others what it does not have.
-    round_s = payload * (1 + (count - 1) ** 2) / link
-    period_s = islands.steps * step_s + round_s
+    rounds_s = [payload * (1 + (count - 1) ** 2) / link for payload in payloads]
+    waits_s = sum(max(0.0, round_s - islands.overlap_steps * step_s) for round_s in rounds_s)
+    period_s = islands.steps * step_s + waits_s
     all_tokens = count * job.tokens_per_step
 
     overlap = find_framework(job.framework).overlap_dp
@@ -137,7 +158,7 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
     others = {"one island alone": one_island, "DDP or HSDP over the link": ddp, "FSDP2 over the link": fsdp2}
     best = max(others, key=lambda name: others[name])
     pays = diloco > GAIN * others[best]
-    enough = math.ceil(round_s * (1 - STALLED) / STALLED / step_s)
+    enough = math.ceil(waits_s * (1 - STALLED) / STALLED / step_s)
     if pays:
         reason = f"DiLoCo is {diloco / others[best]:.2f} times as fast as {best}, the next best way"
     elif best == "one island alone":
@@ -149,10 +170,11 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
     return IslandsVerdict(
         islands=count,
         steps=islands.steps,
-        bytes_per_round=payload,
-        round_s=round_s,
-        stall_fraction=round_s / period_s,
-        bytes_per_token=payload / (islands.steps * job.tokens_per_step),
+        fragments=islands.fragments,
+        bytes_per_round=max(payloads),
+        round_s=max(rounds_s),
+        stall_fraction=waits_s / period_s,
+        bytes_per_token=sum(payloads) / (islands.steps * job.tokens_per_step),
         ddp_bytes_per_token=reduced / job.tokens_per_step,
         host_gib=4.0 * trained * (2 if islands.compression.lossless else 3) / GIB,
         one_island=one_island,
@@ -163,3 +185,13 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
         pays=pays,
         reason=reason,
     )
+
+
+def _fragments(job: Job, trained: int, fragments: int) -> list[int]:
+    """Returns the values of each fragment f: the layers f modulo `fragments`, and in the last one all else."""
+    layers = job.shape.layers
+    if fragments > layers:
+        raise UsageError(f"--island-fragments is {fragments}: the model has {layers} layers; give at most as many")
+    in_layers = job.shape.layers_parameters if job.method == "full" else trained
+    sizes = [in_layers * len(range(fragment, layers, fragments)) // layers for fragment in range(fragments)]
+    return [*sizes[:-1], trained - sum(sizes[:-1])]
