@@ -210,7 +210,10 @@ class DiLoCoCallback(AdapterCallback):
         if running_strategy(adapter.trainer) == "fsdp1":
             raise UsageError("--islands needs FSDP2: convert the config with accelerate to-fsdp2")
         self._part = PartOfParameters(adapter.trainer, self.fragments)
-        layers = max(ISLANDS.gather("islands: layers", self._part.layers))
+        parameters = sum(parameter.numel() for parameter in adapter.trainer.model.parameters())
+        # Of the largest pipeline stage: a number that all ranks have, and of which islands must have the same.
+        held = ISLANDS.gather_numbers("islands: model", [self._part.layers, parameters]).amax(dim=0).tolist()
+        layers, parameters = map(int, held)
         if self.fragments > layers:
             raise UsageError(
                 f"--island_fragments is {self.fragments}: it must be at most the {layers} layers of the model"
@@ -236,7 +239,7 @@ class DiLoCoCallback(AdapterCallback):
         if self._outer is not None:
             self._client = IslandClient(
                 parse_address(self.rendezvous or ""),
-                self._hello(layout, state),
+                self._hello(layout, parameters, state),
                 starts_rendezvous=self.island_rank == 0 and distributed.rank() == 0,
             )
         reply = self._join(_CONNECT_S)
@@ -309,7 +312,7 @@ class DiLoCoCallback(AdapterCallback):
         read_share_of_epoch(kwargs["train_dataloader"], island=self.island_rank, epoch=self._epoch)
         self._epoch += 1
 
-    def _hello(self, layout: str, state: TrainerState) -> dict[str, Any]:
+    def _hello(self, layout: str, parameters: int, state: TrainerState) -> dict[str, Any]:
         assert self._adapter is not None
         assert self._outer is not None
         assert self._replicas is not None
@@ -318,7 +321,7 @@ class DiLoCoCallback(AdapterCallback):
         vocabulary = tokenizer.get_vocab() if isinstance(tokenizer, PreTrainedTokenizerBase) else {}
         terms = {
             "version": __version__,
-            "model": f"{type(trainer.model).__name__} of {sum(p.numel() for p in trainer.model.parameters())}",
+            "model": f"{type(trainer.model).__name__} of {parameters}",
             "tokenizer": _digest(sorted(vocabulary.items())),
             "--islands": self.islands,
             "--island_steps": self.every_steps,

@@ -68,8 +68,9 @@ Read, called, or set once
   the last log, and an island that returns has not taken those of the others. Test: test_islands.py.
 - `_indices` of a `datasets.Dataset`. By: `read_share_of_epoch`. Reason: the dataset of a loader that exists cannot be
   replaced. Test: test_island_data.py.
-- `safe_get_local_fp32_param` and its relatives in `deepspeed.utils` (public). By: island_parameters.py. Reason: the
-  optimizer of ZeRO steps a copy of the parameters. Test: test_islands.py.
+- `safe_get_local_fp32_param` and its relatives in `deepspeed.utils` (public), and `checkpoint_event_prologue` and
+  `checkpoint_event_epilogue` of ZeRO-3's optimizer. By: island_parameters.py. Reason: the optimizer of ZeRO steps a
+  copy of the parameters, and ZeRO-3 keeps small ones gathered. Test: test_island_layouts.py.
 - `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream
   continues. Test: test_stream_position.py.
 - what `Trainer._save_checkpoint` calls (`saving._WRITING_METHODS`), followed call by call. By: TrainerSaving and

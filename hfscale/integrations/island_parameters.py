@@ -85,12 +85,16 @@ class PartOfParameters:
             fragment (`int`, *optional*): number of the fragment; None: all values.
         """
         self._reshard()
+        if self._strategy == "zero3":
+            self._trainer.model_wrapped.optimizer.checkpoint_event_prologue()  # also frees the small ones
         for parameter, part in self._split(flat, fragment):
             local = self._local(parameter)
             value = part.view(local.shape).to(local.device)
             local.copy_(value)
             if self._strategy.startswith("zero"):
                 self._set_master(parameter, value)
+        if self._strategy == "zero3":
+            self._trainer.model_wrapped.optimizer.checkpoint_event_epilogue()  # gathers them again
 
     def _of(self, fragment: int | None) -> list[tuple[str, nn.Parameter]]:
         if fragment is not None:
