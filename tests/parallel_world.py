@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hfscale import ParallelArguments, ParallelTrainer, ScalingCallback
+from hfscale.integrations.strategy import let_fsdp_run_on_cpu
 from hfscale.parallel.weights import build_model
 
 VOCAB, LENGTH = 96, 12
@@ -191,6 +192,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         "seed": 7,
     }
     args = TrainingArguments(**(defaults | job.get("args", {})))
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        let_fsdp_run_on_cpu()
     model = _model_of(job, empty=parallel is not None and bool(job.get("empty")))
     log = _Log()
     data = job.get("data", {})

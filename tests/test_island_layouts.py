@@ -9,6 +9,7 @@ import torch.distributed as dist
 from forked_ranks import run_ranks
 from parallel_world import train
 from ports import free_port
+from transformers import TrainerCallback
 
 from hfscale import DiLoCoCallback
 from hfscale.islands.wire import TOKEN_VARIABLE
@@ -26,13 +27,32 @@ STAGE_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 ONE_RANK = {"batch": 2, "accumulation": 2}
 LAYOUTS = {
     "tp2_pp2": (4, {**ONE_RANK, "parallel": {"tp_size": 2, "pp_size": 2}}, {}),
+    "hsdp": (4, {"batch": 1, "accumulation": 1}, {}),
     "zero2": (2, {"batch": 1, "accumulation": 2}, {"deepspeed": ZERO | {"zero_optimization": {"stage": 2}}}),
     "zero3": (2, {"batch": 1, "accumulation": 2}, {"deepspeed": ZERO | {"zero_optimization": STAGE_3}}),
 }
 ROUNDS = {"one_fragment": (3, 1, 0), "overlapped_fragments": (4, 2, 1)}  # H, P, overlapped steps
 
 
-def run_islands(folder, ranks, job, arguments):
+HSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
+
+
+class IsHsdp(TrainerCallback):
+    """Looks whether the parameters are sharded over two ranks and replicated over two."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Look at the mesh."""
+        assert {parameter.device_mesh.shape for parameter in model.parameters()} == {(2, 2)}
+
+
+def run_islands(folder, ranks, job, arguments, env=None):
     """Train two islands of `ranks` processes in all ways of `ROUNDS`; return their weights by way and island."""
     rendezvous, ports = f"127.0.0.1:{free_port()}", [str(free_port()) for _ in range(2)]
 
@@ -53,7 +73,7 @@ def run_islands(folder, ranks, job, arguments):
                 {
                     **job,
                     "model": model,
-                    "callbacks": [callback],
+                    "callbacks": [*([IsHsdp()] if env else []), callback],
                     "export": str(out),
                     "args": {**common, **arguments, "output_dir": str(out)},
                 }
@@ -62,7 +82,7 @@ def run_islands(folder, ranks, job, arguments):
             dist.barrier()
             dist.destroy_process_group()
 
-    codes = run_ranks(2 * ranks, as_rank, log=folder / "logs", ends_all=False, timeout_s=400.0)
+    codes = run_ranks(2 * ranks, as_rank, log=folder / "logs", env=env, ends_all=False, timeout_s=400.0)
     logs = [(folder / "logs" / f"rank-{number}.log").read_text()[-3000:] for number in range(2 * ranks)]
     assert codes == [0] * 2 * ranks, "\n".join(logs)
     return {name: [weights_of(folder / name / str(island)) for island in range(2)] for name in ROUNDS}
@@ -87,7 +107,7 @@ def test_islands_of_shards_end_with_the_weights_of_islands_of_one_rank(tmp_path,
     monkeypatch.setenv(TOKEN_VARIABLE, "a secret of the tests")
     ranks, job, arguments = LAYOUTS[layout]
     expected = run_islands(tmp_path / "one", 1, ONE_RANK, {})
-    found = run_islands(tmp_path / layout, ranks, job, arguments)
+    found = run_islands(tmp_path / layout, ranks, job, arguments, HSDP if layout == "hsdp" else None)
     for name in ROUNDS:
         assert difference(*expected[name]) == 0.0, name
         assert difference(*found[name]) == 0.0, name
