@@ -23,7 +23,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.compression import Compression
 from hfscale.integrations.strategy import let_fsdp_run_on_cpu, running_strategy
 from hfscale.islands import client as client_module
-from hfscale.islands.client import IslandClient
+from hfscale.islands.client import IslandClient, Reply
 from hfscale.islands.outer import OuterOptimizer
 from hfscale.islands.wire import TOKEN_VARIABLE, Wire, WrongTokenError
 
@@ -112,6 +112,8 @@ def test_with_one_step_and_plain_sgd_two_islands_are_ddp(tmp_path):
         callback = DiLoCoCallback(
             islands=2, island_rank=island, rendezvous=rendezvous, every_steps=1, outer_lr=1.0, outer_momentum=0.0
         )
+        if island == 1:
+            answer_go_twice()
         trained(tmp_path / f"island-{island}", callback, logging_steps=3)
 
     assert run_ranks(2, as_ddp, log=tmp_path / "logs-ddp", env={"EXPECTED": "ddp"}) == [0, 0]
@@ -126,6 +128,12 @@ def test_with_one_step_and_plain_sgd_two_islands_are_ddp(tmp_path):
     assert log[0]["islands/drift"] > 0
     payload = 4 * sum(parameter.numel() for parameter in tiny_model().parameters())
     assert 3 * payload < log[1]["islands/bytes"] < 3 * payload + 3000  # three rounds, and their headers
+
+
+def answer_go_twice():
+    """As if other islands had been ahead twice, and had ended: then this one contributes again."""
+    exchange, answers = IslandClient.exchange, iter([Reply(kind="go", anchor=0)] * 2)
+    IslandClient.exchange = lambda client, *args, **kwargs: next(answers, None) or exchange(client, *args, **kwargs)
 
 
 @pytest.mark.parametrize(("strategy", "env", "fragments"), [("ddp", {}, 1), ("fsdp2", FSDP2, 2)])

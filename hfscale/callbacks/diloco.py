@@ -411,7 +411,7 @@ class DiLoCoCallback(AdapterCallback):
         if pending is None:  # this island trains alone
             return
         reply = self._together("islands: round", pending.run)
-        if reply is not None and reply.kind == "go":  # the islands that were ahead have ended
+        while reply is not None and reply.kind == "go":  # the islands that were ahead have ended
             reply = self._together("islands: round", pending.exchange)
         counts = reply is not None and reply.kind == "round" and self.island_rank in reply.contributors
         if self._outer is not None and not counts:
