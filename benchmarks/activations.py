@@ -20,8 +20,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker  # no public name
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore  # no public way to make a world that is not there
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, masking_utils
@@ -410,6 +414,8 @@ def write(rows: dict[str, list[Row]]) -> None:
 LAYERS = 6
 """Layers of a catalogue model that are run at full width: a period of the pattern of sliding windows. The table's
 bytes are per layer, so that the depth does not change their error."""
+RANKS = 8
+"""Ranks of the counted steps."""
 PEAKS = (
     ("qwen3-1.7b", 2, 4096),
     ("olmo-2-1b", 2, 4096),
@@ -467,34 +473,58 @@ def errors_of(name: str, seq_len: int = 4096) -> dict[str, float]:
     return errors
 
 
-def peak_bytes(config: Any, regime: Regime, recomputed: str, rows: int, seq_len: int) -> int:
-    """Peak of the bytes in use in a step on one GPU, without optimizer states, counted on fake tensors."""
+def peak_bytes(name: str, rows: int, seq_len: int) -> int:
+    """Peak of the bytes in use in a step of a catalogue model under DDP and autocast, with AdamW, counted by torch's
+    `MemTracker` on fake tensors. DDP's buckets hold the gradients, as in recipes/ddp."""
     mode = FakeTensorMode()
-    model = build_fake(config, regime, recomputed, mode)
-    with mode, gpu_kernels():
-        weights = sum(parameter.nbytes for parameter in model.parameters())
-        with LiveBytes() as live:
-            forward(model, regime, rows, seq_len, base=False).backward()
-            return weights + live.peak
+    model = build_fake(catalogue_config(name), "autocast", "none", mode)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        with mode, gpu_kernels():
+            optimizer = torch.optim.AdamW(model.parameters())
+            forward(model, "autocast", 1, 8, base=False).backward()
+            optimizer.step()  # makes its states
+            optimizer.zero_grad()
+            tracker = MemTracker()
+            tracker.track_external(model, optimizer)
+            with tracker:
+                replica = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+                replica.register_comm_hook(None, _without_exchange)
+                ids = torch.zeros(rows, seq_len, dtype=torch.long)
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = replica(input_ids=ids, labels=ids, use_cache=False).loss
+                loss.backward()
+                optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    return int(peak["Total"])
+
+
+def _without_exchange(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook of DDP for a process group without other processes."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def planned_peak_bytes(shape: ModelShape, rows: int, seq_len: int, **changes: Any) -> float:
-    """The planner's peak of the bytes in use on one GPU, without optimizer states and memory that is only reserved.
+    """The planner's peak of the bytes in use under DDP, without memory that is only reserved.
 
     Reserved is also the block of the bf16 logits, which are gone at the loss's peak.
     """
     job = Job(
         shape=shape,
         gpu=accelerator("H100-80GB"),
-        layout=ParallelLayout(),
+        layout=ParallelLayout(dp_replicate=RANKS),
         seq_len=seq_len,
         micro_batch=rows,
-        global_batch=rows,
+        global_batch=rows * RANKS,
         **changes,
     )
     memory = memory_of(job, find_framework("hf"))
     logits = 2 * rows * seq_len * shape.vocab if memory.loss else 0
-    return (allocated_gib(memory) - memory.optimizer) * GIB - logits
+    return allocated_gib(memory) * GIB - logits
 
 
 def measure() -> dict[str, Any]:
@@ -505,7 +535,7 @@ def measure() -> dict[str, Any]:
         print(name, models[name], flush=True)
     peaks = {}
     for name, rows, seq_len in PEAKS:
-        counted = peak_bytes(catalogue_config(name), "autocast", "none", rows, seq_len)
+        counted = peak_bytes(name, rows, seq_len)
         planned = planned_peak_bytes(catalogue_shape(name), rows, seq_len)
         peaks[name] = {
             "sequences": rows,

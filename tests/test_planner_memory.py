@@ -288,10 +288,11 @@ class TestPeak:
         assert found.total == pytest.approx(sum(vars(found).values()))
 
     def test_gradients_of_a_single_micro_batch_do_not_exist_at_its_loss(self):
-        ddp = {"zero": 0, "dp_replicate": 8}
-        assert memory(global_batch=8, **ddp).gradients == 0
-        assert memory(global_batch=16, **ddp).gradients > 0
-        assert memory("megatron", global_batch=8, **ddp).gradients > 0  # its buffer is there from the start
+        alone, ddp = ({"zero": 0, "dp_replicate": ranks, "dp_shard": 1} for ranks in (1, 8))
+        assert memory(global_batch=1, **alone).gradients == 0
+        assert memory(global_batch=2, **alone).gradients > 0
+        assert memory(global_batch=8, **ddp).gradients > 0  # DDP's buckets are there from the start
+        assert memory("megatron", global_batch=8, **ddp).gradients > 0  # and so is Megatron's buffer
         assert memory(global_batch=8).gradients > 0  # shards leave no room that activations could use
 
     def test_the_loss_on_split_logits(self):

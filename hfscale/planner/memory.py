@@ -331,10 +331,11 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
 
     Without a pipeline this moment is the loss of the last micro-batch, the backward pass of the last layer, or that of
     the first layer. At the loss the gradients of a single micro-batch do not exist yet, unless the framework keeps a
-    buffer for them (Megatron) or they are sharded: the memory that the previous step's shards left free is too small
-    to be reused for activations (torchtitan's peaks fall by 16 bytes per parameter and shard from 8 to 128 ranks,
-    gradients included). With a pipeline the rank with most micro-batches in flight or the one with the loss is the
-    fullest.
+    buffer for them (Megatron; DDP, whose buckets stay allocated between steps) or they are sharded: the memory that
+    the previous step's shards left free is too small to be reused for activations (torchtitan's peaks fall by 16 bytes
+    per parameter and shard from 8 to 128 ranks, gradients included). The recipe for DDP stores gradients in the
+    buckets (`gradient_as_bucket_view`); with TRL there are both. With a pipeline the rank with most micro-batches in
+    flight or the one with the loss is the fullest.
     """
     kept, working = kept_and_working(job, framework)
     ends = end_activations(job, framework)
@@ -351,7 +352,10 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
         return _Moment(closing + max(0.0, working - loss), loss, gradients, at_layer, rank=last_rank)
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
-    before = 0.0 if is_allocated_late else gradients
+    is_ddp = framework.name == "hf" and job.zero == 0 and job.layout.world_size > 1 and job.layout.tp == 1
+    buckets = gradients if is_ddp else 0.0
+    gradients += buckets if job.task != "text" else 0.0
+    before = buckets if is_allocated_late else gradients
     moments = [
         _Moment(first * kept + ends, loss, before, at_loss),
         _Moment(first * kept + ends + working, 0.0, before, at_layer, at="last layer's backward pass"),
@@ -360,7 +364,7 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
     if job.task == "dpo" and job.has_reference_pass:
         moments.append(_of_the_reference(job, first * kept, before, at_loss))
     if job.task == "grpo":
-        earlier = gradients if job.generation_rounds > 1 or job.zero in (1, 2) else 0.0
+        earlier = gradients if job.generation_rounds > 1 or job.zero in (1, 2) else buckets
         moments += _of_generation(job, earlier)
         if job.has_reference_pass:
             moments.append(_of_the_reference(job, 0.0, earlier, 0.0))
