@@ -14,7 +14,7 @@ def measure() -> dict[str, Any]:
     """Measures all three."""
     links = {f"{bits}_bits": link(bits) for bits in (32, 4)}
     links["32_bits_overlapped"] = link(32, overlap_steps=40)
-    for overlap, name in ((0, ""), (20, "_overlapped")):
+    for overlap, name in ((0, ""), (8, "_overlapped")):
         for fragments in (1, 4):
             links[f"8_layers_{fragments}_fragments{name}"] = link(32, overlap, fragments, layers=8)
     return summarize(links, quality(), kills())

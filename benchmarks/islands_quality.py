@@ -7,6 +7,7 @@ parallelism averages their gradients, an island trains on its part of them.
 
 import copy
 import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,18 +26,26 @@ WIDTH, LAYERS = 64, 2
 LEARNING_RATE = 1e-3
 WARM_STEPS, STEPS = 500, 1500
 """Steps in one place, which all variants share, and after them."""
-VARIANTS: dict[str, Compression | None] = {
-    "one_island": None,
-    "diloco_32_bits": Compression(),
-    "diloco_4_bits": Compression(bits=4),
-    "diloco_top_k_2_bits": Compression(bits=2, density=64 / 4096),
+VARIANTS: dict[str, tuple[Compression | None, int]] = {  # compression, fragments
+    "one_island": (None, 1),
+    "diloco_32_bits": (Compression(), 1),
+    "diloco_32_bits_2_fragments": (Compression(), 2),
+    "diloco_4_bits": (Compression(bits=4), 1),
+    "diloco_top_k_2_bits": (Compression(bits=2, density=64 / 4096), 1),
 }
 
 
-def quality(*, islands: int = 2, inner_steps: int = 100, seeds: int = 3) -> dict[str, Any]:
+def quality(
+    variants: dict[str, tuple[Compression | None, int]] = VARIANTS,
+    *,
+    islands: int = 2,
+    inner_steps: int = 100,
+    seeds: int = 3,
+) -> dict[str, Any]:
     """Trains every variant with every seed.
 
     Args:
+        variants (`dict`): compression and number of fragments by name.
         islands (`int`): number of islands.
         inner_steps (`int`): steps between two exchanges, H.
         seeds (`int`): number of seeds; a seed determines the initial weights and the order of the rows.
@@ -46,7 +55,7 @@ def quality(*, islands: int = 2, inner_steps: int = 100, seeds: int = 3) -> dict
     """
     torch.set_num_threads(1)
     rows, held_out = read_rows("train"), read_rows("validation")[:1024]
-    losses: dict[str, list[float]] = {name: [] for name in ("warm_start", "ddp", *VARIANTS)}
+    losses: dict[str, list[float]] = {name: [] for name in ("warm_start", "ddp", *variants)}
     for seed in range(seeds):
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
         used = rows[order[: (WARM_STEPS + STEPS) * islands * ROWS]]
@@ -59,9 +68,9 @@ def quality(*, islands: int = 2, inner_steps: int = 100, seeds: int = 3) -> dict
         warm = copy.deepcopy(ddp[0])
         _train(ddp, together[WARM_STEPS:])
         losses["ddp"].append(_evaluate(ddp[0].model, held_out))
-        for name, compression in VARIANTS.items():
+        for name, (compression, fragments) in variants.items():
             trained = [copy.deepcopy(warm) for _ in range(1 if compression is None else islands)]
-            exchange = None if compression is None else _Exchange(trained, compression, inner_steps)
+            exchange = None if compression is None else _Exchange(trained, compression, inner_steps, fragments)
             _train(trained, batches[WARM_STEPS:, : len(trained)], exchange)
             losses[name].append(_evaluate(trained[0].model, held_out))
         print({name: round(found[-1], 4) for name, found in losses.items()}, flush=True)
@@ -118,30 +127,46 @@ def _train(islands: list[_Island], batches: Tensor, exchange: "_Exchange | None"
     for step, rows in enumerate(batches, 1):
         for island, own in zip(islands, rows, strict=True):
             island.step(own)
-        if exchange is not None and step % exchange.inner_steps == 0:
-            exchange()
+        if exchange is not None:
+            exchange(step, is_last=step == len(batches))
 
 
 class _Exchange:
     """The outer step: the published constants of DiLoCo (arXiv 2311.08105), or with top-k those of SparseLoCo."""
 
-    def __init__(self, islands: list[_Island], compression: Compression, inner_steps: int) -> None:
-        self.inner_steps = inner_steps
-        self._models = [island.model for island in islands]
+    def __init__(self, islands: list[_Island], compression: Compression, inner_steps: int, fragments: int) -> None:
+        self._inner_steps = inner_steps
+        self._fragments = fragments
         lr, momentum = (OUTER_LR, OUTER_MOMENTUM) if compression.density is None else (1.0, 0.0)
-        anchor = parameters_to_vector(self._models[0].parameters()).detach()
-        self._outer = [
-            OuterOptimizer(anchor.clone(), lr=lr, momentum=momentum, compression=compression) for _ in islands
-        ]
+        self._members = [_fragments_of(island.model, fragments) for island in islands]
+        vectors = [parameters_to_vector(fragment).detach() for fragment in self._members[0]]
+        sizes = [vector.numel() for vector in vectors]
+        flags: dict[str, Any] = {"lr": lr, "momentum": momentum, "compression": compression, "sizes": sizes}
+        self._outer = [OuterOptimizer(torch.cat(vectors), **flags) for _ in islands]
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        pairs = zip(self._outer, self._models, strict=True)
-        sent = [outer.pseudo_gradient(parameters_to_vector(model.parameters())) for outer, model in pairs]
-        for outer, model in zip(self._outer, self._models, strict=True):
+    def __call__(self, step: int, *, is_last: bool) -> None:
+        """Exchange the fragment that is due after a step, if one is."""
+        due, before = (number * self._fragments // self._inner_steps for number in (step, step - 1))
+        if due == before and not is_last:
+            return
+        fragment = None if is_last else (due - 1) % self._fragments
+        parameters = [[*chain(*one)] if fragment is None else one[fragment] for one in self._members]
+        pairs = zip(self._outer, parameters, strict=True)
+        sent = [outer.pseudo_gradient(parameters_to_vector(own), fragment) for outer, own in pairs]
+        for outer, own in zip(self._outer, parameters, strict=True):
             outer.step([bytearray(payload.numpy()) for payload in sent])
             # A copy: the parameters become views of the vector, and training must not change the anchor.
-            vector_to_parameters(outer.anchor.clone(), model.parameters())
+            vector_to_parameters(outer.anchor_of(fragment).clone(), own)
+
+
+def _fragments_of(model: Any, fragments: int) -> list[list[nn.Parameter]]:
+    """Returns the parameters of each fragment, as `DiLoCoCallback` divides them."""
+    members: list[list[nn.Parameter]] = [[] for _ in range(fragments)]
+    for name, parameter in model.named_parameters():
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        members[numbers[0] % fragments if numbers else -1].append(parameter)
+    return members
 
 
 @torch.no_grad()
