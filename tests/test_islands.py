@@ -454,11 +454,14 @@ class Skips(TrainerCallback):
 
 @pytest.mark.parametrize(("bits", "fragments"), [(32, 1), (4, 2)])
 def test_islands_resume_with_their_outer_state(tmp_path, bits, fragments):
-    """Two runs of six steps and one of twelve end with equal weights, also where error feedback is carried over."""
+    """Two runs of six steps and one of twelve end with equal weights, also where error feedback is carried over.
+
+    With another number of fragments the outer optimizer starts from scratch.
+    """
     saving = {"save_strategy": "steps", "save_steps": 6}
 
     def train(island, rendezvous):
-        def callbacks():
+        def callbacks(fragments=fragments):
             flags = {"every_steps": 4, "fragments": fragments, "compression": Compression(bits=bits)}
             spot = SpotCheckpointCallback(cloud=None, asynchronous=False)
             return spot, DiLoCoCallback(islands=2, island_rank=island, rendezvous=rendezvous, **flags)
@@ -469,12 +472,16 @@ def test_islands_resume_with_their_outer_state(tmp_path, bits, fragments):
         assert (checkpoint / "islands_outer_0.safetensors").is_file()
         verify(checkpoint)
         trained(folder / "resumed", *callbacks(), max_steps=12, resume_from_checkpoint=str(checkpoint), **saving)
+        trained(folder / "other", *callbacks(3 - fragments), max_steps=9, resume_from_checkpoint=str(checkpoint))
 
     codes, logs = run_islands(tmp_path, train)
     assert codes == [0, 0], logs
     for island in range(2):
         expected = parameters_of(tmp_path / str(island) / "uninterrupted")
         assert largest_difference(parameters_of(tmp_path / str(island) / "resumed"), expected) == 0.0
+    assert largest_difference(*[parameters_of(tmp_path / str(island) / "other") for island in range(2)]) == 0.0
+    reason = f"the outer optimizer starts anew: --island_fragments was {fragments} and is {3 - fragments}"
+    assert all(reason in text for text in logs), logs
 
 
 def test_a_run_of_two_islands_continues_with_three(tmp_path):
