@@ -422,5 +422,5 @@ def test_a_plan_takes_half_the_cpu_time_of_importing_torch(argv):
         after = psutil.Process().cpu_times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    planned = min(cpu_s("-m", "hfscale", "plan", *argv) for _ in range(3))
-    assert planned <= 0.5 * min(cpu_s("-c", "import torch") for _ in range(3))
+    planned = min(cpu_s("-m", "hfscale", "plan", *argv) for _ in range(2))
+    assert planned <= 0.5 * min(cpu_s("-c", "import torch") for _ in range(2))
