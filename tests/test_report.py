@@ -184,9 +184,9 @@ class TestPrediction:
         ("slower", "shares", "assumption"),
         [
             (1.0, {}, "within 10%"),
-            (0.5, {}, "rates of computation"),
-            (0.5, {"scaling/data_wait_fraction": 0.5}, "waits for data"),
-            (0.5, {"scaling/comm_fraction": 0.5}, "overlap of communication"),
+            (0.5, {}, "computation takes"),
+            (0.5, {"scaling/data_wait_fraction": 0.5}, "waiting for data takes"),
+            (0.5, {"scaling/comm_fraction": 0.5}, "exposed communication takes"),
         ],
     )
     def test_the_assumption_that_was_off_is_named(self, tmp_path, slower, shares, assumption):

@@ -18,6 +18,8 @@ from hfscale.report.run_data import Run
 CLOSE = 0.1
 """Relative error up to which an estimate is as good as it is expected to be: about its median error against published
 runs (docs/planner.md)."""
+LOCAL = "local-"
+"""How the names of rows begin that were measured on a machine of the user."""
 _SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev")
 
 
@@ -82,14 +84,17 @@ class Prediction:
             return f"the speed was estimated within {CLOSE:.0%}, the usual error of the estimates"
         predicted = self.predicted_s
         part = max(predicted, key=lambda name: abs(self.measured_s[name] - predicted[name]))
-        seconds = f"{self.measured_s[part]:.3g} s per step instead of {predicted[part]:.3g} s"
+        instead = f"takes {self.measured_s[part]:.3g} s per step instead of {predicted[part]:.3g} s"
+        gpu = self.estimate.job.gpu.name
+        is_measured = gpu.startswith(LOCAL)
+        correct = "hfscale tune measures it again" if is_measured else "hfscale tune corrects it for this machine"
+        row = f"the row {gpu}, measured before," if is_measured else f"the row {gpu}"
         return {
-            "computation": f"the assumed rates of computation were off: it takes {seconds} (hfscale tune corrects the "
-            "rates of this machine)",
-            "communication": f"the assumed bandwidth or overlap of communication was off: exposed communication takes "
-            f"{seconds} (hfscale tune corrects the links of this machine)",
-            "bubble": f"the assumed balance of the pipeline was off: its bubble takes {seconds}",
-            "data wait": f"the estimate assumes that no step waits for data, and waiting takes {seconds}",
+            "computation": f"computation {instead}: the rates of {row} do not hold for this run ({correct})",
+            "communication": f"exposed communication {instead}: the bandwidth of {row} or the assumed overlap does "
+            f"not hold for this run ({correct})",
+            "bubble": f"the bubble of the pipeline {instead}: the estimate assumes stages of equal duration",
+            "data wait": f"waiting for data {instead}: the estimate assumes that no step waits for it",
         }[part]
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,7 +217,7 @@ def _accelerator(device: str) -> Accelerator:
     known = match_device_name(device)
     name = "cpu" if device.startswith("cpu") else known.name if known is not None else device
     try:
-        return find_accelerator(f"local-{name}")
+        return find_accelerator(f"{LOCAL}{name}")
     except UnknownHardwareError:
         if known is None:
             raise UnknownHardwareError(
