@@ -14,6 +14,8 @@ def measure() -> dict[str, Any]:
     """Measures all three."""
     links = {f"{bits}_bits": link(bits) for bits in (32, 4)}
     links["32_bits_overlapped"] = link(32, overlap_steps=40)
+    links |= {f"{islands}_islands": link(32, islands=islands) for islands in (3, 4)}
+    links["2_islands_of_2_ranks"] = link(32, ranks=2)
     for overlap, name in ((0, ""), (8, "_overlapped")):
         for fragments in (1, 4):
             links[f"8_layers_{fragments}_fragments{name}"] = link(32, overlap, fragments, layers=8)

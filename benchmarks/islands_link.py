@@ -1,4 +1,4 @@
-"""Trains two islands, one of which has a line of 10 Mbit/s, and measures bytes and waiting.
+"""Trains islands, all but the first of which have a line of 10 Mbit/s, and measures bytes and waiting.
 
 `python -m benchmarks.islands_link --island 0 --rendezvous 127.0.0.1:29600 --bits 4` is one island.
 """
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,37 +49,53 @@ class _Rows(Dataset[dict[str, Any]]):
         return {"input_ids": row, "labels": row}
 
 
-def link(bits: int, overlap_steps: int = 0, fragments: int = 1, layers: int = LAYERS) -> dict[str, Any]:
-    """Trains two islands, of which number 1 reaches the rendezvous through a link of 10 Mbit/s.
+def link(
+    bits: int,
+    overlap_steps: int = 0,
+    fragments: int = 1,
+    *,
+    layers: int = LAYERS,
+    islands: int = 2,
+    ranks: int = 1,
+) -> dict[str, Any]:
+    """Trains islands, of which all but number 0 reach the rendezvous through a link of 10 Mbit/s of their own.
 
     Args:
         bits (`int`): bits per value of the exchange.
         overlap_steps (`int`): steps that train while a round exchanges.
         fragments (`int`): parts of the parameters that have rounds in turn.
         layers (`int`): layers of the model.
+        islands (`int`): number of islands.
+        ranks (`int`): processes of an island, under DDP; they share its batch.
 
     Returns:
-        `dict`: what island 1 has measured, the bytes that the link has passed, and what DDP would send.
+        `dict`: what island 1 has measured, the bytes that its link has passed, and what DDP would send.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
-    with SlowLink(address, LINK_BIT_S / 8) as line:
-        flags = {"bits": bits, "overlap": overlap_steps, "fragments": fragments, "layers": layers}
-        islands = [_start(number, port, flags) for number, port in enumerate((address[1], line.port))]
-        outputs = [island.communicate(timeout=1500)[0] for island in islands]
-        if any(island.returncode for island in islands):
+    flags = {"bits": bits, "overlap": overlap_steps, "fragments": fragments, "layers": layers, "islands": islands}
+    with ExitStack() as stack:
+        lines = [stack.enter_context(SlowLink(address, LINK_BIT_S / 8)) for _ in range(1, islands)]
+        ports = [address[1], *(line.port for line in lines)]
+        started = [_start(number, port, flags, ranks) for number, port in enumerate(ports)]
+        outputs = [island[0].communicate(timeout=1500)[0] for island in started]
+        if any(rank.wait(60) for island in started for rank in island):
             raise RuntimeError(f"an island has failed: {outputs}")
-        passed = line.bytes_up
+        passed = lines[0].bytes_up
     found = [
         json.loads(next(text for text in output.splitlines() if text.startswith(_PREFIX)).removeprefix(_PREFIX))
         for output in outputs
     ]
     slow = found[1]
-    # An all-reduce in a ring of two sends 2 * (2 - 1) / 2 of the fp32 gradients per rank and step (computed).
-    ddp = 4 * slow["parameters"] / slow["tokens_per_step"]
-    measured = ddp_bytes_per_step(layers) / slow["tokens_per_step"]
+    # An all-reduce in a ring of K sends 2 (K - 1) / K of the fp32 gradients per rank and step (computed). Measured are
+    # two ranks, which send them once.
+    ring = 2 * (islands - 1) / islands
+    ddp = ring * 4 * slow["parameters"] / slow["tokens_per_step"]
+    measured = ring * ddp_bytes_per_step(layers) / slow["tokens_per_step"]
     return {
         **{name: value for name, value in slow.items() if name != "digest"},
+        "islands": islands,
+        "ranks": ranks,
         "bits": bits,
         "overlap_steps": overlap_steps,
         "fragments": fragments,
@@ -88,8 +105,8 @@ def link(bits: int, overlap_steps: int = 0, fragments: int = 1, layers: int = LA
         "ddp_bytes_per_token_computed": ddp,
         "ddp_bytes_per_token_measured": measured,
         "times_fewer_than_ddp": measured * slow["tokens"] / passed,
-        "ddp_step_on_the_link_s_computed": 4 * slow["parameters"] / (LINK_BIT_S / 8),
-        "equal_parameters": found[0]["digest"] == slow["digest"],
+        "ddp_step_on_the_link_s_computed": ring * 4 * slow["parameters"] / (LINK_BIT_S / 8),
+        "equal_parameters": len({one["digest"] for one in found}) == 1,
     }
 
 
@@ -139,17 +156,26 @@ def _sent_over_tcp(descriptor: str) -> int:
     return int.from_bytes(info[_BYTES_ACKED : _BYTES_ACKED + 8], sys.byteorder)
 
 
-def _start(number: int, port: int, flags: dict[str, int]) -> "subprocess.Popen[str]":
+def _start(number: int, port: int, flags: dict[str, int], ranks: int) -> list["subprocess.Popen[str]"]:
+    """Starts the processes of an island; the first one prints the result."""
     arguments = ["--island", str(number), "--rendezvous", f"127.0.0.1:{port}"]
     for name, value in flags.items():
         arguments += [f"--{name}", str(value)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.islands_link", *arguments],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, TOKEN_VARIABLE: "benchmark", "OMP_NUM_THREADS": "1"},
-    )
+    env = {**os.environ, TOKEN_VARIABLE: "benchmark", "OMP_NUM_THREADS": "1"}
+    if ranks > 1:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.islands_link", *arguments],
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
+            text=True,
+            env=env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+        )
+        for rank in range(ranks)
+    ]
 
 
 def main() -> None:
@@ -161,6 +187,7 @@ def main() -> None:
     parser.add_argument("--overlap", type=int, default=0)
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--islands", type=int, default=2)
     parser.add_argument("--ddp", action="store_true")
     asked = parser.parse_args()
     if asked.ddp:
@@ -169,7 +196,7 @@ def main() -> None:
         send_result({"bytes_per_step": (counter.sent[1] - counter.sent[0]) / 20})
         return
     callback = DiLoCoCallback(
-        islands=2,
+        islands=asked.islands,
         island_rank=asked.island,
         rendezvous=asked.rendezvous,
         every_steps=INNER_STEPS,
@@ -179,7 +206,10 @@ def main() -> None:
     )
     sent = _count_bytes_of_rounds()
     log_every = INNER_STEPS // max(2, asked.fragments)  # one round in each log at most
-    trainer, seconds = _train(callback, asked.layers, steps=ROUNDS * INNER_STEPS, log_every=log_every)
+    rows = ROWS // int(os.environ.get("WORLD_SIZE", "1"))
+    trainer, seconds = _train(callback, asked.layers, steps=ROUNDS * INNER_STEPS, log_every=log_every, rows=rows)
+    if trainer.args.process_index > 0:  # the first rank of the island exchanges, and reports
+        return
     logs = [row for row in trainer.state.log_history if "islands/drift" in row]
     row_tokens = len(trainer.train_dataset[0]["input_ids"])
     waited = sum(row["islands/round_s"] for row in logs)
@@ -217,13 +247,15 @@ def _count_bytes_of_rounds() -> list[int]:
     return sent
 
 
-def _train(callback: TrainerCallback, layers: int, *, steps: int, log_every: int) -> tuple[Trainer, float]:
+def _train(
+    callback: TrainerCallback, layers: int, *, steps: int, log_every: int, rows: int = ROWS
+) -> tuple[Trainer, float]:
     set_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder,
             max_steps=steps,
-            per_device_train_batch_size=ROWS,
+            per_device_train_batch_size=rows,
             learning_rate=1e-3,
             logging_steps=log_every,
             save_strategy="no",
