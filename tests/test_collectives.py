@@ -163,7 +163,7 @@ def test_an_exchange_within_an_agreed_block_is_refused():
 
 
 @pytest.mark.world(5)
-@pytest.mark.parametrize("largest", [2, 512])
+@pytest.mark.parametrize("largest", [2, tree.LARGEST_GROUP])
 def test_a_tree_of_groups_exchanges_what_one_group_exchanges(tmp_path, largest):
     """Five ranks in groups of three and two, whose leaders are 0 and 3."""
 
@@ -192,7 +192,7 @@ def test_a_tree_of_groups_exchanges_what_one_group_exchanges(tmp_path, largest):
             fail_on(0)
         with pytest.raises(StorageError, match="full"):
             TRAINING.distribute("nothing", None, lambda _: fail_on(0))
-        assert TRAINING._tree._depth == (1 if largest == 512 else 2)
+        assert TRAINING._tree._depth == (2 if largest == 2 else 1)
 
     codes, texts = in_ranks(values, tmp_path, ranks=5)
     assert codes == [0] * 5, texts

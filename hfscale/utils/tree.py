@@ -3,7 +3,9 @@
 A gloo group connects each of its ranks with every other one. Over 16,384 ranks that would be 16,384 open connections
 in each process, and 48 TB of addresses that the store of the launcher would have to send. Up to `LARGEST_GROUP` ranks
 one group is used. Beyond, consecutive ranks form groups of about the square root of their number; the first rank of
-each is its leader, and the leaders form a group: at 16,384 ranks each process has at most 254 connections.
+each is its leader, and the leaders form a group: at 16,384 ranks each process has at most 254 connections. A training
+has up to four trees, one for each `Channel`. Beyond `LARGEST_GROUP` ranks they have fewer connections together than
+one group of all ranks would have; up to there, at most 252.
 """
 
 import math
@@ -20,8 +22,9 @@ import torch.distributed as dist
 
 from hfscale.errors import HealthError
 
-LARGEST_GROUP = 512
-"""Number of ranks up to which one group connects all."""
+LARGEST_GROUP = 64
+"""Number of ranks up to which one group connects all. Every channel has a tree: with larger groups the connections of
+all of them together would be those of several groups of all ranks."""
 _SPARE_FILES = 256
 """Open files that a process needs apart from the connections of the tree."""
 _LENGTH_BYTES = 8
