@@ -3,11 +3,13 @@
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from ports import free_port
 
 from hfscale.errors import HealthError, UsageError
+from hfscale.islands import wire
 from hfscale.islands.client import IslandClient
 from hfscale.islands.rendezvous import Rendezvous, listen
 from hfscale.islands.wire import _GREETING, _RANDOM_BYTES, TOKEN_VARIABLE, Wire
@@ -115,3 +117,23 @@ def test_islands_with_one_anchor_at_different_steps_meet_at_the_later_one(monkey
     assert [(reply.kind, reply.anchor, reply.contributors) for reply in ahead] == [("round", 4, (0, 1))]
     number = 0 if first == 2 else 1  # of the island that was behind
     assert ahead[0].payloads == {number: bytes([10 + number])}
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_dropped(monkeypatch):
+    monkeypatch.setattr(wire, "SILENCE_S", 1.0)
+    listener = listen("127.0.0.1", 0)
+    dropped = threading.Event()
+
+    def serve():
+        with pytest.raises(OSError, match=""):
+            Wire(listener.accept()[0], TOKEN, is_server=True)
+        dropped.set()
+
+    threading.Thread(target=serve, daemon=True).start()
+    with socket.create_connection(listener.getsockname()) as client:
+        for number in range(len(_GREETING) + _RANDOM_BYTES - 1):  # the last byte is never sent
+            if dropped.wait(0.25):
+                break
+            with suppress(OSError):
+                client.sendall((_GREETING + bytes(_RANDOM_BYTES))[number : number + 1])
+        assert dropped.is_set()

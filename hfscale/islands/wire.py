@@ -10,6 +10,7 @@ import json
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -54,11 +55,17 @@ class Wire:
             for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.settimeout(SILENCE_S)
+        # Bounds the whole challenge: one that sends a byte now and then would pass the time-out of each call.
+        limit = threading.Timer(SILENCE_S, self.close)
+        limit.daemon = True
+        limit.start()
         try:
             self._authenticate(token.encode(), is_server=is_server)
         except BaseException:
             connection.close()
             raise
+        finally:
+            limit.cancel()
 
     def _authenticate(self, token: bytes, *, is_server: bool) -> None:
         own = secrets.token_bytes(_RANDOM_BYTES)
