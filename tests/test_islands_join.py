@@ -125,9 +125,10 @@ def test_a_client_that_sends_a_byte_now_and_then_is_dropped(monkeypatch):
     dropped = threading.Event()
 
     def serve():
-        with pytest.raises(OSError, match=""):
+        try:
             Wire(listener.accept()[0], TOKEN, is_server=True)
-        dropped.set()
+        except OSError:
+            dropped.set()
 
     threading.Thread(target=serve, daemon=True).start()
     with socket.create_connection(listener.getsockname()) as client:
