@@ -15,7 +15,7 @@ from conftest import REPOSITORY
 from forked_ranks import run_ranks
 from tiny import tiny_trainer
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import TrainerCallback
 
 from hfscale import CommHealthCallback, ScalingCallback, SpotCheckpointCallback
@@ -224,6 +224,42 @@ def test_the_checkpoint_of_a_tree_is_that_of_torch(tmp_path):
 
     codes, texts = in_ranks(write, tmp_path, ranks=5)
     assert codes == [0] * 5, texts
+
+
+@pytest.mark.world(4)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_nodes_that_hold_the_same_shards_write_the_same_files(tmp_path):
+    """Two nodes of two ranks; a replica on each node, and shards over both nodes."""
+
+    def write():
+        whole = torch.arange(33.0)
+        replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        sharded = {
+            "hsdp": distribute_tensor(whole, replicated, [Replicate(), Shard(0)]),
+            "fsdp": distribute_tensor(whole, init_device_mesh("cpu", (4,)), [Shard(0)]),
+        }
+        for name, tensor in sharded.items():
+            state = {"tensor": tensor, "same": whole + 1, "step": 3}
+            save_shards(state, tmp_path / f"node-{rank() // 2}" / name, SAVING, ranks_per_node=2)
+
+    codes, texts = in_ranks(write, tmp_path, ranks=4)
+    assert codes == [0] * 4, texts
+    for name, of_second in {
+        "hsdp": ["__0_0.distcp", "__1_0.distcp"],
+        "fsdp": ["__2_0.distcp", "__3_0.distcp"],
+    }.items():
+        first, second = (tmp_path / node / name for node in ("node-0", "node-1"))
+        assert sorted(path.name for path in first.glob("__*")) == ["__0_0.distcp", "__1_0.distcp"]
+        assert sorted(path.name for path in second.glob("__*")) == of_second
+        for path in second.glob("__*"):
+            if name == "hsdp":
+                assert path.read_bytes() == (first / path.name).read_bytes()
+            path.rename(first / path.name)
+        loaded = {"tensor": torch.zeros(33), "same": torch.zeros(33), "step": 0}
+        dcp.load(loaded, checkpoint_id=first, no_dist=True)
+        assert loaded["tensor"].equal(torch.arange(33.0))
+        assert loaded["same"].equal(torch.arange(33.0) + 1)
+        assert loaded["step"] == 3
 
 
 def test_a_limit_of_open_files_that_is_too_low_is_raised_or_named():

@@ -113,9 +113,10 @@ class TestBlame:
 
     def test_the_first_exception_and_not_those_that_it_caused(self):
         gone = "RuntimeError: Connection closed by peer"
-        (((rank,), text),) = blamed(snap(error=gone), snap(error="ValueError: a bad batch"), snap(error=gone))
-        assert rank == 1
-        assert "a bad batch" in text
+        given = {0: snap(error=gone), 1: snap(error="ValueError: a bad batch"), 2: snap(error=gone)}
+        (found,) = diagnose(3, HOSTS, given)
+        assert (found.ranks, found.check) == ((1,), "exception")
+        assert "a bad batch" in found.message
 
 
 def test_a_snapshot_survives_json():

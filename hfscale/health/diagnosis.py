@@ -315,7 +315,8 @@ def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, 
     if failed:
         own = {rank: error for rank, error in failed.items() if not _is_caused_by_a_peer(error)}
         fix = "see its log for the traceback"
-        return [blame(rank, f"failed: {error}", fix) for rank, error in sorted((own or failed).items())]
+        raised = sorted((own or failed).items())
+        return [rank_error("exception", rank, hosts, f"failed: {error}", fix) for rank, error in raised]
     if any(snap.occupation for snap in snapshots.values()):
         return []
     waiting = {rank: snap.waiting for rank, snap in snapshots.items() if snap.waiting is not None}

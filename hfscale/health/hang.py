@@ -253,7 +253,7 @@ class HangWatchdog(threading.Thread):
             time.sleep(_SAVE_POLL_S)
         link = connect()
         if link is not None:
-            reason = f"hang: {'; '.join(map(str, self.findings))}"
+            reason = f"{self.findings[0].check}: {'; '.join(map(str, self.findings))}"
             link.ending(_EXIT_CODE, reason=reason, hosts=blamed_hosts(self.findings))
         os._exit(_EXIT_CODE)
 

@@ -234,7 +234,7 @@ class TrainerSaving:
                 trainer.store_flos()
                 if not elsewhere:
                     _note_best(trainer, run_dir)
-            write, write_collectively = self._capture()
+            write, write_collectively = self._capture(processes_on_this_host() if elsewhere else None)
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         return self._job(run_dir, begun, write=write, write_collectively=write_collectively, error=failed)
@@ -261,8 +261,11 @@ class TrainerSaving:
     def _writes_own_model(self) -> bool:
         return any(name in _MODEL_METHODS for name in self._own_methods)
 
-    def _capture(self) -> tuple[Callable[[Path], None], Callable[[Path], None] | None]:
+    def _capture(self, ranks_per_node: int | None) -> tuple[Callable[[Path], None], Callable[[Path], None] | None]:
         """Copy what the next step changes.
+
+        Args:
+            ranks_per_node (`int`, *optional*): as for `save_shards`.
 
         Returns:
             The function that writes this rank's copies into a folder, and the one, if there is one, that all ranks
@@ -274,11 +277,11 @@ class TrainerSaving:
         names = parameter_names(trainer) if saves else None
         files = trainer.checkpoint_files() if is_parallel_trainer(trainer) and saves else {}
         live = self._live_state()
-        write_collectively = self._fsdp.take() if self._fsdp is not None else None
+        write_collectively = self._fsdp.take(ranks_per_node) if self._fsdp is not None else None
         write_saved_tensors = take_tensors(self._adapter.saved_tensors) if full else None
         copied = self._snapshot.take(live)
         if _SHARDS in copied:
-            write_collectively = partial(_write_shards, copied[_SHARDS])
+            write_collectively = partial(_write_shards, copied[_SHARDS], ranks_per_node)
 
         def write(folder: Path) -> None:
             if "model" in copied:
@@ -421,10 +424,10 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     return f"{readers[0]}.on_save may read the checkpoint" if readers else None
 
 
-def _write_shards(copied: dict[str, dict[str, Any]], folder: Path) -> None:
+def _write_shards(copied: dict[str, dict[str, Any]], ranks_per_node: int | None, folder: Path) -> None:
     """Write the shards as torch's distributed checkpoints; every rank must call it."""
     for name, tensors in copied.items():
-        save_shards(tensors, folder / name, SAVING)
+        save_shards(tensors, folder / name, SAVING, ranks_per_node=ranks_per_node)
 
 
 def own_methods(trainer: Trainer) -> list[str]:

@@ -297,8 +297,11 @@ class FsdpSnapshot:
         """Return the host memory in bytes that the next snapshot would allocate on this rank."""
         return self._snapshot.bytes_to_allocate(self._live())
 
-    def take(self) -> Callable[[Path], None]:
+    def take(self, ranks_per_node: int | None) -> Callable[[Path], None]:
         """Copy the shards, and return the function that writes the copy. Every rank must call both.
+
+        Args:
+            ranks_per_node (`int`, *optional*): as for `save_shards`.
 
         Returns:
             `Callable`: to be called with the folder of the checkpoint, before the next `take`.
@@ -307,7 +310,7 @@ class FsdpSnapshot:
 
         def write(folder: Path) -> None:
             for key, name in _FSDP_PARTS.items():
-                save_shards({key: copied[key]}, folder / f"{name}_0", SAVING)
+                save_shards({key: copied[key]}, folder / f"{name}_0", SAVING, ranks_per_node=ranks_per_node)
 
         return write
 

@@ -97,7 +97,9 @@ def dcp_errors() -> Iterator[None]:
         raise cause from None
 
 
-def save_shards(state: Mapping[str, Any], folder: Path, channel: Channel) -> None:
+def save_shards(
+    state: Mapping[str, Any], folder: Path, channel: Channel, *, ranks_per_node: int | None = None
+) -> None:
     """Write a distributed checkpoint of what all ranks hold, as `torch.distributed.checkpoint.save` writes it.
 
     torch's function exchanges the ranks' plans over one process group, in which gloo connects each rank with every
@@ -108,6 +110,9 @@ def save_shards(state: Mapping[str, Any], folder: Path, channel: Channel) -> Non
         state (`Mapping[str, Any]`): this rank's part: nested dictionaries of tensors, DTensors and plain values.
         folder (`Path`): the new checkpoint.
         channel (`Channel`): connects the ranks. Every rank must call it.
+        ranks_per_node (`int`, *optional*): `folder` is another one on each node, and a node has so many ranks. If each
+            node holds the same (HSDP with one replica per node), each writes all of it, in files of the same names and
+            content; the first one has the metadata.
 
     Raises:
         Exception: as `Channel.agreed`, on all ranks: a file cannot be written, for example.
@@ -115,15 +120,19 @@ def save_shards(state: Mapping[str, Any], folder: Path, channel: Channel) -> Non
     is_first = distributed.rank() == 0
     planner, storage = DefaultSavePlanner(), filesystem.FileSystemWriter(folder)
     metadata: Metadata | None = None
+    writers: int | None = None  # ranks that together write everything; None: all
     with channel.agreed("save: plan"):
         planner.set_up_planner(dict(state), storage.storage_meta(), is_first)
         storage.set_up_storage_writer(is_first)
         own = storage.prepare_local_plan(planner.create_local_plan())
 
     def plan_of_each_rank(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return storage.prepare_global_plan(plans)
+        nonlocal metadata, writers
+        if ranks_per_node is not None and _are_repeated(plans, ranks_per_node):
+            writers = ranks_per_node
+        copies = len(plans) // writers if writers else 1
+        plans, metadata = planner.create_global_plan(plans[:writers])
+        return storage.prepare_global_plan(plans) * copies
 
     plan = channel.distribute("save: plans", own, plan_of_each_rank)
     with channel.agreed("save: shards"):
@@ -131,10 +140,16 @@ def save_shards(state: Mapping[str, Any], folder: Path, channel: Channel) -> Non
 
     def finish(results: list[list[WriteResult]]) -> list[None]:
         assert metadata is not None
-        storage.finish(metadata, results)
+        storage.finish(metadata, results[:writers])
         return [None] * len(results)
 
     channel.distribute("save: metadata", written, finish)
+
+
+def _are_repeated(plans: list[SavePlan], period: int) -> bool:
+    """Return whether each rank holds what the rank `period` before it holds."""
+    held = [{item.index for item in plan.items} for plan in plans]
+    return len(held) % period == 0 and held[period:] == held[:-period]
 
 
 def save_refs(folder: Path, tree: Mapping[str, Any]) -> None:
