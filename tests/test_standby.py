@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
+from ports import free_port
 
 from hfscale.recovery.run_memory import RunMemory
 from hfscale.recovery.standby import Standby, launcher_of
@@ -104,6 +105,34 @@ def test_a_failure_under_a_standby_launcher_is_that_of_a_usual_one(tmp_path, how
         assert "RuntimeError: bad luck" in reasons
     if how == "early":  # the standby process may be the reason
         assert "hfscale.recovery.standby" not in seen["seen-2-0"]["launcher"]
+
+
+@pytest.mark.faults
+@pytest.mark.world(2)
+def test_each_of_two_nodes_has_a_standby_launcher(tmp_path):
+    rendezvous, master = (str(free_port()) for _ in range(2))
+    running = []
+    for node in ("0", "1"):
+        memory = tmp_path / f"memory-{node}"
+        memory.mkdir()
+        torchrun = [str(BIN / "torchrun"), "--nnodes", "2", "--node-rank", node, "--nproc-per-node", "1"]
+        torchrun += ["--master-addr", "127.0.0.1", "--master-port", master, str(SCRIPT), str(tmp_path), "done"]
+        options = ["--memory-dir", str(memory), "--nodes", "2", "--node-rank", node]
+        options += ["--rendezvous", f"127.0.0.1:{rendezvous}"]
+        command = [sys.executable, "-m", "hfscale", "run", *options, "--", *torchrun]
+        env = os.environ | {"HFSCALE_RUN_TOKEN": "secret"}
+        running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [process.communicate(timeout=280)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], errors
+    for rank in (0, 1):
+        launchers = [
+            json.loads((tmp_path / f"seen-{launch}-{rank}.json").read_text())["launcher"] for launch in (0, 1)
+        ]
+        assert ["hfscale.recovery.standby" in launcher for launcher in launchers] == [False, True]
 
 
 @pytest.mark.faults

@@ -1,6 +1,6 @@
 """Run by a launcher in the tests of `hfscale.recovery.standby`: records what this process is, and ends as it is told.
 
-standby_rank_script.py FOLDER HOW: the first launch kills one rank after the standby process has started.
+standby_rank_script.py FOLDER HOW: the first launch kills rank 0 when each node has a standby process.
 """
 
 import atexit
@@ -38,7 +38,7 @@ seen = {
 }
 (folder / f"seen-{restarts}-{rank}.json").write_text(json.dumps(seen))
 if restarts == 0:
-    if rank == 0:
+    if os.environ["LOCAL_RANK"] == "0":
         import_module("torch.distributed.run")  # the standby process imports it too
         link.memory.write_imports()
         link.say("stepped", step=1)
@@ -46,6 +46,10 @@ if restarts == 0:
         while how != "none" and not any(
             "hfscale.recovery.standby" in child.cmdline() for child in launcher.parent().children()
         ):
+            time.sleep(0.05)
+        (folder / f"standby-{rank}").touch()
+    if rank == 0:
+        while len(list(folder.glob("standby-*"))) < int(os.environ["GROUP_WORLD_SIZE"]):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
