@@ -35,7 +35,11 @@ logger = get_logger(__name__)
 MAX_COST = 0.01
 """Share of the step time that snapshots may cost on average."""
 SLOTS = 2
-"""Snapshots that need to fit: the newest, and the one that is being written."""
+"""Snapshots that need to fit: the newest, and the one that is being written.
+
+On several nodes a node's part and its replica are at most one snapshot, and the complete one from which a launch has
+resumed is deleted before the second snapshot after it is taken.
+"""
 _FIRST_AFTER_STEPS = 3  # the first steps are slower than the others, and the step time must be known
 _MAX_FIRST_INTERVAL = 10  # the first snapshot also allocates its buffers, so its time says little about the next
 _REMEMBERED_STEPS = 50
@@ -144,7 +148,6 @@ class MemorySnapshots(CopiedWithoutRun):
             own["bytes"] = saving.expected_bytes()
             own["held"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             own["free"] = min(available_bytes(), shutil.disk_usage(self._link.memory.folder).free)
-        own["slots"] = SLOTS if self._nodes == 1 else SLOTS + 1  # a launch resumes from one that is complete
         return TRAINING.combine("memory snapshots", own, _first_reason)
 
     def _why_not(self, saving: TrainerSaving) -> str | None:
@@ -309,9 +312,8 @@ def _first_reason(ranks: list[dict[str, Any]]) -> str | None:
     reason: str | None = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
     if reason is not None:
         return reason
-    slots = ranks[0]["slots"]
-    wanted = slots * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
+    wanted = SLOTS * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
     free = min(rank["free"] for rank in ranks)
     if wanted <= SHARE_OF_FREE_MEMORY * free:
         return None
-    return f"{slots} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free"
+    return f"{SLOTS} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free"
