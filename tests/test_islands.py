@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -342,6 +343,7 @@ def test_an_island_that_dies_and_returns_ends_with_the_weights_of_the_other(tmp_
                 folder,
                 SpotCheckpointCallback(cloud=None, asynchronous=False),
                 DiLoCoCallback(**flags),
+                train_dataset=NotesReads(folder / "read"),
                 **saving,
                 **resumed,
             )
@@ -360,7 +362,22 @@ def test_an_island_that_dies_and_returns_ends_with_the_weights_of_the_other(tmp_
     assert largest_difference(parameters_of(tmp_path / "0"), parameters_of(tmp_path / "1")) == 0.0
     log = json.loads((tmp_path / "0" / "log.json").read_text())
     assert {row["islands/contributors"] for row in log if "islands/contributors" in row} == {1, 2}
-    assert "has taken the parameters of another one" in logs[1]
+    step = int(re.search(r"has taken the parameters of another one, of step (\d+)", logs[1])[1])
+    samples = 2 * step  # its data continue there, and not at the checkpoint
+    assert int((tmp_path / "1" / "read").read_text().split()[0]) == 2 * (samples % 32) + (1 + samples // 32) % 2
+
+
+class NotesReads(RandomTokens):
+    """Writes the numbers of the samples that are read."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def __getitem__(self, index):
+        with self.path.open("a") as file:
+            file.write(f"{index}\n")
+        return super().__getitem__(index)
 
 
 def test_a_rendezvous_that_is_killed_is_started_again_and_the_islands_end_equal(tmp_path):

@@ -18,7 +18,7 @@ from hfscale import __version__
 from hfscale.errors import CheckpointError, HealthError, UsageError
 from hfscale.facts.compression import Compression
 from hfscale.integrations.frames import resumed_from
-from hfscale.integrations.island_data import island_share, read_share_of_epoch
+from hfscale.integrations.island_data import continue_data_at, island_share, read_share_of_epoch
 from hfscale.integrations.island_parameters import PartOfParameters
 from hfscale.integrations.snapshots import outer_state_name
 from hfscale.integrations.strategy import running_strategy
@@ -248,9 +248,11 @@ class DiLoCoCallback(AdapterCallback):
                 f"--island_rendezvous {self.rendezvous}: the connection was lost at the start: start again"
             )
         if reply.kind == "state":
+            before = state.global_step
             self._take_state(reply, state)
             if state.global_step >= state.max_steps:  # Trainer takes one step before it looks; it is undone there
                 state.global_step = state.max_steps - 1
+            self._continue_data(before, state)
         logger.info(
             "island %d of %d: a round of %s every %d steps; the global batch of %d sequences is that of this island, "
             "and the learning rate follows it",
@@ -260,6 +262,31 @@ class DiLoCoCallback(AdapterCallback):
             self.every_steps,
             global_batch_size(adapter.trainer),
         )
+
+    def _continue_data(self, before: int, state: TrainerState) -> None:
+        """Read on where the steps of this island are now: what it has read before it ended is not read again."""
+        assert self._adapter is not None
+        trainer, step = self._adapter.trainer, state.global_step
+        steps, samples = steps_per_epoch(trainer), global_batch_size(trainer)
+        if step <= before:
+            return
+        epoch = continue_data_at(
+            trainer.callback_handler.train_dataloader,
+            step,
+            before=before // steps * steps if trainer.args.ignore_data_skip and steps else before,
+            steps_per_epoch=steps,
+            samples_per_step=samples,
+            accumulation=trainer.args.gradient_accumulation_steps,
+        )
+        if epoch is not None:
+            self._epoch = epoch
+        else:
+            logger.warning(
+                "the data of this island continue at step %d and not at step %d: up to %d samples are read again",
+                before,
+                step,
+                (step - before) * samples,
+            )
 
     def _restore(self, state: TrainerState) -> None:
         """Restore the outer state of a checkpoint, if training resumes from one that has it on all ranks."""
