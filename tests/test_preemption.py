@@ -239,13 +239,13 @@ def test_the_rank_that_died_first_is_named_and_not_one_that_left_because_of_it()
 def test_sigterm_before_training_ends_the_process_once_another_rank_of_its_launcher_is_dead():
     """The launcher has waited for the dead rank, so that nothing of it is left."""
     rank = (
-        "import os, signal; from hfscale.preemption import PeerWatch, siblings, watch_signals\n"
-        "watch_signals(whole_process=True)\n"
-        "PeerWatch(siblings()).start()\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "print('ready', flush=True)\n"
-        "import time; time.sleep(4.5); print('alive', flush=True)\n"
-        "time.sleep(600)\n"
+        "import os, signal, time; from hfscale.recipe.entrypoint import run\n"
+        "def main():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(4.5); print('alive', flush=True)\n"
+        "    time.sleep(120)\n"
+        "run(main)\n"
     )
     launcher = (
         "import os, subprocess, sys\n"
