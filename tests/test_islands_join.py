@@ -138,3 +138,40 @@ def test_a_client_that_sends_a_byte_now_and_then_is_dropped(monkeypatch):
             with suppress(OSError):
                 client.sendall((_GREETING + bytes(_RANDOM_BYTES))[number : number + 1])
         assert dropped.is_set()
+
+
+def test_a_round_needs_the_quorum_and_waits_for_a_late_island_until_the_deadline(monkeypatch):
+    """The late one learns that its contribution does not count; it takes part in the next round."""
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    listener = listen("127.0.0.1", 0)
+    rendezvous = Rendezvous(TOKEN)
+    threading.Thread(target=rendezvous.serve, args=(listener,), daemon=True).start()
+    has_passed, is_closed = threading.Event(), threading.Event()
+    all_joined = threading.Barrier(3)
+
+    def run(island):
+        terms = {"islands": 3, "quorum": 2, "deadline_s": 0.2}
+        client = IslandClient(listener.getsockname()[:2], hello(island) | terms)
+        client.join(anchor=0, digest="", timeout_s=60.0)
+        all_joined.wait()
+        if island > 0:
+            has_passed.wait()
+        if island == 2:
+            is_closed.wait(30.0)
+        first = client.exchange(100, anchor=0, payload=bytes([island]))
+        is_closed.set()
+        all_joined.wait()
+        client._hello["deadline_s"] = 60.0
+        second = client.exchange(200, anchor=first.anchor, payload=bytes([island]))
+        client.leave()
+        return first.contributors, second.contributors
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(run, island) for island in range(3)]
+        while rendezvous._round is None or not rendezvous._round.complete:
+            threading.Event().wait(0.01)
+        threading.Event().wait(1.0)  # five times the deadline
+        is_open = rendezvous._round is not None
+        has_passed.set()
+        assert is_open  # one contribution of a quorum of two
+        assert [one.result() for one in found] == [((0, 1), (0, 1, 2))] * 3
