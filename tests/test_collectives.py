@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import TrainerCallback
 
 from hfscale import CommHealthCallback, ScalingCallback, SpotCheckpointCallback
+from hfscale.checkpoint import writer
 from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
 from hfscale.errors import HealthError, StorageError, UsageError
 from hfscale.utils import collectives, tree
-from hfscale.utils.collectives import DEBUG_VARIABLE, SAVING, TRAINING
+from hfscale.utils.collectives import DEBUG_VARIABLE, SAVING, START, TRAINING
 from hfscale.utils.distributed import rank
 
 
@@ -262,6 +264,26 @@ def test_nodes_that_hold_the_same_shards_write_the_same_files(tmp_path):
         assert loaded["step"] == 3
 
 
+@pytest.mark.world(2)
+def test_a_start_and_a_save_may_take_hours(tmp_path):
+    """Rank 0 reads 2 TB in 33 minutes at 1 GB/s while the others wait; torch's own limit is 30 minutes."""
+
+    def values():
+        for channel in (START, SAVING):
+            channel.open()
+            (level,) = channel._tree._levels
+            limit = level.group._get_backend(torch.device("cpu")).options._timeout
+            assert limit == channel.timeout >= timedelta(hours=2)
+
+    codes, texts = in_ranks(values, tmp_path)
+    assert codes == [0, 0], texts
+
+
+def test_the_connections_of_four_trees_fit_in_1024_open_files():
+    """That is the usual limit of a process; two groups over all ranks exceed it from about 400 ranks."""
+    assert 4 * (tree.LARGEST_GROUP - 1) + tree._SPARE_FILES <= 1024
+
+
 def test_a_limit_of_open_files_that_is_too_low_is_raised_or_named():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -377,6 +399,28 @@ def test_an_error_of_one_rank_in_a_save_is_raised_on_all(tmp_path, when):
         )  # fmt: skip
         with pytest.raises(StorageError, match=r"on rank 1: .*No space left on device"):
             CheckpointWriter().run(job)
+
+    codes, texts = in_ranks(save, tmp_path)
+    assert codes == [0, 0], texts
+
+
+@pytest.mark.world(2)
+def test_one_rank_lists_the_files_of_a_save_and_each_hashes_its_own(tmp_path, monkeypatch):
+    """Where every rank lists all of them, 1,024 ranks make 6.3 million requests to the storage for one save."""
+    listed, hashed = [], []
+    list_files, record = writer.checkpoint_files, writer._record
+    monkeypatch.setattr(writer, "checkpoint_files", lambda folder: (listed.append(1), list_files(folder))[1])
+    monkeypatch.setattr(writer, "_record", lambda folder, names: (hashed.extend(names), record(folder, names))[1])
+
+    def save():
+        CheckpointWriter().run(
+            CheckpointJob(
+                run_dir=tmp_path / "out", step=1, strategy="fsdp2", global_batch_size=1, commits=rank() == 0,
+                write=lambda folder: (folder / f"rng_state_{rank()}.pth").write_bytes(b"state"),
+            )
+        )  # fmt: skip
+        assert bool(listed) == (rank() == 0)
+        assert hashed == [f"rng_state_{rank()}.pth"]
 
     codes, texts = in_ranks(save, tmp_path)
     assert codes == [0, 0], texts
