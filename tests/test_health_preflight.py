@@ -246,6 +246,12 @@ class RecordedStore:
         return recorded
 
 
+@pytest.mark.parametrize("ranks", [1024, 16_384])
+def test_the_polls_of_all_ranks_are_fewer_than_the_store_can_answer(ranks):
+    """A store answers about 87,000 requests per second; each rank makes a few at every poll."""
+    assert ranks / RankStore(dist.HashStore(), 0, ranks).poll_s <= 87_000 / 8
+
+
 def test_one_rank_reads_the_notes_and_all_learn_the_verdict(monkeypatch):
     """One rank's clock is wrong. Where each rank reads all notes, the work grows with the square of the ranks."""
     monkeypatch.setattr(preflight, "describe_rank", control_plane._describe_rank)
