@@ -425,7 +425,7 @@ class TestFailure:
             global_batch_size=4,
             commits=True,
             write_collectively=functools.partial(
-                trainer_saving._write_shards, {"dcp": {"weight": torch.ones(100_000)}}
+                trainer_saving._write_shards, {"dcp": {"weight": torch.ones(100_000)}}, None
             ),
         )
         writer = CheckpointWriter()

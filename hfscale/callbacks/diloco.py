@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -24,7 +23,7 @@ from hfscale.integrations.snapshots import outer_state_name
 from hfscale.integrations.strategy import running_strategy
 from hfscale.integrations.trainer import AdapterCallback, TrainerAdapter
 from hfscale.integrations.trainer_state import global_batch_size, jump_to, saved_state, steps_per_epoch
-from hfscale.islands.client import IslandClient, Reply, own_token, parse_address
+from hfscale.islands.client import IslandClient, Reply, on_thread, own_token, parse_address
 from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
 from hfscale.utils import distributed
 from hfscale.utils.collectives import ISLANDS, Replicas
@@ -430,7 +429,7 @@ class DiLoCoCallback(AdapterCallback):
         exchange = partial(IslandClient.exchange, step=state.global_step, anchor=self._anchor, payload=payload)
         self._pending = _Pending(step=state.global_step, fragment=fragment, exchange=exchange)
         if in_background and self._client is not None:
-            self._pending.reply = _in_background(partial(exchange, self._client))
+            self._pending.reply = on_thread(partial(exchange, self._client))
 
     def _end_round(self, state: TrainerState) -> None:
         """Wait for the exchange of the round, and take its result."""
@@ -593,20 +592,6 @@ class DiLoCoCallback(AdapterCallback):
         }
         self._logged_at, self._logged_bytes, self._stall_s, self._keys_of_round = now, sent, 0.0, {}
         return keys
-
-
-def _in_background(exchange: Callable[[], Reply]) -> "Future[Reply]":
-    """Call it on a thread that does not keep the process alive."""
-    future: Future[Reply] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(exchange())
-        except BaseException as error:  # it is raised where the result is read
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="hfscale-island", daemon=True).start()
-    return future
 
 
 def _digest(value: Any) -> str:

@@ -4,7 +4,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,3 +258,24 @@ def start_rendezvous(address: tuple[str, int]) -> None:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+
+def on_thread(exchange: Callable[[], Reply]) -> "Future[Reply]":
+    """Call a function on a thread that does not keep the process alive.
+
+    Args:
+        exchange (`Callable`): called without arguments.
+
+    Returns:
+        `Future`: what it returned, or the error that it raised.
+    """
+    future: Future[Reply] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(exchange())
+        except BaseException as error:  # it is raised where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="hfscale-island", daemon=True).start()
+    return future

@@ -149,6 +149,7 @@ class _Ranks:
         self._what = what
         self._prepares_here = store.rank  # the rank that runs the block before this one
         self._neighbours: dict[int, psutil.Process] = {}  # processes of this machine
+        self._dead_at_once: int | None = None
         self._beats: dict[int, tuple[int, float]] = {}  # the last sign of life of other machines, and its time
 
     def meet(self, probe: Path) -> None:
@@ -166,6 +167,8 @@ class _Ranks:
             process = find_process(other) if rank != self.rank else None
             if process is not None:
                 self._neighbours[rank] = process
+            elif rank in node and rank != self.rank and other["host"] == socket.gethostname():
+                self._dead_at_once = rank  # it wrote where it runs, and has died since then
             elif rank != self.rank and local_rank == 0 and other["first"]:
                 self._beats[rank] = (0, time.monotonic())
         self._prepares_here = 0 if (probe.parent / places[0]["probe"]).exists() else first
@@ -211,6 +214,8 @@ class _Ranks:
             raise HealthError(reason)
 
     def _dead(self) -> str | None:
+        if self._dead_at_once is not None:
+            return f"rank {self._dead_at_once} has died"
         for rank, process in self._neighbours.items():
             if not is_alive(process):
                 return f"rank {rank} has died"
