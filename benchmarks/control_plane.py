@@ -45,6 +45,8 @@ RANKS = (1024, 4096, 16384)
 PER_NODE = 8
 HANGS = 100
 """Number of diagnoses, and of hangs of up to 1,024 ranks; fewer of more, since one machine plays them all."""
+MOST_RANKS_THAT_POLL = 1024
+"""Most ranks of the protocol in which all poll the store for a minute."""
 KINDS_OF_HANG = ("late", "other", "dead")
 LOGS = 5
 LOGGED = (
@@ -97,7 +99,10 @@ def _over_store(ranks: int) -> dict[str, dict[str, float]]:
 def _run_protocols(ranks: int, results: Any) -> None:
     simulated = SimulatedRanks(ranks)
     figures: dict[str, dict[str, float]] = {}
-    for name, body in (("preflight", _preflight_rank), ("stuck_rank", _stuck_rank)):
+    protocols = {"preflight": _preflight_rank}
+    if ranks <= MOST_RANKS_THAT_POLL:
+        protocols["stuck_rank"] = _stuck_rank
+    for name, body in protocols.items():
         ended = simulated.run(name, body)
         figures[name] = {
             "seconds": round(max(at for _, at in ended), 1),

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import RECIPE, REPOSITORY, accelerate_launch
+from forked_ranks import run_ranks
 from tiny import tiny_trainer
 
 from hfscale.errors import UsageError
-from hfscale.recipe.compression import compress_gradients
+from hfscale.recipe.compression import compress_gradients, store_gradients_in_buckets
 
 WORKER = REPOSITORY / "tests" / "workers" / "compression.py"
 
@@ -57,6 +59,18 @@ def test_topk_loses_no_gradient(results):
     torch.testing.assert_close(torch.tensor(sent["arrived"]) + kept, given, atol=1e-5, rtol=0)
     assert sent["nonzero"][0] == 50  # the uncompressed step
     assert all(5 <= count <= 10 for count in sent["nonzero"][1:])  # each rank's own tenth of 50
+
+
+@pytest.mark.world(2)
+def test_gradients_are_views_of_the_buckets(tmp_path):
+    def train():
+        trainer = tiny_trainer(tmp_path / "out")
+        store_gradients_in_buckets(trainer)
+        trainer.train()
+        assert trainer.model_wrapped.gradient_as_bucket_view
+        dist.destroy_process_group()
+
+    assert run_ranks(2, train, log=tmp_path / "log") == [0, 0]
 
 
 def test_without_ddp_it_is_refused(tmp_path):

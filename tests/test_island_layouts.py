@@ -1,14 +1,11 @@
 """Islands whose ranks hold shards exchange rank by rank, and end where islands of one rank do."""
 
 import json
-import os
 
 import pytest
 import safetensors.torch
-import torch.distributed as dist
-from forked_ranks import run_ranks
 from parallel_world import train
-from ports import free_port
+from test_islands import largest_difference, run_islands
 from transformers import TrainerCallback
 
 from hfscale import DiLoCoCallback
@@ -52,17 +49,10 @@ class IsHsdp(TrainerCallback):
         assert {parameter.device_mesh.shape for parameter in model.parameters()} == {(2, 2)}
 
 
-def run_islands(folder, ranks, job, arguments, env=None):
+def run_all_ways(folder, ranks, job, arguments, env=None):
     """Train two islands of `ranks` processes in all ways of `ROUNDS`; return their weights by way and island."""
-    rendezvous, ports = f"127.0.0.1:{free_port()}", [str(free_port()) for _ in range(2)]
 
-    def as_rank():
-        island, rank = divmod(int(os.environ["RANK"]), ranks)
-        os.environ.update(MASTER_PORT=ports[island], RANK=str(rank), LOCAL_RANK=str(rank))
-        os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-        if ranks == 1:
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-                del os.environ[name]
+    def train_island(island, rendezvous):
         for name, (every, fragments, overlap) in ROUNDS.items():
             flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
             callback = DiLoCoCallback(**flags, every_steps=every, fragments=fragments, overlap_steps=overlap)
@@ -78,13 +68,9 @@ def run_islands(folder, ranks, job, arguments, env=None):
                     "args": {**common, **arguments, "output_dir": str(out)},
                 }
             )
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
 
-    codes = run_ranks(2 * ranks, as_rank, log=folder / "logs", env=env, ends_all=False, timeout_s=400.0)
-    logs = [(folder / "logs" / f"rank-{number}.log").read_text()[-3000:] for number in range(2 * ranks)]
-    assert codes == [0] * 2 * ranks, "\n".join(logs)
+    codes, logs = run_islands(folder, train_island, ranks=ranks, env=env, timeout_s=400.0)
+    assert codes == [0] * 2 * ranks, "\n".join(log[-3000:] for log in logs)
     return {name: [weights_of(folder / name / str(island)) for island in range(2)] for name in ROUNDS}
 
 
@@ -98,17 +84,13 @@ def weights_of(folder):
     return weights
 
 
-def difference(first, second):
-    return max((first[name] - second[name]).abs().max().item() for name in first)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_islands_of_shards_end_with_the_weights_of_islands_of_one_rank(tmp_path, monkeypatch, layout):
     monkeypatch.setenv(TOKEN_VARIABLE, "a secret of the tests")
     ranks, job, arguments = LAYOUTS[layout]
-    expected = run_islands(tmp_path / "one", 1, ONE_RANK, {})
-    found = run_islands(tmp_path / layout, ranks, job, arguments, HSDP if layout == "hsdp" else None)
+    expected = run_all_ways(tmp_path / "one", 1, ONE_RANK, {})
+    found = run_all_ways(tmp_path / layout, ranks, job, arguments, HSDP if layout == "hsdp" else None)
     for name in ROUNDS:
-        assert difference(*expected[name]) == 0.0, name
-        assert difference(*found[name]) == 0.0, name
-        assert difference(expected[name][0], found[name][0]) < 1e-5, name
+        assert largest_difference(*expected[name]) == 0.0, name
+        assert largest_difference(*found[name]) == 0.0, name
+        assert largest_difference(expected[name][0], found[name][0]) < 1e-5, name

@@ -83,7 +83,7 @@ def largest_difference(first, second):
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
-def run_islands(folder, train, *, islands=2, ranks=1, env=None):
+def run_islands(folder, train, *, islands=2, ranks=1, env=None, timeout_s=240.0):
     """Call `train(island, rendezvous)` on each rank of each island; return the exit codes and the output by island."""
     rendezvous, ports = f"127.0.0.1:{free_port()}", [str(free_port()) for _ in range(islands)]
 
@@ -99,7 +99,7 @@ def run_islands(folder, train, *, islands=2, ranks=1, env=None):
             dist.barrier()
             dist.destroy_process_group()
 
-    codes = run_ranks(islands * ranks, as_island, log=folder / "logs", env=env, ends_all=False, timeout_s=240.0)
+    codes = run_ranks(islands * ranks, as_island, log=folder / "logs", env=env, ends_all=False, timeout_s=timeout_s)
     logs = [(folder / "logs" / f"rank-{number}.log").read_text() for number in range(islands * ranks)]
     return codes, logs
 

@@ -333,8 +333,8 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
     the first layer. At the loss the gradients of a single micro-batch do not exist yet, unless the framework keeps a
     buffer for them (Megatron; DDP, whose buckets stay allocated between steps) or they are sharded: the memory that
     the previous step's shards left free is too small to be reused for activations (torchtitan's peaks fall by 16 bytes
-    per parameter and shard from 8 to 128 ranks, gradients included). The recipe for DDP stores gradients in the
-    buckets (`gradient_as_bucket_view`); with TRL there are both. With a pipeline the rank with most micro-batches in
+    per parameter and shard from 8 to 128 ranks, gradients included). The recipes store gradients in the
+    buckets (`gradient_as_bucket_view`). With a pipeline the rank with most micro-batches in
     flight or the one with the loss is the fullest.
     """
     kept, working = kept_and_working(job, framework)
@@ -354,7 +354,6 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
     is_ddp = framework.name == "hf" and job.zero == 0 and job.layout.world_size > 1 and job.layout.tp == 1
     buckets = gradients if is_ddp else 0.0
-    gradients += buckets if job.task != "text" else 0.0
     before = buckets if is_allocated_late else gradients
     moments = [
         _Moment(first * kept + ends, loss, before, at_loss),

@@ -1,4 +1,4 @@
-"""Gradient compression for slow networks, by a communication hook of DDP.
+"""How DDP stores and sends gradients; compression for slow networks, by a communication hook.
 
 | name | sent per gradient element | error |
 |---|---|---|
@@ -48,6 +48,15 @@ def check_compression(method: str, *, is_ddp: bool, use_cpu: bool) -> None:
     if method in ("bf16", "powersgd") and use_cpu:
         # On gloo torch refuses bf16, and the collectives that PowerSGD chains in callbacks change their order.
         raise UsageError(f"--gradient_compression {method} needs GPUs (torch's hook is for NCCL): give fp16 or topk")
+
+
+def store_gradients_in_buckets(trainer: "Trainer") -> None:
+    """Let DDP store gradients in its buckets instead of in a second copy: 4 bytes less per trained parameter.
+
+    Args:
+        trainer (`Trainer`): call it before `train()`. Without DDP it has no effect.
+    """
+    trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
 
 
 def compress_gradients(

@@ -148,8 +148,7 @@ class _Ranks:
         self._store = store
         self._what = what
         self._prepares_here = store.rank  # the rank that runs the block before this one
-        self._neighbours: dict[int, psutil.Process] = {}  # processes of this machine
-        self._dead_at_once: int | None = None
+        self._neighbours: dict[int, psutil.Process | None] = {}  # processes of this machine; None: it is dead already
         self._beats: dict[int, tuple[int, float]] = {}  # the last sign of life of other machines, and its time
 
     def meet(self, probe: Path) -> None:
@@ -164,12 +163,12 @@ class _Ranks:
         node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         places = {rank: self._note(rank) for rank in (range(store.world_size) if self.rank == 0 else {0, *node})}
         for rank, other in places.items():
-            process = find_process(other) if rank != self.rank else None
-            if process is not None:
+            if rank == self.rank:
+                continue
+            process = find_process(other)
+            if process is not None or (rank in node and other["host"] == socket.gethostname()):
                 self._neighbours[rank] = process
-            elif rank in node and rank != self.rank and other["host"] == socket.gethostname():
-                self._dead_at_once = rank  # it wrote where it runs, and has died since then
-            elif rank != self.rank and local_rank == 0 and other["first"]:
+            elif local_rank == 0 and other["first"]:
                 self._beats[rank] = (0, time.monotonic())
         self._prepares_here = 0 if (probe.parent / places[0]["probe"]).exists() else first
 
@@ -214,10 +213,8 @@ class _Ranks:
             raise HealthError(reason)
 
     def _dead(self) -> str | None:
-        if self._dead_at_once is not None:
-            return f"rank {self._dead_at_once} has died"
         for rank, process in self._neighbours.items():
-            if not is_alive(process):
+            if process is None or not is_alive(process):
                 return f"rank {rank} has died"
         now = time.monotonic()
         for rank, (last, since) in self._beats.items():

@@ -25,6 +25,7 @@ from hfscale.recipe.arguments import (
     scaling_callback,
 )
 from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.compression import store_gradients_in_buckets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
 from hfscale.recipe.islands import island_callbacks
 from hfscale.recipe.layout import finish_on_cpu
@@ -108,6 +109,7 @@ def main():
         )
     use_compact_progress(trainer)
     finish_on_cpu(trainer)
+    store_gradients_in_buckets(trainer)
 
     if is_finished(trainer, checkpoint):
         return
