@@ -3,8 +3,8 @@
 `python -m benchmarks control_plane --ranks 1024,4096,16384`
 
 It runs the code of the package; only what ranks would measure or write (times of steps, positions in collectives, the
-content of files) is given. The exchange of a log runs over real gloo groups: the group of rank 0 and the group of the
-leaders, which have the most to do; each of their ranks is a process, and the times are each process's own CPU time.
+content of files) is given. The exchange of a log runs over real gloo groups: those of rank 0, which has the most to
+do. Each of their ranks is a process, and the times are each process's own CPU time.
 
 The protocols over the launcher's store (pre-flight, hang alarm) run on all ranks in simulated time
 (`benchmarks.simulated_ranks`): real requests, answers and CPU times, as if every rank had a core of its own. Not
@@ -15,11 +15,10 @@ import gc
 import json
 import os
 import random
-import socket
 import statistics
 import tempfile
-import threading
 import time
+from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.simulated_ranks import SimulatedRanks
+from benchmarks.simulated_ranks import SimulatedRanks, StoreProcess
 from hfscale.callbacks.comm_health import PREFLIGHT_DEADLINE_S
 from hfscale.checkpoint import writer
 from hfscale.checkpoint.manifest import FileRecord, Manifest
@@ -39,14 +38,12 @@ from hfscale.health.diagnosis import Position, Snapshot, diagnose
 from hfscale.health.local_time import KEPT_STEPS
 from hfscale.health.monitor import Monitor
 from hfscale.health.rank_store import RankStore
-from hfscale.utils.tree import Level, Tree
+from hfscale.utils.tree import Level, Tree, groups_of_levels
 
 RANKS = (1024, 4096, 16384)
 PER_NODE = 8
 HANGS = 100
-"""Number of diagnoses, and of hangs of up to 1,024 ranks; fewer of more, since one machine plays them all."""
-MOST_RANKS_THAT_POLL = 1024
-"""Most ranks of the protocol in which all poll the store for a minute."""
+"""Number of diagnoses, and of hangs."""
 KINDS_OF_HANG = ("late", "other", "dead")
 LOGS = 5
 LOGGED = (
@@ -73,7 +70,7 @@ def measure(ranks: tuple[int, ...] = RANKS) -> dict[str, Any]:
         results[number] = {
             **_over_store(number),
             "diagnosis": _diagnoses(number),
-            "log": _log(number),
+            **_groups(number),
             "save": _save(number),
             "verification": _verification(number),
         }
@@ -99,10 +96,7 @@ def _over_store(ranks: int) -> dict[str, dict[str, float]]:
 def _run_protocols(ranks: int, results: Any) -> None:
     simulated = SimulatedRanks(ranks)
     figures: dict[str, dict[str, float]] = {}
-    protocols = {"preflight": _preflight_rank}
-    if ranks <= MOST_RANKS_THAT_POLL:
-        protocols["stuck_rank"] = _stuck_rank
-    for name, body in protocols.items():
+    for name, body in {"preflight": _preflight_rank, "stuck_rank": _stuck_rank}.items():
         ended = simulated.run(name, body)
         figures[name] = {
             "seconds": round(max(at for _, at in ended), 1),
@@ -116,28 +110,28 @@ def _run_protocols(ranks: int, results: Any) -> None:
 def _hangs(simulated: SimulatedRanks) -> dict[str, float]:
     """Let ranks hang, each time because of another one: it is late, in another collective, or dead."""
     draw = random.Random(0)  # noqa: S311
-    hangs = min(HANGS, HANGS * 1024 // simulated.number)
     right, seconds = 0, []
-    for number in range(hangs):
+    for number in range(HANGS):
         guilty, kind = draw.randrange(simulated.number), KINDS_OF_HANG[number % len(KINDS_OF_HANG)]
         ended = simulated.run(f"hang {number}", partial(_hanging_rank, guilty=guilty, kind=kind, draw=draw))
         right += all(well for well, _ in ended)
         seconds.append(max(at for _, at in ended))
     return {
-        "hangs": hangs,
+        "hangs": HANGS,
         "right_on_all_ranks": right,
         "median_s": round(statistics.median(seconds), 1),
         "longest_s": round(max(seconds), 1),
     }
 
 
-_thread = threading.local()
+_rank: ContextVar[int] = ContextVar("rank")
+"""The rank that runs: each greenlet has a context of its own."""
 _DESCRIBED = preflight.describe_rank({})
 
 
 def _describe_rank(**_: Any) -> dict[str, Any]:
     """Replaces `preflight.describe_rank` in the processes of the simulated ranks."""
-    rank = _thread.rank
+    rank = _rank.get()
     return _DESCRIBED | {"host": f"node-{rank // PER_NODE}", "local_rank": rank % PER_NODE}
 
 
@@ -161,7 +155,7 @@ def _guilty(store: RankStore) -> int:
 def _preflight_rank(store: RankStore) -> bool:
     """A pre-flight in which one rank's clock is wrong; return whether this rank learns of it."""
     preflight.describe_rank, preflight._Checks.start = _describe_rank, _run_checks
-    _thread.rank = store.rank
+    _rank.set(store.rank)
     result = preflight.run(store, preflight.PreflightPlan(device=torch.device("cpu"), deadline_s=PREFLIGHT_DEADLINE_S))
     return [(finding.check, finding.ranks) for finding in result.findings] == [("clock", (_guilty(store),))]
 
@@ -169,7 +163,7 @@ def _preflight_rank(store: RankStore) -> bool:
 def _stuck_rank(store: RankStore) -> bool:
     """A pre-flight in which one rank hangs in its matrix products; return whether this rank learns of it."""
     preflight.describe_rank, preflight._Checks.start = _describe_rank, _get_stuck
-    _thread.rank = store.rank
+    _rank.set(store.rank)
     result = preflight.run(store, preflight.PreflightPlan(device=torch.device("cpu"), deadline_s=PREFLIGHT_DEADLINE_S))
     return [(finding.check, finding.ranks) for finding in result.findings] == [("matmul", (_guilty(store),))]
 
@@ -247,69 +241,90 @@ def _diagnoses(ranks: int) -> dict[str, float]:
     return {"diagnoses": HANGS, "right": right, "cpu_s": round(statistics.median(seconds), 2)}
 
 
-# The exchange of a log
+# The groups of a channel, and the exchange of a log
 
 
-def _log(ranks: int) -> dict[str, float]:
-    """Exchange and judge logs in the groups of rank 0; return the CPU time on rank 0, a leader and a member."""
-    size = next(n for n in range(1, ranks + 1) if n * n >= ranks)
-    leaders = range(0, ranks, size)
-    processes = size + len(leaders) - 1
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _groups(ranks: int) -> dict[str, dict[str, float]]:
+    """Create the groups of rank 0, one of each level, and exchange logs in them.
+
+    `start` has what a channel costs before training: the CPU time of the launcher's store, which connects all groups
+    of the channel one request after the other, the CPU time of rank 0, and its number of connections. `log` has the
+    CPU time of the exchange and judgement of a log on rank 0, and on the others.
+    """
+    layers = groups_of_levels(ranks)
+    of_rank_0 = [groups[0] for groups in layers]
+    members = sorted({rank for group in of_rank_0 for rank in group})
+    store = StoreProcess()
     fork = get_context("fork")
-    results = fork.SimpleQueue()
+    results, step = fork.SimpleQueue(), fork.Barrier(len(members) + 1)
     running = [
-        fork.Process(target=_log_rank, args=(number, processes, size, len(leaders), port, results))
-        for number in range(processes)
+        fork.Process(target=_log_rank, args=(rank, members, of_rank_0, ranks, store.port, step, results))
+        for rank in members
     ]
     for process in running:
         process.start()
+    step.wait()
+    store_s = 0.0
+    for groups in layers:
+        before_s = store.cpu_s()
+        step.wait()  # they create the first group of the level
+        step.wait()
+        store_s += (store.cpu_s() - before_s) * len(groups)
     rows = dict(results.get() for _ in running)
     for process in running:
         process.join(60)
-    members = [rows[number] for number in range(1, size)]
-    others = [rows[number] for number in range(size, processes)]
+    store.close()
     return {
-        "cpu_ms_rank_0": round(rows[0] * 1e3, 1),
-        "cpu_ms_leader": round(statistics.median(others) * 1e3, 1),
-        "cpu_ms_member": round(statistics.median(members) * 1e3, 1),
+        "start": {
+            "store_cpu_s": round(store_s, 2),
+            "cpu_s_rank_0": round(rows[0][0], 2),
+            "connections_rank_0": sum(len(group) - 1 for group in of_rank_0),
+        },
+        "log": {
+            "cpu_ms_rank_0": round(rows[0][1] * 1e3, 1),
+            "cpu_ms_other": round(statistics.median(log_s for rank, (_, log_s) in rows.items() if rank) * 1e3, 1),
+        },
     }
 
 
-def _log_rank(number: int, processes: int, size: int, groups: int, port: int, results: Any) -> None:
-    """Process `number`: the first `size` are the group of rank 0, the others the leaders of the other groups."""
-    # Without it each of hundreds of processes would connect to every other one before the groups are made.
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_GLOO_LAZY_INIT": "1"}
+def _log_rank(
+    rank: int, members: list[int], groups: list[tuple[int, ...]], ranks: int, port: int, step: Any, results: Any
+) -> None:
+    """One of the `members` of the `groups` of rank 0. The ranks below the others are not simulated."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=number, world_size=processes, timeout=timedelta(minutes=5))
-    levels = []
-    of_members, of_leaders = (dist.new_group(ranks) for ranks in ([*range(size)], [0, *range(size, processes)]))
-    if number < size:
-        levels.append(Level(group=of_members, ranks=(0,) * size))
-    if number == 0 or number >= size:
-        levels.append(Level(group=of_leaders, ranks=(0,) * groups, rows=size))
-    tree = Tree(levels, depth=2, world_size=size * groups)
-    monitor = Monitor(hosts=[""] * size * groups)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    # Otherwise the default group would connect all processes.
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    number = members.index(rank)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=len(members), timeout=timedelta(minutes=5))
+    del os.environ["TORCH_GLOO_LAZY_INIT"]
+    dist.barrier()
+    step.wait()
+    levels, rows, connect_s = [], 1, 0.0
+    for group in groups:
+        step.wait()
+        before_s = time.process_time()
+        created = dist.new_group([members.index(member) for member in group])
+        connect_s += time.process_time() - before_s
+        if rank in group:
+            levels.append(Level(group=created, ranks=group, rows=rows))
+        rows *= len(group)
+        step.wait()
+    tree = Tree(levels, depth=len(groups), world_size=ranks)
+    monitor = Monitor(hosts=[""] * ranks)
     row = torch.rand(len(LOGGED) + KEPT_STEPS, dtype=torch.float64) * 0.01 + 1.0
     times = []
     for _ in range(LOGS):
         dist.barrier()
         before_s = time.process_time()
-        if number < size:
-            table = tree.gather_rows(row)
-        else:  # its members are not simulated: it has their rows
-            levels[0].gather_rows(row.repeat(size, 1))
-            table = None
+        table = tree.gather_rows(row) if rank == 0 else levels[0].gather_rows(row.repeat(levels[0].rows, 1))
         verdict = None
-        if number == 0 and table is not None:
+        if rank == 0 and table is not None:
             verdict = json.dumps(monitor._judge(100, LOGGED, table)).encode()
         tree.broadcast_bytes(verdict)
         times.append(time.process_time() - before_s)
-    results.put((number, statistics.median(times[1:])))
+    results.put((rank, (connect_s, statistics.median(times[1:]))))
     dist.barrier()
-    time.sleep(2.0 * (number == 0))  # it has the store, from which the others are still reading
     os._exit(0)
 
 

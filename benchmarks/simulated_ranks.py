@@ -1,17 +1,16 @@
 """Runs the code of thousands of ranks on one machine, with a simulated clock and a real store (discrete events).
 
-Each rank is a thread, and the store a process. Only one thread runs at a time, and the simulated clock moves as it
-would if every rank had a core of its own: a rank's time passes with the CPU time that its thread uses and with what
-it sleeps; the store serves one request after the other, each in the CPU time that its process uses for it, and every
-request takes `NETWORK_S` to arrive and again to return. So the result does not depend on how many cores this machine
-has, or on what else it does. Connecting is not simulated: torch's store looks up the name of each client, which takes
-as long as the machine's name service does.
+Each rank is a greenlet, and the store a process. One rank runs at a time, and the simulated clock moves as it would if
+every rank had a core of its own: a rank's time passes with the CPU time that it uses and with what it sleeps; the
+store serves one request after the other, each in the CPU time that its process uses for it, and every request takes
+`NETWORK_S` to arrive and again to return. So the result does not depend on how many cores this machine has, or on what
+else it does. Connecting is not simulated: torch's store looks up the name of each client, which takes as long as the
+machine's name service does.
 """
 
 import gc
 import heapq
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,6 +19,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch.distributed as dist
+from greenlet import getcurrent, greenlet
 
 from hfscale.health import hang, preflight, rank_store
 from hfscale.health.rank_store import RankStore
@@ -28,7 +28,6 @@ NETWORK_S = 100e-6
 """Time of a request to the store, and of its answer, between two nodes: TCP over Ethernet takes 20 to 100 us."""
 CONNECTIONS = 64
 """Real connections, which the ranks share: one request is sent at a time."""
-_STACK_BYTES = 256 * 1024
 _CPU_CLOCK = 2
 """The kind of clock in the number of a process's clock (CPUCLOCK_SCHED, include/linux/posix-timers_types.h)."""
 
@@ -37,14 +36,15 @@ class Clock:
     """Replaces the module `time` in the modules that ranks run, and lets one rank run at a time."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[float, int, threading.Lock]] = []
+        self._events: list[tuple[float, int, greenlet]] = []
         self._order = count()
-        self._local = threading.local()
-        self._ended = threading.Event()
+        self._loop = getcurrent()
+        self._resumed_at = 0.0
+        self._cpu_s = 0.0
 
     def monotonic(self) -> float:
         """Return the simulated time of the rank that calls it, seconds."""
-        return float(self._local.at + time.thread_time() - self._local.cpu_s)
+        return self._resumed_at + time.thread_time() - self._cpu_s
 
     def time(self) -> float:
         """Return the simulated time; all ranks have the same clock."""
@@ -56,57 +56,56 @@ class Clock:
 
     def sleep_until(self, at: float) -> None:
         """Let other ranks run until the simulated time `at`."""
-        mine = self._local.turn
-        heapq.heappush(self._events, (at, next(self._order), mine))
-        self._run_next(mine)
-        self._local.at, self._local.cpu_s = at, time.thread_time()
+        heapq.heappush(self._events, (at, next(self._order), getcurrent()))
+        self._loop.switch()
 
     def run(self, bodies: Iterable[Callable[[], Any]]) -> list[tuple[Any, float]]:
         """Run a function for each rank from time 0; return what each has returned, and when."""
         results: dict[int, tuple[Any, float]] = {}
-        errors: list[BaseException] = []
 
-        def run_rank(number: int, body: Callable[[], Any], turn: threading.Lock) -> None:
-            turn.acquire()
-            self._local.turn, self._local.at, self._local.cpu_s = turn, 0.0, time.thread_time()
-            try:
-                results[number] = (body(), self.monotonic())
-            except BaseException as error:
-                errors.append(error)
-            self._run_next(None)
+        def run_rank(number: int, body: Callable[[], Any]) -> None:
+            results[number] = (body(), self.monotonic())
 
-        self._ended.clear()
-        threading.stack_size(_STACK_BYTES)
-        threads = []
+        self._loop = getcurrent()
         for number, body in enumerate(bodies):
-            turn = threading.Lock()
-            turn.acquire()
-            heapq.heappush(self._events, (0.0, next(self._order), turn))
-            threads.append(threading.Thread(target=run_rank, args=(number, body, turn)))
-        for thread in threads:
-            thread.start()
+            heapq.heappush(self._events, (0.0, next(self._order), greenlet(partial(run_rank, number, body))))
         gc.collect()
         gc.freeze()  # the collector would charge one rank with the objects of all
-        self._run_next(None)
-        self._ended.wait()
-        for thread in threads:
-            thread.join()
+        while self._events:
+            self._resumed_at, _, rank = heapq.heappop(self._events)
+            self._cpu_s = time.thread_time()
+            rank.switch()  # returns when the rank sleeps or has ended
         gc.unfreeze()
-        if errors:
-            raise errors[0]
         return [results[number] for number in sorted(results)]
 
-    def _run_next(self, mine: "threading.Lock | None") -> None:
-        """Let the rank run whose event is the next; return when it is this rank's turn (`mine`)."""
-        if not self._events:
-            self._ended.set()
-            return
-        _, _, turn = heapq.heappop(self._events)
-        if turn is mine:
-            return
-        turn.release()
-        if mine is not None:
-            mine.acquire()
+
+class StoreProcess:
+    """A process that serves a TCPStore on loopback at `port`."""
+
+    def __init__(self) -> None:
+        context = get_context("fork")
+        ports, self._end = context.SimpleQueue(), context.Event()
+        self._process = context.Process(target=self._serve, args=(ports, self._end))
+        self._process.start()
+        assert self._process.pid is not None
+        self._clock = (~self._process.pid << 3) | _CPU_CLOCK
+        self.port: int = ports.get()
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that the process has used, seconds."""
+        return time.clock_gettime(self._clock)
+
+    def close(self) -> None:
+        """End the process."""
+        self._end.set()
+        self._process.join(60)
+
+    @staticmethod
+    def _serve(ports: Any, end: Any) -> None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ports.put(store.port)
+        end.wait()
+        os._exit(0)
 
 
 class _Requests:
@@ -132,16 +131,11 @@ class SimulatedRanks:
         self.number = number
         self.clock = Clock()
         self._is_free_at = 0.0
-        context = get_context("fork")
-        ports, self._end = context.SimpleQueue(), context.Event()
-        self._process = context.Process(target=_serve, args=(ports, self._end))
-        self._process.start()
-        assert self._process.pid is not None
-        self._store_clock = (~self._process.pid << 3) | _CPU_CLOCK
-        port = ports.get()
+        self._store = StoreProcess()
         self._used_s = 0.0
         self._stores = [
-            dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(CONNECTIONS)
+            dist.TCPStore("127.0.0.1", self._store.port, is_master=False, wait_for_workers=False)
+            for _ in range(CONNECTIONS)
         ]
         for module in (rank_store, preflight, hang):
             vars(module)["time"] = self.clock
@@ -149,7 +143,7 @@ class SimulatedRanks:
     def run(self, name: str, body: Callable[[RankStore], Any]) -> list[tuple[Any, float]]:
         """Run `body` on each rank, with a `RankStore` of this name; return what each returned, and when, seconds."""
         self._is_free_at = 0.0
-        self._used_s = time.clock_gettime(self._store_clock)
+        self._used_s = self._store.cpu_s()
 
         def bodies() -> Iterable[Callable[[], Any]]:
             stores = [dist.PrefixStore(name, store) for store in self._stores]
@@ -164,7 +158,7 @@ class SimulatedRanks:
         self.clock.sleep(NETWORK_S)
         begins_at = max(self.clock.monotonic(), self._is_free_at)
         answer = request()
-        used_s = time.clock_gettime(self._store_clock)
+        used_s = self._store.cpu_s()
         self._is_free_at = begins_at + used_s - self._used_s
         self._used_s = used_s
         self.clock.sleep_until(self._is_free_at + NETWORK_S)
@@ -172,12 +166,4 @@ class SimulatedRanks:
 
     def close(self) -> None:
         """End the process of the store."""
-        self._end.set()
-        self._process.join(60)
-
-
-def _serve(ports: Any, end: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ports.put(store.port)
-    end.wait()
-    os._exit(0)
+        self._store.close()

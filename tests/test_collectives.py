@@ -164,10 +164,21 @@ def test_an_exchange_within_an_agreed_block_is_refused():
         TRAINING.barrier("log")
 
 
+@pytest.mark.parametrize("ranks", [2, 5, 32, 33, 1024, 1025, 16384])
+def test_the_groups_of_a_tree_are_small_and_lead_to_rank_0(ranks):
+    members = list(range(ranks))
+    for groups in tree.groups_of_levels(ranks):
+        assert [rank for group in groups for rank in group] == members
+        assert max(map(len, groups)) <= tree.LARGEST_GROUP
+        assert len(groups) == 1 or len(set(map(len, groups[:-1]))) == 1, "rows are filled up at the end only"
+        members = [group[0] for group in groups]
+    assert members == [0]
+
+
 @pytest.mark.world(5)
 @pytest.mark.parametrize("largest", [2, tree.LARGEST_GROUP])
 def test_a_tree_of_groups_exchanges_what_one_group_exchanges(tmp_path, largest):
-    """Five ranks in groups of three and two, whose leaders are 0 and 3."""
+    """Five ranks in groups of at most two, on three levels: (0, 1), (2, 3), (4); (0, 2), (4); (0, 4)."""
 
     def fail_on(guilty):
         if rank() == guilty:
@@ -194,7 +205,7 @@ def test_a_tree_of_groups_exchanges_what_one_group_exchanges(tmp_path, largest):
             fail_on(0)
         with pytest.raises(StorageError, match="full"):
             TRAINING.distribute("nothing", None, lambda _: fail_on(0))
-        assert TRAINING._tree._depth == (2 if largest == 2 else 1)
+        assert TRAINING._tree._depth == (3 if largest == 2 else 1)
 
     codes, texts = in_ranks(values, tmp_path, ranks=5)
     assert codes == [0] * 5, texts

@@ -1,19 +1,19 @@
 """Gathers values on rank 0 and sends values from it, over gloo groups none of which is large.
 
-A gloo group connects each of its ranks with every other one. Over 16,384 ranks that would be 16,384 open connections
-in each process, and 48 TB of addresses that the store of the launcher would have to send. Up to `LARGEST_GROUP` ranks
-one group is used. Beyond, consecutive ranks form groups of about the square root of their number; the first rank of
-each is its leader, and the leaders form a group: at 16,384 ranks each process has at most 254 connections. A training
-has up to four trees, one for each `Channel`. Beyond `LARGEST_GROUP` ranks they have fewer connections together than
-one group of all ranks would have; up to there, at most 252.
+A gloo group connects each of its ranks with every other one, and each of them reads the addresses of all from the
+store of the launcher. Over 16,384 ranks that would be 16,384 open connections in each process, and 48 TB of addresses.
+Up to `LARGEST_GROUP` ranks one group is used. Beyond, consecutive ranks form groups; the first rank of each is its
+leader, and the leaders form groups in the same way, until one group is left: at 16,384 ranks there are three levels of
+groups of 26 ranks, and each process has at most 75 connections. A training has up to four trees, one for each
+`Channel`.
 """
 
-import math
 import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import psutil
@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from hfscale.errors import HealthError
 
-LARGEST_GROUP = 64
-"""Number of ranks up to which one group connects all. Every channel has a tree: with larger groups the connections of
-all of them together would be those of several groups of all ranks."""
+LARGEST_GROUP = 32
+"""Most ranks of one group. What the store has to send grows with it: with two levels of groups of 128 ranks, it needed
+five times as long to connect 16,384 ranks (`benchmarks/control_plane.py`)."""
 _SPARE_FILES = 256
 """Open files that a process needs apart from the connections of the tree."""
 _LENGTH_BYTES = 8
@@ -38,7 +38,7 @@ class Level:
     ranks: tuple[int, ...]
     """The global ranks of the group, in ascending order."""
     rows: int = 1
-    """Number of values that each member hands on: that of the group below it that it leads."""
+    """Number of values that each member hands on: those of all ranks below it."""
 
     @property
     def is_leader(self) -> bool:
@@ -88,7 +88,7 @@ class Tree:
     All calls are collectives: every rank makes the same ones in the same order.
 
     Args:
-        levels (`list[Level]`): the groups, from the ranks to rank 0.
+        levels (`list[Level]`): the groups of this rank, from the lowest.
         depth (`int`): number of levels of rank 0.
         world_size (`int`): number of ranks.
     """
@@ -105,26 +105,22 @@ class Tree:
 
         Args:
             timeout (`timedelta`): longest time that one collective may take.
-            largest (`int`): number of ranks up to which one group connects all.
+            largest (`int`): most ranks of one group.
 
         Raises:
             HealthError: the limit of open files is too low for the connections.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        if ranks <= largest:
-            _allow_files(ranks)
-            group = dist.new_group(backend="gloo", timeout=timeout)
-            return cls([Level(group=group, ranks=tuple(range(ranks)))], depth=1, world_size=ranks)
-        size = math.ceil(math.sqrt(ranks))
-        leaders = tuple(range(0, ranks, size))
-        _allow_files(size + len(leaders))
-        # Every rank names every group, so that all count alike; only the members connect.
-        members = [tuple(range(first, min(first + size, ranks))) for first in leaders]
-        groups = [dist.new_group(list(group), backend="gloo", timeout=timeout) for group in (*members, leaders)]
-        levels = [Level(group=groups[rank // size], ranks=members[rank // size])]
-        if rank in leaders:
-            levels.append(Level(group=groups[-1], ranks=leaders, rows=size))
-        return cls(levels, depth=2, world_size=ranks)
+        layers = groups_of_levels(ranks, largest)
+        _allow_files(sum(len(group) for groups in layers for group in groups if rank in group))
+        levels, rows = [], 1
+        for groups in layers:
+            for members in groups:  # every rank names every group, so that all count alike; only the members connect
+                group = dist.new_group(list(members), backend="gloo", timeout=timeout)
+                if rank in members:
+                    levels.append(Level(group=group, ranks=members, rows=rows))
+            rows *= len(groups[0])
+        return cls(levels, depth=len(layers), world_size=ranks)
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor | None:
         """Return a table with the row of each rank on rank 0, (ranks, width), and None elsewhere.
@@ -200,11 +196,27 @@ class Tree:
         return self._thread.submit(self._max, tensor).result
 
     def _max(self, tensor: torch.Tensor) -> None:
-        lowest, *above = self._levels
-        dist.reduce(tensor, op=dist.ReduceOp.MAX, group=lowest.group, group_dst=0)
-        for level in above:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=level.group)
-        dist.broadcast(tensor, group=lowest.group, group_src=0)
+        for level in self._levels:
+            dist.reduce(tensor, op=dist.ReduceOp.MAX, group=level.group, group_dst=0)
+        self.broadcast(tensor)
+
+
+def groups_of_levels(ranks: int, largest: int = LARGEST_GROUP) -> list[list[tuple[int, ...]]]:
+    """Return the groups of each level of a tree, from the lowest.
+
+    All groups have the same number of ranks, apart from the last of each level, which may have fewer.
+
+    Args:
+        ranks (`int`): number of ranks.
+        largest (`int`): most ranks of one group, at least 2.
+    """
+    depth = next(depth for depth in count(1) if largest**depth >= ranks)
+    size = next(size for size in count(1) if size**depth >= ranks)
+    layers, members = [], list(range(ranks))
+    for _ in range(depth):
+        layers.append([tuple(members[first : first + size]) for first in range(0, len(members), size)])
+        members = [group[0] for group in layers[-1]]
+    return layers
 
 
 def _framed(parts: list[bytes]) -> bytes:
