@@ -1,15 +1,18 @@
 """`hfscale checkpoints`: states, exit codes, conversion and export through the command line."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 from tiny import tiny_trainer
 from transformers import AutoModelForCausalLM
 
 from hfscale import SpotCheckpointCallback
+from hfscale.checkpoint.store import update_manifest
 from hfscale.cli import main
 
 STATES = {"checkpoint-1": "good", "checkpoint-2": "corrupt", "checkpoint-3": "incomplete", "checkpoint-4": "good"}
@@ -82,6 +85,46 @@ def test_verify_returns_exit_code_1_for_anything_not_good(run, tmp_path, capsys)
     (tmp_path / "empty").mkdir()
     assert "has no checkpoints" in run_checkpoints(capsys, "verify", tmp_path / "empty", code=1).out
     assert json.loads(run_checkpoints(capsys, "list", tmp_path / "empty", "--json").out) == []
+
+
+class RunsCode:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+def link_a_file(checkpoint):
+    (checkpoint.parent / "elsewhere.json").write_text("{}")
+    (checkpoint / "notes.json").symlink_to(checkpoint.parent / "elsewhere.json")
+
+
+def link_a_folder(checkpoint):
+    (checkpoint.parent / "elsewhere").mkdir()
+    (checkpoint / "optimizer_0").symlink_to(checkpoint.parent / "elsewhere")
+
+
+def write_a_harmful_pickle(checkpoint):
+    torch.save(RunsCode(checkpoint.parent / "ran"), checkpoint / "optimizer.pt")
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (link_a_file, "notes.json is a symbolic link"),
+        (link_a_folder, "optimizer_0 is a symbolic link"),
+        (write_a_harmful_pickle, "would run"),
+    ],
+)
+def test_verify_refuses_what_a_matching_manifest_hides(run, capsys, attack, reason):
+    checkpoint = run / "checkpoint-4"
+    attack(checkpoint)
+    update_manifest(checkpoint)
+    (row,) = json.loads(run_checkpoints(capsys, "verify", checkpoint, "--json", code=1).out)
+    assert row["state"] == "corrupt"
+    assert reason in row["reason"]
+    assert not (run / "ran").exists()
 
 
 def test_convert_takes_the_newest_good_checkpoint_of_a_run(run, tmp_path, capsys):

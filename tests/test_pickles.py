@@ -1,12 +1,14 @@
 """Hostile files in a checkpoint: no code of theirs runs, and none makes the check allocate much memory."""
 
 import io
+import json
 import os
 import pickle
 import random
 import resource
 import struct
 import zipfile
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path, PosixPath
 
@@ -14,9 +16,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from forked_ranks import run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from hfscale.checkpoint.formats.parameter_names import model_of_config
+from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.pickles import check_pickles, load_archive, read_dcp_metadata
+from hfscale.checkpoint.usable import check_complete
 from hfscale.errors import CheckpointError
 
 QUICK, LONG = 400, 10_000
@@ -39,8 +48,9 @@ def saved(value, **options):
     return buffer.getvalue()
 
 
-def zipped(members, **options):
+def zipped(members, *, prefix=b"", **options):
     buffer = io.BytesIO()
+    buffer.write(prefix)
     with zipfile.ZipFile(buffer, "w", **options) as archive:
         for name, content in members:
             archive.writestr(name, content)
@@ -90,6 +100,16 @@ def legacy_then_zip(checkpoint, evil):
     (checkpoint / "optimizer.pt").write_bytes(content)
 
 
+def legacy_before_the_offsets(checkpoint, evil):
+    """The archive counts its offsets from the beginning of the file, so that only the first bytes show the pickle."""
+    prefix = saved(evil, _use_new_zipfile_serialization=False)
+    (checkpoint / "optimizer.pt").write_bytes(zipped(unzipped(GOOD), prefix=prefix))
+
+
+def compressed(checkpoint, evil):
+    (checkpoint / "optimizer.pt").write_bytes(zipped(unzipped(GOOD), compression=zipfile.ZIP_DEFLATED))
+
+
 def upper_case(checkpoint, evil):
     members = [("archive/DATA.PKL", pickle.dumps(evil, 2)), *unzipped(GOOD)]
     (checkpoint / "optimizer.pt").write_bytes(zipped(members))
@@ -105,6 +125,11 @@ def duplicates(checkpoint, evil):
     good = dict(unzipped(GOOD))["archive/data.pkl"]
     members = [("archive/data.pkl", pickle.dumps(evil, 2)), ("archive/data.pkl", good)]
     (checkpoint / "optimizer.pt").write_bytes(zipped([*members, ("archive/version", b"3\n")]))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def duplicate_at_the_end(checkpoint, evil):
+    (checkpoint / "optimizer.pt").write_bytes(zipped([*unzipped(GOOD), ("archive/data.pkl", pickle.dumps(evil, 2))]))
 
 
 def second_directory(checkpoint, evil):
@@ -156,13 +181,103 @@ def changed_path(checkpoint, evil):
     path.write_bytes(pickle.dumps(metadata))
 
 
+def distributed(checkpoint, values):
+    """Write a distributed checkpoint, and return its folder and metadata."""
+    folder = checkpoint / "optimizer_0"
+    dcp.save({"weight": torch.ones(4), **values}, checkpoint_id=folder, no_dist=True)
+    return folder, pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - made here
+
+
+def metadata_of_a_rank(checkpoint, evil):
+    """torch reads the metadata of its rank where it cannot read that of all ranks."""
+    folder, _ = distributed(checkpoint, {"value": 1})
+    (folder / ".metadata").rename(folder / "metadata")
+    (folder / "__0.metadata").write_bytes(pickle.dumps(evil))
+
+
+class WithAttributes:
+    """Is unpickled as an OrderedDict with the given content, and with an attribute in place of its method `items`."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __reduce__(self):
+        return (OrderedDict, (), {"items": OrderedDict}, None, iter(self.content.items()))
+
+
+def hidden_entries(checkpoint, evil):
+    """Whoever calls `items` sees no entries, and who looks for a name finds it."""
+    folder, metadata = distributed(checkpoint, {"value": evil})
+    metadata.state_dict_metadata = WithAttributes(metadata.state_dict_metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+class ByArguments:
+    """Is unpickled as a place in a file that is compressed, which is said in the arguments and not in the state."""
+
+    def __init__(self, info):
+        self.info = info
+
+    def __reduce__(self):
+        state = {name: getattr(self.info, name) for name in ("relative_path", "offset", "length")}
+        return (type(self.info), (*state.values(), ["stream.zstd/1"]), state)
+
+
+def hidden_compression(checkpoint, evil):
+    folder, metadata = distributed(checkpoint, {"value": 1})
+    metadata.storage_data = {index: ByArguments(info) for index, info in metadata.storage_data.items()}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def change_places(checkpoint, **fields):
+    folder, metadata = distributed(checkpoint, {"value": 1})
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "value":
+            vars(info).update(fields)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def compressed_value(checkpoint, evil):
+    change_places(checkpoint, transform_descriptors=["stream.zstd/1"])
+
+
+def long_value(checkpoint, evil):
+    change_places(checkpoint, length=2**40)
+
+
+def endless_number(checkpoint, evil):
+    """A number that Python refuses to write in decimal."""
+    change_places(checkpoint, length=2**50_000)
+
+
+def two_offsets(checkpoint, evil):
+    """Of two zip64 fields `zipfile` takes the second if the first has the greatest value, and torch the first."""
+    zip64 = struct.pack("<HHQHHQ", 1, 8, 2**32 - 1, 1, 8, 0)
+    good = bytearray(zipped(unzipped(GOOD)))
+    *_, size, start, _ = struct.unpack("<4s4H2LH", good[-22:])
+    name_length = struct.unpack_from("<H", good, start + 28)[0]
+    struct.pack_into("<H", good, start + 30, len(zip64))
+    struct.pack_into("<L", good, start + 42, 2**32 - 1)
+    struct.pack_into("<L", good, len(good) - 10, size + len(zip64))
+    good[start + 46 + name_length : start + 46 + name_length] = zip64
+    (checkpoint / "optimizer.pt").write_bytes(good)
+
+
+def linked_text(checkpoint, evil):
+    (checkpoint.parent / "elsewhere.json").write_text("{}")
+    (checkpoint / "trainer_state.json").symlink_to(checkpoint.parent / "elsewhere.json")
+
+
 ATTACKS = (
     linked_file,
     linked_folder,
     legacy_then_zip,
+    legacy_before_the_offsets,
+    compressed,
     upper_case,
     only_upper_case,
     duplicates,
+    duplicate_at_the_end,
     second_directory,
     torchscript,
     plain_pickle,
@@ -170,6 +285,14 @@ ATTACKS = (
     latest_outside,
     latest_is_a_link,
     changed_path,
+    metadata_of_a_rank,
+    hidden_entries,
+    hidden_compression,
+    compressed_value,
+    long_value,
+    endless_number,
+    two_offsets,
+    linked_text,
 )
 
 
@@ -178,18 +301,36 @@ ATTACKS = (
 def test_an_attack_is_refused_before_anything_loads_it(checkpoint, attack):
     check_pickles(checkpoint)
     attack(checkpoint, RunsCode(checkpoint.parent / "ran"))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError) as caught:
         check_pickles(checkpoint)
+    assert "MemoryError" not in str(caught.value)
     assert not (checkpoint.parent / "ran").exists()
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-@pytest.mark.parametrize("attack", [legacy_then_zip, only_upper_case, plain_pickle, harmful_value, linked_file])
+@pytest.mark.parametrize(
+    "attack", [legacy_then_zip, legacy_before_the_offsets, only_upper_case, plain_pickle, harmful_value, linked_file]
+)
 def test_control_torch_runs_the_code_of_the_attack(checkpoint, attack):
     attack(checkpoint, RunsCode(checkpoint.parent / "ran"))
     with suppress(Exception):
         torch.load(checkpoint / "optimizer.pt", weights_only=False)
     assert (checkpoint.parent / "ran").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("attack", [metadata_of_a_rank, hidden_entries])
+def test_control_torch_runs_the_code_of_a_distributed_checkpoint(checkpoint, attack):
+    attack(checkpoint, RunsCode(checkpoint.parent / "ran"))
+    with suppress(CheckpointException):
+        dcp.load({"weight": torch.ones(4), "value": 0}, checkpoint_id=checkpoint / "optimizer_0", no_dist=True)
+    assert (checkpoint.parent / "ran").exists()
+
+
+def test_control_zipfile_takes_the_second_of_two_offsets(checkpoint):
+    two_offsets(checkpoint, None)
+    with zipfile.ZipFile(checkpoint / "optimizer.pt") as archive:
+        assert archive.infolist()[0].header_offset == 0
 
 
 def bombs():
@@ -229,6 +370,74 @@ def test_a_bomb_is_refused_without_its_memory(checkpoint, tmp_path):
             name,
             (tmp_path / "log" / "rank-0.log").read_text(),
         )
+
+
+def test_json_that_is_nested_deeply_is_an_error_of_the_checkpoint(checkpoint):
+    deep = "[" * 200_000
+    (checkpoint / "trainer_state.json").write_text(deep)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        check_complete(checkpoint)
+    (checkpoint / MANIFEST_NAME).write_text(deep)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        read_manifest(checkpoint)
+
+
+def test_a_config_builds_only_models_of_transformers(tmp_path, monkeypatch):
+    config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "vocab_size": 16, "attn_implementation": "somebody/kernel"}
+    called = []
+    monkeypatch.setattr(transformers, "pipeline", called.append)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["pipeline"]}))
+    model = model_of_config(tmp_path)
+    assert (type(model).__name__, called, model.config._attn_implementation) == ("LlamaForCausalLM", [], "eager")
+    names = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    (tmp_path / "code.py").write_text(
+        f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: pass\nclass M: pass\n"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "new", "auto_map": names}))
+    with pytest.raises(CheckpointError, match="contains custom code"):
+        model_of_config(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def name_of(module, name):
+    return f"c{module}\n{name}\n".encode()
+
+
+def metadata_bombs():
+    """Metadata of at most a megabyte that makes a placeholder, or an error message, copy it again and again."""
+    layout, size = name_of("torch.serialization", "_get_layout"), name_of("torch", "Size")
+    path, ordered = name_of("pathlib", "PosixPath"), name_of("collections", "OrderedDict")
+    doubled = b"]" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(60))
+    numbers = b"".join(b"J" + struct.pack("<i", number) + b"N" for number in range(50_000))
+    text = b"X" + struct.pack("<I", 2**20) + b"a" * 2**20
+    nested = ()
+    for _ in range(60):
+        nested = (nested, nested)
+    places = {MetadataIndex("value"): _StorageInfo(nested, 0, 1)}
+    metadata = Metadata({"value": BytesStorageMetadata()}, storage_data=places)
+    return {
+        "text of a nested tuple": layout + doubled + b"\x85R.",
+        "file name that is a nested tuple": pickle.dumps(metadata, 2)[2:],
+        "copies of a list": b"](" + b"N" * 50_000 + b"e\x85q\0" + size + b"q\1(" + b"h\1h\0R" * 50_000 + b"t.",
+        "long path": text + b"q\0" + path + b"(" + b"h\0" * 50_000 + b"tR.",
+        "copies of a dictionary": b"}(" + numbers + b"u\x85q\0" + ordered + b"q\1(" + b"h\1h\0R" * 50_000 + b"t.",
+    }
+
+
+def _check_metadata_under_a_limit(folder, limit):
+    _limit_memory(limit)
+    with pytest.raises(CheckpointError) as caught:
+        read_dcp_metadata(folder)
+    assert "MemoryError" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", metadata_bombs())
+def test_metadata_that_multiplies_itself_is_refused_without_its_memory(tmp_path, kind):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + metadata_bombs()[kind])
+    codes = run_ranks(1, _check_metadata_under_a_limit, tmp_path, GIB // 4, log=tmp_path / "log", timeout_s=60)
+    assert codes == [0], (tmp_path / "log" / "rank-0.log").read_text()[-2000:]
 
 
 def test_the_placeholders_cannot_be_changed_by_a_pickle(tmp_path):
@@ -290,25 +499,30 @@ def mutated_archive(rng, evil, fragments):
     return content
 
 
+def problem_of(checkpoint):
+    """Return why the check refuses a checkpoint, or an empty text."""
+    try:
+        check_pickles(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def _fuzz(folder, trials, seed):
     _limit_memory(2 * GIB)
     rng, marker = random.Random(seed), folder / "ran"
     path = str(marker).encode()
     fragments = [HARMFUL[0] % path, HARMFUL[1] % (len(path), path), b"r\xff\xff\xff\x7f", b"\x8e" + b"\xff" * 8]
     evil = pickle.dumps(RunsCode(marker), 2)
-    target, accepted = folder / "checkpoint" / "optimizer.pt", 0
+    target, passing = folder / "checkpoint" / "optimizer.pt", []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    passing = []
     for _ in range(trials):
         target.write_bytes(mutated_archive(rng, evil, fragments))
-        try:
-            check_pickles(target.parent)
-        except CheckpointError:
-            continue
-        finally:
-            assert not marker.exists(), "the check itself ran code"
-        accepted += 1
-        passing.append(target.read_bytes())
+        problem = problem_of(target.parent)
+        assert not marker.exists(), "the check itself ran code"
+        assert "MemoryError" not in problem, "the check asked for more than the limit"
+        if not problem:
+            passing.append(target.read_bytes())
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert grown < GIB // 4, f"the check took {grown} bytes"
     for content in passing:
@@ -316,8 +530,8 @@ def _fuzz(folder, trials, seed):
         with suppress(Exception):
             torch.load(target, weights_only=False)
         assert not marker.exists(), f"code ran: {content!r}"
-    print(f"{accepted} of {trials} accepted")  # noqa: T201
-    assert accepted > trials / 100, "hardly any file passes, so this proves nothing"
+    print(f"{len(passing)} of {trials} accepted")  # noqa: T201
+    assert len(passing) > trials / 100, "hardly any file passes, so this proves nothing"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -335,18 +549,23 @@ def _fuzz_metadata(folder, trials, seed):
     path = str(marker).encode()
     fragments = [HARMFUL[0] % path, HARMFUL[1] % (len(path), path), b"r\xff\xff\xff\x7f", b"\x8e" + b"\xff" * 8]
     metadata = folder / "checkpoint" / ".metadata"
-    good, accepted = metadata.read_bytes(), 0
+    good, passing = metadata.read_bytes(), []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(trials):
         metadata.write_bytes(mutated_bytes(good, rng, fragments))
-        with suppress(CheckpointError):
-            check_pickles(metadata.parent)
-            accepted += 1
-            with suppress(Exception):
-                pickle.loads(metadata.read_bytes())  # noqa: S301 - what torch does with it
-            with suppress(Exception):
-                read_dcp_metadata(metadata.parent)
-        assert not marker.exists(), f"code ran: {metadata.read_bytes()!r}"
-    assert accepted > trials / 100, "hardly any file passes, so this proves nothing"
+        problem = problem_of(metadata.parent)
+        assert not marker.exists(), "the check itself ran code"
+        assert "MemoryError" not in problem, "the check asked for more than the limit"
+        if not problem:
+            passing.append(metadata.read_bytes())
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < GIB // 4, f"the check took {grown} bytes"
+    for content in passing:
+        with suppress(Exception):
+            pickle.loads(content)  # noqa: S301 - what torch does with it
+        assert not marker.exists(), f"code ran: {content!r}"
+    print(f"{len(passing)} of {trials} accepted")  # noqa: T201
+    assert len(passing) > trials / 100, "hardly any file passes, so this proves nothing"
 
 
 @pytest.mark.parametrize("trials", [QUICK, pytest.param(LONG, marks=pytest.mark.faults)])

@@ -24,7 +24,7 @@ from transformers import set_seed
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import store
 from hfscale.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from hfscale.checkpoint.store import commit, list_archives, list_checkpoints, wait_until_visible
+from hfscale.checkpoint.store import commit, list_archives, list_checkpoints, update_manifest, wait_until_visible
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.integrations.loading import readable_checkpoint
 from hfscale.recipe.resume import RESULTS_NAME, is_finished, keep_global_batch, resume_point
@@ -117,6 +117,61 @@ def test_an_incomplete_checkpoint_of_plain_trainer_is_skipped(plain_run, caplog,
     if "of step 3" not in reason:
         with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be resumed from"):
             point(plain_run, "true")
+
+
+def link_a_file(checkpoint):
+    (checkpoint / "optimizer.pt").rename(checkpoint.with_name("elsewhere.pt"))
+    (checkpoint / "optimizer.pt").symlink_to(checkpoint.with_name("elsewhere.pt"))
+
+
+def link_another_file(checkpoint):
+    """A file that no manifest lists."""
+    checkpoint.with_name("elsewhere.json").write_text("{}")
+    (checkpoint / "notes.json").symlink_to(checkpoint.with_name("elsewhere.json"))
+
+
+def link_a_folder(checkpoint):
+    """A folder that no manifest lists."""
+    checkpoint.with_name("elsewhere").mkdir()
+    (checkpoint / "global_step4").symlink_to(checkpoint.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("kind", ["run", "plain_run"])
+@pytest.mark.parametrize("link", [link_a_file, link_another_file, link_a_folder])
+def test_a_link_inside_a_checkpoint_is_refused(request, kind, link):
+    folder = request.getfixturevalue(kind)
+    link(folder / "checkpoint-4")
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        point(folder, str(folder / "checkpoint-4"))
+    if kind == "run":
+        assert point(folder, "true") == str(folder / "checkpoint-2")
+        assert latest_checkpoint(folder) == str(folder / "checkpoint-2")
+    else:
+        with pytest.raises(CheckpointError, match="is a symbolic link"):
+            point(folder, "true")
+
+
+class RunsCode:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+def test_the_pickles_of_the_best_checkpoint_are_checked_if_it_will_be_loaded(run):
+    best, newest = run / "checkpoint-2", run / "checkpoint-4"
+    state = json.loads((newest / "trainer_state.json").read_text())
+    (newest / "trainer_state.json").write_text(json.dumps(state | {"best_model_checkpoint": str(best)}))
+    update_manifest(newest)
+    torch.save(RunsCode(run / "ran"), best / "optimizer.pt")
+    update_manifest(best)
+    assert point(run, "true") == str(newest)
+    arguments = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}
+    for asked in ("true", str(newest)):
+        with pytest.raises(CheckpointError, match=r"checkpoint-2/optimizer\.pt is refused"):
+            resume_point(tiny_arguments(run, resume_from_checkpoint=asked, **arguments))
+    assert not (run / "ran").exists()
 
 
 def test_a_plain_checkpoint_of_another_strategy_is_refused(plain_run):

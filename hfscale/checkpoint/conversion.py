@@ -30,6 +30,7 @@ from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, chec
 from hfscale.checkpoint.formats.zero import is_universal, tag_folder
 from hfscale.checkpoint.manifest import Manifest, checkpoint_files
 from hfscale.checkpoint.pickles import RNG_STATE_CLASSES, load_archive
+from hfscale.checkpoint.untrusted import read_json
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.utils.logging import get_logger
 
@@ -192,7 +193,7 @@ def read_origin(checkpoint: Path) -> dict[str, object] | None:
         CheckpointError: `hfscale_conversion.json` is broken.
     """
     try:
-        fields = json.loads((checkpoint / CONVERSION_NAME).read_text(encoding="utf-8"))
+        fields = read_json(checkpoint / CONVERSION_NAME)
         return {"strategy": str(fields["strategy"]), "world_size": int(fields["world_size"])}
     except FileNotFoundError:
         return None
@@ -286,7 +287,7 @@ def infer_manifest(checkpoint: Path, *, global_batch_size: int | None) -> Manife
         CheckpointError: it is not a checkpoint of a Trainer, or a file of DeepSpeed is missing or broken.
     """
     try:
-        step = int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+        step = int(read_json(checkpoint / "trainer_state.json")["global_step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{checkpoint} is not a checkpoint of a Trainer: trainer_state.json: {error}") from None
     world_size = sum(bool(_RNG_FILE_OF_RANK.fullmatch(path.name)) for path in checkpoint.iterdir()) or 1

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
+from hfscale.checkpoint.untrusted import read_json
 from hfscale.errors import CheckpointError
 
 FORMAT = 1
@@ -98,7 +99,7 @@ def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
     """
     path = Path(checkpoint) / MANIFEST_NAME
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint} is incomplete: it has no {MANIFEST_NAME}") from None
     except (OSError, ValueError) as error:

@@ -16,11 +16,9 @@ reads the three kinds of pickle that a checkpoint contains like this:
 
 import contextlib
 import io
-import os
 import pickle
 import re
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,13 +27,21 @@ from typing import IO, Any
 import torch
 
 from hfscale.checkpoint.manifest import checkpoint_files
-from hfscale.checkpoint.untrusted import PICKLE_MEMBER, HostileFileError, check_archive, check_no_link, check_opcodes
+from hfscale.checkpoint.untrusted import (
+    PICKLE_MEMBER,
+    HostileFileError,
+    check_archive,
+    check_links,
+    check_no_link,
+    check_opcodes,
+)
 from hfscale.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
 _MAX_VALUE_BYTES = 2**30
 """Longest value of a distributed checkpoint that is not a tensor, such as the position in the data."""
 _MAX_LATEST_BYTES = 4096
+_MAX_PATH = 4096
 _DTYPES = {name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
 
 
@@ -191,10 +197,7 @@ class Entry:
 
 
 class _Fields(metaclass=_Fixed):
-    """Replaces a dataclass of torch: all fields that the pickle sets are stored in `__dict__`."""
-
-    def __init__(self, *args: Any, **fields: Any) -> None:
-        self.__dict__.update(fields, args=args)
+    """Replaces a dataclass of torch: the pickle sets its fields. It takes no arguments, since torch writes none."""
 
 
 class _BytesEntry(_Fields):
@@ -208,12 +211,28 @@ class _TensorProperties(_Fields):
         self.__dict__["dtype"] = state[0] if isinstance(state, tuple) and state else None
 
 
-def _first_argument(*args: Any) -> str:
-    return str(args[0]) if args else ""
+# A pickle can call these any number of times with the same arguments. So none copies an argument of any length, and
+# none returns an object with attributes, which a pickle could change later.
+
+
+def _ignored(*_: Any) -> None:
+    pass
+
+
+def _size(sizes: Any) -> Any:
+    if type(sizes) is not tuple:
+        raise ValueError("a shape is not a tuple")
+    return sizes
+
+
+def _dictionary() -> dict[Any, Any]:
+    return {}
 
 
 def _path(*parts: str) -> str:
-    return "/".join(parts)  # a pickle cannot change a string after its creation, as it can a path
+    if sum(map(len, parts)) > _MAX_PATH:
+        raise ValueError("a path is too long")
+    return "/".join(parts)
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -227,11 +246,11 @@ _METADATA_PLACEHOLDERS: dict[tuple[str, str], Any] = {
     (_METADATA, "MetadataIndex"): _Fields,
     (_METADATA, "TensorProperties"): _TensorProperties,
     (_METADATA, "StorageMeta"): _Fields,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _first_argument,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _ignored,
     (_FILESYSTEM, "_StorageInfo"): _Fields,
-    ("torch.serialization", "_get_layout"): _first_argument,
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("torch.serialization", "_get_layout"): _ignored,
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): _dictionary,
     ("pathlib", "PosixPath"): _path,
     ("pathlib", "WindowsPath"): _path,
     ("pathlib._local", "PosixPath"): _path,  # as Python 3.13 writes it
@@ -277,33 +296,43 @@ def read_dcp_metadata(folder: Path) -> dict[str, Entry]:
 
 
 def _entries(found: Any) -> dict[str, Entry]:
+    if type(found.state_dict_metadata) is not dict or type(found.storage_data) is not dict:
+        raise ValueError("its entries are not in dictionaries")
     stored: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
     for index, info in found.storage_data.items():
         offset = getattr(index, "offset", None)
-        stored.setdefault(index.fqn, []).append((tuple(offset) if offset is not None else (), info))
+        stored.setdefault(_text(index.fqn), []).append((_size(offset) if offset is not None else (), info))
     entries = {}
-    for name, entry in found.state_dict_metadata.items():
+    for key, entry in found.state_dict_metadata.items():
+        name = _text(key)
         if isinstance(entry, _BytesEntry):
             chunks = [_chunk(name, (), (), info) for _, info in stored[name]]
             entries[name] = Entry(shape=None, dtype=None, chunks=tuple(chunks))
             continue
-        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        sizes = {_size(chunk.offsets): _size(chunk.sizes) for chunk in entry.chunks}
         chunks = [_chunk(name, offset, sizes[offset], info) for offset, info in stored[name]]
         if len(chunks) != len(sizes):
             raise ValueError(f"'{name}' has {len(sizes)} pieces, of which {len(chunks)} are stored")
         if not isinstance(entry.properties.dtype, torch.dtype):
             raise ValueError(f"'{name}' has no dtype")
-        entries[name] = Entry(shape=tuple(entry.size), dtype=entry.properties.dtype, chunks=tuple(chunks))
+        entries[name] = Entry(shape=_size(entry.size), dtype=entry.properties.dtype, chunks=tuple(chunks))
     return entries
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("a name is not text")
+    return value
 
 
 def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Chunk:
     if info.__dict__.get("transform_descriptors"):
         raise ValueError(f"'{name}' is compressed: save it without DCP extensions")
-    file = str(info.relative_path)
+    file = _text(info.relative_path)
     if PurePosixPath(file).name != file or file.startswith("."):
         raise ValueError(f"'{name}' is stored in '{file}', which is not a plain file name")
-    if type(info.offset) is not int or type(info.length) is not int or min(info.offset, info.length) < 0:
+    numbers = (info.offset, info.length)
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
         raise ValueError(f"'{name}' is not stored at an offset with a length")
     return Chunk(offsets=offsets, sizes=sizes, file=file, start=info.offset, length=info.length)
 
@@ -383,27 +412,15 @@ def check_pickles(checkpoint: Path, names: Iterable[str] | None = None) -> None:
         path = checkpoint / name
         if name in _LATEST_NAMES:
             _check_latest(path)
+        if path.name.endswith(METADATA_NAME) and path.name != METADATA_NAME:
+            what = f"torch unpickles it where it cannot read {METADATA_NAME}, and no training writes it"
+            raise CheckpointError(f"{path} is refused: {what}; do not use this checkpoint")
         if path.name in _NEVER_LOADED or not (path.suffix in _SUFFIXES or path.name == METADATA_NAME):
             continue
         if path.name == METADATA_NAME:
             _check_distributed(path.parent)
         else:
             _check_archive(path)
-
-
-def check_links(checkpoint: Path) -> None:
-    """Check that no folder and no file that a library may unpickle is a symbolic link.
-
-    Args:
-        checkpoint (`Path`): the folder of the checkpoint.
-
-    Raises:
-        CheckpointError: there is such a link.
-    """
-    for folder, folders, files in os.walk(checkpoint, followlinks=False):
-        loaded = [name for name in files if Path(name).suffix in _SUFFIXES or name in (METADATA_NAME, *_LATEST_NAMES)]
-        for name in (*folders, *loaded):
-            check_no_link(checkpoint, (Path(folder) / name).relative_to(checkpoint).as_posix())
 
 
 def _check_latest(path: Path) -> None:
@@ -432,7 +449,8 @@ def _check_archive(path: Path, start: int = 0, length: int | None = None) -> Non
     except HostileFileError as error:
         raise CheckpointError(f"{path} is refused: {error}; do not use this checkpoint") from None
     except Exception as error:  # a broken pickle raises exceptions of any type
-        raise CheckpointError(f"{path} cannot be read as a {path.suffix or path.name} file: {error}") from None
+        reason = f"{type(error).__name__} {error}"
+        raise CheckpointError(f"{path} cannot be read as a {path.suffix or path.name} file: {reason}") from None
 
 
 def _check_distributed(folder: Path) -> None:

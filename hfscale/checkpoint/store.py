@@ -26,7 +26,7 @@ from hfscale.checkpoint.manifest import (
     read_manifest,
     record_files,
 )
-from hfscale.checkpoint.untrusted import check_no_link
+from hfscale.checkpoint.untrusted import check_links, check_no_link, read_json
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.recovery.run_memory import RunMemory
 from hfscale.utils.logging import get_logger
@@ -127,13 +127,16 @@ def verify(checkpoint: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1
 
     Raises:
         CheckpointError: the manifest is missing or invalid, a file is missing or has another length or content (the
-            message names the first one), or the folder's name has another step than the manifest.
+            message names the first one), a file or folder is a symbolic link, also one that the manifest does not
+            list, or the folder's name has another step than the manifest.
     """
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     named = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if named is not None and int(named[1]) != manifest.step:
         raise CheckpointError(f"{checkpoint} is corrupt: its manifest is for step {manifest.step}")
+    if share[0] == 0:
+        check_links(checkpoint)
     for name in manifest.share(*share):
         path, expected = checkpoint / name, manifest.files[name]
         check_no_link(checkpoint, name)
@@ -446,7 +449,7 @@ def is_checkpoint(path: Path) -> bool:
 def _best_name(checkpoints: list[Path]) -> str | None:
     for checkpoint in reversed(checkpoints):
         try:
-            state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+            state = read_json(checkpoint / "trainer_state.json")
             return Path(state["best_model_checkpoint"]).name if state.get("best_model_checkpoint") else None
         except (OSError, ValueError, TypeError, AttributeError):
             continue

@@ -5,9 +5,12 @@
   of the archive, two members of one name or of names that differ in case, two directories of members). And a
   compressed member can be far larger than the file. Only the one form that torch writes is accepted.
 - `check_opcodes`: six bytes of a pickle can make the unpickler allocate gigabytes (an index of its memo, a length).
-- `check_no_link`: a symbolic link leads to a file that is not part of the checkpoint.
+- `check_no_link`, `check_links`: a symbolic link leads to a file that is not part of the checkpoint.
+- `read_json`: Python's parser raises an error of another kind for JSON that is nested very deeply.
 """
 
+import json
+import os
 import re
 import struct
 import zipfile
@@ -21,7 +24,7 @@ from pickletools import (
     OpcodeInfo,
     opcodes,
 )
-from typing import IO
+from typing import IO, Any
 
 from hfscale.errors import CheckpointError
 
@@ -33,6 +36,8 @@ _MEMBER = re.compile(
 _END, _END_SIZE = b"PK\x05\x06", 22
 _END64, _END64_SIZE = b"PK\x06\x06", 56
 _LOCATOR, _LOCATOR_SIZE = b"PK\x06\x07", 20
+_ZIP64 = b"\x01\x00"
+"""Kind of the one extra field that torch writes into the directory: lengths and offset of a member beyond 4 GiB."""
 
 
 class HostileFileError(Exception):
@@ -57,6 +62,33 @@ def check_no_link(checkpoint: Path, name: str) -> None:
                 f"{checkpoint} is corrupt: {link} is a symbolic link; copy the checkpoint with cp -rL"
             )
         path = path.parent
+
+
+def check_links(checkpoint: Path) -> None:
+    """Check that neither a file nor a folder of a checkpoint is a symbolic link.
+
+    Args:
+        checkpoint (`Path`): the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: there is a link.
+    """
+    for folder, folders, files in os.walk(checkpoint, followlinks=False):
+        for name in (*folders, *files):
+            check_no_link(checkpoint, (Path(folder) / name).relative_to(checkpoint).as_posix())
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 # ---- Archives
@@ -92,6 +124,8 @@ def check_archive(file: IO[bytes]) -> list[zipfile.ZipInfo]:
             raise HostileFileError(f"it has a member '{member.filename[:80]}', which torch.save does not write")
         if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
             raise HostileFileError(f"its member '{member.filename[:80]}' is compressed")
+        if member.extra and (member.extra[:2] != _ZIP64 or len(member.extra) != 4 + member.extra[2]):
+            raise HostileFileError(f"its member '{member.filename[:80]}' has more than one size")
         if member.flag_bits & 1 or member.header_offset + member.file_size > start:
             raise HostileFileError(f"its member '{member.filename[:80]}' is encrypted or outside of the file")
     if PICKLE_MEMBER not in names:

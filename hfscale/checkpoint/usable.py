@@ -4,7 +4,6 @@ Plain Trainer writes no manifest. Its checkpoints are used if every file that a 
 length; a changed byte in them is not noticed, since there is no hash to compare it with.
 """
 
-import json
 import zipfile
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
 from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import tag_folder
 from hfscale.checkpoint.manifest import MANIFEST_NAME, checkpoint_files, read_manifest
-from hfscale.checkpoint.pickles import METADATA_NAME, check_links, check_pickles, read_dcp_metadata
+from hfscale.checkpoint.pickles import METADATA_NAME, check_pickles, read_dcp_metadata
 from hfscale.checkpoint.store import checkpoint_step, list_with_snapshots, verify, wait_until_visible
+from hfscale.checkpoint.untrusted import check_links, read_json
 from hfscale.errors import CheckpointError
 from hfscale.recovery.run_memory import RunMemory
 from hfscale.utils import distributed
@@ -124,6 +124,33 @@ def check_pickles_on_all_ranks(checkpoint: Path) -> None:
             check_pickles(checkpoint, recorded.share(distributed.rank(), distributed.world_size()))
 
 
+def check_best_on_all_ranks(checkpoint: Path) -> None:
+    """Check the pickles of the best checkpoint that `checkpoint` names. Every rank must call it.
+
+    At the end of the training Trainer loads it without another check.
+
+    Args:
+        checkpoint (`Path`): the checkpoint to resume from.
+
+    Raises:
+        CheckpointError: a pickle of the best checkpoint has more than tensors and plain values; raised on every rank.
+    """
+    with START.agreed("pickles of the best checkpoint"):
+        if distributed.rank() == 0:
+            best = _best_of(checkpoint)
+            if best is not None and best.is_dir():
+                check_pickles(best)
+
+
+def _best_of(checkpoint: Path) -> Path | None:
+    """Return the best checkpoint that the state of `checkpoint` names; None if it names none, or cannot be read."""
+    try:
+        best = read_json(checkpoint / _LAST_WRITTEN)["best_model_checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Path(best) if isinstance(best, str) else None
+
+
 def _check_visible(path: Path) -> None:
     """Raise a CheckpointError if a rank does not see, after some waiting, a file that rank 0 sees or looks for."""
     is_there = START.on_rank_0("is there", path.is_file)
@@ -165,7 +192,7 @@ def _check_state(checkpoint: Path) -> None:
     """Check the file that Trainer writes last."""
     path = checkpoint / _LAST_WRITTEN
     try:
-        step = json.loads(path.read_text(encoding="utf-8"))["global_step"]
+        step = read_json(path)["global_step"]
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint} is incomplete: it has no {_LAST_WRITTEN}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

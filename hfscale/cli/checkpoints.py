@@ -2,13 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hfscale.checkpoint.manifest import MANIFEST_NAME
-from hfscale.checkpoint.store import GOOD, CheckpointInfo, inspect, is_checkpoint, latest_checkpoint, verify
+from hfscale.checkpoint.store import CORRUPT, GOOD, CheckpointInfo, inspect, is_checkpoint, latest_checkpoint, verify
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.utils.disk_errors import writing
 
@@ -37,10 +38,23 @@ def list_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) ->
 
 
 def verify_(path: RunOrCheckpoint, as_json: Json = False, quick: Quick = False) -> int:
-    """Read every file and compare it with its hash; exit code 1 if a checkpoint is not good or there is none."""
+    """Compare every file with its hash and check all pickles; exit code 1 if one is not good or there is none."""
     found = inspect(path, read_files=not quick)
+    if not quick:
+        found = [_with_pickles_checked(checkpoint) for checkpoint in found]
     _show(found, path, as_json)
     return 0 if found and all(checkpoint.state == GOOD for checkpoint in found) else 1
+
+
+def _with_pickles_checked(info: CheckpointInfo) -> CheckpointInfo:
+    from hfscale.checkpoint.pickles import check_pickles
+
+    if info.state == GOOD:
+        try:
+            check_pickles(Path(info.path))
+        except CheckpointError as error:
+            return replace(info, state=CORRUPT, reason=str(error))
+    return info
 
 
 def convert(

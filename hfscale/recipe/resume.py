@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hfscale.checkpoint.remote import RemoteStore, fetch_newest
-from hfscale.checkpoint.usable import check_pickles_on_all_ranks, find_problem, newest_usable
+from hfscale.checkpoint.usable import (
+    check_best_on_all_ranks,
+    check_pickles_on_all_ranks,
+    find_problem,
+    newest_usable,
+)
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
@@ -64,7 +69,7 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         problem = find_problem(Path(requested)) if has_manifest else None
         if problem is not None:
             raise CheckpointError(f"--resume_from_checkpoint: {problem}; name another, or give true")
-        check_pickles_on_all_ranks(Path(requested))
+        _check_pickles(Path(requested), args)
         return requested
     START.on_rank_0("unfinished renames", lambda: _finish_renames(Path(args.output_dir)))
     if store is not None:
@@ -72,10 +77,17 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     found = newest_usable(Path(args.output_dir))
     if found is None:
         return None
-    check_pickles_on_all_ranks(found)
+    _check_pickles(found, args)
     in_memory = memory is not None and found.parent == memory.snapshots(args.output_dir)
     logger.info("continues from %s of %s", found.name, "the host's memory" if in_memory else args.output_dir)
     return str(found)
+
+
+def _check_pickles(checkpoint: Path, args: "TrainingArguments") -> None:
+    """Check all pickles that the training will load. Every rank must call it."""
+    check_pickles_on_all_ranks(checkpoint)
+    if args.load_best_model_at_end:
+        check_best_on_all_ranks(checkpoint)
 
 
 def _has_begun(output_dir: str) -> bool:

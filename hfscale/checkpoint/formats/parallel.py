@@ -20,6 +20,7 @@ from hfscale.checkpoint.formats.dcp import save_refs, tensor_ref
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, read_parameter_names
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, check_names, saved_name
 from hfscale.checkpoint.pickles import Entry, read_dcp_metadata
+from hfscale.checkpoint.untrusted import read_json
 from hfscale.errors import CheckpointError
 
 FOLDER = "dcp"
@@ -69,7 +70,7 @@ def read_parallel_metadata(checkpoint: Path) -> ParallelMetadata:
     """
     path = checkpoint / PARALLEL_NAME
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
         if fields["format"] != _FORMAT:
             raise CheckpointError(f"{path} has format {fields['format']}, this version of hfscale reads {_FORMAT}")
         groups = [{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()} for group in fields["groups"]]

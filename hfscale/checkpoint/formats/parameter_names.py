@@ -20,6 +20,7 @@ from typing import Any, cast
 from torch import nn
 
 from hfscale.checkpoint.formats.view import canonical_name, check_names
+from hfscale.checkpoint.untrusted import read_json
 from hfscale.errors import CheckpointError
 
 PARAMETERS_NAME = "hfscale_parameters.json"
@@ -76,7 +77,7 @@ def read_parameter_names(checkpoint: Path) -> ParameterNames:
     if not path.is_file():
         return _of_the_config(checkpoint)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
         if fields["format"] != _FORMAT:
             raise CheckpointError(f"{path} has format {fields['format']}, this version of hfscale reads {_FORMAT}")
         names = ParameterNames(
@@ -112,6 +113,9 @@ def trained_names(model: nn.Module) -> ParameterNames:
 def model_of_config(checkpoint: Path) -> nn.Module:
     """Build the model that the config.json of `checkpoint` describes, on the meta device, without its weights.
 
+    The file is not trusted: only a model class of transformers itself is called, and no code of the checkpoint or of
+    the hub, such as an attention kernel, is loaded.
+
     Raises:
         CheckpointError: there is no config.json, or transformers cannot build a model from it.
     """
@@ -119,11 +123,16 @@ def model_of_config(checkpoint: Path) -> nn.Module:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint, local_files_only=True)
-        model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+        config = transformers.AutoConfig.from_pretrained(
+            checkpoint, local_files_only=True, trust_remote_code=False, attn_implementation="eager"
+        )
+        model_class = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
-            build = getattr(model_class, "from_config", model_class)
-            model: Any = build(config)
+            if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+                model: Any = model_class(config)
+            else:
+                auto_class: Any = transformers.AutoModelForCausalLM
+                model = auto_class.from_config(config, trust_remote_code=False)
         model.tie_weights()
     except Exception as error:  # a broken config raises exceptions of any type
         reason = " ".join(str(error).split())[:200]

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hfscale.checkpoint.formats.view import TensorRef
+from hfscale.checkpoint.untrusted import read_json
 from hfscale.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"
@@ -55,8 +56,8 @@ def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
     if not index.is_file():
         return None
     try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        files = set(read_json(index)["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}") from None
     weights: dict[str, TensorRef] = {}
     for name in sorted(files):
