@@ -11,6 +11,7 @@ with a subclass of Trainer that writes files of its own into `checkpoint-N`.
 """
 
 import errno
+import os
 import shutil
 
 import pytest
@@ -103,11 +104,16 @@ def assert_survives_a_kill(crashes, at, *, relaunch):
 def assert_survives_disk_failure(crashes, at, number, *, relaunch):
     cwd = crashes.copy("crashed")
     outcome = crashes.train(cwd, STEPS, ranks=crashes.ranks, at=at, errno=number)
-    if not has_crashed(crashes, outcome, at):
+    if any(outcome.codes):
+        assert_usable(crashes, cwd, committed_step(outcome.operations, needs_flush=False))
+        if relaunch:
+            assert_relaunch_equals_reference(crashes, cwd)
         return
-    assert_usable(crashes, cwd, committed_step(outcome.operations, needs_flush=False))
-    if relaunch:
-        assert_relaunch_equals_reference(crashes, cwd)
+    # It was an operation without which the training can go on, such as deleting an old checkpoint; or two ranks
+    # raced to create a folder, and the run had fewer operations.
+    assert len(outcome.operations_of(0)) < at or os.strerror(number) in outcome.err, f"operation {at}: no warning"
+    assert verify(latest_checkpoint(cwd / "out")).step == STEPS
+    assert crashes.records(cwd) == crashes.records(crashes.folder / "reference")
 
 
 def disks_after_loss(outcome, folder):
