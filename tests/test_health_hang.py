@@ -1,6 +1,7 @@
 """Hangs: which rank is blamed, what may be slow, and real ranks of which one hangs."""
 
 import json
+import os
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from workers.health_hang import run
 
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.manifest import MANIFEST_NAME
-from hfscale.checkpoint.writer import CheckpointWriter
+from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
 from hfscale.health import hang as hang_module
 from hfscale.health.diagnosis import (
     Position,
@@ -441,6 +442,69 @@ def test_a_failed_training_is_not_watched_during_the_next_one(tmp_path, clock):
     again.train()
     assert first.watchdog.findings == second.watchdog.findings == []
     assert not first.watchdog.is_alive()
+
+
+class Ended(BaseException):
+    """Takes the place of the end of the process."""
+
+
+def end_process(code):
+    raise Ended(code)
+
+
+@pytest.fixture
+def ending(tmp_path, clock, monkeypatch):
+    """A watchdog that ends the process after a hang; its clock advances only while it waits."""
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        clock.now += seconds
+
+    monkeypatch.setattr(hang_module.time, "sleep", sleep)
+    names = {"getpid": os.getpid, "_exit": end_process}
+    monkeypatch.setattr(hang_module, "os", SimpleNamespace(**names))
+
+    def make(world_size):
+        return HangWatchdog(RankStore(dist.HashStore(), 0, world_size), tmp_path, limits=LIMITS, abort=True), slept
+
+    return make
+
+
+def checkpoint_job(folder, write):
+    return CheckpointJob(run_dir=folder, step=2, strategy="single", global_batch_size=4, commits=True, write=write)
+
+
+def test_the_end_after_a_hang_waits_for_the_checkpoint_in_the_background(tmp_path, ending):
+    watchdog, _ = ending(1)
+    is_waiting = threading.Event()
+    writer = CheckpointWriter()
+    writer.start(checkpoint_job(tmp_path, lambda folder: is_waiting.wait(60) and (folder / "a").write_text("b")))
+
+    def sleep(seconds):
+        if seconds < 1.0:  # one of the polls of the save
+            is_waiting.set()
+            writer.wait()
+
+    hang_module.time.sleep = sleep
+    with pytest.raises(Ended):
+        watchdog._examine([])
+    assert (tmp_path / "checkpoint-2" / MANIFEST_NAME).exists()
+
+
+@pytest.mark.parametrize(("ranks", "limit_s"), [(1, LIMITS.outside_s), (2, LIMITS.floor_s)])
+def test_the_end_after_a_hang_does_not_wait_for_a_save_that_never_ends(tmp_path, ending, ranks, limit_s):
+    """Where a rank has not answered, it is probably dead, and the save cannot end."""
+    watchdog, slept = ending(ranks)
+    goes_on = threading.Event()
+    writer = CheckpointWriter()
+    writer.start(checkpoint_job(tmp_path, lambda folder: goes_on.wait(60)))
+    with pytest.raises(Ended):
+        watchdog._examine([])
+    goes_on.set()
+    writer.wait()
+    waited_s = sum(seconds for seconds in slept if seconds == hang_module._SAVE_POLL_S)
+    assert waited_s == pytest.approx(limit_s, abs=2.0)
 
 
 @pytest.mark.world(3)

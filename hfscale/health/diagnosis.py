@@ -403,7 +403,7 @@ def _blame_when_nobody_waits(snapshots: Mapping[int, Snapshot], blame: Blame) ->
             for rank in behind
         ]
     longest_s = max(snap.idle_s for snap in snapshots.values())
-    stalled = sorted(rank for rank, snap in snapshots.items() if snap.idle_s > longest_s / 2)
+    stalled = sorted(rank for rank, snap in snapshots.items() if snap.idle_s >= longest_s / 2)
     where = Counter(f"{snapshots[rank].phase}, at {snapshots[rank].place}" for rank in stalled)
     problem = f"no rank waits for another, {len(stalled)} stall in {where.most_common(1)[0][0]}"
     ranks = tuple(stalled) if len(stalled) < len(snapshots) else ()
