@@ -5,11 +5,14 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import tiny_trainer
 from workers.health_preflight import run
 
 from benchmarks import control_plane
+from hfscale.callbacks.comm_health import check_ranks
 from hfscale.facts.hardware import accelerator
 from hfscale.health import measure, preflight, rank_notes
+from hfscale.health.hang import Limits
 from hfscale.health.preflight import blame_ranks, known_hosts
 from hfscale.health.rank_notes import compare_arrivals
 from hfscale.health.rank_store import RankStore
@@ -207,6 +210,29 @@ def test_ranks_that_come_up_slowly_are_not_refused():
     ended = run(4, "staggered:5", -1, 18.0)
     assert errors(ended) == []
     assert ended.results[0]["seconds"] > 15.0
+
+
+@pytest.mark.parametrize("longer_s", [0.0, 60.0])
+def test_a_rank_that_is_later_than_the_deadline_is_waited_for_when_training_begins(caplog, longer_s):
+    stores = [RankStore(shared, rank, 3) for shared in [dist.HashStore()] for rank in range(3)]
+    stores[0].write("hello", {})
+    stores[2].write("hello", {})
+    late = threading.Timer(1.0, stores[1].write, ["hello", {}])
+    late.start()
+    arrived = preflight._wait_for_arrivals(stores[0], lambda: True, 0.3, longer_s)
+    late.join()
+    assert arrived == bool(longer_s)
+    assert ("not yet arrived after 0 s: rank 1;" in caplog.text) == bool(longer_s)
+
+
+def test_the_callback_waits_for_late_ranks_as_long_as_for_a_slow_first_step(tmp_path, monkeypatch):
+    def run(rank_store, plan):
+        assert plan.arrival_s == Limits.outside_s
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preflight, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        check_ranks(tiny_trainer(tmp_path), RankStore(dist.HashStore(), 0, 1))
 
 
 @pytest.mark.world(3)

@@ -335,7 +335,12 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
     if rank_store is None:
         log_findings(of_this_node)
         return
-    plan = preflight.PreflightPlan(device=args.device, deadline_s=PREFLIGHT_DEADLINE_S, node_findings=of_this_node)
+    plan = preflight.PreflightPlan(
+        device=args.device,
+        deadline_s=PREFLIGHT_DEADLINE_S,
+        arrival_s=Limits.outside_s,  # another callback, such as W&B's on rank 0, may take long when training begins
+        node_findings=of_this_node,
+    )
     result = preflight.run(rank_store, plan)
     # A slow device does no harm apart from slowing the run down: it is logged, and the run's own times will show it.
     bad = [finding for finding in result.findings if finding.level == "error" and finding.check != "speed"]

@@ -32,6 +32,9 @@ from hfscale.health.diagnosis import POINT_TO_POINT, positions
 from hfscale.health.rank_notes import compare_ranks, compare_results, describe_rank, slowest_links
 from hfscale.health.rank_store import RankStore
 from hfscale.utils.findings import Finding, limit_findings, name_ranks, rank_error
+from hfscale.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 CPU_SIZES = (4096, 2**20, 2**24)
 GPU_SIZES = (4096, 2**20, 2**26, 2**28)
@@ -52,7 +55,11 @@ class PreflightPlan:
     device: torch.device
     """The device of this rank."""
     deadline_s: float
-    """Seconds from the arrival of the last rank to the verdict, also where others never arrive."""
+    """Seconds from the arrival of the last rank to the verdict; the same where others do not arrive at all, unless
+    `arrival_s` is longer."""
+    arrival_s: float = 0.0
+    """Seconds to wait for the next rank to arrive, where that is longer than the deadline. The late ranks are
+    logged at the deadline."""
     connect: Callable[[], None] | None = None
     """Makes the default process group; None where it exists already."""
     sizes: tuple[int, ...] = SHORT_SIZES
@@ -110,7 +117,7 @@ def run(
     of_node = [finding.to_dict() for finding in plan.node_findings]
     rank_store.write("hello", {**describe_rank(device=plan.device), "node": of_node})
     arrived_at = time.monotonic()
-    if _wait_for_all(rank_store, "hello", may_wait, limit_s, each_restarts_it=True):
+    if _wait_for_arrivals(rank_store, may_wait, limit_s, plan.arrival_s):
         checks.results["waited_s"] = time.monotonic() - arrived_at
         checks.start()
         _wait_for_all(rank_store, "results", may_wait, limit_s)
@@ -153,6 +160,19 @@ def _judge(rank_store: RankStore, hello: dict[int, dict[str, Any]], *, is_comple
         "node": [finding.to_dict() for finding in limit_findings(of_nodes)],
         "links": slowest_links(results),
     }
+
+
+def _wait_for_arrivals(rank_store: RankStore, may_wait: Callable[[], bool], limit_s: float, longer_s: float) -> bool:
+    """Wait until all ranks have arrived; log which are late after `limit_s` seconds without another arrival."""
+    if _wait_for_all(rank_store, "hello", may_wait, limit_s, each_restarts_it=True):
+        return True
+    if longer_s <= limit_s or not may_wait():
+        return False
+    if rank_store.claim("late ranks"):
+        late = set(range(rank_store.world_size)) - set(rank_store.read("hello"))
+        # An error, since rank 0, which alone logs warnings, may be late.
+        logger.error("not yet arrived after %.0f s: %s; waiting up to %.0f s", limit_s, name_ranks(late), longer_s)
+    return _wait_for_all(rank_store, "hello", may_wait, longer_s, each_restarts_it=True)
 
 
 def _wait_for_all(
