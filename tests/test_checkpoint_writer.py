@@ -591,6 +591,12 @@ class TestHostSnapshot:
         assert snapshot.bytes_to_allocate([tensor.clone(), torch.zeros(10)]) == 40
         assert snapshot.take([tensor.clone()])[0].data_ptr() == pointer
 
+    def test_pinned_buffers_are_counted_as_the_powers_of_two_that_cuda_allocates(self, monkeypatch):
+        monkeypatch.setattr("hfscale.checkpoint.snapshot._is_pinned_for", lambda device: True)
+        sizes = (4096, 5000, 1)
+        tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        assert HostSnapshot().bytes_to_allocate(tensors) == 4096 + 8192 + 1
+
     def test_large_tensors_are_copied_by_several_threads(self, monkeypatch):
         monkeypatch.setattr("hfscale.checkpoint.snapshot._SLICE_BYTES", 1000)
         monkeypatch.setattr("hfscale.checkpoint.snapshot._copy_threads", lambda: 3)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from conftest import REPOSITORY
 
+from hfscale.integrations import snapshots
 from hfscale.utils.host_memory import available_bytes
 
 GIB = 2**30
@@ -78,6 +79,13 @@ def test_without_a_limit_it_is_the_free_memory_of_the_host(tmp_path, groups):
     root = make_root(tmp_path, V2_MOUNT.format(visible="/"), "0::/pod\n", groups)
     assert available_bytes(root) == pytest.approx(psutil.virtual_memory().available, abs=GIB)
     assert available_bytes(tmp_path / "no such folder") == pytest.approx(psutil.virtual_memory().available, abs=GIB)
+
+
+@pytest.mark.parametrize(("copies", "fits"), [(1, True), (2, True), (3, False)])
+def test_the_copies_of_all_processes_of_a_host_must_fit(monkeypatch, copies, fits):
+    monkeypatch.setattr(snapshots, "available_bytes", lambda: 1000)
+    size = int(1000 * snapshots.SHARE_OF_FREE_MEMORY) // 2
+    assert snapshots.fits_in_host_memory(size, copies=copies) == fits
 
 
 @pytest.fixture
