@@ -88,7 +88,8 @@ class StoreProcess:
         self._process = context.Process(target=self._serve, args=(ports, self._end))
         self._process.start()
         assert self._process.pid is not None
-        self._clock = (~self._process.pid << 3) | _CPU_CLOCK
+        self.pid = self._process.pid
+        self._clock = (~self.pid << 3) | _CPU_CLOCK
         self.port: int = ports.get()
 
     def cpu_s(self) -> float:

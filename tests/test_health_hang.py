@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback
 from workers.health_hang import run
 
+from benchmarks.simulated_ranks import StoreProcess
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
@@ -505,6 +508,48 @@ def test_the_end_after_a_hang_does_not_wait_for_a_save_that_never_ends(tmp_path,
     writer.wait()
     waited_s = sum(seconds for seconds in slept if seconds == hang_module._SAVE_POLL_S)
     assert waited_s == pytest.approx(limit_s, abs=2.0)
+
+
+@pytest.fixture
+def store_process():
+    """The launcher's store, which can be stopped: like a node that is lost, it answers nothing and closes nothing."""
+    store = StoreProcess()
+    yield store
+    os.kill(store.pid, signal.SIGCONT)
+    store.close()
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_rank_that_the_store_does_not_answer_reports_its_hang_by_itself(tmp_path, store_process, monkeypatch, abort):
+    ended, logged = threading.Event(), threading.Event()
+    monkeypatch.setattr(hang_module, "os", SimpleNamespace(_exit=lambda code: ended.set()))
+    monkeypatch.setattr(hang_module.logger, "error", lambda *_: logged.set())
+    limits = Limits(floor_s=0.5, outside_s=0.5, grace_s=0.05, poll_s=0.02)
+    client = dist.TCPStore("127.0.0.1", store_process.port, is_master=False, wait_for_workers=False)
+    watchdog = HangWatchdog(RankStore(client, 1, 2), tmp_path, limits=limits, abort=abort)
+    watchdog.start()
+    os.kill(store_process.pid, signal.SIGSTOP)
+    assert logged.wait(60)
+    (finding,) = watchdog.findings
+    assert re.match(r"rank 1 \(.*\) gets no answer from the launcher's store for \d+ s", finding.problem)
+    assert ended.wait(60) if abort else not ended.is_set()
+    os.kill(store_process.pid, signal.SIGCONT)
+    watchdog.stop()
+
+
+def test_a_rank_that_makes_progress_without_an_answer_of_the_store_reports_no_hang(tmp_path, store_process):
+    limits = Limits(floor_s=2.0, outside_s=2.0, grace_s=0.05, poll_s=0.02)
+    client = dist.TCPStore("127.0.0.1", store_process.port, is_master=False, wait_for_workers=False)
+    watchdog = HangWatchdog(RankStore(client, 0, 1), tmp_path, limits=limits)
+    watchdog.start()
+    os.kill(store_process.pid, signal.SIGSTOP)
+    until = time.monotonic() + 5 * watchdog._verdict_s
+    while time.monotonic() < until:
+        watchdog.progressed()
+        time.sleep(0.01)
+    assert watchdog.findings == []
+    os.kill(store_process.pid, signal.SIGCONT)
+    watchdog.stop()
 
 
 @pytest.mark.world(3)

@@ -108,6 +108,7 @@ def convert(
         )
         unfinished.chmod(0o755)  # mkdtemp has made it private
         unfinished.rename(target)
+        store.flush_parents(target)
     finally:
         if unfinished.exists():
             shutil.rmtree(unfinished)

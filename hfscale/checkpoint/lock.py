@@ -6,13 +6,12 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 
-from hfscale.checkpoint.store import flush
+from hfscale.checkpoint.store import flush_parents
 from hfscale.errors import OutputDirInUseError, StorageError, UsageError
 from hfscale.utils.collectives import START
 from hfscale.utils.logging import get_logger
@@ -133,9 +132,7 @@ def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -
         if is_holder:
             try:
                 Path(output_dir).mkdir(parents=True, exist_ok=True)
-                for folder in Path(output_dir).resolve().parents:
-                    with suppress(OSError):  # a folder that this user cannot read, and so has not created
-                        flush(folder)
+                flush_parents(Path(output_dir))
                 lock_output_dir(output_dir)
             except OSError as failure:
                 raise StorageError(f"{output_dir} cannot be locked: {failure.strerror}; make it writable") from failure

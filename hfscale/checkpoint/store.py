@@ -63,9 +63,9 @@ _TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+-\d+\.tmp")
 
 
 def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, global_batch_size: int) -> Manifest:
-    """Make `checkpoint` durable and valid: flush its files to the disk, then write the manifest.
+    """Make the content of `checkpoint` durable and valid: flush its files to the disk, then write the manifest.
 
-    Call it on one process, after every process has written its files.
+    Call it on one process, after every process has written its files. The folder that contains it is not flushed.
 
     Args:
         checkpoint (`Path`): the folder with the files.
@@ -89,9 +89,8 @@ def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, globa
     )
     for name in manifest.files:
         flush(checkpoint / name)
-    flush(checkpoint)
+    flush_folders(checkpoint)
     write_atomically(checkpoint / MANIFEST_NAME, manifest.to_json())
-    flush(checkpoint.parent)
     return manifest
 
 
@@ -111,6 +110,7 @@ def update_manifest(checkpoint: Path) -> None:
             record = FileRecord.of(checkpoint / name)
         files[name] = record
     if files != manifest.files:
+        flush_folders(checkpoint)
         write_atomically(checkpoint / MANIFEST_NAME, replace(manifest, files=files).to_json())
 
 
@@ -577,6 +577,19 @@ def remove_temporaries(folder: Path) -> None:
         if _TEMPORARY.fullmatch(path.name):
             with secondary(DELETING, folder):
                 path.unlink(missing_ok=True)
+
+
+def flush_folders(checkpoint: Path) -> None:
+    """Call fsync on a folder and those in it, so that the names of all files in them reach the disk."""
+    for folder, _, _ in os.walk(checkpoint):
+        flush(Path(folder))
+
+
+def flush_parents(path: Path) -> None:
+    """Call fsync on all folders above `path`, so that its own name reaches the disk, also where folders are new."""
+    for folder in path.resolve().parents:
+        with suppress(OSError):  # a folder that this user cannot read, and so has not created
+            flush(folder)
 
 
 def flush(path: Path) -> None:

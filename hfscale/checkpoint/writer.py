@@ -66,7 +66,6 @@ each is flushed before its manifest is written. `store.verify` compares every fi
 checkpoint is used.
 """
 
-import os
 import re
 import shutil
 import threading
@@ -86,6 +85,7 @@ from hfscale.checkpoint.store import (
     CHECKPOINT_NAME,
     UNFINISHED,
     flush,
+    flush_folders,
     is_link_to_unfinished,
     remove_temporaries,
     write_atomically,
@@ -501,8 +501,7 @@ def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
         global_batch_size=job.global_batch_size,
         files=dict(sorted(records.items())),
     )
-    for folder, _, _ in os.walk(job.folder):
-        flush(Path(folder))
+    flush_folders(job.folder)
     write_atomically(job.folder / MANIFEST_NAME, manifest.to_json())
     if job.target.exists():  # the same step is saved twice, for example by save_steps and at the end of an epoch
         shutil.rmtree(replaced, ignore_errors=True)

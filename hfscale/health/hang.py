@@ -10,6 +10,9 @@ The main thread of each rank reports its progress. When a rank has been silent f
    of a hang grows with the number of ranks and not with its square.
 
 Nothing uses the process group, which is what hangs.
+
+A rank whose network is lost, or that has lost the node of rank 0, gets no answer from the store, and torch's client
+waits for it for ever. A second thread notices that, and ends the hang of this rank without the others.
 """
 
 import json
@@ -37,7 +40,7 @@ from hfscale.health.diagnosis import (
 )
 from hfscale.health.rank_store import RankStore
 from hfscale.recovery.rank_link import connect
-from hfscale.utils.findings import Finding, blamed_hosts, join_findings, limit_findings
+from hfscale.utils.findings import Finding, blamed_hosts, join_findings, limit_findings, name_ranks
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -118,6 +121,8 @@ class HangWatchdog(threading.Thread):
         self._no_alarm_before = 0.0
         self._stop_now = threading.Event()
         self._is_examined = threading.Event()
+        self._polls = 0
+        self._polls_store = False
         rank_store.write("hang/hello", {"host": socket.gethostname()})
 
     def step_began(self, step: int) -> None:
@@ -173,21 +178,60 @@ class HangWatchdog(threading.Thread):
 
     def run(self) -> None:
         """Poll the watched thread and the alarms of other ranks until `stop` is called or nothing is left to watch."""
+        alone = threading.Thread(target=self._watch_alone, name=f"{self.name}-alone", daemon=True)
+        alone.start()
         try:
             while not self._stop_now.wait(self._poll_s):
+                self._polls += 1
+                self._polls_store = True
                 if not self._poll():
-                    return
-        except RuntimeError as error:  # of the store, without which no other rank can be asked
-            logger.warning("hangs are no longer watched for: the launcher's store failed (%s)", str(error)[:200])
+                    self._stop_now.set()
+                self._polls_store = False
+        except RuntimeError as error:  # of the store; this rank is still watched by itself
+            logger.warning(
+                "the ranks of a hang can no longer be found: the launcher's store failed (%s)", str(error)[:200]
+            )
+
+    def _watch_alone(self) -> None:
+        """Watch for silence while the store does not answer, when no other rank can be asked.
+
+        Counted are waits of this thread, in which a process that is stopped for a while does not count.
+        """
+        polls, waits = 0, 0
+        while not self._stop_now.wait(self._poll_s):
+            waits = waits + 1 if self._polls_store and self._polls == polls else 0
+            polls = self._polls
+            unanswered_s = waits * self._poll_s
+            if unanswered_s < 2 * self._verdict_s or self._reported_at:
+                continue
+            now = time.monotonic()
+            frames = frames_of(self._watched_thread)
+            if not frames or self._inside not in (None, *frames):
+                return
+            if self._is_silent(now, slow_activity(frames)):
+                self._end_alone(now, unanswered_s)
+
+    def _end_alone(self, now: float, unanswered_s: float) -> None:
+        """Report a hang of this rank without an answer of the store; end the process if hangs abort the run."""
+        name = name_ranks((self._store.rank,), socket.gethostname())
+        problem = f"{name} gets no answer from the launcher's store for {unanswered_s:.0f} s"
+        fix = "look whether the network of this node is lost, or the node of rank 0"
+        self.findings = [Finding(level="error", check="hang", problem=problem, fix=fix)]
+        self._reported_at = now
+        self._is_examined.set()
+        silent_s = now - self._last_progress_at
+        logger.error("training hangs at step %d for %.0f s: %s", self._step, silent_s, join_findings(self.findings))
+        if self._abort:
+            self._end_process(self.limits.floor_s)
 
     def _poll(self) -> bool:
         """Check the watched thread and the alarm of the others; False where there is nothing more to watch."""
+        now = time.monotonic()  # before it looks at what the thread does, which may be something slow from then on
         frames = frames_of(self._watched_thread)
         is_inside = self._inside is None or self._inside in frames
         if not self._error and not (frames and is_inside):
             self._inside = None  # releases all that the call refers to
             return False
-        now = time.monotonic()
         if self._reported_at and self._last_progress_at > self._reported_at and not self._error:
             logger.warning("training continues after the hang at step %d", self._step)
             self._reported_at = 0.0
@@ -236,16 +280,20 @@ class HangWatchdog(threading.Thread):
         if is_reader:
             self._report()
         if self._abort:
-            self._end_process(incident)
+            is_complete = self._store.is_complete(f"{incident}/snapshot")
+            self._polls_store = False
+            self._end_process(self.limits.outside_s if is_complete else self.limits.floor_s)
 
-    def _end_process(self, incident: str) -> None:
+    def _end_process(self, longest_s: float) -> None:
         """End this process when the report is written and no checkpoint is being written in the background.
 
         Such a checkpoint can be complete in a moment, and with it all the training up to it. All ranks that are alive
         take part in writing it; if one has not answered, it is probably dead, and the others do not wait as long.
+
+        Args:
+            longest_s (`float`): longest time to wait for the checkpoint, seconds.
         """
-        is_complete = self._store.is_complete(f"{incident}/snapshot")
-        until = time.monotonic() + (self.limits.outside_s if is_complete else self.limits.floor_s)
+        until = time.monotonic() + longest_s
         time.sleep(1.0 + self._scaled_s)  # for the rank that writes the report
         if is_saving():
             logger.warning("the process ends when the checkpoint that is being written is complete")

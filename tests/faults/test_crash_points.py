@@ -13,6 +13,7 @@ with a subclass of Trainer that writes files of its own into `checkpoint-N`.
 import errno
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -185,6 +186,22 @@ def test_what_a_relaunch_renames_survives_a_machine_loss(commits, crash_server, 
         restore(disk.after_loss(survivors), disk.contents(outcome.trash), left)
         assert verify(left / "out" / "checkpoint-4").step == 4
         assert not (left / "out" / "checkpoint-9").exists()
+
+
+def test_a_conversion_survives_a_machine_loss_after_every_operation(commits, crash_server, tmp_path):  # noqa: F811
+    runner, run = CrashRunner(crash_server, tmp_path), tmp_path / "run"
+    shutil.copytree(commits.cwd, run)
+    outcome = runner.train(run, 0, worker=REPOSITORY / "tests" / "workers" / "converting.py")
+    assert outcome.codes == [0], outcome.err
+    target = Path("new", "folder", "checkpoint-4")
+    for cwd, _, _ in disks_after_loss(outcome, tmp_path / "left"):
+        if (cwd / target).exists():
+            verify(cwd / target)
+    disk = outcome.disk()
+    for number, survivors in enumerate(SURVIVORS.values()):
+        left = tmp_path / str(number)
+        restore(disk.after_loss(survivors), disk.contents(outcome.trash), left)
+        assert verify(left / target).step == 4
 
 
 @pytest.mark.timeout(300)

@@ -119,3 +119,61 @@ def test_ranks_that_wait_in_c_for_a_dead_or_stopped_rank_end(tmp_path, number, s
     assert done.code == 1
     assert re.search(rf"^hfscale: .*rank 1\b.*{says}", done.err, re.MULTILINE), done.err[-6000:]
     print(f"{number}: all ended after {time.monotonic() - begun:.1f} s")
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces with a link between them, as two nodes have; they need root."""
+    nodes = [f"hfscale{number}-{os.getpid()}" for number in range(2)]
+
+    def ip(*words):
+        return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+
+    try:
+        made = [ip("netns", "add", node) for node in nodes]
+        made.append(ip("link", "add", "link0", "netns", nodes[0], "type", "veth", "peer", "link1", "netns", nodes[1]))
+        for number, node in enumerate(nodes):
+            made.append(ip("-n", node, "addr", "add", f"10.77.0.{number + 1}/24", "dev", f"link{number}"))
+            made += [ip("-n", node, "link", "set", name, "up") for name in ("lo", f"link{number}")]
+        if any(command.returncode for command in made):
+            pytest.skip("network namespaces are not permitted: " + next(c.stderr for c in made if c.returncode))
+
+        def lose_network():
+            """Send what the nodes send each other to an address that nobody has: no connection is reset."""
+            for number, node in enumerate(nodes):
+                other = f"10.77.0.{2 - number}"
+                lost = ip("-n", node, "neigh", "replace", other, "lladdr", "02:00:00:00:00:99", "dev", f"link{number}")
+                assert lost.returncode == 0, lost.stderr
+
+        yield nodes, lose_network
+    finally:
+        for node in nodes:
+            ip("netns", "del", node)
+
+
+@pytest.mark.timeout(600)
+def test_both_ends_of_a_lost_network_end(two_nodes, tmp_path):
+    """The node with the launcher's store names the lost rank; the other one has no store, and ends by itself."""
+    nodes, lose_network = two_nodes
+    worker = REPOSITORY / "tests" / "workers" / "lost_network.py"
+    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1"}
+    ranks = []
+    try:
+        for number, node in enumerate(nodes):
+            env = os.environ | common | {"RANK": str(number), "MASTER_PORT": "29500"}
+            env["GLOO_SOCKET_IFNAME"] = f"link{number}"
+            with Path(tmp_path, f"log-{number}").open("w") as log:
+                command = ["ip", "netns", "exec", node, sys.executable, str(worker)]
+                ranks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log))
+        wait_for(lambda: all((tmp_path / f"trains-{number}").exists() for number in range(2)), 240)
+        lose_network()
+        lost = time.monotonic()
+        codes = [rank.wait(180) for rank in ranks]
+        print(f"both ended after {time.monotonic() - lost:.1f} s")
+    finally:
+        for rank in ranks:
+            rank.kill()
+    texts = [Path(tmp_path, f"log-{number}").read_text() for number in range(2)]
+    assert codes == [1, 1], texts
+    assert re.search(r"training hangs at step \d+ for \d+ s: rank 1 \(.*\): does not answer", texts[0]), texts[0]
+    assert re.search(r"rank 1 \(.*\) gets no answer from the launcher's store", texts[1]), texts[1]

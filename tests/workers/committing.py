@@ -1,4 +1,4 @@
-"""Commits checkpoints of a few small files without a training: committing.py STEPS [KIND].
+"""Commits checkpoints of a few small files without a training: committing.py STEPS.
 
 Each checkpoint has a subfolder, step 2 is saved twice (the second time with fewer files), and two are kept. With 0
 steps it finishes the commit of an earlier launch, and archives the checkpoints after step 4.
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hfscale.checkpoint.lock import lock_for_all_ranks
 from hfscale.checkpoint.manifest import Manifest
-from hfscale.checkpoint.store import archive, rotate, write_status
+from hfscale.checkpoint.store import archive, rotate, update_manifest, write_status
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, clear_unfinished
 from hfscale.recipe.entrypoint import run
 
@@ -32,6 +32,10 @@ def main() -> None:
                 (folder / "only_in_the_first_save" / "file.txt").write_text(f"{step}")
 
         def on_commit(manifest: Manifest) -> None:
+            added = out / f"checkpoint-{manifest.step}" / "added"  # as other callbacks do in `on_save`
+            added.mkdir(exist_ok=True)
+            (added / "file.txt").write_text(f"{manifest.step}")
+            update_manifest(added.parent)
             rotate(out, limit=2)
             write_status(out, "running", step=manifest.step, checkpoint=f"checkpoint-{manifest.step}", reason=None)
 
