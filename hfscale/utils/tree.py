@@ -4,7 +4,7 @@ A gloo group connects each of its ranks with every other one, and each of them r
 store of the launcher. Over 16,384 ranks that would be 16,384 open connections in each process, and 48 TB of addresses.
 Up to `LARGEST_GROUP` ranks one group is used. Beyond, consecutive ranks form groups; the first rank of each is its
 leader, and the leaders form groups in the same way, until one group is left: at 16,384 ranks there are three levels of
-groups of 26 ranks, and each process has at most 75 connections. A training has up to four trees, one for each
+groups of 26 ranks, and each process has at most 74 connections. A training has up to four trees, one for each
 `Channel`.
 """
 
