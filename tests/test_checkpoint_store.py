@@ -18,11 +18,11 @@ from hfscale.checkpoint.store import (
     rotate,
     update_manifest,
     verify,
-    write_atomically,
 )
 from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.cli import main
 from hfscale.errors import CheckpointError
+from hfscale.utils.durable_files import write_atomically
 
 
 def make_checkpoint(output_dir: Path, step: int, committed: bool = True) -> Path:

@@ -17,13 +17,14 @@ from transformers import TrainerCallback
 from hfscale import ScalingCallback, SpotCheckpointCallback, latest_checkpoint
 from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.checkpoint.remote import COPYING, RemoteStore, Uploader
-from hfscale.checkpoint.store import DELETING, STATUS_NAME, flush, list_checkpoints
+from hfscale.checkpoint.store import DELETING, STATUS_NAME, list_checkpoints
 from hfscale.cli import main
 from hfscale.cli.autostop import gpu_activity, wait_until_idle
 from hfscale.health.gpu import NvmlSensor
 from hfscale.metrics.records import JSONL_NAME, RANKS_NAME, TIMELINE_NAME, WRITING
 from hfscale.report.run_data import load_run
 from hfscale.utils import secondary
+from hfscale.utils.durable_files import flush
 
 SAVES = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "save_total_limit": 2}
 

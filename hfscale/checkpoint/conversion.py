@@ -32,6 +32,7 @@ from hfscale.checkpoint.manifest import Manifest, checkpoint_files
 from hfscale.checkpoint.pickles import RNG_STATE_CLASSES, load_archive
 from hfscale.checkpoint.untrusted import read_json
 from hfscale.errors import CheckpointError, UsageError
+from hfscale.utils.durable_files import flush_parents
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -108,7 +109,7 @@ def convert(
         )
         unfinished.chmod(0o755)  # mkdtemp has made it private
         unfinished.rename(target)
-        store.flush_parents(target)
+        flush_parents(target)
     finally:
         if unfinished.exists():
             shutil.rmtree(unfinished)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from hfscale.checkpoint.store import flush_parents
 from hfscale.errors import OutputDirInUseError, StorageError, UsageError
 from hfscale.utils.collectives import START
+from hfscale.utils.durable_files import flush_parents
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)

@@ -5,15 +5,12 @@ writes `hfscale_status.json`. How a checkpoint gets here while training runs is 
 `hfscale.checkpoint.writer`.
 """
 
-import errno
 import json
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from hfscale.checkpoint.manifest import (
 from hfscale.checkpoint.untrusted import check_links, check_no_link, read_json
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.recovery.run_memory import RunMemory
+from hfscale.utils.durable_files import flush, flush_folders, write_atomically
 from hfscale.utils.logging import get_logger
 from hfscale.utils.redaction import redact
 from hfscale.utils.secondary import secondary
@@ -56,7 +54,6 @@ SUPERSEDED = ".superseded"
 _ARCHIVE_NAME = re.compile(r"checkpoint-(\d+)\.superseded")
 without_verified: set[Path] = set()
 """The output directories in which the last `latest_checkpoint` of this process skipped all checkpoints."""
-_TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+-\d+\.tmp")
 
 
 # ---- Committing and verifying
@@ -539,69 +536,3 @@ def read_status(output_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return fields if isinstance(fields, dict) else None
-
-
-# ---- Atomic and durable writes
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that readers find either the old or the new content, even after a crash.
-
-    The text is written to a temporary file, flushed to the disk and renamed to `path`; then the folder is flushed.
-
-    Args:
-        path (`Path`): the file, which is replaced if it exists; its folder must exist.
-        text (`str`): the complete content, written as UTF-8.
-
-    Raises:
-        OSError: the disk is full or read-only; the old content then stays.
-    """
-    # The name has the thread's id too: a background save can write the status at the same time as the training loop.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):  # the error above says what is wrong
-            temporary.unlink()
-        raise
-    flush(path.parent)
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Delete the temporary files that `write_atomically` leaves in `folder` when its process is killed."""
-    for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
-            with secondary(DELETING, folder):
-                path.unlink(missing_ok=True)
-
-
-def flush_folders(checkpoint: Path) -> None:
-    """Call fsync on a folder and those in it, so that the names of all files in them reach the disk."""
-    for folder, _, _ in os.walk(checkpoint):
-        flush(Path(folder))
-
-
-def flush_parents(path: Path) -> None:
-    """Call fsync on all folders above `path`, so that its own name reaches the disk, also where folders are new."""
-    for folder in path.resolve().parents:
-        with suppress(OSError):  # a folder that this user cannot read, and so has not created
-            flush(folder)
-
-
-def flush(path: Path) -> None:
-    """Call fsync on a file or a folder, so that its content reaches the disk.
-
-    Some file systems have no fsync of folders, which is no error.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)

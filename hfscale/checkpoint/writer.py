@@ -17,7 +17,7 @@ Files in the output directory:
     .unfinished/checkpoint-N.deleted/  a checkpoint that rotation is deleting
     .unfinished/{upload,download}/     remote copies in transfer (hfscale.checkpoint.remote)
     .hfscale_lock                      held by the run (hfscale.checkpoint.lock)
-    .NAME.PID-THREAD.tmp               temporary files of `store.write_atomically`
+    .NAME.PID-THREAD.tmp               temporary files of `write_atomically`
 
 A Trainer subclass with a `_save_checkpoint` of its own may write into `checkpoint-N` itself, before or after it calls
 Trainer's method, and on any rank. So while its methods run, `checkpoint-N` is a link to `.unfinished/checkpoint-N`; an
@@ -84,16 +84,13 @@ from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, che
 from hfscale.checkpoint.store import (
     CHECKPOINT_NAME,
     UNFINISHED,
-    flush,
-    flush_folders,
     is_link_to_unfinished,
-    remove_temporaries,
-    write_atomically,
 )
 from hfscale.errors import StorageError
 from hfscale.utils import distributed
 from hfscale.utils.collectives import SAVING, TRAINING
 from hfscale.utils.disk_errors import how_to_fix_write, is_failed_torch_write
+from hfscale.utils.durable_files import flush, flush_folders, remove_temporaries, write_atomically
 from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)

@@ -26,9 +26,9 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.snapshot import HostSnapshot
-from hfscale.checkpoint.store import write_atomically
 from hfscale.utils import distributed
 from hfscale.utils.collectives import SAVING
+from hfscale.utils.durable_files import write_atomically
 from hfscale.utils.host_memory import available_bytes
 from hfscale.utils.logging import get_logger
 from hfscale.utils.versions import is_distributed_by_transformers, is_peft_model

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from hfscale.checkpoint.store import write_atomically
 from hfscale.metrics.goodput import GoodputTracker, Rate
+from hfscale.utils.durable_files import write_atomically
 from hfscale.utils.findings import Finding
 from hfscale.utils.secondary import return_counts, secondary, take_counts
 
