@@ -1,7 +1,9 @@
 """What only a CUDA GPU can show: `make test-gpu`."""
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 
@@ -12,10 +14,15 @@ from test_stream_position import StopAt
 from tiny import logged, tiny_model, tiny_tokenizer, tiny_trainer
 
 from hfscale import SampleGenerationCallback, SpotCheckpointCallback
+from hfscale.callbacks.profiler import ProfilerCallback
+from hfscale.checkpoint.rng_states import write_rng_states
 from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.store import verify
+from hfscale.facts.hardware import read_hardware_file
 from hfscale.health import gpu
+from hfscale.integrations.island_parameters import PartOfParameters
 from hfscale.metrics.clocks import clock_of
+from hfscale.metrics.noise_scale import LeafProbe
 
 pytestmark = pytest.mark.gpu
 
@@ -107,6 +114,28 @@ def test_a_resumed_run_continues_the_random_numbers_of_the_gpu(tmp_path):
     assert train(tmp_path / "cut", resume=str(tmp_path / "cut" / "checkpoint-3")) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_converted_random_states_are_restored_as_trainer_does_it(tmp_path, ranks):
+    torch.cuda.manual_seed(5)
+    torch.rand(10, device="cuda")
+    own = torch.cuda.get_rng_state()
+    spot = SpotCheckpointCallback()
+    trainer = tiny_trainer(tmp_path / "run", spot, use_cpu=False, save_strategy="steps", save_steps=2, max_steps=2)
+    trainer.train()
+    source = tmp_path / "run" / "checkpoint-2"
+    known = torch.load(source / "rng_state.pth", weights_only=False)
+    torch.save(known | {"cuda": own}, source / "rng_state.pth")
+    write_rng_states(source, tmp_path, world_size=ranks)
+    for rank in range(ranks):
+        torch.cuda.manual_seed_all(6)
+        if ranks == 1:
+            torch.cuda.random.set_rng_state(torch.load(tmp_path / "rng_state.pth", weights_only=False)["cuda"])
+        else:
+            found = torch.load(tmp_path / f"rng_state_{rank}.pth", weights_only=False)["cuda"]
+            torch.cuda.random.set_rng_state_all(found)
+        assert torch.equal(torch.cuda.get_rng_state(), own) == (rank == 0)
+
+
 def test_samples_during_training_leave_the_random_numbers_of_the_gpu(tmp_path):
     states = []
     for callbacks in ([], [SampleGenerationCallback(["w3 w4"], every_steps=2, max_new_tokens=5, temperature=1.0)]):
@@ -130,6 +159,64 @@ def test_the_sensor_is_that_of_the_visible_gpu(tmp_path):
         assert power_w > 1
 
 
+def test_norms_of_gradients_are_read_after_the_backward_that_computes_them():
+    layer = torch.nn.Linear(4096, 4096, bias=False, device="cuda")
+    probe = LeafProbe(layer)
+    probe.open()
+    torch.cuda._sleep(100_000_000)
+    layer(torch.ones(1, 4096, device="cuda")).sum().backward()
+    probe.close()
+    assert probe.read(1) == (pytest.approx(4096 * 4096), 1)
+
+
+def test_a_profile_has_the_kernels_of_the_step(tmp_path):
+    tiny_trainer(tmp_path, ProfilerCallback([2]), use_cpu=False).train()
+    events = json.loads((tmp_path / "profile" / "step-2.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+
+
+def test_parameters_of_an_island_are_copied_to_the_host_and_back(tmp_path):
+    trainer = tiny_trainer(tmp_path, use_cpu=False, max_steps=1)
+    trainer.train()
+    parameters = PartOfParameters(trainer)
+    torch.cuda._sleep(100_000_000)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.fill_(3)
+    values = parameters.read()
+    assert values.device.type == "cpu"
+    assert values.eq(3).all()
+    parameters.write(values + 1)
+    assert all(parameter.eq(4).all() for parameter in trainer.model.parameters())
+
+
+def test_a_forked_process_can_use_the_gpu_after_the_imports_of_a_standby_launcher(tmp_path):
+    program = (
+        "import hfscale, transformers, accelerate, torch, os, json; torch.cuda.is_available()\n"
+        "child = os.fork()\n"
+        "if child == 0: os._exit(int(torch.ones(1, device='cuda').item()))\n"
+        "print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))"
+    )
+    assert in_new_process(tmp_path, program, PYTORCH_NVML_BASED_CUDA_CHECK="1") == 1
+
+
+def test_the_machine_can_be_calibrated(tmp_path):
+    path = tmp_path / "hardware.toml"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu"]
+    command += ["-m", "hfscale", "plan", "--calibrate", str(path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (row,) = read_hardware_file(path)
+    assert row.achieved_memory_tb_s > 0.05
+    assert (row.achieved_link_gb_s is not None) == (torch.cuda.device_count() > 1)
+
+
+def test_the_doctor_finds_every_gpu(tmp_path):
+    command = [sys.executable, "-m", "hfscale", "doctor", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert len(json.loads(done.stdout)["torch"]["gpus"]) == torch.cuda.device_count()
+
+
 def test_the_check_of_a_machine_passes_on_every_gpu(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu"]
     done = subprocess.run(
@@ -147,7 +234,7 @@ def test_each_rank_opens_a_context_on_its_own_gpu_only(two_gpus, strategy, tmp_p
     assert done.code == 0, done.err[-4000:]
     for rank in range(2):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        assert found == {"contexts": [rank], "own": rank, "synchronous_because": None}
+        assert found == {"groups": True, "contexts": [rank], "own": rank, "synchronous_because": None}
 
 
 def test_tensor_and_pipeline_parallel_training_on_two_gpus(two_gpus, tmp_path):
@@ -158,3 +245,42 @@ def test_tensor_and_pipeline_parallel_training_on_two_gpus(two_gpus, tmp_path):
         done = agent_launch(tmp_path, config, 2, script, *flags, f"--{name}", "2", "--resume_from_checkpoint", "false")
         assert done.code == 0, done.err[-4000:]
         verify(tmp_path / "out" / "checkpoint-4")
+
+
+def test_communication_and_noise_are_measured_with_nccl(two_gpus, tmp_path):
+    worker = REPOSITORY / "tests" / "workers" / "exchange.py"
+    done = agent_launch(tmp_path, REPOSITORY / "accelerate_configs" / "ddp.yaml", 2, worker, "cuda")
+    assert done.code == 0, done.err[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    for strategy in ("ddp", "fsdp2"):
+        assert 0 < found[strategy]["comm_fraction"] <= 1, found
+        assert found[strategy]["noise_scale"] == pytest.approx(found["known_noise_scale"], rel=0.1), found
+
+
+@pytest.mark.parametrize("method", ["fp16", "powersgd", "topk"])
+def test_gradients_are_compressed_with_nccl(two_gpus, tmp_path, method):
+    flags = ["--max_steps", "6", "--logging_steps", "1", "--block_size", "128", "--output_dir", "out"]
+    flags += ["--gradient_compression", method, "--compression_start_step", "2"]
+    done = agent_launch(tmp_path, REPOSITORY / "accelerate_configs" / "ddp.yaml", 2, RECIPE, *flags)
+    assert done.code == 0, done.err[-4000:]
+    lines = (tmp_path / "out" / "scaling.jsonl").read_text().splitlines()
+    assert all(math.isfinite(json.loads(line)["loss"]) for line in lines)
+
+
+def test_a_run_continues_under_other_strategies(two_gpus, tmp_path):
+    for number, strategy in enumerate(("fsdp2", "zero3", "zero2", "ddp"), start=1):
+        config = REPOSITORY / "accelerate_configs" / f"{strategy}.yaml"
+        tier = "ddp" if strategy == "ddp" else "sharded"
+        flags = ["--max_steps", str(2 * number), "--save_steps", "2", "--block_size", "128", "--output_dir", "out"]
+        done = agent_launch(tmp_path, config, 2, REPOSITORY / "recipes" / tier / "train.py", *flags)
+        assert done.code == 0, done.err[-4000:]
+        assert "Didn't manage to set back the RNG states" not in done.err
+        assert verify(tmp_path / "out" / f"checkpoint-{2 * number}").strategy == strategy
+
+
+@pytest.mark.parametrize(("number", "says"), [("SIGKILL", "has died"), ("SIGSTOP", "does not answer")])
+def test_ranks_that_wait_in_nccl_for_a_dead_or_stopped_rank_end(two_gpus, tmp_path, number, says):
+    worker, config = REPOSITORY / "tests" / "workers" / "blocked.py", REPOSITORY / "accelerate_configs" / "ddp.yaml"
+    done = agent_launch(tmp_path, config, 2, worker, "1", number, "cuda")
+    assert done.code == 1
+    assert re.search(rf"^hfscale: .*rank 1\b.*{says}", done.err, re.MULTILINE), done.err[-6000:]

@@ -7,7 +7,6 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from recipe_runs import STRATEGIES, logged, make_workplace, output, run_recipe, warm_up
@@ -16,7 +15,7 @@ from tiny import tiny_arguments, tiny_trainer
 from transformers import AutoModelForCausalLM
 
 from hfscale import SpotCheckpointCallback
-from hfscale.checkpoint.conversion import CONVERSION_NAME, convert, derived_rng_state, infer_manifest
+from hfscale.checkpoint.conversion import CONVERSION_NAME, convert, infer_manifest
 from hfscale.checkpoint.export import export
 from hfscale.checkpoint.formats import read_view
 from hfscale.checkpoint.formats.dcp import save_refs
@@ -153,25 +152,6 @@ def test_the_global_batch_comes_from_the_training_before_the_conversion(runs, tm
     args = tiny_arguments(tmp_path, per_device_train_batch_size=5)
     keep_global_batch(args, str(converted))
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 3)
-
-
-def test_new_ranks_draw_their_own_random_numbers_reproducibly(runs, tmp_path):
-    first = checkpoint_of(runs["ddp"]) / "rng_state_0.pth"
-    states = [derived_rng_state(first, rank) for rank in (2, 2, 3)]
-    drawn = []
-    for state in states:
-        generator = torch.Generator()
-        generator.set_state(state["cpu"])
-        numpy = np.random.RandomState()
-        numpy.set_state(state["numpy"])
-        drawn.append((torch.rand(1, generator=generator).item(), numpy.rand(), state["python"][1][:3]))
-    assert drawn[0] == drawn[1]
-    assert drawn[0][0] != drawn[2][0]
-    assert drawn[0][1] != drawn[2][1]
-    assert "cuda" not in states[0]
-    known = torch.load(first, weights_only=False)
-    torch.save(known | {"cuda": torch.zeros(16, dtype=torch.uint8)}, tmp_path / "rng")
-    assert derived_rng_state(tmp_path / "rng", 2)["cuda"].shape == (16,)
 
 
 class RunsCode:

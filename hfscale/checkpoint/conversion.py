@@ -9,17 +9,13 @@ has no manifest; `infer_manifest` makes one from its files.
 
 import json
 import os
-import random
 import re
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 
 from hfscale.checkpoint import store
 from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read_view, write_view
@@ -29,7 +25,8 @@ from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, Paramete
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, check_states, saved_name
 from hfscale.checkpoint.formats.zero import is_universal, tag_folder
 from hfscale.checkpoint.manifest import Manifest, checkpoint_files
-from hfscale.checkpoint.pickles import RNG_STATE_CLASSES, load_archive
+from hfscale.checkpoint.pickles import load_archive
+from hfscale.checkpoint.rng_states import write_rng_states
 from hfscale.checkpoint.untrusted import read_json
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.utils.durable_files import flush_parents
@@ -203,74 +200,6 @@ def read_origin(checkpoint: Path) -> dict[str, object] | None:
         raise CheckpointError(f"{checkpoint / CONVERSION_NAME} cannot be read: {error}") from None
 
 
-# ---- States of the random number generators
-
-_SINGLE_RNG_FILE = "rng_state.pth"
-_RANK_RNG_FILE = "rng_state_{}.pth"
-
-
-def write_rng_states(source: Path, folder: Path, *, world_size: int, same_on_all_ranks: bool = False) -> None:
-    """Write into `folder` the RNG states for `world_size` ranks, from those of the checkpoint `source`.
-
-    Ranks that existed keep their states. The state of a new rank is derived from rank 0's state and its own number, so
-    it is the same at every relaunch, and no two ranks draw the same numbers. Nothing is written if the source has no
-    states, for example because it was saved with `save_only_model`.
-
-    Args:
-        source (`Path`): a checkpoint.
-        folder (`Path`): where the states are written.
-        world_size (`int`): number of ranks.
-        same_on_all_ranks (`bool`): give all ranks the state of rank 0, as they all start a run with one seed. Ranks
-            that compute one matrix together need this, because they must drop out the same elements of it.
-
-    Raises:
-        CheckpointError: the file of rank 0, from which the states of new ranks are derived, cannot be read without
-            unpickling it, or has no RNG states.
-    """
-    ranks = 1 if same_on_all_ranks else world_size
-    known = [path for rank in range(ranks) if (path := source / _RANK_RNG_FILE.format(rank)).is_file()]
-    if (source / _SINGLE_RNG_FILE).is_file():
-        known = [source / _SINGLE_RNG_FILE]
-    if not known:
-        return
-    for rank in range(world_size):
-        target = folder / (_SINGLE_RNG_FILE if world_size == 1 else _RANK_RNG_FILE.format(rank))
-        if rank < len(known) or same_on_all_ranks:
-            shutil.copyfile(known[0 if same_on_all_ranks else rank], target)
-        else:
-            torch.save(derived_rng_state(known[0], rank), target)
-
-
-def derived_rng_state(first: Path, rank: int) -> dict[str, Any]:
-    """Return the content of `rng_state_N.pth` for a new rank.
-
-    Args:
-        first (`Path`): the file of rank 0.
-        rank (`int`): the new rank.
-
-    Returns:
-        `dict[str, Any]`: the states of Python, NumPy and torch on the CPU by the keys that Trainer uses; `cuda` only
-            if the file of rank 0 has it.
-
-    Raises:
-        CheckpointError: the file cannot be read without unpickling it, or has no RNG states.
-    """
-    known = load_archive(first, RNG_STATE_CLASSES)
-    if not isinstance(known, dict) or "cpu" not in known:
-        raise CheckpointError(f"{first} has no states of random number generators")
-    digest = xxhash.xxh3_64(bytes(known["cpu"].numpy().tobytes()))
-    digest.update(f"rank {rank}".encode())
-    seed = digest.intdigest() >> 1  # torch takes seeds below 2**63
-    state = {
-        "python": random.Random(seed).getstate(),  # noqa: S311 - this is for data augmentation, not for cryptography
-        "numpy": np.random.RandomState(seed % 2**32).get_state(),
-        "cpu": torch.Generator().manual_seed(seed).get_state(),
-    }
-    if "cuda" in known:  # seed and offset, eight bytes each
-        state["cuda"] = torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8).clone()
-    return state
-
-
 # ---- Checkpoints without a manifest
 
 
@@ -319,8 +248,6 @@ __all__ = [
     "STRATEGIES",
     "can_read",
     "convert",
-    "derived_rng_state",
     "infer_manifest",
     "read_origin",
-    "write_rng_states",
 ]

@@ -94,13 +94,13 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 class _NumpyPart:
-    """Replaces the parts of a NumPy random state, which hfscale does not use."""
+    """Replaces the parts of a NumPy random state; the last element of an array's `state` are its bytes."""
 
     def __init__(self, *_: Any) -> None:
-        pass
+        self.state: tuple[Any, ...] = ()
 
-    def __setstate__(self, _: Any) -> None:
-        pass
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 class _FragmentAddress:

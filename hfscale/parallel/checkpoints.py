@@ -36,6 +36,7 @@ from hfscale.checkpoint.formats.dcp import dcp_errors, save_shards
 from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, PART, ParallelMetadata, read_parallel_metadata
 from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
 from hfscale.checkpoint.pickles import load_archive
+from hfscale.checkpoint.rng_states import copy_rng_state
 from hfscale.errors import CheckpointError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.integrations.loading import readable_checkpoint
@@ -492,7 +493,7 @@ class ParallelCheckpointTrainer(Trainer):
         of_first_rank = [Path(checkpoint) / name for name in ("rng_state_0.pth", "rng_state.pth")]
         with tempfile.TemporaryDirectory() as folder:
             for path in [path for path in of_first_rank if path.is_file()][:1]:
-                (Path(folder) / rng_name(self)).symlink_to(path.resolve())
+                copy_rng_state(path, Path(folder) / rng_name(self), rank=0, world_size=self.args.world_size)
             super()._load_rng_state(folder)
 
     def _load_best_model(self) -> None:

@@ -1,6 +1,8 @@
 """Trains under a launcher; at step 8 one rank is killed or stopped, and the others wait in C for ever, as in NCCL.
 
-accelerate launch … tests/workers/blocked.py RANK SIGNAL
+accelerate launch … tests/workers/blocked.py RANK SIGNAL [cuda]
+
+With `cuda` they wait in NCCL itself.
 """
 
 import ctypes
@@ -25,6 +27,8 @@ if __name__ == "__main__":
 
     from hfscale import CommHealthCallback, SpotCheckpointCallback
 
+    is_killed, on_gpu = sys.argv[2] == "SIGKILL", "cuda" in sys.argv
+
     class LoseRank(TrainerCallback):
         """Sends a signal to one rank, and blocks the others."""
 
@@ -32,8 +36,10 @@ if __name__ == "__main__":
             if state.global_step == 8:
                 if args.process_index == int(sys.argv[1]):
                     os.kill(os.getpid(), signal.Signals[sys.argv[2]])
-                block_in_c()
+                if not on_gpu:
+                    block_in_c()
 
-    is_killed = sys.argv[2] == "SIGKILL"
     health = CommHealthCallback(hang_after_s=None if is_killed else 2.0, on_hang="abort")
-    tiny_trainer("out", SpotCheckpointCallback(cloud=None), health, LoseRank(), max_steps=10).train()
+    tiny_trainer(
+        "out", SpotCheckpointCallback(cloud=None), health, LoseRank(), max_steps=10, use_cpu=not on_gpu
+    ).train()

@@ -1,8 +1,12 @@
-"""Trains with saves in the background, and writes on which GPUs each rank has a context: gpu_contexts.py."""
+"""Trains with saves in the background, and writes on which GPUs each rank has a context: gpu_contexts.py.
+
+Another thread reads the flight recorder, as the watch for hangs does.
+"""
 
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -12,6 +16,7 @@ from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer
 
 from hfscale import ParallelArguments, ScalingCallback
+from hfscale.health.diagnosis import positions
 from hfscale.recipe.entrypoint import run
 from hfscale.recipe.layout import set_up_parallelism
 
@@ -21,7 +26,10 @@ def main() -> None:
     set_up_parallelism(ParallelArguments(), args)
     callback = ScalingCallback()
     Trainer(model=tiny_model(), args=args, train_dataset=RandomTokens(), callbacks=[callback]).train()
+    with ThreadPoolExecutor(1) as other_thread:
+        groups = len(other_thread.submit(positions).result())
     found = {
+        "groups": groups > 0,
         "contexts": open_contexts(),
         "own": int(os.environ["LOCAL_RANK"]),
         "synchronous_because": callback.spot_checkpoint._saving.synchronous_because,
