@@ -172,6 +172,22 @@ def test_without_a_driver_the_real_package_gives_no_sensor():
     assert autostop.gpu_activity() is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, test_gpu.py reads the sensor")
+def test_the_real_functions_take_the_arguments_that_they_are_given():
+    """Without a driver each raises NVMLError, and not TypeError."""
+    import pynvml
+
+    sensor = NvmlSensor.__new__(NvmlSensor)
+    sensor._nvml, sensor._handle = pynvml, pynvml.c_nvmlDevice_t()
+    assert sensor.read() == Reading()
+    calls = {"nvmlDeviceGetHandleByUUID": ("GPU-ab-cd",), "nvmlDeviceGetHandleByIndex": (0,), "nvmlDeviceGetCount": ()}
+    for name, arguments in (calls | {"nvmlDeviceGetUtilizationRates": (sensor._handle,)}).items():
+        with pytest.raises(pynvml.NVMLError):
+            getattr(pynvml, name)(*arguments)
+    assert "busId" in dict(pynvml.nvmlPciInfo_t._fields_)
+    assert "gpu" in dict(pynvml.c_nvmlUtilization_t._fields_)
+
+
 def test_the_stand_in_has_the_names_of_pynvml():
     import pynvml
 
