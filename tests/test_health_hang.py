@@ -366,7 +366,8 @@ def test_a_wait_inside_a_slow_save_is_no_hang(tmp_path, clock, monkeypatch, asyn
     watching = WithWatchdog(tmp_path, clock)
 
     def slow(writer, job):
-        while slow_activity(frames_of(training)) != "saving":  # it does not wait for this save yet
+        until = time.monotonic() + 60
+        while slow_activity(frames_of(training)) != "saving" and time.monotonic() < until:  # it does not wait yet
             time.sleep(0.001)
         watching.lasts(LONG_S)
         run(writer, job)
