@@ -454,7 +454,7 @@ class TestFailure:
     def test_an_error_of_code_on_another_rank_ends_this_one_with_its_traceback(self, tmp_path, monkeypatch):
         rows = [
             {"problem": None, "fix": None},
-            {"problem": "TypeError: no", "fix": None, "traceback": "in state_dict"},
+            {"problem": "TypeError: no", "fix": None, "is_of_another_rank": False, "traceback": "in state_dict"},
         ]
         monkeypatch.setattr(
             SAVING, "combine_outcomes", lambda name, own, judge, error: judge([[row, {}] for row in rows])

@@ -408,7 +408,7 @@ def test_an_error_of_one_rank_in_a_save_is_raised_on_all(tmp_path, when):
             run_dir=tmp_path / "out", step=1, strategy="fsdp2", global_batch_size=1, commits=rank() == 0, error=error,
             write=write, write_collectively=lambda folder: SAVING.barrier("shards"),
         )  # fmt: skip
-        with pytest.raises(StorageError, match=r"on rank 1: .*No space left on device"):
+        with pytest.raises(StorageError, match=r"written on rank 1: .*No space left on device"):
             CheckpointWriter().run(job)
 
     codes, texts = in_ranks(save, tmp_path)
@@ -455,7 +455,7 @@ def test_an_error_of_one_rank_while_shards_are_written_is_raised_on_all(tmp_path
             run_dir=tmp_path / "out", step=1, strategy="fsdp2", global_batch_size=1, commits=rank() == 0,
             write_collectively=write,
         )  # fmt: skip
-        with pytest.raises(StorageError, match=r"No space left on device.*rank 1"):
+        with pytest.raises(StorageError, match=r"could not be written on rank 1: .*No space left"):
             CheckpointWriter().run(job)
 
     with pytest.MonkeyPatch().context() as patch:

@@ -88,7 +88,7 @@ from hfscale.checkpoint.store import (
 )
 from hfscale.errors import StorageError
 from hfscale.utils import distributed
-from hfscale.utils.collectives import SAVING, TRAINING
+from hfscale.utils.collectives import SAVING, TRAINING, is_of_another_rank
 from hfscale.utils.disk_errors import how_to_fix_write, is_failed_torch_write
 from hfscale.utils.durable_files import flush, flush_folders, remove_temporaries, write_atomically
 from hfscale.utils.logging import get_logger
@@ -410,6 +410,7 @@ def _exchange(
     own = {
         "problem": None if problem is None else _summary(problem),
         "fix": fix,
+        "is_of_another_rank": problem is not None and is_of_another_rank(problem),
         "traceback": "".join(traceback.format_exception(problem)) if is_defect else None,
     }
     records: dict[str, FileRecord] = {}
@@ -418,6 +419,7 @@ def _exchange(
         for _, of_rank in rows:
             records.update({name: FileRecord(**record) for name, record in of_rank.items()})
         failed = [number for number, (outcome, _) in enumerate(rows) if outcome["problem"] is not None]
+        failed.sort(key=lambda number: rows[number][0]["is_of_another_rank"])
         defects = [number for number in failed if rows[number][0]["fix"] is None]
         return next(([number, rows[number][0]] for number in [*defects, *failed]), None)
 

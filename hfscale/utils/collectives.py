@@ -36,6 +36,7 @@ DEBUG_VARIABLE = "HFSCALE_DEBUG_EXCHANGES"
 PATIENCE_S = 60.0
 """Seconds that a rank with an error waits for the others to learn of it. They may wait in a collective of another
 library that this rank has left by its error: then only the end of its process ends theirs."""
+_OF_ANOTHER_RANK = "hfscale_of_another_rank"
 
 
 class Channel:
@@ -411,11 +412,24 @@ def _described(error: Exception) -> tuple[str, tuple[Any, ...], str]:
 def _rebuilt(failed: int, kind: str, values: Sequence[Any], trace: str) -> Exception:
     """Return the error that `_described` was called for on rank `failed`."""
     own = getattr(errors, kind, None)
+    error: Exception
     if own is not None:
-        return own(f"rank {failed}: {values[0]}")
-    if len(values) == 3:
-        return OSError(values[0], f"{values[1]} (on rank {failed})", values[2])
-    return RuntimeError(f"rank {failed}: {kind}: {values[0]}\n\n{trace}")
+        error = own(f"rank {failed}: {values[0]}")
+    elif len(values) == 3:
+        error = OSError(values[0], f"{values[1]} (on rank {failed})", values[2])
+    else:
+        error = RuntimeError(f"rank {failed}: {kind}: {values[0]}\n\n{trace}")
+    vars(error)[_OF_ANOTHER_RANK] = True
+    return error
+
+
+def is_of_another_rank(error: BaseException) -> bool:
+    """Return whether an exchange has raised the error on this rank because another rank had it.
+
+    Args:
+        error (`BaseException`): an error.
+    """
+    return _OF_ANOTHER_RANK in vars(error)
 
 
 class StepAgreement:
