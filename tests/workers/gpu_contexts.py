@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import torch
 from cuda_driver import open_contexts
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer
@@ -22,6 +23,7 @@ from hfscale.recipe.layout import set_up_parallelism
 
 
 def main() -> None:
+    torch.cuda.is_bf16_supported(including_emulation=False)  # as the recipes ask, before a rank has set its device
     args = tiny_arguments("out", use_cpu=False, save_strategy="steps", save_steps=2, max_steps=6)
     set_up_parallelism(ParallelArguments(), args)
     callback = ScalingCallback()
