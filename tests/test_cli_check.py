@@ -7,11 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import REPOSITORY
 
 from hfscale.cli import main
+from hfscale.health import check
+from hfscale.health.preflight import PreflightResult
+from hfscale.utils.distributed import last_barrier
+from hfscale.utils.findings import Finding
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -119,3 +126,39 @@ def test_a_rank_that_dies_or_stops_is_named_by_all_others(tmp_path, how):
     assert code != 0
     for rank in (0, 2):
         assert re.search(rf"hfscale: error on rank {rank}: rank 1 \(\S+\): does not answer", text), text[-3000:]
+
+
+@pytest.mark.parametrize(("backend", "devices"), [("nccl", [3]), ("gloo", None)])
+def test_the_last_barrier_of_a_rank_names_its_gpu(monkeypatch, backend, devices):
+    """Without it torch takes the device of the calling thread, and warns; the calls are recorded."""
+    given = []
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: given.append(device_ids))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    last_barrier()
+    assert given == [devices]
+
+
+@pytest.mark.parametrize("is_healthy", [True, False])
+def test_after_a_healthy_check_the_main_thread_has_its_ranks_gpu(monkeypatch, is_healthy):
+    """The pre-flight runs in a thread, and the current device is one of a thread; the calls are recorded."""
+    wrong = Finding(level="error", check="matmul", problem="wrong", fix="none")
+    result = PreflightResult(
+        findings=() if is_healthy else (wrong,),
+        node_findings=(),
+        is_reader=False,
+        ranks={},
+        links=[],
+        seconds=1.0,
+        stuck=False,
+    )
+    set_on = []
+    monkeypatch.setattr(check.RankStore, "connect", lambda *_, **__: SimpleNamespace(rank=5, world_size=8))
+    monkeypatch.setattr(check.preflight, "run", lambda *_, **__: result)
+    monkeypatch.setattr(check, "_print_errors", lambda report, store: report)
+    monkeypatch.setattr(torch.cuda, "set_device", set_on.append)
+    device = torch.device("cuda", 5)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    request = check.CheckRequest(deadline_s=60, short=True)
+    check._check_ranks(request, 0.0, {"RANK": "5", "MASTER_ADDR": "localhost"}, device, [])
+    assert set_on == ([device] if is_healthy else [])

@@ -29,6 +29,7 @@ from hfscale.facts.hardware import match_device_name
 from hfscale.health import measure, node, preflight
 from hfscale.health.rank_notes import describe_rank
 from hfscale.health.rank_store import RankStore, launcher_has_store
+from hfscale.utils import distributed
 from hfscale.utils.findings import Finding, has_errors
 
 _REPORT_WAIT_S = 3.0
@@ -188,6 +189,8 @@ def _check_ranks(
         rank_store=rank_store,
         stuck=result.stuck,
     )
+    if report.ok and not report.stuck and device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread, for the barrier of `leave`: the default is GPU 0
     return report if report.ok else _print_errors(report, rank_store)
 
 
@@ -257,7 +260,7 @@ def leave(report: CheckReport) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    dist.barrier()  # without it a rank that ends early can abort the others' last collective
+    distributed.last_barrier()
     dist.destroy_process_group()
     return code
 

@@ -29,6 +29,7 @@ from hfscale.metrics.records import JSONL_NAME
 from hfscale.preemption import PeerWatch, Preempted, end_workers, siblings, watch_signals
 from hfscale.recipe.export import save_final_model as save_final_model  # recipes import it from here
 from hfscale.recovery.rank_link import connect
+from hfscale.utils import distributed
 from hfscale.utils.disk_errors import storage_error
 from hfscale.utils.logging import is_main_process
 
@@ -81,7 +82,7 @@ def run(main: Callable[[], None]) -> None:
         _exit_with_line(known)
     end_workers()
     if dist.is_available() and dist.is_initialized():
-        dist.barrier()  # without it a rank that ends early can abort the last collective of the others (SIGABRT)
+        distributed.last_barrier()
         gc.collect()  # without it a sharded model keeps process groups alive, and one exit in eight aborts
         dist.destroy_process_group()
     if preempted is None:
