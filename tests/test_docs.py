@@ -473,6 +473,14 @@ def listed_modules():
     return next(block for block in blocks if block.startswith("hfscale/"))
 
 
+def test_every_cuda_path_names_a_test_that_exists():
+    rows = [row for row in text_of(REPOSITORY / "docs" / "internals.md").splitlines() if row.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
+    defined = set(re.findall(r"^def (test_\w+)", text_of(REPOSITORY / "tests" / "test_gpu.py"), re.MULTILINE))
+    assert len(named) > 15
+    assert named <= defined
+
+
 def test_contributing_lists_every_module():
     assert listed_modules().rstrip("\n") == module_list(), "run `python tests/test_docs.py`, which writes the list"
 
