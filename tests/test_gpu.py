@@ -283,4 +283,6 @@ def test_ranks_that_wait_in_nccl_for_a_dead_or_stopped_rank_end(two_gpus, tmp_pa
     worker, config = REPOSITORY / "tests" / "workers" / "blocked.py", REPOSITORY / "accelerate_configs" / "ddp.yaml"
     done = agent_launch(tmp_path, config, 2, worker, "1", number, "cuda")
     assert done.code == 1
+    codes = re.findall(r"^\s+exitcode\s+: (-?\d+)", done.err, re.MULTILINE)
+    assert codes.count("-9") == 1, codes
     assert re.search(rf"^hfscale: .*rank 1\b.*{says}", done.err, re.MULTILINE), done.err[-6000:]

@@ -1,10 +1,10 @@
 """Ends this process on SIGTERM when another rank of its launcher has died, although the main thread is blocked.
 
 When a rank dies, the launcher sends SIGTERM to the other ranks of its node, and SIGKILL to those that have not ended
-after `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds. A rank takes SIGTERM for a preemption notice and continues to the end
-of its step, which it cannot reach: it waits for the dead rank in a collective. Python runs a signal's handler only
-when the main thread returns from such a call, but writes the signal's number to the descriptor of
-`signal.set_wakeup_fd` at once, where a thread reads it.
+after 30 seconds (torch 2.13; `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` holds only where the launcher itself is signalled). A
+rank takes SIGTERM for a preemption notice and continues to the end of its step, which it cannot reach: it waits for
+the dead rank in a collective. Python runs a signal's handler only when the main thread returns from such a call, but
+writes the signal's number to the descriptor of `signal.set_wakeup_fd` at once, where a thread reads it.
 """
 
 import os
