@@ -1,5 +1,6 @@
 """Hangs: which rank is blamed, what may be slow, and real ranks of which one hangs."""
 
+import contextlib
 import json
 import os
 import re
@@ -520,37 +521,45 @@ def store_process():
     store.close()
 
 
+@contextlib.contextmanager
+def watched_over(store_process, rank, world_size, folder, **flags):
+    """A watchdog whose store is stopped; it has ended afterwards, also if the test fails."""
+    client = dist.TCPStore("127.0.0.1", store_process.port, is_master=False, wait_for_workers=False)
+    watchdog = HangWatchdog(RankStore(client, rank, world_size), folder, **flags)
+    watchdog.start()
+    os.kill(store_process.pid, signal.SIGSTOP)
+    try:
+        yield watchdog
+    finally:
+        os.kill(store_process.pid, signal.SIGCONT)
+        watchdog.stop()
+
+
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_rank_that_the_store_does_not_answer_reports_its_hang_by_itself(tmp_path, store_process, monkeypatch, abort):
     ended, logged = threading.Event(), threading.Event()
     monkeypatch.setattr(hang_module, "os", SimpleNamespace(_exit=lambda code: ended.set()))
     monkeypatch.setattr(hang_module.logger, "error", lambda *_: logged.set())
     limits = Limits(floor_s=0.5, outside_s=0.5, grace_s=0.05, poll_s=0.02)
-    client = dist.TCPStore("127.0.0.1", store_process.port, is_master=False, wait_for_workers=False)
-    watchdog = HangWatchdog(RankStore(client, 1, 2), tmp_path, limits=limits, abort=abort)
-    watchdog.start()
-    os.kill(store_process.pid, signal.SIGSTOP)
-    assert logged.wait(60)
-    (finding,) = watchdog.findings
-    assert re.match(r"rank 1 \(.*\) gets no answer from the launcher's store for \d+ s", finding.problem)
-    assert ended.wait(60) if abort else not ended.is_set()
-    os.kill(store_process.pid, signal.SIGCONT)
-    watchdog.stop()
+    with watched_over(store_process, 1, 2, tmp_path, limits=limits, abort=abort) as watchdog:
+        assert logged.wait(60)
+        (finding,) = watchdog.findings
+        assert re.match(r"rank 1 \(.*\) gets no answer from the launcher's store for \d+ s", finding.problem)
+        assert ended.wait(60) if abort else not ended.is_set()
+        logged.clear()
+        os.kill(store_process.pid, signal.SIGCONT)
+        assert logged.wait(60)  # the store answers again: the other rank, which says nothing, is named
+        assert [finding.ranks for finding in watchdog.findings] == [(0,)]
 
 
 def test_a_rank_that_makes_progress_without_an_answer_of_the_store_reports_no_hang(tmp_path, store_process):
     limits = Limits(floor_s=2.0, outside_s=2.0, grace_s=0.05, poll_s=0.02)
-    client = dist.TCPStore("127.0.0.1", store_process.port, is_master=False, wait_for_workers=False)
-    watchdog = HangWatchdog(RankStore(client, 0, 1), tmp_path, limits=limits)
-    watchdog.start()
-    os.kill(store_process.pid, signal.SIGSTOP)
-    until = time.monotonic() + 5 * watchdog._verdict_s
-    while time.monotonic() < until:
-        watchdog.progressed()
-        time.sleep(0.01)
-    assert watchdog.findings == []
-    os.kill(store_process.pid, signal.SIGCONT)
-    watchdog.stop()
+    with watched_over(store_process, 0, 1, tmp_path, limits=limits) as watchdog:
+        until = time.monotonic() + 5 * watchdog._verdict_s
+        while time.monotonic() < until:
+            watchdog.progressed()
+            time.sleep(0.01)
+        assert watchdog.findings == []
 
 
 @pytest.mark.world(3)

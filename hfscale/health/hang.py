@@ -195,20 +195,25 @@ class HangWatchdog(threading.Thread):
     def _watch_alone(self) -> None:
         """Watch for silence while the store does not answer, when no other rank can be asked.
 
-        Counted are waits of this thread, in which a process that is stopped for a while does not count.
+        Counted are waits of this thread, in which a process that is stopped for a while does not count. Each silence
+        is reported once; if the store answers again, the other ranks are asked as usual.
         """
-        polls, waits = 0, 0
+        polls, waits, reported_at = 0, 0, 0.0
         while not self._stop_now.wait(self._poll_s):
             waits = waits + 1 if self._polls_store and self._polls == polls else 0
             polls = self._polls
             unanswered_s = waits * self._poll_s
-            if unanswered_s < 2 * self._verdict_s or self._reported_at:
+            if reported_at and self._last_progress_at > reported_at:
+                logger.warning("training continues after the hang at step %d", self._step)
+                reported_at = 0.0
+            if unanswered_s < 2 * self._verdict_s or reported_at:
                 continue
             now = time.monotonic()
             frames = frames_of(self._watched_thread)
             if not frames or self._inside not in (None, *frames):
                 return
             if self._is_silent(now, slow_activity(frames)):
+                reported_at = now
                 self._end_alone(now, unanswered_s)
 
     def _end_alone(self, now: float, unanswered_s: float) -> None:
@@ -217,8 +222,6 @@ class HangWatchdog(threading.Thread):
         problem = f"{name} gets no answer from the launcher's store for {unanswered_s:.0f} s"
         fix = "look whether the network of this node is lost, or the node of rank 0"
         self.findings = [Finding(level="error", check="hang", problem=problem, fix=fix)]
-        self._reported_at = now
-        self._is_examined.set()
         silent_s = now - self._last_progress_at
         logger.error("training hangs at step %d for %.0f s: %s", self._step, silent_s, join_findings(self.findings))
         if self._abort:
