@@ -1,13 +1,13 @@
 """`hfscale checkpoints`: states, exit codes, conversion and export through the command line."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from attacks import RunsCode, link_a_folder, link_another_file
 from tiny import tiny_trainer
 from transformers import AutoModelForCausalLM
 
@@ -87,24 +87,6 @@ def test_verify_returns_exit_code_1_for_anything_not_good(run, tmp_path, capsys)
     assert json.loads(run_checkpoints(capsys, "list", tmp_path / "empty", "--json").out) == []
 
 
-class RunsCode:
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
-
-
-def link_a_file(checkpoint):
-    (checkpoint.parent / "elsewhere.json").write_text("{}")
-    (checkpoint / "notes.json").symlink_to(checkpoint.parent / "elsewhere.json")
-
-
-def link_a_folder(checkpoint):
-    (checkpoint.parent / "elsewhere").mkdir()
-    (checkpoint / "optimizer_0").symlink_to(checkpoint.parent / "elsewhere")
-
-
 def write_a_harmful_pickle(checkpoint):
     torch.save(RunsCode(checkpoint.parent / "ran"), checkpoint / "optimizer.pt")
 
@@ -112,8 +94,8 @@ def write_a_harmful_pickle(checkpoint):
 @pytest.mark.parametrize(
     ("attack", "reason"),
     [
-        (link_a_file, "notes.json is a symbolic link"),
-        (link_a_folder, "optimizer_0 is a symbolic link"),
+        (link_another_file, "notes.json is a symbolic link"),
+        (link_a_folder, "global_step4 is a symbolic link"),
         (write_a_harmful_pickle, "would run"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import pickle
 import random
 import resource
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from attacks import RunsCode
 from forked_ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,16 +30,6 @@ from hfscale.errors import CheckpointError
 
 QUICK, LONG = 400, 10_000
 GIB = 2**30
-
-
-class RunsCode:
-    """Creates a file when a pickle of it is loaded."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
 
 
 def saved(value, **options):
@@ -508,30 +498,37 @@ def problem_of(checkpoint):
     return ""
 
 
-def _fuzz(folder, trials, seed):
+def _fuzz(target, trials, mutated, load):
+    """Check mutated files, in a process of its own; load those that pass.
+
+    `mutated(rng, evil, fragments)` gives the content of a file, which `load(content)` loads as torch would.
+    """
     _limit_memory(2 * GIB)
-    rng, marker = random.Random(seed), folder / "ran"
+    rng, marker = random.Random(0), target.parent.with_name("ran")
     path = str(marker).encode()
     fragments = [HARMFUL[0] % path, HARMFUL[1] % (len(path), path), b"r\xff\xff\xff\x7f", b"\x8e" + b"\xff" * 8]
-    evil = pickle.dumps(RunsCode(marker), 2)
-    target, passing = folder / "checkpoint" / "optimizer.pt", []
+    evil, passing = pickle.dumps(RunsCode(marker), 2), []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(trials):
-        target.write_bytes(mutated_archive(rng, evil, fragments))
+        content = mutated(rng, evil, fragments)
+        target.write_bytes(content)
         problem = problem_of(target.parent)
         assert not marker.exists(), "the check itself ran code"
         assert "MemoryError" not in problem, "the check asked for more than the limit"
         if not problem:
-            passing.append(target.read_bytes())
+            passing.append(content)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert grown < GIB // 4, f"the check took {grown} bytes"
     for content in passing:
-        target.write_bytes(content)
         with suppress(Exception):
-            torch.load(target, weights_only=False)
+            load(content)
         assert not marker.exists(), f"code ran: {content!r}"
     print(f"{len(passing)} of {trials} accepted")  # noqa: T201
     assert len(passing) > trials / 100, "hardly any file passes, so this proves nothing"
+
+
+def load_as_torch(content):
+    torch.load(io.BytesIO(content), weights_only=False)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -539,38 +536,20 @@ def _fuzz(folder, trials, seed):
 def test_no_mutated_archive_runs_code(tmp_path, trials):
     """In a process of its own: what passes is really loaded."""
     (tmp_path / "checkpoint").mkdir()
-    codes = run_ranks(1, _fuzz, tmp_path, trials, 0, log=tmp_path / "log", timeout_s=540)
+    target = tmp_path / "checkpoint" / "optimizer.pt"
+    codes = run_ranks(1, _fuzz, target, trials, mutated_archive, load_as_torch, log=tmp_path / "log", timeout_s=540)
     assert codes == [0], (tmp_path / "log" / "rank-0.log").read_text()[-3000:]
-
-
-def _fuzz_metadata(folder, trials, seed):
-    _limit_memory(2 * GIB)
-    rng, marker = random.Random(seed), folder / "ran"
-    path = str(marker).encode()
-    fragments = [HARMFUL[0] % path, HARMFUL[1] % (len(path), path), b"r\xff\xff\xff\x7f", b"\x8e" + b"\xff" * 8]
-    metadata = folder / "checkpoint" / ".metadata"
-    good, passing = metadata.read_bytes(), []
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(trials):
-        metadata.write_bytes(mutated_bytes(good, rng, fragments))
-        problem = problem_of(metadata.parent)
-        assert not marker.exists(), "the check itself ran code"
-        assert "MemoryError" not in problem, "the check asked for more than the limit"
-        if not problem:
-            passing.append(metadata.read_bytes())
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < GIB // 4, f"the check took {grown} bytes"
-    for content in passing:
-        with suppress(Exception):
-            pickle.loads(content)  # noqa: S301 - what torch does with it
-        assert not marker.exists(), f"code ran: {content!r}"
-    print(f"{len(passing)} of {trials} accepted")  # noqa: T201
-    assert len(passing) > trials / 100, "hardly any file passes, so this proves nothing"
 
 
 @pytest.mark.parametrize("trials", [QUICK, pytest.param(LONG, marks=pytest.mark.faults)])
 def test_no_mutated_metadata_runs_code(tmp_path, trials):
     state = {"weight": torch.ones(4), "value": {"a": 1}, "bias": torch.zeros(3)}
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    codes = run_ranks(1, _fuzz_metadata, tmp_path, trials, 0, log=tmp_path / "log", timeout_s=540)
+    target = tmp_path / "checkpoint" / ".metadata"
+    good = target.read_bytes()
+
+    def mutated(rng, evil, fragments):
+        return mutated_bytes(good, rng, fragments)
+
+    codes = run_ranks(1, _fuzz, target, trials, mutated, pickle.loads, log=tmp_path / "log", timeout_s=540)
     assert codes == [0], (tmp_path / "log" / "rank-0.log").read_text()[-3000:]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attacks import RunsCode
 from recipe_runs import STRATEGIES, logged, make_workplace, output, run_recipe, warm_up
 from safetensors.torch import load_file, save_file
 from tiny import tiny_arguments, tiny_trainer
@@ -152,16 +153,6 @@ def test_the_global_batch_comes_from_the_training_before_the_conversion(runs, tm
     args = tiny_arguments(tmp_path, per_device_train_batch_size=5)
     keep_global_batch(args, str(converted))
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 3)
-
-
-class RunsCode:
-    """Creates a file when a pickle of it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
 
 
 def test_the_pickles_that_training_writes_are_accepted(runs):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
+from attacks import RunsCode, link_a_folder, link_another_file
 from forked_ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import RandomTokens, tiny_arguments, tiny_trainer
@@ -124,18 +125,6 @@ def link_a_file(checkpoint):
     (checkpoint / "optimizer.pt").symlink_to(checkpoint.with_name("elsewhere.pt"))
 
 
-def link_another_file(checkpoint):
-    """A file that no manifest lists."""
-    checkpoint.with_name("elsewhere.json").write_text("{}")
-    (checkpoint / "notes.json").symlink_to(checkpoint.with_name("elsewhere.json"))
-
-
-def link_a_folder(checkpoint):
-    """A folder that no manifest lists."""
-    checkpoint.with_name("elsewhere").mkdir()
-    (checkpoint / "global_step4").symlink_to(checkpoint.with_name("elsewhere"))
-
-
 @pytest.mark.parametrize("kind", ["run", "plain_run"])
 @pytest.mark.parametrize("link", [link_a_file, link_another_file, link_a_folder])
 def test_a_link_inside_a_checkpoint_is_refused(request, kind, link):
@@ -149,14 +138,6 @@ def test_a_link_inside_a_checkpoint_is_refused(request, kind, link):
     else:
         with pytest.raises(CheckpointError, match="is a symbolic link"):
             point(folder, "true")
-
-
-class RunsCode:
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
 
 
 def test_the_pickles_of_the_best_checkpoint_are_checked_if_it_will_be_loaded(run):
