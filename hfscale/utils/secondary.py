@@ -1,4 +1,4 @@
-"""Failures of work that training does not need: they are counted and logged, and training continues.
+"""Failures of work that a run can do without: they are counted and logged, and the run continues.
 
 Deleting old checkpoints, the status file, the files of measurements, remote copies and GPU telemetry are such work. A
 network file system or a store that is away for a moment must not end a run.
@@ -55,7 +55,7 @@ def count_failure(work: str, where: object, error: Exception) -> None:
     if is_due:
         more = f", and {since} more since the last warning" if since else ""
         text = redact(" ".join(str(error).split()))[:400]
-        logger.warning("%s failed at %s: %s%s; training continues", work, where, text or type(error).__name__, more)
+        logger.warning("%s failed at %s: %s%s; continuing without it", work, where, text or type(error).__name__, more)
 
 
 def take_counts() -> dict[str, int]:
