@@ -64,6 +64,14 @@ def test_two_processes_measure_known_communication_and_noise(launch, tmp_path):
     for strategy in ("ddp", "fsdp2"):
         assert 0 < found[strategy]["comm_fraction"] <= 1, found
         assert found[strategy]["noise_scale"] == pytest.approx(found["known_noise_scale"], rel=0.1), found
-    assert found["wide"]["comm_fraction"] > 0.2, found
-    assert found["wide"]["comm_over_backward"] > 1, found
-    assert found["wide"]["cause"] == "tokens per GPU too small", found
+
+
+@pytest.mark.timing
+@pytest.mark.world(2)
+def test_communication_that_no_computation_hides_is_the_cause_of_a_low_efficiency(launch, tmp_path):
+    done = launch(2, REPOSITORY / "tests" / "workers" / "exchange.py", "wide")
+    assert done.code == 0, done.err[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["comm_fraction"] > 0.2, found
+    assert found["comm_over_backward"] > 1, found
+    assert found["cause"] == "tokens per GPU too small", found
