@@ -197,21 +197,21 @@ CASES = {  # H, P, overlapped steps, all steps
 }
 
 
-def test_islands_with_different_data_end_where_the_formulas_lead(tmp_path):
+@pytest.mark.parametrize("case", CASES)
+def test_islands_with_different_data_end_where_the_formulas_lead(tmp_path, case):
     """DiLoCo's outer step, overlapped and by fragments, against the same steps in one process, written out."""
+    every, fragments, overlap, steps = CASES[case]
 
     def train(island, rendezvous):
-        for name, (every, fragments, overlap, steps) in CASES.items():
-            flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
-            callback = DiLoCoCallback(**flags, every_steps=every, fragments=fragments, overlap_steps=overlap)
-            trained(tmp_path / name / str(island), callback, max_steps=steps)
+        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
+        callback = DiLoCoCallback(**flags, every_steps=every, fragments=fragments, overlap_steps=overlap)
+        trained(tmp_path / str(island), callback, max_steps=steps)
 
     codes, logs = run_islands(tmp_path, train)
     assert codes == [0, 0], "\n".join(logs)
-    for name, case in CASES.items():
-        first, second = (parameters_of(tmp_path / name / str(island)) for island in range(2))
-        assert largest_difference(first, second) == 0.0, name
-        assert largest_difference(first, trained_by_hand(*case)) < 1e-6, name
+    first, second = (parameters_of(tmp_path / str(island)) for island in range(2))
+    assert largest_difference(first, second) == 0.0
+    assert largest_difference(first, trained_by_hand(*CASES[case])) < 1e-6
 
 
 def trained_by_hand(every, fragments, overlap, steps, lr=0.7, momentum=0.9):
