@@ -133,6 +133,7 @@ class TestTwoProcesses:
                 job.signal(signal.SIGKILL)
                 for rank in ranks:
                     rank.kill()
+                psutil.wait_procs(ranks, timeout=60)  # until the lock of the output directory is free
             codes = fork_server().wait(job, 240)
             assert codes in ([-signal.SIGKILL], [0]), log.read_text()
             return status(output_dir)["status"] == "running"
