@@ -537,15 +537,17 @@ def watched_over(store_process, rank, world_size, folder, **flags):
 
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_rank_that_the_store_does_not_answer_reports_its_hang_by_itself(tmp_path, store_process, monkeypatch, abort):
-    ended, logged = threading.Event(), threading.Event()
+    ended, logged, lines = threading.Event(), threading.Event(), []
     monkeypatch.setattr(hang_module, "os", SimpleNamespace(_exit=lambda code: ended.set()))
-    monkeypatch.setattr(hang_module.logger, "error", lambda *_: logged.set())
+    monkeypatch.setattr(hang_module.logger, "error", lambda *line: (lines.append(line), logged.set()))
     limits = Limits(floor_s=0.5, outside_s=0.5, grace_s=0.05, poll_s=0.02)
     with watched_over(store_process, 1, 2, tmp_path, limits=limits, abort=abort) as watchdog:
         assert logged.wait(60)
         (finding,) = watchdog.findings
         assert re.match(r"rank 1 \(.*\) gets no answer from the launcher's store for \d+ s", finding.problem)
         assert ended.wait(60) if abort else not ended.is_set()
+        time.sleep(20 * limits.poll_s)
+        assert len(lines) == 1
         logged.clear()
         os.kill(store_process.pid, signal.SIGCONT)
         assert logged.wait(60)  # the store answers again: the other rank, which says nothing, is named

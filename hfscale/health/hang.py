@@ -203,10 +203,7 @@ class HangWatchdog(threading.Thread):
             waits = waits + 1 if self._polls_store and self._polls == polls else 0
             polls = self._polls
             unanswered_s = waits * self._poll_s
-            if reported_at and self._last_progress_at > reported_at:
-                logger.warning("training continues after the hang at step %d", self._step)
-                reported_at = 0.0
-            if unanswered_s < 2 * self._verdict_s or reported_at:
+            if unanswered_s < 2 * self._verdict_s or self._last_progress_at < reported_at:
                 continue
             now = time.monotonic()
             frames = frames_of(self._watched_thread)
