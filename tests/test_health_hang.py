@@ -366,9 +366,12 @@ def test_a_wait_inside_a_slow_save_is_no_hang(tmp_path, clock, monkeypatch, asyn
     run, training = CheckpointWriter._run, threading.get_ident()
     watching = WithWatchdog(tmp_path, clock)
 
+    def waits_for_the_writer():
+        return CheckpointWriter.wait.__code__ in [frame.f_code for frame in frames_of(training)]
+
     def slow(writer, job):
-        until = time.monotonic() + 60
-        while slow_activity(frames_of(training)) != "saving" and time.monotonic() < until:  # it does not wait yet
+        until = time.monotonic() + 60  # while the thread of the writer starts, the training has not yet begun to wait
+        while threading.get_ident() != training and not waits_for_the_writer() and time.monotonic() < until:
             time.sleep(0.001)
         watching.lasts(LONG_S)
         run(writer, job)
