@@ -121,10 +121,10 @@ def test_a_rank_that_dies_before_another_one_has_looked_for_its_process(run, tmp
 
 @pytest.mark.world(2)
 def test_a_process_of_another_machine_without_signs_of_life_is_taken_to_be_dead(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "SILENCE_S", 1.5)
     monkeypatch.setattr(preparation, "_BEAT_S", 0.2)
 
     def on_own_machine():
+        preparation.SILENCE_S = 1.5 if os.environ["RANK"] == "0" else 60.0  # rank 1 waits for a slow rank 0
         preparation.socket.gethostname = lambda: f"node{os.environ['RANK']}"
         prepare(tmp_path, lambda rank: die(rank) if rank == 1 else None, node_size=1)
 

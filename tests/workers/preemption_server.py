@@ -32,19 +32,24 @@ from hfscale.recipe.resume import keep_global_batch, resume_point
 
 
 class Phases:
-    """Reports to the server when the moment of the trial is reached, and pauses in each phase."""
+    """Reports to the server when the moment of the trial is reached, and pauses in each phase.
 
-    def __init__(self, spec, rank, pipe):
+    After the report it waits for the end of `sent`, when the server has sent the signals that are due at once.
+    """
+
+    def __init__(self, spec, rank, reached, sent):
         self.spec = spec
         self.rank = rank
-        self.pipe = pipe
+        self.reached = reached
+        self.sent = sent
         self.counts = {}
 
     def enter(self, name):
         self.counts[name] = self.counts.get(name, 0) + 1
         moment = [self.spec.get("phase"), self.spec.get("at", 1), self.spec.get("rank", 0)]
         if [name, self.counts[name], self.rank] == moment:
-            os.write(self.pipe, b"!")
+            os.write(self.reached, b"!")
+            os.read(self.sent, 1)
         if [name, self.counts[name], self.rank] == self.spec.get("blocks"):
             block_in_c()
         time.sleep(self.spec.get("pauses", {}).get(name, 0.0))
@@ -142,7 +147,7 @@ def train(spec, phases):
     end_if_preempted(scaling)
 
 
-def become_rank(spec, rank, port, pipe):
+def become_rank(spec, rank, port, reached, sent):
     """Train in this process and end it."""
     os.setsid()
     os.chdir(spec["folder"])
@@ -161,7 +166,7 @@ def become_rank(spec, rank, port, pipe):
     )
     code = 1
     try:
-        run(lambda: train(spec, Phases(spec, rank, pipe)))
+        run(lambda: train(spec, Phases(spec, rank, reached, sent)))
         code = 0
     except SystemExit as ended:
         code = ended.code
@@ -191,17 +196,22 @@ def trial(spec):
     """Fork the ranks, send the signals at the moment of the trial, and wait until all ranks have ended."""
     port = free_port()
     reader, writer = os.pipe()
+    sent_reader, sent_writer = os.pipe()
     pids = []
     for rank in range(spec.get("world", 2)):
         pid = os.fork()
         if pid == 0:
-            become_rank(spec, rank, port, writer)
+            os.close(sent_writer)
+            become_rank(spec, rank, port, writer, sent_reader)
         pids.append(pid)
     os.close(writer)
+    os.close(sent_reader)
     begun, codes, signals, sent_at, ended_at = time.monotonic(), {}, list(spec.get("signals", [])), None, None
     while len(codes) < len(pids) and time.monotonic() - begun < spec.get("timeout_s", 240):
         if sent_at is None and select.select([reader], [], [], 0.005)[0] and os.read(reader, 1):
             sent_at = time.monotonic()
+            send(signals, pids)
+            os.close(sent_writer)
         elif sent_at is not None or not signals:
             time.sleep(0.005)
         if sent_at is not None and signals:
@@ -219,6 +229,8 @@ def trial(spec):
         os.killpg(pids[rank], signal.SIGKILL)
         os.waitpid(pids[rank], 0)
     os.close(reader)
+    if sent_at is None:
+        os.close(sent_writer)
     ranks = [json.loads(path.read_text()) for path in sorted(Path(spec["folder"]).glob("rank-*.json"))]
     return {
         "codes": [codes.get(rank) for rank in range(len(pids))],
