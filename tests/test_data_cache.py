@@ -132,7 +132,7 @@ def test_a_worker_that_is_killed_ends_the_preparation(cache, tmp_path):
         with one_process_prepares("the data"):
             load_packed_datasets(args, tokenizer, seed=0)
 
-    assert run_ranks(1, run, main, log=tmp_path / "log", timeout_s=60.0) == [1]
+    assert run_ranks(1, run, main, log=tmp_path / "log") == [1]
     assert f"hfscale: error: --train_file {path}: a process" in (tmp_path / "log" / "rank-0.log").read_text()
 
 

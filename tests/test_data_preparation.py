@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -145,3 +147,21 @@ def test_a_single_process_prepares_without_a_launcher(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with one_process_prepares("the data"):
         pass
+
+
+ENDED_WHEN_FORKED = """
+import os, signal, sys
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))  # runs before that of `preparation`
+from hfscale.recipe.preparation import one_process_prepares
+signal.signal(signal.SIGTERM, lambda *_: None)
+with one_process_prepares("the data"):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+"""
+
+
+def test_a_process_that_its_pool_ends_when_it_is_forked_does_not_stay():
+    subprocess.run([sys.executable, "-c", ENDED_WHEN_FORKED], check=True, timeout=200)

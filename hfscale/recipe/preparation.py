@@ -87,7 +87,8 @@ def one_process_prepares(what: str) -> Iterator[None]:
 def _pool_workers_end_on_signals() -> Iterator[None]:
     """Let processes that are forked meanwhile have the default handler of SIGTERM, with which their pool ends them.
 
-    They would inherit ours, which adds a preemption notice: a pool that ends them would wait for them forever.
+    They would inherit ours, which adds a preemption notice: a pool that ends them would wait for them forever. Until
+    they have the default handler, SIGTERM is blocked: a pool may end a process that it has only just forked.
     """
     global _is_preparing
     _is_preparing = True
@@ -97,13 +98,24 @@ def _pool_workers_end_on_signals() -> Iterator[None]:
         _is_preparing = False
 
 
+def _block_signals() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _is_preparing else None
+
+
+def _unblock_signals() -> None:
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
 def _reset_signals() -> None:
-    if _is_preparing:
+    if _forking.mask is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _unblock_signals()
 
 
 _is_preparing = False
-os.register_at_fork(after_in_child=_reset_signals)
+_forking = threading.local()
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_signals)
 
 
 @contextmanager
