@@ -175,7 +175,9 @@ def test_runs_at_the_same_time_and_a_killed_one_leave_a_complete_cache(cache, tr
         rank = int(os.environ["RANK"])
 
         def load(folder):
-            time.sleep(0.5)
+            (tmp_path / f"loads-{rank}").touch()
+            while len(list(tmp_path.glob("loads-*"))) < 3:
+                time.sleep(0.01)
             if rank == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             return datasets.load_dataset("json", data_files={"train": str(train)}, cache_dir=folder)

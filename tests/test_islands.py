@@ -277,23 +277,23 @@ class Twice(RandomTokens):
 @pytest.mark.parametrize(("every", "fragments"), [(4, 1), (8, 2)])
 def test_islands_stopped_during_an_exchange_resume_and_end_equal(tmp_path, every, fragments):
     """The checkpoint has no round that is on its way; the next round carries its steps."""
-    saving = {"save_strategy": "steps", "save_steps": 5, "logging_steps": 1}
+    saving = {"max_steps": 12, "save_strategy": "steps", "save_steps": 5, "logging_steps": 1}
 
-    def train(island, rendezvous):
-        folder = tmp_path / str(island)
-        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
-        flags |= {"every_steps": every, "overlap_steps": 3, "fragments": fragments}
-        flags |= {"compression": Compression(bits=4)}
+    def run(name, *callbacks, resumes=False):
+        def train(island, rendezvous):
+            islands = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
+            rounds = {"every_steps": every, "overlap_steps": 3, "fragments": fragments}
+            diloco = DiLoCoCallback(**islands, **rounds, compression=Compression(bits=4))
+            checkpoint = str(tmp_path / str(island) / "checkpoint-5") if resumes else None
+            spot = SpotCheckpointCallback(cloud=None, asynchronous=False)
+            trained(tmp_path / str(island), spot, diloco, *callbacks, resume_from_checkpoint=checkpoint, **saving)
 
-        def callbacks():
-            return SpotCheckpointCallback(cloud=None, asynchronous=False), DiLoCoCallback(**flags)
+        (tmp_path / name).mkdir()
+        return run_islands(tmp_path / name, train)  # its end is waited for: no island is still in this run
 
-        if os.fork() == 0:
-            trained(folder, *callbacks(), KilledAt(6), max_steps=12, **saving)
-        os.wait()
-        trained(folder, *callbacks(), max_steps=12, resume_from_checkpoint=str(folder / "checkpoint-5"), **saving)
-
-    codes, logs = run_islands(tmp_path, train)
+    codes, logs = run("killed", KilledAt(6))
+    assert codes == [9, 9], "\n".join(logs)
+    codes, logs = run("resumed", resumes=True)
     assert codes == [0, 0], "\n".join(logs)
     ends = [parameters_of(tmp_path / name) for name in ("0", "1")]
     assert largest_difference(*ends) == 0.0
