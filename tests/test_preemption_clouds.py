@@ -54,9 +54,9 @@ def time_in(seconds):
 
 def wait_for(condition, seconds=120.0):
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return condition()
+    return holds
 
 
 class TestClient:
@@ -269,7 +269,7 @@ class TestPoller:
         poll("aws")
         assert wait_for(lambda: server.paths().count(ACTION) > 2)
         assert notices.pending() == []
-        assert notices.take_hint()
+        assert wait_for(notices.take_hint)
         moment = time_in(120).isoformat()
         server.replies[ACTION] = Reply(body=json.dumps({"action": "terminate", "time": moment}))
         assert wait_for(notices.pending)
