@@ -21,11 +21,11 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hfscale import CommHealthCallback, ScalingCallback, ScalingMetricsCallback
+from hfscale.core.clocks import PhaseClock
 from hfscale.health.local_time import LocalTimer
-from hfscale.integrations.hooks import MetricInjector
-from hfscale.metrics.clocks import PhaseClock
 from hfscale.metrics.noise_scale import LeafProbe
 from hfscale.metrics.tokens import TokenCounter
+from hfscale.trainer.hooks import MetricInjector
 
 LOGGED_EVERY = 10
 UNTIMED_STEPS = 15  # they include the first log, which looks up what does not change afterwards

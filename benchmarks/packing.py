@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hfscale.integrations.document_attention import cut_attention
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
+from hfscale.recipe.document_attention import cut_attention
 from hfscale.recipe.packing import Document, RowCollator, pack_rows
 
 BLOCK = 1024

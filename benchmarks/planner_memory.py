@@ -1,7 +1,7 @@
 """Measures how well the planner predicts peak memory, for sources that the fit has not seen.
 
 The bytes of states, of what autograd saves, of logits and of gathered parameters are counted, not fitted
-(tests/test_planner_memory.py, tests/test_planner_tracker.py). Two constants are fitted for all frameworks together:
+(test_planner_memory.py, test_planner_tracker.py). Two constants are fitted for all frameworks together:
 `fragmentation`, what the allocator reserves in addition to those bytes, and `group_gib`, NCCL's buffers of a group of
 ranks.
 """

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hfscale.callbacks.preemption_stop import EXCHANGE_EVERY_S
-from hfscale.utils.collectives import TRAINING, StepAgreement
+from hfscale.checkpoint.preemption.stop import EXCHANGE_EVERY_S
+from hfscale.core.collectives import TRAINING, StepAgreement
 
 PAIRS = 15
 STEPS = 60

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from benchmarks.callback_overhead import STEPS, UNTIMED_STEPS, OwnTime, full_callback, small_trainer
 from benchmarks.launched import launch_benchmark, send_result
 from hfscale import CommHealthCallback
-from hfscale.utils.collectives import Channel
+from hfscale.core.collectives import Channel
 
 PAIRS = 3
 

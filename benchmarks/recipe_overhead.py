@@ -20,13 +20,13 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 
 from benchmarks.launched import launch_benchmark, send_result
 from hfscale import ParallelArguments, ScalingCallback
+from hfscale.core import distributed
+from hfscale.core.collectives import TRAINING
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.layout import set_up_parallelism
-from hfscale.utils import distributed
-from hfscale.utils.collectives import TRAINING
 
 STRATEGIES = ("ddp", "fsdp2")
 TURN_STEPS = 10

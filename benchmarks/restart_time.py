@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 
 from benchmarks.launched import REPOSITORY
-from hfscale.metrics.records import JSONL_NAME, RECOVERY_PARTS
-from hfscale.recovery.run_memory import DEFAULT_ROOT, RunMemory
+from hfscale.core.records import RECOVERY_PARTS
+from hfscale.core.run_files import JSONL_NAME
+from hfscale.core.run_memory import DEFAULT_ROOT, RunMemory
 
 SCRIPTS = {"ddp": "recipes/ddp/train.py", "fsdp2": "recipes/sharded/train.py", "zero3": "recipes/sharded/train.py"}
 PAIRS, KILLS = 1, 3

@@ -30,7 +30,7 @@ from transformers.trainer_utils import SaveStrategy
 from benchmarks.callback_overhead import LOGGED_EVERY, small_trainer
 from benchmarks.launched import launch_benchmark, send_result
 from hfscale import SpotCheckpointCallback
-from hfscale.recovery.run_memory import RunMemory
+from hfscale.core.run_memory import RunMemory
 
 SNAPSHOTS = 250
 UNTIMED_SNAPSHOTS = 5  # the first ones allocate buffers, and the intervals after them are first guesses

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hfscale.cli.tune import Tuning, plan_command, progress
 from hfscale.facts.hardware import Accelerator
-from hfscale.recipe.command import read_command
+from hfscale.tune.launch_command import read_command
+from hfscale.tune.tune_command import Tuning, plan_command, progress
 
 PROCESSES = 2
 CONFIGURATIONS = 3

@@ -6,22 +6,20 @@ The names below load their modules when they are first used, so that `import hfs
 from importlib import import_module
 from typing import Any
 
-from hfscale import _moved
-
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "CommHealthCallback": "hfscale.callbacks.comm_health",
-    "DiLoCoCallback": "hfscale.callbacks.diloco",
-    "LRScalingCallback": "hfscale.callbacks.lr_scaling",
+    "CommHealthCallback": "hfscale.health.callback",
+    "DiLoCoCallback": "hfscale.islands.callback",
+    "LRScalingCallback": "hfscale.lr_scaling.callback",
     "ModelShape": "hfscale.facts.model_shape",
     "ParallelArguments": "hfscale.parallel.arguments",
     "ParallelLayout": "hfscale.facts.layout",
     "ParallelTrainer": "hfscale.parallel.trainer",
-    "SampleGenerationCallback": "hfscale.callbacks.sample_generation",
-    "ScalingCallback": "hfscale.callbacks.scaling",
-    "ScalingMetricsCallback": "hfscale.callbacks.scaling_metrics",
-    "SpotCheckpointCallback": "hfscale.callbacks.spot_checkpoint",
+    "SampleGenerationCallback": "hfscale.metrics.sample_generation",
+    "ScalingCallback": "hfscale.scaling",
+    "ScalingMetricsCallback": "hfscale.metrics.callback",
+    "SpotCheckpointCallback": "hfscale.checkpoint.callback",
     "estimate": "hfscale.planner.estimate",
     "latest_checkpoint": "hfscale.checkpoint.store",
     "plan": "hfscale.planner.plan",
@@ -37,12 +35,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'hfscale' has no attribute {name!r}")
     feature = "ScalingCallback" if name.endswith("Callback") else name
     if feature in ("ScalingCallback", "ParallelTrainer"):  # the modules cannot be imported without what they need
-        import_module("hfscale.utils.versions").require_for_import(feature)
+        import_module("hfscale.core.versions").require_for_import(feature)
     return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-_moved.install()

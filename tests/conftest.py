@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import paths  # noqa: F401
 import pytest
 from fork_client import fork_server
 

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hfscale import ParallelArguments, ParallelTrainer, ScalingCallback
-from hfscale.integrations.strategy import let_fsdp_run_on_cpu
 from hfscale.parallel.weights import build_model
+from hfscale.trainer.strategy import let_fsdp_run_on_cpu
 
 VOCAB, LENGTH = 96, 12
 _TIMEOUT_S = 300

@@ -80,7 +80,7 @@ def warm_up() -> None:
     import peft  # noqa: F401
     from transformers import Trainer  # noqa: F401
 
-    import hfscale.integrations.loading  # noqa: F401
+    import hfscale.checkpoint.loading  # noqa: F401
     from hfscale import ParallelTrainer, ScalingCallback  # noqa: F401
 
 

@@ -11,7 +11,7 @@ from conftest import REPOSITORY
 
 from hfscale import __version__
 from hfscale.cli import COMMANDS, main
-from hfscale.utils.shipped import list_configs
+from hfscale.core.shipped import list_configs
 
 
 def hfscale(*argv, cwd=None):

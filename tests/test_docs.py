@@ -19,7 +19,6 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import REPOSITORY
-from test_public_surface import LAYERS
 from test_recipe_yamls import FLAGS, command_problems, shell_commands
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer
@@ -27,7 +26,6 @@ from transformers import Trainer
 import hfscale
 from benchmarks.__main__ import NAMES as BENCHMARKS
 from hfscale import ParallelArguments
-from hfscale._moved import MOVED
 from hfscale.cli import COMMANDS, main
 from hfscale.recipe.arguments import DataArguments, ModelArguments, ScalingArguments
 from hfscale.recipe.mix import SOURCE_FLAGS
@@ -199,37 +197,6 @@ def names_for_blocks(tmp_path):
 
 def public_names():
     return set(hfscale.__all__) - {"__version__"}
-
-
-def moved_modules(changelog):
-    """Old path and new path in the table of the changelog."""
-    for row in changelog.splitlines():
-        if row.startswith("  | `hfscale."):
-            olds, news = (code_spans(cell) for cell in row.split("|")[1:3])
-            for old in (f"hfscale.{name.removeprefix('hfscale.')}" for name in olds):
-                yield old, f"{news[0]}.{old.split('.')[1]}" if "same name" in row else news[0]
-
-
-def test_the_changelog_names_every_old_import_path():
-    assert dict(moved_modules(text_of(REPOSITORY / "CHANGELOG.md"))) == MOVED
-
-
-def module_list():
-    """The block of CONTRIBUTING.md that lists every module of the package."""
-    lines = []
-    for folder in sorted(path.parent for path in (REPOSITORY / "hfscale").rglob("__init__.py")):
-        modules = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
-        lines += [f"{named(folder)}/", *wrapped(modules)]
-    return "\n".join(lines)
-
-
-def wrapped(names, width=100):
-    lines = [""]
-    for name in names:
-        if len(lines[-1]) + len(name) > width:
-            lines.append("")
-        lines[-1] += f"  {name}"
-    return [f"  {line}" for line in lines if line]
 
 
 def test_the_readme_is_short():
@@ -462,29 +429,9 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     assert public_names() <= set(re.findall(r"[\w]+", text_of(tmp_path / "api.html")))
 
 
-@pytest.mark.parametrize("path", [CONTRIBUTING, REPOSITORY / "docs" / "architecture.md"], ids=named)
-def test_every_layer_is_named(path):
-    assert [layer for layer in LAYERS if not re.search(rf"`(hfscale/)?{layer}\b", text_of(path))] == []
-
-
-def listed_modules():
-    """The block of CONTRIBUTING.md, as it stands there."""
-    blocks = [found["code"] for found in FENCE.finditer(text_of(CONTRIBUTING))]
-    return next(block for block in blocks if block.startswith("hfscale/"))
-
-
 def test_every_cuda_path_names_a_test_that_exists():
     rows = [row for row in text_of(REPOSITORY / "docs" / "internals.md").splitlines() if row.startswith("| ")]
     named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
     defined = set(re.findall(r"^def (test_\w+)", text_of(REPOSITORY / "tests" / "test_gpu.py"), re.MULTILINE))
     assert len(named) > 15
     assert named <= defined
-
-
-def test_contributing_lists_every_module():
-    assert listed_modules().rstrip("\n") == module_list(), "run `python tests/test_docs.py`, which writes the list"
-
-
-if __name__ == "__main__":
-    text = text_of(CONTRIBUTING).replace(listed_modules(), module_list() + "\n")
-    CONTRIBUTING.write_text(text, encoding="utf-8")

@@ -14,15 +14,15 @@ from test_stream_position import StopAt
 from tiny import logged, tiny_model, tiny_tokenizer, tiny_trainer
 
 from hfscale import SampleGenerationCallback, SpotCheckpointCallback
-from hfscale.callbacks.profiler import ProfilerCallback
 from hfscale.checkpoint.rng_states import write_rng_states
 from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.store import verify
+from hfscale.core.clocks import clock_of
 from hfscale.facts.hardware import read_hardware_file
 from hfscale.health import gpu
-from hfscale.integrations.island_parameters import PartOfParameters
-from hfscale.metrics.clocks import clock_of
+from hfscale.islands.parameters import PartOfParameters
 from hfscale.metrics.noise_scale import LeafProbe
+from hfscale.metrics.profiler import ProfilerCallback
 
 pytestmark = pytest.mark.gpu
 

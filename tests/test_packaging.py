@@ -16,7 +16,7 @@ from conftest import REPOSITORY, run_process
 from recipe_runs import FLAGS, make_workplace
 
 from hfscale import __version__
-from hfscale.utils.shipped import list_configs
+from hfscale.core.shipped import list_configs
 
 SHIPPED = ("accelerate_configs", "ds_configs", "recipes")
 USE_THE_CALLBACK = """

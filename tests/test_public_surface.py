@@ -1,6 +1,7 @@
-"""The names that are promises, what importing them costs, and which layer may import which."""
+"""The names that are promises, what importing them costs, and which package may import which."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -13,30 +14,15 @@ from conftest import REPOSITORY
 import hfscale
 from benchmarks import __main__ as benchmarks
 from hfscale import errors
-from hfscale._moved import MOVED
 
 PACKAGE = REPOSITORY / "hfscale"
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "peft", "deepspeed", "wandb")
-# Lowest first: a module imports from its own layer and from those before it in this list, never from a later one.
-LAYERS = (
-    "errors",
-    "utils",
-    "facts",
-    "recovery",
-    "preemption",
-    "checkpoint",
-    "islands",
-    "metrics",
-    "health",
-    "planner",
-    "report",
-    "integrations",
-    "parallel",
-    "callbacks",
-    "recipe",
-    "cli",
-)
-OUTSIDE = ("_moved", "__main__")  # old import paths, and `python -m hfscale`
+ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
+FOUNDATION = ("errors", "core", "facts", "trainer")
+"""What every package may import."""
+TOP = ("__main__", "cli")
+"""Modules beside the packages, which may import any of them."""
+MAX_IMPORTS_BETWEEN_CAPABILITIES = 80
 
 
 def imported_by(code):
@@ -54,19 +40,34 @@ def modules():
     return list(zip(names, paths, strict=True))
 
 
-def layer(name):
-    """The position in LAYERS of a module, given by its whole path."""
-    top = name.split(".")[1]
-    assert top in LAYERS, f"{name} is in no layer: add {top} to LAYERS"
-    return LAYERS.index(top)
+def package_of(name):
+    """The package of a module, given by its whole path; a module beside the packages is its own."""
+    return name.split(".")[1]
 
 
-def upward_imports(imports):
-    """Of (importer, imported) pairs of whole module paths, those that go from a lower to a higher layer."""
-    inside = [
-        pair for pair in imports if all(name != "hfscale" and name.split(".")[1] not in OUTSIDE for name in pair)
-    ]
-    return [f"{name} imports {wanted}" for name, wanted in inside if layer(wanted) > layer(name)]
+def packages():
+    """The packages of hfscale: those folders that have an `__init__.py`."""
+    return sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+
+
+def allowed_imports():
+    """The table of docs/architecture.md: package -> packages that it may import, in the order of the table."""
+    rows = re.findall(
+        r"^\| `(\w+)(?:/|\.py)` \| [^|]+ \| ([^|]*) \|$", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return {package: re.findall(r"`(\w+)`", imports) for package, imports in rows}
+
+
+def forbidden_imports(imports, allowed):
+    """Of (importer, imported) pairs of whole module paths, those that the table does not allow."""
+    found = []
+    for name, wanted in imports:
+        if "hfscale" in (name, wanted) or package_of(name) in TOP or package_of(wanted) == "errors":
+            continue
+        package = package_of(name)
+        if package_of(wanted) not in (package, *allowed.get(package, ())):
+            found.append(f"{name} imports {wanted}")
+    return found
 
 
 def hfscale_imports(path):
@@ -128,7 +129,7 @@ def test_modules_without_torch_load_none_of_it(code):
 
 
 def test_the_probe_itself_can_fail():
-    assert "torch" in imported_by("import hfscale.utils.collectives")
+    assert "torch" in imported_by("import hfscale.core.collectives")
 
 
 @pytest.mark.timing
@@ -146,49 +147,61 @@ def all_imports():
     return [(name, wanted) for name, path in modules() for wanted in hfscale_imports(path)]
 
 
-def test_imports_go_downward_only():
-    assert upward_imports(all_imports()) == []
+def test_packages_import_what_the_table_of_the_architecture_allows():
+    assert sorted(allowed_imports()) == sorted([*packages(), "scaling"])
+    assert forbidden_imports(all_imports(), allowed_imports()) == []
 
 
-def test_an_upward_import_is_found_by_its_whole_path():
-    assert upward_imports([("hfscale.parallel.mesh", "hfscale.callbacks.scaling")])
-    assert upward_imports([("hfscale.health.monitor", "hfscale.integrations.trainer")])
-    assert not upward_imports([("hfscale.callbacks.scaling", "hfscale.health.monitor")])
+def test_an_import_that_the_table_does_not_allow_is_found_by_its_whole_path():
+    allowed = {"health": ["core", "checkpoint"], "core": []}
+    assert forbidden_imports([("hfscale.health.monitor", "hfscale.metrics.tokens")], allowed)
+    assert forbidden_imports([("hfscale.core.records", "hfscale.checkpoint.store")], allowed)
+    assert not forbidden_imports([("hfscale.health.monitor", "hfscale.checkpoint.store")], allowed)
 
 
-def test_every_layer_exists_and_nothing_else_is_at_the_top():
+def test_the_table_of_the_architecture_has_no_import_too_many():
+    real = {(package_of(name), package_of(wanted)) for name, wanted in all_imports() if wanted != "hfscale"}
+    table = {(package, wanted) for package, imports in allowed_imports().items() for wanted in imports}
+    assert sorted(pair for pair in table - real if pair[1] not in FOUNDATION) == []
+
+
+def test_packages_do_not_import_each_other_in_a_circle():
+    """The table lists a package after those that it imports."""
+    seen = []
+    for package, imports in allowed_imports().items():
+        assert set(imports) <= set(seen), f"{package} imports {set(imports) - set(seen)}, which are listed later"
+        seen.append(package)
+
+
+def test_few_imports_cross_from_one_capability_to_another():
+    crossing = [
+        (name, wanted)
+        for name, wanted in all_imports()
+        if wanted != "hfscale"
+        and package_of(name) not in (*FOUNDATION, "cli", "__main__")
+        and package_of(wanted) not in (package_of(name), *FOUNDATION)
+    ]
+    assert len(crossing) <= MAX_IMPORTS_BETWEEN_CAPABILITIES
+
+
+def test_nothing_else_is_at_the_top():
     entries = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    assert entries == {*LAYERS, *OUTSIDE, "__init__"}
+    assert entries == {*allowed_imports(), *TOP, "errors", "__init__"}
 
 
 def test_no_imports_go_round_in_a_circle():
-    """Not on one floor either, nor for the sake of types alone."""
+    """Not inside of a package either, nor for the sake of types alone."""
     graph = {name: {wanted for wanted in hfscale_imports(path) if wanted != name} for name, path in modules()}
     graph["hfscale"] = set()  # its names load when they are used
     TopologicalSorter(graph).prepare()
 
 
-def crossing_imports(imports):
-    """Imports of `hfscale.parallel` by a callback: the callbacks serve any Trainer."""
-    return [
-        pair for pair in imports if pair[0].startswith("hfscale.callbacks.") and pair[1].startswith("hfscale.parallel")
-    ]
-
-
-def test_callbacks_import_nothing_of_parallel():
-    assert crossing_imports(all_imports()) == []
-    assert crossing_imports([("hfscale.callbacks.scaling", "hfscale.parallel.mesh")])
-
-
-def test_no_module_or_function_is_too_long():
-    for _, path in modules():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 600, f"{path.name} has {len(lines)} lines: does it hold two ideas?"
-        for node in ast.walk(ast.parse("\n".join(lines))):
-            if isinstance(node, ast.FunctionDef):
-                first = node.body[1:2] or node.body
-                length = (node.end_lineno or 0) - first[0].lineno + 1
-                assert length <= 80, f"{path.name}: {node.name} has {length} lines"
+def test_no_module_names_another_by_its_path():
+    """A string such as "/hfscale/islands/callback.py" breaks silently when a file is renamed."""
+    for name, path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+                assert "/hfscale/" not in node.value, f"{name}: {node.value}"
 
 
 def test_the_drawing_of_the_errors_is_the_tree():
@@ -221,44 +234,8 @@ def test_every_module_opens_with_what_it_is_for():
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{name} has no docstring"
 
 
-# It replaces a list of names by placeholders and rejects all others; tests/test_reshape.py attacks it.
+# It replaces a list of names by placeholders and rejects all others; tests/checkpoint/test_reshape.py attacks it.
 RESTRICTED_UNPICKLER = "hfscale.checkpoint.pickles"
-
-
-def test_old_import_paths_of_recipes_give_the_moved_modules():
-    for old, new in MOVED.items():
-        with pytest.warns(DeprecationWarning, match=new):
-            module = import_module(old)
-        assert module is import_module(new)
-        assert module.__spec__.name == new
-
-
-RECIPES_IMPORTED = {
-    "hfscale.arguments": ("ParallelArguments", "blaming", "check_evaluation"),
-    "hfscale.compatibility": ("check_pairs",),
-    "hfscale.compression": ("compress_gradients",),
-    "hfscale.continuation": ("readable_checkpoint",),
-    "hfscale.data": ("load_packed_datasets",),
-    "hfscale.dry_run": ("dry_run", "print_dry_run"),
-    "hfscale.entrypoint": ("check_output_dir", "end_if_preempted", "run"),
-    "hfscale.export": ("save_final_model",),
-    "hfscale.models": ("add_lora", "load_config", "load_empty_model", "load_model", "load_tokenizer"),
-    "hfscale.parallelism": ("check_model", "finish_on_cpu", "set_up_parallelism"),
-    "hfscale.parsing": ("parse_arguments",),
-    "hfscale.resume": ("is_finished", "keep_global_batch", "resume_point"),
-    "hfscale.sequence_parallel": ("collate_with_positions", "mend_sequence_parallel"),
-    "hfscale.stage_flags": ("plan_stages",),
-    "hfscale.strategy": ("check_launch",),
-    "hfscale.summary": ("print_summary",),
-}
-"""The names that recipes of earlier versions imported from the old paths."""
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_old_import_paths_of_recipes_give_the_names_that_recipes_imported():
-    assert RECIPES_IMPORTED.keys() == MOVED.keys()
-    for old, names in RECIPES_IMPORTED.items():
-        assert [name for name in names if not callable(getattr(import_module(old), name, None))] == [], old
 
 
 def test_nothing_unpickles_or_calls_a_shell():

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import hfscale
-from hfscale.utils.versions import is_at_least
+from hfscale.core.versions import is_at_least
 
 VOCAB = 64
 LENGTH = 16

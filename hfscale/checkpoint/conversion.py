@@ -21,16 +21,17 @@ from hfscale.checkpoint import store
 from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read_view, write_view
 from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
 from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME
-from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
+from hfscale.checkpoint.formats.parameter_names import ParameterNames
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, check_states, saved_name
 from hfscale.checkpoint.formats.zero import is_universal, tag_folder
 from hfscale.checkpoint.manifest import Manifest, checkpoint_files
 from hfscale.checkpoint.pickles import load_archive
 from hfscale.checkpoint.rng_states import write_rng_states
 from hfscale.checkpoint.untrusted import read_json
+from hfscale.core.durable_files import flush_parents
+from hfscale.core.logging import get_logger
+from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.errors import CheckpointError, UsageError
-from hfscale.utils.durable_files import flush_parents
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -9,10 +9,11 @@ import torch
 
 from hfscale.checkpoint.formats import layout_of, read_view
 from hfscale.checkpoint.formats.merged import split
-from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, model_of_config, read_parameter_names
+from hfscale.checkpoint.formats.parameter_names import model_of_config, read_parameter_names
 from hfscale.checkpoint.formats.safetensors_files import write_weights
 from hfscale.checkpoint.formats.unsharded import read_unsharded_weights
 from hfscale.checkpoint.formats.view import TensorRef
+from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

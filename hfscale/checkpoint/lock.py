@@ -11,14 +11,14 @@ from pathlib import Path
 
 import psutil
 
+from hfscale.core.collectives import START
+from hfscale.core.durable_files import flush_parents
+from hfscale.core.logging import get_logger
+from hfscale.core.run_files import LOCK_NAME
 from hfscale.errors import OutputDirInUseError, StorageError, UsageError
-from hfscale.utils.collectives import START
-from hfscale.utils.durable_files import flush_parents
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-LOCK_NAME = ".hfscale_lock"
 LOCK_WAIT_S = 300.0
 """How long a lock of another machine is waited for: after the loss of a machine an NFS server keeps its locks until
 their lease ends, 90 s by default, and then for a grace period of the same length."""

@@ -18,10 +18,10 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from hfscale.checkpoint.untrusted import read_json
+from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError
 
 FORMAT = 1
-MANIFEST_NAME = "hfscale_manifest.json"
 _CHUNK_BYTES = 8 * 2**20
 _OPENING_BYTES = 2**20
 """Bytes that a reader could read in the time that it takes to open a file; about 1 ms on network storage."""

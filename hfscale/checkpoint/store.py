@@ -15,27 +15,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfscale.checkpoint.manifest import (
-    MANIFEST_NAME,
-    FileRecord,
-    Manifest,
-    checkpoint_files,
-    read_manifest,
-    record_files,
-)
+from hfscale.checkpoint.manifest import FileRecord, Manifest, checkpoint_files, read_manifest, record_files
 from hfscale.checkpoint.untrusted import check_links, check_no_link, read_json
+from hfscale.core.durable_files import flush, flush_folders, write_atomically
+from hfscale.core.logging import get_logger
+from hfscale.core.redaction import redact
+from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
+from hfscale.core.run_memory import RunMemory
+from hfscale.core.secondary import secondary
 from hfscale.errors import CheckpointError, UsageError
-from hfscale.recovery.run_memory import RunMemory
-from hfscale.utils.durable_files import flush, flush_folders, write_atomically
-from hfscale.utils.logging import get_logger
-from hfscale.utils.redaction import redact
-from hfscale.utils.secondary import secondary
 
 logger = get_logger(__name__)
 
-UNFINISHED = ".unfinished"
-"""Folder in the output directory, and so on the same file system: checkpoints that are being written, fetched or
-deleted. No program searches it for checkpoints, and the next launch empties it."""
 VISIBILITY_TIMEOUT_S = 75.0
 """How long a new file may be invisible to another machine: NFS caches the attributes of a folder for up to 60 s
 (nfs(5), acdirmax); the rest allows for slow servers and clocks that differ."""

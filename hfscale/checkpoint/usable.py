@@ -10,15 +10,16 @@ from pathlib import Path
 from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
 from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import tag_folder
-from hfscale.checkpoint.manifest import MANIFEST_NAME, checkpoint_files, read_manifest
+from hfscale.checkpoint.manifest import checkpoint_files, read_manifest
 from hfscale.checkpoint.pickles import METADATA_NAME, check_pickles, read_dcp_metadata
 from hfscale.checkpoint.store import checkpoint_step, list_with_snapshots, verify, wait_until_visible
 from hfscale.checkpoint.untrusted import check_links, read_json
+from hfscale.core import distributed
+from hfscale.core.collectives import START
+from hfscale.core.logging import get_logger
+from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.run_memory import RunMemory
 from hfscale.errors import CheckpointError
-from hfscale.recovery.run_memory import RunMemory
-from hfscale.utils import distributed
-from hfscale.utils.collectives import START
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

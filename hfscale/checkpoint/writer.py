@@ -80,18 +80,15 @@ from typing import Any
 import torch
 
 from hfscale.checkpoint.lock import is_locked_by_another_process
-from hfscale.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, checkpoint_files
-from hfscale.checkpoint.store import (
-    CHECKPOINT_NAME,
-    UNFINISHED,
-    is_link_to_unfinished,
-)
+from hfscale.checkpoint.manifest import FileRecord, Manifest, checkpoint_files
+from hfscale.checkpoint.store import CHECKPOINT_NAME, is_link_to_unfinished
+from hfscale.core import distributed
+from hfscale.core.collectives import SAVING, TRAINING, is_of_another_rank
+from hfscale.core.disk_errors import how_to_fix_write, is_failed_torch_write
+from hfscale.core.durable_files import flush, flush_folders, remove_temporaries, write_atomically
+from hfscale.core.logging import get_logger
+from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
 from hfscale.errors import StorageError
-from hfscale.utils import distributed
-from hfscale.utils.collectives import SAVING, TRAINING, is_of_another_rank
-from hfscale.utils.disk_errors import how_to_fix_write, is_failed_torch_write
-from hfscale.utils.durable_files import flush, flush_folders, remove_temporaries, write_atomically
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

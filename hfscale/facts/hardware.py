@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from hfscale.core.tables import check_keys, is_number, read_table, read_user_tables, user_file
 from hfscale.errors import ConfigFileError, UnknownHardwareError, UsageError
-from hfscale.utils.tables import check_keys, is_number, read_table, read_user_tables, user_file
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 """Formats of matrix products. fp32 matrices use `tf32` where torch allows it, and `fp32` where it does not."""

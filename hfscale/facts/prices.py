@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.tables import check_keys, is_number, read_table, read_user_tables, user_file
 from hfscale.errors import ConfigFileError
 from hfscale.facts.hardware import Accelerator, accelerator
-from hfscale.utils.tables import check_keys, is_number, read_table, read_user_tables, user_file
 
 STALE_DAYS = 90
 """Age in days from which a price is reported as old: list prices of 2025 and 2026 changed every few months."""

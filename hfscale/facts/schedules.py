@@ -164,7 +164,7 @@ def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
     """Divides layers among stages such that the slowest stage is as fast as possible.
 
     It gives what `hfscale.parallel.partition.partition_by_cost` gives for layers of equal cost, and is fast enough for
-    a search; tests/test_planner_pipeline.py compares them.
+    a search; tests/planner/test_planner_pipeline.py compares them.
 
     Args:
         layers (`int`): Layers of the model.

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfscale.core import distributed
+from hfscale.core.collectives import TRAINING
+from hfscale.core.disk_errors import writing
+from hfscale.core.durable_files import write_atomically
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, match_device_name, read_hardware_document, read_hardware_file
 from hfscale.health import measure
-from hfscale.utils import distributed
-from hfscale.utils.collectives import TRAINING
-from hfscale.utils.disk_errors import writing
-from hfscale.utils.durable_files import write_atomically
 
 GIB = 2**30
 SECONDS = 0.3

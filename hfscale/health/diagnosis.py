@@ -26,7 +26,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from hfscale.utils.findings import Finding, rank_error
+from hfscale.core.findings import Finding, rank_error
 
 _LISTED_RANKS = 512
 """Size of a group up to which a snapshot lists its ranks one by one."""
@@ -42,9 +42,9 @@ COMPILING = (
 """Files on the stack of a thread that compiles: it may be slow, and does so rarely."""
 _TRAINER = "transformers/trainer"
 SAVING = ("_save_checkpoint", "save_model", "on_save", "_save_optimizer_and_scheduler")
-OWN_SAVING = ("/hfscale/checkpoint/", "/hfscale/integrations/saving.py")
+OWN_SAVING = ("/hfscale/checkpoint/", "/hfscale/checkpoint/saving.py")
 """Files on the stack of a thread that writes or copies a checkpoint, or waits for one."""
-OWN_EXCHANGES = "/hfscale/callbacks/diloco.py"
+OWN_EXCHANGES = "/hfscale/islands/callback.py"
 """File on the stack of a thread that exchanges with other islands."""
 EVALUATING = ("evaluate", "predict", "evaluation_loop", "on_evaluate")
 """Names of Trainer's functions and of callback events; they are only compared with the names on the stack."""

@@ -23,8 +23,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 import hfscale
-from hfscale.utils.findings import Finding, Level, has_errors
-from hfscale.utils.versions import FEATURES, installed, what_is_missing
+from hfscale.core.findings import Finding, Level, has_errors
+from hfscale.core.versions import FEATURES, installed, what_is_missing
 
 PACKAGES = (
     "torch",
@@ -50,7 +50,7 @@ PACKAGES = (
 """The packages whose versions decide what works; those whose declared requirements are compared with what is there."""
 # The modules that a feature needs beyond those of the callbacks. They are imported in this order.
 _MODULES = {
-    "ScalingCallback": ("hfscale.callbacks.scaling",),
+    "ScalingCallback": ("hfscale.scaling",),
     "FSDP2 checkpoints": ("torch.distributed.fsdp",),
     "recipes": ("hfscale.recipe.models", "hfscale.recipe.parsing", "hfscale.recipe.layout", "hfscale.recipe.data"),
     "tensor parallelism of transformers": ("transformers.distributed.tensor_parallel",),

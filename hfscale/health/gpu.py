@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hfscale.utils.findings import Finding
-from hfscale.utils.tables import read_table
+from hfscale.core.findings import Finding
+from hfscale.core.tables import read_table
 
 # nvml.h, nvmlClocksEventReason*: bits of nvmlDeviceGetCurrentClocksEventReasons.
 THERMAL = {0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown"}

@@ -29,6 +29,9 @@ from types import FrameType
 from typing import Any
 
 from hfscale.checkpoint.writer import is_saving
+from hfscale.core.findings import Finding, blamed_hosts, join_findings, limit_findings, name_ranks
+from hfscale.core.logging import get_logger
+from hfscale.core.rank_link import connect
 from hfscale.health.diagnosis import (
     Snapshot,
     all_stacks,
@@ -39,9 +42,6 @@ from hfscale.health.diagnosis import (
     slow_activity,
 )
 from hfscale.health.rank_store import RankStore
-from hfscale.recovery.rank_link import connect
-from hfscale.utils.findings import Finding, blamed_hosts, join_findings, limit_findings, name_ranks
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hfscale.metrics.clocks import HostClock, clock_of
+from hfscale.core.clocks import HostClock, clock_of
 
 KEPT_STEPS = 32
 """Number of steps that one exchange between ranks covers."""
@@ -77,7 +77,7 @@ class LocalTimer:
 
     Args:
         module (`torch.nn.Module`): the prepared model.
-        strategy (`str`): the strategy, as `hfscale.integrations.strategy.running_strategy` names it.
+        strategy (`str`): the strategy, as `hfscale.trainer.strategy.running_strategy` names it.
         device (`torch.device`): the device of the model.
     """
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hfscale.utils.findings import Finding, Level, rank_error
+from hfscale.core.findings import Finding, Level, rank_error
 
 WINDOW = 50
 """Number of logged losses with which a new one is compared."""

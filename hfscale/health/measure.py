@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfscale.core.findings import Finding, rank_error
 from hfscale.facts.hardware import Accelerator
-from hfscale.utils.findings import Finding, rank_error
 
 SLOW_RATIO = 1.4
 """Time of the same product over the median of all ranks, from which a GPU is called slow."""

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from hfscale.core import distributed
+from hfscale.core.clocks import PhaseClock
+from hfscale.core.collectives import TRAINING
+from hfscale.core.findings import Finding
 from hfscale.health.gpu import GpuWatch
 from hfscale.health.local_time import KEPT_STEPS, LocalTimer
 from hfscale.health.loss import checksum, compare_replicas
 from hfscale.health.stragglers import DataWaitJudge, Numbers, StragglerJudge
-from hfscale.metrics.clocks import PhaseClock
-from hfscale.utils import distributed
-from hfscale.utils.collectives import TRAINING
-from hfscale.utils.findings import Finding
 
 GPU_EVERY_S = 10.0
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from hfscale.core.build_locks import abandoned_locks, lock_finding
+from hfscale.core.findings import Finding, Level
+from hfscale.core.tables import read_table
 from hfscale.errors import StorageError, UsageError
-from hfscale.health.build_locks import abandoned_locks, lock_finding
-from hfscale.utils.findings import Finding, Level
-from hfscale.utils.tables import read_table
 
 GIB = 2**30
 RENAMED_VARIABLES: Mapping[str, str] = read_table("health/tables.toml")["renamed_variables"]

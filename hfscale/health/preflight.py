@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfscale.core.findings import Finding, limit_findings, name_ranks, rank_error
+from hfscale.core.logging import get_logger
 from hfscale.health import measure
 from hfscale.health.diagnosis import POINT_TO_POINT, positions
 from hfscale.health.rank_notes import compare_ranks, compare_results, describe_rank, slowest_links
 from hfscale.health.rank_store import RankStore
-from hfscale.utils.findings import Finding, limit_findings, name_ranks, rank_error
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

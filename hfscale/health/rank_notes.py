@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from hfscale.core.findings import Finding, Level
+from hfscale.core.versions import installed
 from hfscale.health import measure
-from hfscale.utils.findings import Finding, Level
-from hfscale.utils.versions import installed
 
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "hfscale")
 LATE_S = 10.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hfscale.utils.findings import Finding
+from hfscale.core.findings import Finding
 
 WINDOW = 50
 """Number of steps that are judged."""

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from hfscale.core.logging import get_logger
 from hfscale.errors import HealthError, UsageError
 from hfscale.islands.rendezvous import listen
 from hfscale.islands.wire import TOKEN_VARIABLE, Wire, WrongTokenError
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

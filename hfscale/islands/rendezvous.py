@@ -26,8 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hfscale.core.logging import get_logger
 from hfscale.islands.wire import TOKEN_VARIABLE, Wire
-from hfscale.utils.logging import get_logger
 
 logger = get_logger("hfscale.islands.rendezvous")  # also where it is the main module
 

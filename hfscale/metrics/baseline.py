@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from hfscale.core import tables
+from hfscale.core.durable_files import write_atomically
 from hfscale.errors import ConfigFileError, StorageError
-from hfscale.utils import tables
-from hfscale.utils.durable_files import write_atomically
 
 FORMAT = 1
 """The file format that this version reads and writes."""

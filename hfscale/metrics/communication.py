@@ -19,7 +19,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from hfscale.utils.logging import get_logger
+from hfscale.core.logging import get_logger
 
 logger = get_logger(__name__)
 
@@ -48,7 +48,7 @@ class DdpCounters:
     """Reads DDP's own measurements of its communication.
 
     DDP has no public methods for it: the two with a leading underscore are called here and nowhere else.
-    `tests/test_communication.py` fails if they change.
+    `tests/metrics/test_communication.py` fails if they change.
 
     Args:
         ddp (`DistributedDataParallel`): The wrapper; it is set to measure one step in `DDP_SAMPLE_EVERY_STEPS`.

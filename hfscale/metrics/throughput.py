@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hfscale.core.versions import recomputes_activations
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.hardware import match_device_name, peak_tflops
 from hfscale.facts.model_shape import ModelShape
 from hfscale.metrics.baseline import Workload
-from hfscale.utils.versions import recomputes_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments

@@ -79,7 +79,7 @@ class TokenCounter:
         """Count the batches that enter these modules from now on, instead of those of earlier modules.
 
         Args:
-            entries (`Sequence[BatchEntry]`): The modules; `hfscale.integrations.strategy.batch_entries` finds them.
+            entries (`Sequence[BatchEntry]`): The modules; `hfscale.trainer.strategy.batch_entries` finds them.
         """
         self.detach()
         for entry in entries:

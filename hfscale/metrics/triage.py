@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hfscale.utils.findings import Finding
-from hfscale.utils.logging import get_logger
+from hfscale.core.findings import Finding
+from hfscale.core.logging import get_logger
 
 logger = get_logger(__name__)
 

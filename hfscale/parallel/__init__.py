@@ -17,8 +17,8 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 | `checkpoints.py` | checkpoints that any layout can resume, and export for `from_pretrained` |
 | `dry_run.py` | memory and schedule of a run, without its GPUs |
 
-This package and `hfscale.integrations` are the only places that use internals of other libraries, each in one module.
-Where no other test is named, tests/test_parallel_plan.py fails when a new version moves them:
+What it touches inside other libraries, each in one module. Where no other test is named,
+test_parallel_plan.py fails when a new version moves them:
 
 - methods of `Trainer` with a leading underscore. By: `ParallelTrainer` and `ParallelCheckpointTrainer`, which override
   them. Reason: Trainer has no public hooks for wrapping the model, the gradient norm, saving and resuming.
@@ -37,15 +37,8 @@ Where no other test is named, tests/test_parallel_plan.py fails when a new versi
 - `_StridedShard` of DTensor. By: `mesh.py`. Reason: packed parameters have this placement, and torch exports it
   nowhere.
 - `_modules` of `nn.Module`. By: `stage_view`. Reason: a shallow copy of a module shares its dict of child modules.
-- the fake process group of `torch.testing._internal`. By: `dry_run.py`. Reason: torch has no public one. Test:
-  test_dry_run.py.
-- `PreTrainedModel.from_pretrained`, `Trainer.train`, `torch.nn.Module.to` and `cuda`, and
-  `transformers.training_args.is_torch_bf16_gpu_available` (all public), replaced in a process that only traces a
-  script; `_apply`, `_cdata`, `_overloadpacket`, `_schema`, `torch._subclasses`, `torch.utils._pytree`. By: `trace.py`.
-  Reason: the models of a script must be made without weights, and torch has no public trace of operators. Test:
-  test_trace.py.
 """
 
-from hfscale.utils.versions import require_for_import
+from hfscale.core.versions import require_for_import
 
 require_for_import("recipes", "hfscale.parallel")

@@ -6,12 +6,12 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hfscale.core.flags import flag, require_positive
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
-from hfscale.integrations.strategy import requested_family
 from hfscale.parallel.stages import StagePlan
-from hfscale.utils.flags import flag, require_positive
+from hfscale.trainer.strategy import requested_family
 
 
 @dataclass(kw_only=True)

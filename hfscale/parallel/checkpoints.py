@@ -7,7 +7,7 @@ groups, no rank numbers, no second copy of tied weights.
 
 The checkpoint also has Trainer's small files, and two JSON files with what the tensors do not contain, so that any
 layout, and by conversion any strategy, can resume from it. `sharded_state` and `checkpoint_files` return all that is
-to be written, so that `hfscale.integrations.saving` can also write it in the background.
+to be written, so that `hfscale.checkpoint.saving` can also write it in the background.
 """
 
 import io
@@ -32,22 +32,23 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from hfscale.checkpoint.contents import rng_name
 from hfscale.checkpoint.formats.dcp import dcp_errors, save_shards
 from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, PART, ParallelMetadata, read_parallel_metadata
-from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, ParameterNames
+from hfscale.checkpoint.formats.parameter_names import ParameterNames
+from hfscale.checkpoint.loading import readable_checkpoint
 from hfscale.checkpoint.pickles import load_archive
 from hfscale.checkpoint.rng_states import copy_rng_state
+from hfscale.core import distributed
+from hfscale.core.collectives import TRAINING
+from hfscale.core.disk_errors import PROGRAM_ERRORS
+from hfscale.core.run_files import PARAMETERS_NAME
+from hfscale.core.versions import is_peft_model
 from hfscale.errors import CheckpointError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.integrations.loading import readable_checkpoint
-from hfscale.integrations.snapshots import rng_name
 from hfscale.parallel.mesh import ParallelMesh, copy_local_shard, local_tensor, reshard, shard_dim
 from hfscale.parallel.model import ParallelizedModel
 from hfscale.parallel.tensor import PackedParameter
-from hfscale.utils import distributed
-from hfscale.utils.collectives import TRAINING
-from hfscale.utils.disk_errors import PROGRAM_ERRORS
-from hfscale.utils.versions import is_peft_model
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _FILE_BYTES = 5 * 10**9  # transformers' own size of a shard
@@ -344,7 +345,7 @@ class ParallelCheckpointTrainer(Trainer):
     """The part of `ParallelTrainer` that writes and reads checkpoints.
 
     The methods with an underscore override Trainer's own steps of saving and resuming, for which there are no public
-    hooks; tests/test_parallel_plan.py::test_internals_of_libraries_are_where_this_package_uses_them fails when they
+    hooks; test_parallel_plan.py::test_internals_of_libraries_are_where_this_package_uses_them fails when they
     move.
     """
 

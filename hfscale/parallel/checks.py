@@ -4,6 +4,7 @@ import math
 
 from transformers import PreTrainedConfig
 
+from hfscale.core.logging import get_logger
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.parallel_families import (
@@ -14,9 +15,9 @@ from hfscale.facts.parallel_families import (
     SEQUENCE_PARALLEL_TESTED,
     TENSOR_PARALLEL_UNSUPPORTED,
 )
-from hfscale.parallel.context import attention_implementation, check_attention_implementation
+from hfscale.parallel.context import check_attention_implementation
 from hfscale.parallel.stages import StagePlan
-from hfscale.utils.logging import get_logger
+from hfscale.trainer.attention import attention_implementation
 
 logger = get_logger(__name__)
 

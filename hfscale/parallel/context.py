@@ -29,8 +29,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import find_packed_sequence_indices
 
 from hfscale.errors import UnsupportedModelError, UsageError
-from hfscale.integrations.flops import attention_implementation
 from hfscale.parallel.losses import IGNORED_LABEL
+from hfscale.trainer.attention import attention_implementation
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _PACKED_POSITIONS = "packed_position_ids"  # positions of complete sequences, passed along with the model's keywords

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore  # no public way to simulate a process group
 from transformers import PreTrainedModel, TrainingArguments
 
+from hfscale.core.torch_internals import FakeStore
+from hfscale.core.versions import recomputes_activations, require
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ParallelLayout
@@ -29,7 +30,6 @@ from hfscale.parallel.stages import StagePlan
 from hfscale.planner.activations import end_activations, kept_and_working, loss_bytes
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
-from hfscale.utils.versions import recomputes_activations, require
 
 _GIB = 2.0**30
 _ADAM_BYTES = 8  # two moments in fp32

@@ -202,7 +202,7 @@ class RouterBalanceLoss:
         self, model: PreTrainedModel, gather_sequence: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     ) -> None:
         config = model.config.get_text_config()
-        # No public way to learn which module's output the model reports as router logits. tests/test_parallel.py::
+        # No public way to learn which module's output the model reports as router logits. test_parallel.py::
         # test_families_and_the_load_balancing_of_experts fails when it moves.
         recorders = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
         self._recorder: Any = next((found["router_logits"] for found in recorders if "router_logits" in found), None)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 # No public way: transformers' packed styles and FSDP2 over tensor parallelism make this placement, and torch exports
-# it nowhere. tests/test_parallel_plan.py::test_internals_of_libraries_are_where_this_package_uses_them fails when it
+# it nowhere. test_parallel_plan.py::test_internals_of_libraries_are_where_this_package_uses_them fails when it
 # moves.
 from torch.distributed.tensor.placement_types import _StridedShard
 

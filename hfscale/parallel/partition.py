@@ -323,7 +323,7 @@ def _replace_head(model: PreTrainedModel, structure: ModelStructure) -> None:
 def _shallow_copy(module: nn.Module) -> nn.Module:
     """Return a copy whose child modules can be replaced without changing the original; parameters are shared."""
     copied = copy.copy(module)
-    # No public way: a module and its copy share the dict of child modules. tests/test_parallel_families.py fails when
+    # No public way: a module and its copy share the dict of child modules. test_parallel_families.py fails when
     # it moves.
     copied._modules = dict(module._modules)
     return copied

@@ -21,15 +21,16 @@ from torch.distributed.pipelining import (
 )
 from transformers import PreTrainedModel, TrainerState
 
+from hfscale.core.clocks import clock_of
+from hfscale.core.collectives import TRAINING
+from hfscale.core.records import RankLines
+from hfscale.core.run_files import JSONL_NAME
 from hfscale.errors import UsageError
 from hfscale.facts.schedules import SCHEDULES
-from hfscale.metrics.clocks import clock_of
-from hfscale.metrics.records import JSONL_NAME, RankLines
 from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.losses import IGNORED_LABEL, AttachLoss, RouterBalanceLoss
 from hfscale.parallel.partition import ModelStructure, StageSpec
 from hfscale.parallel.stages import StagePlan
-from hfscale.utils.collectives import TRAINING
 
 TORCH_SCHEDULES = {
     "GPipe": ScheduleGPipe,

@@ -52,7 +52,7 @@ def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]
             f"--tp_size is {tp_size}: transformers has no tensor-parallel plan for {model.config.model_type}; set "
             "--tp_size 1"
         )
-    # No public way: the expansion of a plan to this model's own modules. tests/test_parallel_sequence.py fails when it
+    # No public way: the expansion of a plan to this model's own modules. test_parallel_sequence.py fails when it
     # moves.
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=tp_size))
     for name, module in model.named_modules():

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfscale.checkpoint.formats.parameter_names import trained_names
+from hfscale.core.versions import is_peft_model, require
 from hfscale.errors import UsageError
-from hfscale.integrations.trainer import TrainerAdapter
 from hfscale.parallel import gradients
 from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
@@ -34,7 +34,7 @@ from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches, with_labels_of_first
 from hfscale.parallel.weights import draw_weights, read_weights
-from hfscale.utils.versions import is_peft_model, require
+from hfscale.trainer.adapter import TrainerAdapter
 
 
 class ParallelTrainer(ParallelCheckpointTrainer):
@@ -144,7 +144,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
-        # No public way to register a data loader that Accelerate has not prepared itself. tests/test_parallel_plan.py
+        # No public way to register a data loader that Accelerate has not prepared itself. test_parallel_plan.py
         # fails when it moves.
         accelerator._dataloaders.append(prepared)
         return prepared

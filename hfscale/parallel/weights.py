@@ -25,10 +25,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from hfscale.core import distributed
+from hfscale.core.versions import is_fsdp_enabled, is_lora_layer
 from hfscale.errors import UsageError
 from hfscale.parallel.mesh import copy_local_shard
-from hfscale.utils import distributed
-from hfscale.utils.versions import is_fsdp_enabled, is_lora_layer
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
@@ -87,7 +87,7 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
         with _kept(module) if is_kept else _gathered(module), torch.random.fork_rng(devices=[]):
             torch.manual_seed(_seed_of(seed, name))
             # No public way to apply the architecture's rule to one module: `initialize_weights` draws all modules from
-            # one stream. tests/test_weights.py fails when it moves.
+            # one stream. test_weights.py fails when it moves.
             owner._init_weights(module)
 
     visit(model, "", model)

@@ -7,13 +7,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.disk_errors import writing
+from hfscale.core.shipped import shipped_root
 from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
 from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.launchable import TRAINER_OPTIMIZERS, recipe_of, uses_deepspeed, why_not
 from hfscale.planner.plan import Choice, Plan
-from hfscale.utils.disk_errors import writing
-from hfscale.utils.shipped import shipped_root
 
 LEARNING_RATE = 1e-5
 """A low learning rate to start full fine-tuning with; a comment in the recipe's YAML asks the user to replace it."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from hfscale.core.tables import read_table
 from hfscale.errors import UsageError
-from hfscale.utils.tables import read_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ would run over all islands as one job of the same layout per island.
 """
 
 import math
-import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +18,6 @@ from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, trained_parameters
 from hfscale.planner.network import exposed_s
 
-_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 GAIN = 1.05
 """Least speed relative to the next best way at which islands are said to pay; less is within the errors."""
 STALLED = 0.05
@@ -99,26 +97,6 @@ class IslandsVerdict:
     def to_dict(self) -> dict[str, Any]:
         """Returns the key `islands` of `hfscale plan --json`."""
         return asdict(self)
-
-
-def parse_bandwidth(text: str, option: str = "--island-bandwidth") -> float:
-    """Parses a bandwidth in bits per second such as `1Gbps`, `100Mbit/s` or `2.5 Gbit`.
-
-    Args:
-        text (`str`): The bandwidth; K, M, G and T are powers of 1000.
-        option (`str`): Its flag, for the error.
-
-    Returns:
-        `float`: Bytes per second.
-
-    Raises:
-        `UsageError`: It has no unit, or is not above 0.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KkMmGgTt])(?:bps|bit|bit/s)", text.strip())
-    bits = 0.0 if found is None else float(found[1]) * _UNITS[found[2].lower()]
-    if not 0 < bits < 1e15:
-        raise UsageError(f"{option} is {text!r}: write the bits per second of the link, such as 1Gbps or 100Mbps")
-    return bits / 8
 
 
 def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = None) -> IslandsVerdict:

@@ -4,13 +4,13 @@ pipeline. Needs matplotlib."""
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.disk_errors import writing
+from hfscale.core.versions import require
 from hfscale.errors import UsageError
 from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import Choice, Plan
 from hfscale.planner.search import HEADROOM
-from hfscale.utils.disk_errors import writing
-from hfscale.utils.versions import require
 
 SUFFIXES = (".svg", ".png", ".pdf")
 

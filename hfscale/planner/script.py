@@ -1,4 +1,4 @@
-"""Estimates a step of a user's own script from the counts of its trace (`hfscale.parallel.trace`).
+"""Estimates a step of a user's own script from the counts of its trace (`hfscale.planner.trace`).
 
 Each rank runs the traced micro-batch; data-parallel communication, the optimizer and what the ranks share are added.
 Matrix products, attention and other operators run at the rates that the planner uses for its models. Not modelled are
@@ -23,7 +23,7 @@ from hfscale.planner.memory import GIB
 from hfscale.planner.network import Group, Network
 from hfscale.planner.throughput import StepTime
 
-TRACER = "hfscale.parallel.trace"
+TRACER = "hfscale.planner.trace"
 """The module that traces, which needs torch and runs in a process of its own."""
 RESULT = "hfscale-trace: "
 """What the line with its result begins with."""
@@ -116,7 +116,7 @@ def trace_script(argv: Sequence[str], *, gpus: int, precision: Precision) -> dic
         precision (`str`): `fp32`, or the format of autocast: `bf16` or `fp16`.
 
     Returns:
-        `dict`: The counts, see `hfscale.parallel.trace.trace_step`.
+        `dict`: The counts, see `hfscale.planner.trace.trace_step`.
 
     Raises:
         `HfScaleError`: The script failed, or did not call `Trainer.train`.

@@ -10,8 +10,18 @@
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
 | `models`, `compression` | loading of model, tokenizer and adapters; gradient compression of DDP |
 | `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
+
+What it touches inside other libraries: each entry says by which function, why there is no public way, and which test
+fails when a new version moves it.
+
+Read, called, or set once
+
+- `PreTrainedModel._is_stateful`. By: `reason_not_to_cut`. Reason: nothing public tells that a model has layers that
+  pass a state along the sequence. Test: test_packing.py, test_models_that_do_not_cut_are_refused.
+- `_scaled_dot_product_cudnn_attention` and the three other fused kernels of torch's attention. By: arguments.py.
+  Reason: selective recomputation names the operators whose outputs it keeps. Test: test_recompute.py.
 """
 
-from hfscale.utils.versions import require_for_import
+from hfscale.core.versions import require_for_import
 
 require_for_import("recipes")

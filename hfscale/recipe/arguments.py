@@ -19,20 +19,20 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from hfscale.callbacks.comm_health import CommHealthCallback
-from hfscale.callbacks.lr_scaling import LRScalingCallback
-from hfscale.callbacks.sample_generation import SampleGenerationCallback, read_prompts
-from hfscale.callbacks.scaling import ScalingCallback
-from hfscale.callbacks.scaling_metrics import ScalingMetricsCallback
-from hfscale.callbacks.spot_checkpoint import SpotCheckpointCallback
+from hfscale.checkpoint.callback import SpotCheckpointCallback
+from hfscale.core.flags import flag, require_from_0, require_positive
+from hfscale.core.versions import pass_activation_checkpointing, require
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.lr_rules import RULES
+from hfscale.health.callback import CommHealthCallback
+from hfscale.islands.flags import IslandArguments
+from hfscale.lr_scaling.callback import LRScalingCallback
+from hfscale.metrics.callback import ScalingMetricsCallback
+from hfscale.metrics.sample_generation import SampleGenerationCallback, read_prompts
 from hfscale.parallel.arguments import ParallelArguments as ParallelArguments  # recipes once imported it from here
 from hfscale.recipe.compression import METHODS
-from hfscale.recipe.islands import IslandArguments
-from hfscale.utils.flags import flag, require_from_0, require_positive
-from hfscale.utils.versions import pass_activation_checkpointing, require
+from hfscale.scaling import ScalingCallback
 
 # The mixin is used in front of subclasses of TrainingArguments; as a subclass itself it would reset their defaults.
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import xxhash
 from datasets import Dataset, DatasetDict
 
 from hfscale.checkpoint.manifest import FileRecord
+from hfscale.core.durable_files import write_atomically
 from hfscale.errors import DataError
-from hfscale.utils.durable_files import write_atomically
 
 _TEMPORARY, _LOCK = "loading-", "lock"
 _LOCKED_AFTER_S = 60.0  # from the creation of a temporary folder until its process surely holds the lock

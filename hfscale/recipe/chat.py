@@ -18,11 +18,11 @@ from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
+from hfscale.core.logging import get_logger
 from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.preparation import kept_environment, worker_processes
 from hfscale.recipe.sources import AnyDataset, errors_name_source, shorten, source_name
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

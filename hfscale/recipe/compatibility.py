@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hfscale.core.versions import require
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.integrations.strategy import requested_family, requested_strategy
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin
 from hfscale.recipe.compression import check_compression
-from hfscale.utils.versions import require
+from hfscale.trainer.strategy import requested_family, requested_strategy
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

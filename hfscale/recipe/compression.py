@@ -18,8 +18,8 @@ import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
+from hfscale.core.versions import is_distributed_by_transformers
 from hfscale.errors import UsageError
-from hfscale.utils.versions import is_distributed_by_transformers
 
 if TYPE_CHECKING:
     from transformers import Trainer

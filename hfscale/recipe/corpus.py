@@ -18,9 +18,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from hfscale.core.disk_errors import writing
+from hfscale.core.durable_files import write_atomically
 from hfscale.errors import DataError
-from hfscale.utils.disk_errors import writing
-from hfscale.utils.durable_files import write_atomically
 
 VOCAB_SIZE = 4096
 EOS_TOKEN = "<|endoftext|>"  # noqa: S105 (not a password)

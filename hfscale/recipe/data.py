@@ -4,13 +4,13 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from hfscale.core.logging import get_logger
 from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments, SourceArguments
 from hfscale.recipe.chat import chat_format, to_documents, use_chat_template
 from hfscale.recipe.packing import pack, pack_documents, set_packing_defaults, text_only
 from hfscale.recipe.preview import describe_samples
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

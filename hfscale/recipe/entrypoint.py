@@ -23,20 +23,20 @@ from rich.panel import Panel
 from rich.table import Table
 
 from hfscale.checkpoint.lock import lock_output_dir
+from hfscale.checkpoint.preemption import PeerWatch, Preempted, end_workers, siblings, watch_signals
+from hfscale.core import distributed
+from hfscale.core.build_locks import remove_abandoned_locks
+from hfscale.core.disk_errors import storage_error
+from hfscale.core.logging import is_main_process
+from hfscale.core.rank_link import connect
+from hfscale.core.run_files import JSONL_NAME
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
-from hfscale.health.build_locks import remove_abandoned_locks
-from hfscale.metrics.records import JSONL_NAME
-from hfscale.preemption import PeerWatch, Preempted, end_workers, siblings, watch_signals
 from hfscale.recipe.export import save_final_model as save_final_model  # recipes import it from here
-from hfscale.recovery.rank_link import connect
-from hfscale.utils import distributed
-from hfscale.utils.disk_errors import storage_error
-from hfscale.utils.logging import is_main_process
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from hfscale.callbacks.scaling import ScalingCallback
+    from hfscale.scaling import ScalingCallback
 
 _SAYS_WHAT_TO_INSTALL = re.compile(r"pip install|requires \S+ to be installed")
 _MAIN_PROCESS_GRACE_S = 10.0

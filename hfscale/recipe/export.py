@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.integrations import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+from hfscale.core.collectives import TRAINING
+from hfscale.core.logging import get_logger
+from hfscale.core.versions import is_peft_model
 from hfscale.errors import UsageError
-from hfscale.integrations.generation import stop_tokens
-from hfscale.utils.collectives import TRAINING
-from hfscale.utils.logging import get_logger
-from hfscale.utils.versions import is_peft_model
+from hfscale.trainer.generation import stop_tokens
 
 if TYPE_CHECKING:
     from transformers import Trainer

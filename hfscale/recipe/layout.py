@@ -16,12 +16,12 @@ from accelerate import ParallelismConfig
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import SaveStrategy
 
+from hfscale.core.logging import get_logger
+from hfscale.core.versions import require
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.integrations.strategy import let_fsdp_run_on_cpu, requested_family
 from hfscale.parallel.arguments import ParallelArguments
-from hfscale.utils.logging import get_logger
-from hfscale.utils.versions import require
+from hfscale.trainer.strategy import let_fsdp_run_on_cpu, requested_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from datasets import Dataset, IterableDataset, interleave_datasets
 
+from hfscale.core.flags import nearest, read_yaml
+from hfscale.core.logging import get_logger
 from hfscale.errors import ConfigFileError, DataError
 from hfscale.recipe.arguments import SourceArguments
-from hfscale.utils.flags import nearest, read_yaml
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -17,18 +17,18 @@ from transformers import (
     set_seed,
 )
 
+from hfscale.core import distributed
+from hfscale.core.collectives import START
+from hfscale.core.logging import get_logger
+from hfscale.core.versions import is_fsdp_enabled, recomputes_activations, require
 from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.integrations.document_attention import cut_attention, is_dense
-from hfscale.integrations.strategy import requested_family
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments, ModelArguments, errors_name_flag
+from hfscale.recipe.document_attention import cut_attention, is_dense
 from hfscale.recipe.layout import distributed_config
-from hfscale.utils import distributed
-from hfscale.utils.collectives import START
-from hfscale.utils.logging import get_logger
-from hfscale.utils.versions import is_fsdp_enabled, recomputes_activations, require
+from hfscale.trainer.strategy import requested_family
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

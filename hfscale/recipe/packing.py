@@ -24,12 +24,12 @@ from datasets import Dataset, IterableDataset, Value
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from hfscale.core.logging import get_logger
 from hfscale.errors import DataError
 from hfscale.recipe.arguments import DataArguments, SourceArguments
 from hfscale.recipe.chat import IGNORED, document_marks
 from hfscale.recipe.preparation import kept_environment, worker_processes
 from hfscale.recipe.sources import AnyDataset, errors_name_source, is_continuous_text, shorten, source_name
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

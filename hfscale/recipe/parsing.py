@@ -11,6 +11,9 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers import HfArgumentParser, TrainingArguments
 
+from hfscale.core.flags import nearest, plain_value, read_yaml_mapping, split_off_config, to_argv
+from hfscale.core.logging import is_main_process
+from hfscale.core.tables import read_table
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.recipe.arguments import (
@@ -21,9 +24,6 @@ from hfscale.recipe.arguments import (
     SourceArguments,
     one_line,
 )
-from hfscale.utils.flags import nearest, plain_value, read_yaml_mapping, split_off_config, to_argv
-from hfscale.utils.logging import is_main_process
-from hfscale.utils.tables import read_table
 
 EMBEDDED_DEFAULTS: Mapping[str, str] = read_table("recipe/embedded.toml")
 """Flags of the embedded default run, unless the user gives others."""

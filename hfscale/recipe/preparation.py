@@ -20,11 +20,11 @@ import datasets
 import psutil
 import torch.distributed as dist
 
+from hfscale.core.disk_errors import writing
+from hfscale.core.logging import get_logger
+from hfscale.core.processes import describe_process, find_process, is_alive
 from hfscale.errors import HealthError, HfScaleError
 from hfscale.health.rank_store import RankStore
-from hfscale.utils.disk_errors import writing
-from hfscale.utils.logging import get_logger
-from hfscale.utils.processes import describe_process, find_process, is_alive
 
 logger = get_logger(__name__)
 

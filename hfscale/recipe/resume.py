@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfscale.checkpoint.conversion import read_origin
-from hfscale.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from hfscale.checkpoint.loading import discard_conversions
+from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.remote import RemoteStore, fetch_newest
 from hfscale.checkpoint.usable import (
     check_best_on_all_ranks,
@@ -15,14 +16,14 @@ from hfscale.checkpoint.usable import (
     newest_usable,
 )
 from hfscale.checkpoint.writer import finish_renames
+from hfscale.core.collectives import START
+from hfscale.core.logging import get_logger
+from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.run_memory import RunMemory
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
-from hfscale.integrations.loading import discard_conversions
-from hfscale.integrations.strategy import requested_family
-from hfscale.integrations.trainer import TrainerAdapter
-from hfscale.recovery.run_memory import RunMemory
-from hfscale.utils.collectives import START
-from hfscale.utils.logging import get_logger
+from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.strategy import requested_family
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hfscale.core.flags import nearest
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import errors_name_flag
-from hfscale.utils.flags import nearest
 
 RewardFunction = Callable[..., list[float]]
 """Called by TRL as `function(prompts=…, completions=…, **columns)` with lists; returns one number per completion."""

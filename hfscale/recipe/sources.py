@@ -11,13 +11,13 @@ from typing import Any
 import datasets
 from datasets import Dataset, IterableDataset
 
+from hfscale.core import disk_errors
+from hfscale.core.logging import get_logger
 from hfscale.errors import DataError, HealthError, HfScaleError, StorageError
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import SourceArguments
 from hfscale.recipe.cache import load_by_content
 from hfscale.recipe.mix import mix, read_mix
-from hfscale.utils import disk_errors
-from hfscale.utils.logging import get_logger
 
 logger = get_logger(__name__)
 

@@ -11,6 +11,8 @@ from fractions import Fraction
 from traceback import walk_tb
 from typing import TYPE_CHECKING
 
+from hfscale.core.flags import require_from_0, require_positive
+from hfscale.core.versions import is_fsdp_enabled, require_for_import
 from hfscale.errors import DataError, LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.parallel.arguments import ParallelArguments
@@ -20,8 +22,6 @@ from hfscale.recipe.layout import set_up_parallelism
 from hfscale.recipe.models import load_model
 from hfscale.recipe.resume import keep_global_batch
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
-from hfscale.utils.flags import require_from_0, require_positive
-from hfscale.utils.versions import is_fsdp_enabled, require_for_import
 
 require_for_import("TRL recipes")
 

@@ -31,8 +31,8 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
+from hfscale.core.rank_link import PREEMPTED
 from hfscale.recovery.connections import Address, listen, receive, send
-from hfscale.recovery.rank_link import PREEMPTED
 from hfscale.recovery.replicas import choose
 from hfscale.recovery.restarts import Failure, RestartPolicy
 

@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from hfscale.core.run_memory import NODES_VARIABLE, PARTS, RunMemory
 from hfscale.errors import UsageError
 from hfscale.recovery.connections import Address, connect, local_host, receive, send
 from hfscale.recovery.coordinator import Coordinator
-from hfscale.recovery.replicas import PARTS, Pace, ReplicaServer, assemble, keep_only, list_parts, send_part
+from hfscale.recovery.replicas import Pace, ReplicaServer, assemble, keep_only, list_parts, send_part
 from hfscale.recovery.restarts import Failure
-from hfscale.recovery.run_memory import RunMemory
 
-NODES_VARIABLE = "HFSCALE_RUN_NODES"
-"""Environment variable with the number of nodes of this launch."""
 NODE_RANK_VARIABLE = "HFSCALE_RUN_NODE_RANK"
 """Environment variable with the number of this node among them."""
 _RETRY_S = 0.5

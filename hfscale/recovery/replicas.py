@@ -25,28 +25,16 @@ from typing import Any
 
 import xxhash
 
+from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.run_memory import PARTS, REPLICATED
 from hfscale.recovery.connections import Address, connect, listen, receive, send
 
-PARTS, REPLICAS = "parts", "replicas"
+REPLICAS = "replicas"
 COMPLETE = "."
 """Place of a complete snapshot, beside `PARTS` and `REPLICAS`."""
 _ASSEMBLING = "assembling"
-_REPLICATED = "replicated"
-_MANIFEST = "hfscale_manifest.json"  # of hfscale.checkpoint.manifest, which is in a higher layer
 _CHUNK_BYTES = 2**20
 _OWN_PART_TIMEOUT_S = 60.0  # all nodes commit a snapshot at the same time, up to their speed
-
-
-def replicated_step(folder: Path) -> int | None:
-    """Return the last step whose snapshot survives the loss of any one node; None if there is none.
-
-    Args:
-        folder (`Path`): the folder of one training in the memory of this node.
-    """
-    try:
-        return int((folder / _REPLICATED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def keep_only(folder: Path, step: int) -> None:
@@ -62,9 +50,9 @@ def keep_only(folder: Path, step: int) -> None:
         for snapshot in (folder / place).glob("checkpoint-*"):
             if _step(snapshot) < step:
                 shutil.rmtree(snapshot, ignore_errors=True)
-    temporary = folder / f".{_REPLICATED}"
+    temporary = folder / f".{REPLICATED}"
     temporary.write_text(str(step), encoding="utf-8")
-    temporary.replace(folder / _REPLICATED)
+    temporary.replace(folder / REPLICATED)
 
 
 def list_parts(memory: Path, index: int, count: int) -> list[dict[str, Any]]:
@@ -80,7 +68,7 @@ def list_parts(memory: Path, index: int, count: int) -> list[dict[str, Any]]:
     """
     found = []
     whose = {COMPLETE: (0, 1), PARTS: (index, count), REPLICAS: ((index - 1) % count, count)}
-    for manifest in memory.glob("*/**/checkpoint-*/" + _MANIFEST):
+    for manifest in memory.glob("*/**/checkpoint-*/" + MANIFEST_NAME):
         snapshot = manifest.parent
         folder, *places = snapshot.parent.relative_to(memory).parts
         place = "/".join(places) or COMPLETE
@@ -163,7 +151,7 @@ def assemble(memory: Path, snapshot: dict[str, Any], token: bytes) -> str | None
         for connection in connections.values():
             connection.close()
     target.mkdir(parents=True, exist_ok=True)
-    (target / _MANIFEST).write_text(json.dumps(snapshot["manifest"], indent=1) + "\n", encoding="utf-8")
+    (target / MANIFEST_NAME).write_text(json.dumps(snapshot["manifest"], indent=1) + "\n", encoding="utf-8")
     return None
 
 
@@ -242,7 +230,9 @@ class ReplicaServer:
         """Take one part; files that this node has written too are not sent."""
         own = folder / PARTS / snapshot
         with self._changed:
-            self._changed.wait_for(lambda: launch != self._launch or (own / _MANIFEST).is_file(), _OWN_PART_TIMEOUT_S)
+            self._changed.wait_for(
+                lambda: launch != self._launch or (own / MANIFEST_NAME).is_file(), _OWN_PART_TIMEOUT_S
+            )
             if launch != self._launch:
                 raise ConnectionAbortedError("the launch has ended")
         target = folder / _ASSEMBLING / f"replica-{snapshot}"
@@ -255,7 +245,7 @@ class ReplicaServer:
             if not _receive_file(connection, _inside(target, name), files[name]):
                 send(connection, {"problem": f"{name} has another content than its manifest says"})
                 return
-        (target / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        (target / MANIFEST_NAME).write_text(json.dumps(manifest), encoding="utf-8")
         with self._changed:
             if launch != self._launch:
                 raise ConnectionAbortedError("the launch has ended")
@@ -283,7 +273,7 @@ def send_part(connection: Connection, memory: Path, folder: str, step: int, *, l
         EOFError: the partner has closed the connection.
     """
     snapshot = memory / folder / PARTS / f"checkpoint-{step}"
-    manifest = json.loads((snapshot / _MANIFEST).read_text(encoding="utf-8"))
+    manifest = json.loads((snapshot / MANIFEST_NAME).read_text(encoding="utf-8"))
     part = {"folder": folder, "snapshot": snapshot.name, "manifest": manifest}
     send(connection, {"event": "put", "launch": launch} | part)
     sent = 0

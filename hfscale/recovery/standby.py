@@ -19,8 +19,8 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from hfscale.recovery.rank_link import PREEMPTED
-from hfscale.recovery.run_memory import RunMemory
+from hfscale.core.rank_link import PREEMPTED
+from hfscale.core.run_memory import RunMemory
 
 _RANK = Path(__file__).parent / "standby_rank.py"
 _WRAPPER = "exit_code.py"  # of launch/multinode: ends with the exit code of the training, and takes SIGUSR1

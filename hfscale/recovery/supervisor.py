@@ -3,7 +3,7 @@
 The supervisor sleeps until something happens: a message of a rank, the end of a rank, the end of the launcher, or a
 signal. When a rank ends without saying why (SIGKILL, a segmentation fault), the others can only wait for it in a
 collective, so they are ended too, and the launcher ends by itself. What the ranks keep in host memory
-(`hfscale.recovery.run_memory`) survives, and the next launch resumes from it.
+(`hfscale.core.run_memory`) survives, and the next launch resumes from it.
 """
 
 import ctypes
@@ -26,12 +26,8 @@ from typing import Any
 
 import psutil
 
-from hfscale.errors import UsageError
-from hfscale.recovery.connections import TOKEN_VARIABLE
-from hfscale.recovery.nodes import NodeGroup, NodeSettings, Start
-from hfscale.recovery.rank_link import PREEMPTED
-from hfscale.recovery.restarts import Failure, RestartPolicy
-from hfscale.recovery.run_memory import (
+from hfscale.core.rank_link import PREEMPTED
+from hfscale.core.run_memory import (
     FOLDER_VARIABLE,
     INTERVAL_VARIABLE,
     LAUNCHED_VARIABLE,
@@ -39,6 +35,10 @@ from hfscale.recovery.run_memory import (
     RunMemory,
     remove_abandoned,
 )
+from hfscale.errors import UsageError
+from hfscale.recovery.connections import TOKEN_VARIABLE
+from hfscale.recovery.nodes import NodeGroup, NodeSettings, Start
+from hfscale.recovery.restarts import Failure, RestartPolicy
 from hfscale.recovery.standby import Standby, is_wrapped
 
 _OTHERS_GRACE_S = 1.0  # for ranks that fail at the same time to say why

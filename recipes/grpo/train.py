@@ -14,10 +14,10 @@ Copy this file and change it.
 
 from transformers import EarlyStoppingCallback, set_seed
 
-from hfscale.callbacks.profiler import ProfilerCallback
-from hfscale.callbacks.progress import use_compact_progress
-from hfscale.integrations.loading import readable_checkpoint
-from hfscale.integrations.strategy import check_launch
+from hfscale.checkpoint.loading import readable_checkpoint
+from hfscale.islands.flags import island_callbacks
+from hfscale.metrics.profiler import ProfilerCallback
+from hfscale.metrics.progress import use_compact_progress
 from hfscale.recipe.arguments import (
     SourceArguments,
     check_evaluation,
@@ -27,7 +27,6 @@ from hfscale.recipe.arguments import (
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.compression import store_gradients_in_buckets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
-from hfscale.recipe.islands import island_callbacks
 from hfscale.recipe.layout import finish_on_cpu
 from hfscale.recipe.models import load_config, load_model, load_tokenizer, lora_config
 from hfscale.recipe.parsing import parse_arguments
@@ -43,6 +42,7 @@ from hfscale.recipe.trl import (
     load_records,
     set_up_data_parallelism,
 )
+from hfscale.trainer.strategy import check_launch
 
 EMBEDDED = {  # flags of the run without a model and without data, which takes a minute on two CPU cores
     "reward_functions": "hfscale.recipe.rewards:similarity_to_answer",

@@ -15,23 +15,23 @@ change it.
 from transformers import EarlyStoppingCallback, Trainer, set_seed
 
 from hfscale import ParallelArguments
-from hfscale.callbacks.profiler import ProfilerCallback
-from hfscale.callbacks.progress import use_compact_progress
-from hfscale.integrations.loading import readable_checkpoint
-from hfscale.integrations.sequence_parallel import collate_with_positions, fix_sequence_parallel
-from hfscale.integrations.strategy import check_launch
+from hfscale.checkpoint.loading import readable_checkpoint
+from hfscale.islands.flags import island_callbacks
+from hfscale.metrics.profiler import ProfilerCallback
+from hfscale.metrics.progress import use_compact_progress
 from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
-from hfscale.recipe.islands import island_callbacks
 from hfscale.recipe.layout import check_model, finish_on_cpu, set_up_parallelism
 from hfscale.recipe.models import add_lora, cut_document_attention, load_config, load_model, load_tokenizer
 from hfscale.recipe.packing import RowCollator
 from hfscale.recipe.parsing import parse_arguments
 from hfscale.recipe.preparation import one_process_prepares
 from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
+from hfscale.recipe.sequence_parallel import collate_with_positions, fix_sequence_parallel
+from hfscale.trainer.strategy import check_launch
 
 
 def main():

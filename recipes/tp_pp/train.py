@@ -19,21 +19,21 @@ verified checkpoint, on the same or another layout. Copy this file and change it
 from transformers import EarlyStoppingCallback, set_seed
 
 from hfscale import ParallelArguments, ParallelTrainer
-from hfscale.callbacks.profiler import ProfilerCallback
-from hfscale.callbacks.progress import use_compact_progress
-from hfscale.integrations.strategy import check_launch
+from hfscale.islands.flags import island_callbacks
+from hfscale.metrics.profiler import ProfilerCallback
+from hfscale.metrics.progress import use_compact_progress
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
 from hfscale.recipe.compatibility import check_pairs
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
-from hfscale.recipe.islands import island_callbacks
 from hfscale.recipe.models import add_lora, cut_document_attention, load_config, load_empty_model, load_tokenizer
 from hfscale.recipe.packing import RowCollator
 from hfscale.recipe.parsing import parse_arguments
 from hfscale.recipe.preparation import one_process_prepares
 from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
+from hfscale.trainer.strategy import check_launch
 
 
 def main():

@@ -15,7 +15,7 @@ from conftest import REPOSITORY
 from disk import Disk, Operation, Tree, restore, tree_of
 from fork_client import ForkServer
 
-from hfscale.metrics.records import read_records
+from hfscale.core.records import read_records
 
 WORKER = REPOSITORY / "tests" / "workers" / "saving.py"
 LIMIT_S = 120

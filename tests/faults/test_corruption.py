@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from tiny import tiny_trainer
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
-from hfscale.checkpoint.manifest import MANIFEST_NAME, checkpoint_files
+from hfscale.checkpoint.manifest import checkpoint_files
 from hfscale.checkpoint.store import verify
+from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError
 
 QUICK = 200

@@ -30,9 +30,9 @@ from preemption_trials import losses
 from results import machine
 from test_recovery import ARGUMENTS, PARALLEL, SERVER, server  # noqa: F401  a fixture
 
+from hfscale.core.run_memory import RunMemory
 from hfscale.recovery.connections import connect, receive, send
 from hfscale.recovery.coordinator import Coordinator
-from hfscale.recovery.run_memory import RunMemory
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
 STRATEGIES = ("ddp", "fsdp2", "zero3", "tp_pp", "fsdp2_hsdp", "zero2", "zero1")

@@ -15,8 +15,8 @@ from conftest import REPOSITORY
 from forked_ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from hfscale.checkpoint.manifest import MANIFEST_NAME
 from hfscale.checkpoint.store import verify
+from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import split_batch
 

@@ -23,9 +23,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hfscale import LRScalingCallback, ScalingCallback, ScalingMetricsCallback, latest_checkpoint
 from hfscale.checkpoint.store import verify
+from hfscale.core.collectives import TRAINING
 from hfscale.errors import CheckpointError
-from hfscale.integrations.strategy import let_fsdp_run_on_cpu
-from hfscale.utils.collectives import TRAINING
+from hfscale.trainer.strategy import let_fsdp_run_on_cpu
 
 STEPS = 6
 SAVE_STEPS = 2

@@ -39,11 +39,11 @@ LAYERED = (
 """Packages of `constraints-oldest.txt` that a layered corner takes from there."""
 TEST_PACKAGES = ("pytest", "pytest-rerunfailures", "pytest-timeout", "tensorboard", "wandb", "matplotlib", "optuna")
 CONTRACT = (
-    "tests/test_callbacks_contract.py",
-    "tests/test_spot_checkpoint.py",
-    "tests/test_scaling_metrics.py",
-    "tests/test_lr_scaling_callback.py",
-    "tests/test_integrations.py",
+    "tests/trainer/test_callbacks_contract.py",
+    "tests/checkpoint/test_spot_checkpoint.py",
+    "tests/metrics/test_scaling_metrics.py",
+    "tests/lr_scaling/test_lr_scaling_callback.py",
+    "tests/trainer/test_integrations.py",
 )
 TIMEOUT_S = 1800
 
@@ -183,7 +183,7 @@ def quietly(argv: list[str]) -> None:
 def versions(python: str, environ: dict[str, str]) -> str:
     """Return the versions that a corner really has."""
     code = (
-        "import platform; from hfscale.utils.versions import installed; print('python', platform.python_version(), "
+        "import platform; from hfscale.core.versions import installed; print('python', platform.python_version(), "
         "*(f'{name} {installed(name)}' for name in ('torch', 'transformers', 'accelerate', 'datasets', 'peft')))"
     )
     done = subprocess.run(

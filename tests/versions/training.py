@@ -36,9 +36,9 @@ def train(strategy: str, folder: Path) -> None:
 
     from hfscale import ScalingCallback, latest_checkpoint
     from hfscale.checkpoint.manifest import read_manifest
+    from hfscale.core.versions import what_is_missing
     from hfscale.errors import MissingDependencyError
-    from hfscale.integrations.strategy import let_fsdp_run_on_cpu
-    from hfscale.utils.versions import what_is_missing
+    from hfscale.trainer.strategy import let_fsdp_run_on_cpu
 
     def run(name: str, callbacks: list, resume: str | None = None) -> list[float]:
         args = tiny_arguments(folder / name, max_steps=4, save_strategy="steps", save_steps=2)

@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 import torch.distributed as dist
 from test_spot_checkpoint import Pause
 from tiny import tiny_trainer
 from transformers import TrainerCallback
 
 from hfscale import SpotCheckpointCallback
-from hfscale.utils.collectives import TRAINING
+from hfscale.core.collectives import TRAINING
 
 
 class SavedSteps(TrainerCallback):

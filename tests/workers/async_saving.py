@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 import pytest
 import torch.distributed as dist
 from test_checkpoint_writer import CallAtStep, SaveAtSteps, WritesMore, lora_model, paused_saves

@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 import torch
 import torch.distributed as dist
 from tiny import logged, tiny_trainer
 
+from hfscale.core.collectives import TRAINING
 from hfscale.errors import UsageError
 from hfscale.recipe.compression import TopKState, compress_gradients, topk_hook
 from hfscale.recipe.entrypoint import run
-from hfscale.utils.collectives import TRAINING
 
 
 class Bucket:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 import torch
 import torch.distributed as dist
 from test_noise_scale import KNOWN, MeanOfInputs, Rows, noise_trainer
@@ -16,13 +16,13 @@ from tiny import logged
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from hfscale.callbacks.meters import CommunicationMeter
+from hfscale.core import distributed
+from hfscale.core.collectives import TRAINING
 from hfscale.metrics.communication import SampledSteps
+from hfscale.metrics.meters import CommunicationMeter
 from hfscale.metrics.noise_scale import NoiseScale, ReduceScatterProbe, Sample
 from hfscale.metrics.triage import TriageInput, triage
 from hfscale.recipe.entrypoint import run
-from hfscale.utils import distributed
-from hfscale.utils.collectives import TRAINING
 
 DEVICE = "cuda" if "cuda" in sys.argv else "cpu"
 

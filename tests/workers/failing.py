@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 from test_spot_checkpoint import Interrupt
 from tiny import tiny_trainer
 

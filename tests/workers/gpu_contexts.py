@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 import torch
 from cuda_driver import open_contexts
 from tiny import RandomTokens, tiny_arguments, tiny_model

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 from tiny import logged, tiny_trainer
 from transformers import TrainerCallback
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 import torch.distributed as dist
 from tiny import RandomTokens, tiny_arguments
 from transformers import AutoConfig, Trainer, TrainerCallback

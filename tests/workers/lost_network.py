@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 
 if __name__ == "__main__":
     from tiny import tiny_trainer

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 import torch.distributed as dist
 from test_scaling_metrics import SlowTokens
 from tiny import tiny_trainer

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from hfscale.checkpoint.store import commit, list_with_snapshots, verify
-from hfscale.recovery.rank_link import connect
-from hfscale.recovery.replicas import PARTS, replicated_step
+from hfscale.core.rank_link import connect
+from hfscale.core.run_memory import PARTS, replicated_step
 
 folder, last = Path(sys.argv[1]), int(sys.argv[2])
 rank, nodes = os.environ["HFSCALE_RUN_NODE_RANK"], int(os.environ["HFSCALE_RUN_NODES"])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hfscale.utils.collectives import StepAgreement
+from hfscale.core.collectives import StepAgreement
 
 WORLD, ROUNDS, STEPS = 3, 8, 120
 

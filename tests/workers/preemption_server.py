@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import paths  # noqa: F401
 import torch
 from ports import free_port
 from tiny import RandomTokens, tiny_arguments, tiny_model
@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback
 from workers.blocked import block_in_c
 
 from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, ScalingCallback, SpotCheckpointCallback
-from hfscale.integrations.loading import readable_checkpoint
+from hfscale.checkpoint.loading import readable_checkpoint
 from hfscale.recipe.entrypoint import end_if_preempted, run
 from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
 from hfscale.recipe.resume import keep_global_batch, resume_point

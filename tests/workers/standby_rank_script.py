@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from hfscale.recovery.rank_link import connect
+from hfscale.core.rank_link import connect
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 restarts, rank = int(os.environ["HFSCALE_RUN_RESTARTS"]), int(os.environ["RANK"])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from hfscale.core.rank_link import connect
 from hfscale.errors import HealthError, UsageError
-from hfscale.recovery.rank_link import connect
 
 how, folder = sys.argv[1], Path(sys.argv[2])
 restarts = int(os.environ["HFSCALE_RUN_RESTARTS"])

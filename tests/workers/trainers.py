@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "trainers"))
-
+import paths  # noqa: F401
 import torch.distributed as dist
 from trainer_contract import run_contract
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, check_names, saved_name
 from hfscale.checkpoint.pickles import Chunk, Entry, read_dcp_metadata
+from hfscale.core import distributed
+from hfscale.core.collectives import Channel
 from hfscale.errors import CheckpointError
-from hfscale.utils import distributed
-from hfscale.utils.collectives import Channel
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"

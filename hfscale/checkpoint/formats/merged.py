@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from hfscale.checkpoint.formats.view import TensorRef
+from hfscale.core.versions import convert_weight, merges_weights, weight_conversions
 from hfscale.errors import CheckpointError
-from hfscale.utils.versions import convert_weight, merges_weights, weight_conversions
 
 
 def merge(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, TensorRef]:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from hfscale.checkpoint.formats.dcp import save_refs, tensor_ref
-from hfscale.checkpoint.formats.parameter_names import PARAMETERS_NAME, read_parameter_names
+from hfscale.checkpoint.formats.parameter_names import read_parameter_names
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, check_names, saved_name
 from hfscale.checkpoint.pickles import Entry, read_dcp_metadata
 from hfscale.checkpoint.untrusted import read_json
+from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.errors import CheckpointError
 
 FOLDER = "dcp"

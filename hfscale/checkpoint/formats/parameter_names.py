@@ -21,9 +21,9 @@ from torch import nn
 
 from hfscale.checkpoint.formats.view import canonical_name, check_names
 from hfscale.checkpoint.untrusted import read_json
+from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.errors import CheckpointError
 
-PARAMETERS_NAME = "hfscale_parameters.json"
 _FORMAT = 1
 
 

@@ -34,8 +34,8 @@ from hfscale.checkpoint.formats.view import (
     saved_name,
 )
 from hfscale.checkpoint.pickles import DEEPSPEED_CLASSES, FOLDER_NAME, load_archive
+from hfscale.core.versions import installed
 from hfscale.errors import CheckpointError
-from hfscale.utils.versions import installed
 
 UNIVERSAL_LATEST = "latest_universal"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")

@@ -1,7 +1,7 @@
 """The model families that hfscale can size, one table of `families.toml` each, as transformers 5.23 builds them.
 
 To add a family: read its `modeling_<family>.py` and `configuration_<family>.py`, write a table with what differs from
-the defaults of `Family`, and add small configs of it to `tests/test_model_shape.py`, which compares every family with
+the defaults of `Family`, and add small configs of it to `test_model_shape.py`, which compares every family with
 the model that transformers builds. A family with layers that are neither attention nor MLP (state-space, linear
 attention) needs more than a table.
 
@@ -16,11 +16,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from hfscale.core.tables import read_table
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.config_reader import TEXT_MODELS
 from hfscale.facts.families import rules
 from hfscale.facts.families.family import ExpertFamily, Family
-from hfscale.utils.tables import read_table
 
 
 def _family(row: Mapping[str, Any]) -> Family:

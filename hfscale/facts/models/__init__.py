@@ -5,9 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.tables import read_table
 from hfscale.errors import MissingDependencyError, UnsupportedModelError
 from hfscale.facts.model_shape import ModelShape
-from hfscale.utils.tables import read_table
 
 
 @cache

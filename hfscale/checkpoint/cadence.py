@@ -1,0 +1,78 @@
+"""Decides at which steps `SpotCheckpointCallback` saves."""
+
+import time
+
+from transformers import TrainerState, TrainingArguments
+
+from hfscale.core.collectives import StepAgreement
+from hfscale.core.run_state import CopiedWithoutRun
+from hfscale.errors import UsageError
+
+DEFAULT_EVERY_STEPS = 500
+DEFAULT_EVERY_MINUTES = 15.0
+_AGREE_ON_CADENCE_EVERY_S = 5.0
+
+
+class SaveCadence(CopiedWithoutRun):
+    """Decides when a checkpoint is due: N steps or M minutes after the last save, at the same step on all ranks.
+
+    Args:
+        every_steps (`int`, *optional*): steps between saves; None: the Trainer's `save_steps`, or 500 where its
+            `save_strategy` is not `steps`.
+        every_minutes (`float`, *optional*): minutes between saves; None: steps only.
+
+    Raises:
+        UsageError: one of them is not positive.
+    """
+
+    def __init__(self, *, every_steps: int | None, every_minutes: float | None) -> None:
+        for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
+            if value is not None and value <= 0:
+                raise UsageError(f"{name} is {value}: it must be greater than 0, or None")
+        self.every_steps = every_steps
+        self.every_minutes = every_minutes
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._agreement = StepAgreement("cadence", every_s=_AGREE_ON_CADENCE_EVERY_S)
+        self._saved_step = 0
+        self._saved_at = 0.0
+
+    def begin(self, state: TrainerState) -> None:
+        """Start counting when training begins. Every rank must call it.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer; its step counts as saved.
+        """
+        self._begin_run()
+        self.saved(state)
+
+    def saved(self, state: TrainerState) -> None:
+        """Record that this step is saved, whatever the reason for the save was.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+        """
+        self._saved_step = state.global_step
+        self._saved_at = time.monotonic()
+
+    def is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
+        """Return whether this step is to be saved. Call it once per step on every rank.
+
+        Args:
+            args (`TrainingArguments`): the training arguments, with the `save_strategy`.
+            state (`TrainerState`): the state of the Trainer, with the step and `save_steps`.
+        """
+        minutes = (time.monotonic() - self._saved_at) / 60
+        overdue = self.every_minutes is not None and minutes >= self.every_minutes
+        # Ranks read different clocks, but must save at the same step.
+        agreed = self._agreement.step(lambda: float(overdue)) if self.every_minutes is not None else 0.0
+        steps_are_due = state.global_step - self._saved_step >= self._steps(args, state)
+        self.is_steps_of_user = steps_are_due and self.every_steps is not None
+        return bool(agreed) or steps_are_due
+
+    def _steps(self, args: TrainingArguments, state: TrainerState) -> int:
+        if self.every_steps is not None:
+            return self.every_steps
+        by_steps = args.save_strategy == "steps" and state.save_steps > 0  # that of `args` may be a share of all steps
+        return state.save_steps if by_steps else DEFAULT_EVERY_STEPS

@@ -1,0 +1,556 @@
+"""Checkpoints on a cadence of steps and minutes, committed by a manifest, with a status file for schedulers."""
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.checkpoint.cadence import DEFAULT_EVERY_MINUTES, SaveCadence
+from hfscale.checkpoint.loader_seeds import keep_loader_seeds
+from hfscale.checkpoint.loading import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
+from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
+from hfscale.checkpoint.manifest import Manifest
+from hfscale.checkpoint.memory_snapshots import MemorySnapshots
+from hfscale.checkpoint.preemption import Preempted
+from hfscale.checkpoint.preemption.stop import STOP_FILE_NAME, PreemptionStop
+from hfscale.checkpoint.remote_copies import RemoteCopies
+from hfscale.checkpoint.saving import TrainerSaving
+from hfscale.checkpoint.store import (
+    DELETING,
+    archive,
+    checkpoint_step,
+    delete_newest,
+    keep_only,
+    list_checkpoints,
+    read_status,
+    rotate,
+    update_manifest,
+    without_verified,
+    write_status,
+)
+from hfscale.checkpoint.writer import clear_unfinished, finish_renames
+from hfscale.core import distributed
+from hfscale.core.build_locks import remove_abandoned_locks
+from hfscale.core.clocks import StepPace
+from hfscale.core.collectives import TRAINING, StepAgreement
+from hfscale.core.logging import get_logger
+from hfscale.core.rank_link import connect
+from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.secondary import secondary
+from hfscale.core.versions import uses_jit_checkpoint
+from hfscale.errors import CheckpointError, StorageError, UsageError
+from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+from hfscale.trainer.frames import resumed_from
+from hfscale.trainer.state import saved_state
+
+logger = get_logger(__name__)
+
+_CHECK_WRITER_EVERY_S = 1.0  # how soon all ranks learn that a save in the background has ended or failed
+_STATE_NAME, _TEMPORARY = "checkpoints", "temporary"  # in `trainer_state.json`
+_EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
+
+
+class SpotCheckpointCallback(AdapterCallback):
+    """Saves every N steps or M minutes, whichever comes first, and makes each checkpoint verifiable.
+
+    A checkpoint is what Trainer writes, in its layout. It is written in a hidden folder, flushed to the disk, gets a
+    manifest with the hash of every file (`hfscale_manifest.json`), and only then its final name; after that, older
+    checkpoints beyond `save_total_limit` are deleted, the same as by Trainer (which deletes them before).
+    `hfscale_status.json` holds the state of the run. `hfscale.latest_checkpoint(output_dir)` then returns the newest
+    complete checkpoint. With `save_strategy="no"` nothing is saved.
+
+    A checkpoint for which neither Trainer nor `every_steps` is the reason is temporary: it does not count toward the
+    limit, the next checkpoint replaces it, and it is removed at the end of the training. The best one is kept.
+
+    On one process, under DDP, FSDP2 and `ParallelTrainer`, training waits only for a copy of its state to host
+    memory; everything else happens in the background, one save at a time. Under DeepSpeed the partitions, which are
+    the largest part, are written in the background. So `on_save` of other callbacks is called before the checkpoint
+    exists. Where one of them may read it, and where weights are gathered from all ranks to be written, training waits
+    for the complete save, and a log line says why. The end of the training, the loading of the best checkpoint and
+    the next save wait for the one in flight. If it fails, the run stops soon after, at the same step on all ranks.
+
+    On a preemption notice (SIGTERM, SIGUSR1, Ctrl-C, one of the cloud provider, the stop file; on any rank) all ranks
+    stop at the same step boundary and save that step, if there is time for it; an evaluation under way is cut short.
+    The training ends as usual, the status is `preempted`, and `preempted` holds the reason. Then `Trainer.train`
+    raises on every rank: KeyboardInterrupt after Ctrl-C, else SystemExit with code 75, so that nothing after it runs
+    and the scheduler starts the job again. A second Ctrl-C stops at once.
+
+    | metric key | unit | meaning |
+    |---|---|---|
+    | `checkpoint/stall_s` | s | time that training waited for the last save |
+    | `checkpoint/write_s` | s | from the start of the last save to its commit |
+    | `checkpoint/slowdown` | ratio | time of a step during a save in the background / of other steps, medians |
+    | `checkpoint/bytes` | bytes | size of the last committed checkpoint |
+
+    Args:
+        every_steps (`int`, *optional*): steps between saves; by default the Trainer's `save_steps`, or 500 where its
+            `save_strategy` is not `steps`.
+        every_minutes (`float`, *optional*): minutes between saves; None: steps only.
+        notice_s (`float`, *optional*): seconds between a signal and the end of the process; by default what a launcher
+            waits after SIGTERM (`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`, 30), no limit after SIGUSR1.
+        cloud (`str`, *optional*): the provider whose notices are polled: aws, gcp, azure; "auto": this machine's
+            (`HFSCALE_CLOUD` in the environment overrides it); None: no polling.
+        stop_file (`str`, *optional*): a file whose presence stops the run, in the output directory unless its path is
+            absolute; it is removed when the run has stopped. None: no such file.
+        on_preemption (`str`): `exit`: after the save `Trainer.train` raises as above; `return`: it returns as it does
+            at its end, and you check `preempted`.
+        asynchronous (`bool`): write in the background where that gives the same files; False: training waits.
+        remote (`str`, *optional*): a folder of a remote store, such as `s3://bucket/run`, `gs://…` or `file://…`.
+            Committed checkpoints are copied there in the background, and a newer one than the local is fetched from
+            there when the Trainer is made. `save_total_limit` holds there too. Credentials come from where the
+            provider's tools look for them.
+        memory_interval_steps (`int`, *optional*): steps between two snapshots in host memory under `hfscale run`
+            (docs/recovery.md); by default as many as keep their cost below 1%. The flag of `hfscale run` goes before
+            it.
+
+    Raises:
+        UsageError: a cadence, `notice_s` or `memory_interval_steps` is not positive, the cloud or `on_preemption`
+            is unknown, `remote` is not a valid URL, the training arguments have `enable_jit_checkpoint`, or another
+            run holds the output directory.
+        MissingDependencyError: the package for the protocol of `remote` is not installed.
+        StorageError: on every rank: a file of a checkpoint could not be written during training; or, when the Trainer
+            is made, the remote store cannot be read and there is no local checkpoint, or a download failed.
+        LayoutError: training resumes from a checkpoint of a strategy whose files the running one cannot read.
+        CheckpointError: training resumes from a checkpoint whose manifest or weights are broken; or it starts from
+            scratch after `latest_checkpoint` has found checkpoints of which none is verified.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = DEFAULT_EVERY_MINUTES,
+        notice_s: float | None = None,
+        cloud: str | None = "auto",
+        stop_file: str | None = STOP_FILE_NAME,
+        on_preemption: Literal["exit", "return"] = "exit",
+        asynchronous: bool = True,
+        remote: str | None = None,
+        memory_interval_steps: int | None = None,
+    ) -> None:
+        if memory_interval_steps is not None and memory_interval_steps < 1:
+            raise UsageError(f"memory_interval_steps is {memory_interval_steps}: it must be 1 or greater")
+        if on_preemption not in ("exit", "return"):
+            raise UsageError(f"on_preemption is {on_preemption!r}: use exit or return")
+        self.on_preemption = on_preemption
+        self.cadence = SaveCadence(every_steps=every_steps, every_minutes=every_minutes)
+        self.asynchronous = asynchronous
+        self.remote = RemoteCopies(remote) if remote is not None else None
+        self.last_committed: str | None = None
+        """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
+        self.preemption = PreemptionStop(notice_s=notice_s, cloud=cloud, stop_file=stop_file)
+        self.memory = MemorySnapshots(memory_interval_steps)
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._output_dir = Path()
+        self._run_dir = Path()  # in a hyperparameter search, the folder of the trial in the output directory
+        self._limit: int | None = None
+        self._running_step: int | None = None
+        self._failure: str | None = None  # why the training raised
+        self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
+        self._evaluated_step: int | None = None
+        self._temporary: list[int] = []
+        self._pending_keys: dict[str, float] = {}
+        self._stalls_s: dict[int, float] = {}
+        self._saving: TrainerSaving | None = None
+        self._watch: StepAgreement | None = None
+        self._pace = StepPace()
+        self._idle_since = 0.0
+
+    @property
+    def preempted(self) -> str | None:
+        """Why the last training stopped before its end; None if it did not."""
+        return self.preemption.reason(self.last_committed)
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_init_end(args, state, control, **kwargs)
+        _refuse_jit_checkpoint(args)
+        connect()  # to the supervisor, if there is one
+        finish_renames(Path(args.output_dir))  # so that plain `resume_from_checkpoint=True` finds them too
+        if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for them before training begins
+            remove_abandoned_locks(os.environ)
+        if self.remote is not None and str(args.resume_from_checkpoint).lower() != "false":
+            self.remote.fetch(Path(args.output_dir))
+
+    def before_train(self, adapter: TrainerAdapter) -> None:
+        """Keep the position in a streamed training dataset in the checkpoints."""
+        if "datasets" in sys.modules:  # Trainer works without it; a stream of it exists only where it is imported
+            from hfscale.checkpoint.stream_position import track_stream
+
+            track_stream(adapter)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        adapter = TrainerAdapter.current()
+        _refuse_jit_checkpoint(args)
+        lock_for_all_ranks(args.output_dir, is_holder=args.should_save)
+        _refuse_to_discard(args, state)
+        self._wait()  # for a save that a training left in flight when it broke off
+        self._begin_run()
+        self.last_committed = None
+        with TRAINING.agreed("start: load"):
+            _finish_load(adapter.trainer)
+        self._take_over_saving(adapter)
+        if args.save_strategy == "no":
+            logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
+        with TRAINING.agreed("start: output directory"):  # no rank may begin to write what another is about to archive
+            if args.should_save:
+                self._prepare_output_dir(args, state)
+        atexit.register(self._at_exit)
+        adapter.at_training_end(self._report_failure)
+        self._begin_counting(adapter, state)
+        self.preemption.begin(adapter, kwargs.get("train_dataloader"))
+        assert self._saving is not None
+        self.memory.begin(adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader"))
+        keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
+
+    def _take_over_saving(self, adapter: TrainerAdapter) -> None:
+        """Write checkpoints instead of Trainer, and delete old ones instead of Trainer.
+
+        Trainer deletes inside its save, before the new checkpoint is committed: with a limit of 1, a machine lost
+        between the two leaves nothing. So the limit is applied after the commit; Trainer's save sees only the hidden
+        folder that it writes to. At the end Trainer would delete the newest checkpoint if the best is another one.
+        """
+        args = adapter.trainer.args
+        self._run_dir = adapter.run_dir()
+        self._output_dir = Path(args.output_dir)
+        self._limit = args.save_total_limit
+        self._saving = TrainerSaving(
+            adapter, asynchronous=self.asynchronous, begin=self._begin_save, committed=self._committed
+        )
+        adapter.before_last_log(self._wait)
+        adapter.before_last_log(lambda: adapter.set_argument("save_total_limit", None))
+        adapter.append_callback(_AfterOthers(self))
+
+    def _prepare_output_dir(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Remove what earlier launches left, and record the checkpoint that this one starts from.
+
+        It is called only on the ranks that save.
+        """
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        clear_unfinished(self._run_dir)
+        archived = archive(self._run_dir, after_step=state.global_step, limit=self._positive_limit)
+        if archived and state.global_step == 0:
+            logger.warning(
+                "training starts at step 0, and the checkpoints in %s are archived (the last as %s): to resume from "
+                "the newest one, call train(resume_from_checkpoint=latest_checkpoint(args.output_dir))",
+                self._run_dir,
+                archived[-1].name,
+            )
+        elif archived:
+            logger.info("archived checkpoints of later steps than step %d: %s", state.global_step, archived[-1])
+        self._temporary = _temporary_steps(state)
+        self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have reached it
+        committed = [path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()]
+        self.last_committed = committed[-1].name if committed else None  # older than a snapshot in host memory
+        self._set_status("running", state.global_step)
+        if self.remote is not None:
+            trial = self._run_dir.relative_to(self._output_dir).as_posix()  # "." outside of a search
+            limit = self._positive_limit
+            self.remote.begin(self._run_dir, state, limit=limit, committed=self.last_committed, below=trial)
+
+    def _begin_counting(self, adapter: TrainerAdapter, state: TrainerState) -> None:
+        """Start the cadence and the measurements."""
+        self.cadence.begin(state)
+        self._idle_since = time.monotonic()
+        adapter.add_metrics(self._keys)
+        self.preemption.around_save_s = self._expected_wait_s
+
+    def _expected_wait_s(self) -> float:
+        """Return the seconds that a save started now would wait for an earlier one and need for its remote copy."""
+        copying_s = self.remote.expected_s if self.remote is not None else 0.0
+        return copying_s + (self._saving.writer.remaining_s if self._saving is not None else 0.0)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._pace.begin(self._saving is not None and self._saving.writer.in_flight)
+        self.memory.step_began(state)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._idle_since = time.monotonic()
+        self.memory.step_ended(state, self._output_dir)
+        self._pace.end(self._saving is not None and self._saving.writer.in_flight)
+        if self._running_step is not None:
+            self._running_step = state.global_step
+        if args.save_strategy != "no":
+            self._watch_writer()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._idle_since = time.monotonic()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._idle_since = time.monotonic()
+        self.preemption.at_prediction_step(args, state, control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._idle_since = time.monotonic()
+        self._evaluated_step = state.global_step
+        self.preemption.at_evaluation_end(args, state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.cadence.saved(state)
+        self._stalls_s[state.global_step] = time.monotonic() - self._idle_since
+        # On one process a check at each step costs nothing.
+        self._watch = StepAgreement("save", _CHECK_WRITER_EVERY_S if distributed.is_distributed() else 0.0)
+        self.preemption.at_save(args, state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.preemption.at_epoch_end(args, state, control)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._wait()
+        adapter = TrainerAdapter.current()
+        adapter.restore_argument("save_total_limit")
+        if args.load_best_model_at_end:
+            finish_merged_load(adapter.trainer, state.best_model_checkpoint)
+        self.preemption.end(exits=self.on_preemption == "exit")
+        if args.should_save:
+            status = "completed" if self.preempted is None else "preempted"
+            self._set_status(status, state.global_step, reason=self.preempted)
+        if self.remote is not None:
+            self.remote.wait(self.last_committed)
+        if args.should_save and self.preempted is None:
+            self._rotate_at_end(state)
+        atexit.unregister(self._at_exit)
+        if args.should_save:
+            unlock_output_dir(args.output_dir)
+        ending = self.preemption.ending(self.last_committed)
+        if ending is not None and self.on_preemption == "exit":
+            if isinstance(ending, Preempted):  # Python prints nothing for a SystemExit
+                logger.info("%s", ending.words)
+                self.memory.preempted(ending.code)
+            adapter.raise_after_training(ending)
+
+    def _wait(self) -> None:
+        """Wait until no save is in flight; if it failed, raise its error on all ranks."""
+        self._watch = None
+        if self._saving is not None:
+            self._saving.writer.wait()
+
+    def _watch_writer(self) -> None:
+        """Raise at the same step on all ranks if the save in the background has failed."""
+        if self._watch is None or self._saving is None:
+            return
+        writer = self._saving.writer
+        worst = self._watch.step(lambda: 2.0 if writer.has_failed else float(writer.in_flight))
+        if worst == 0.0:
+            self._wait()
+        elif worst == 2.0:
+            self._wait()
+            raise CheckpointError("a checkpoint could not be written on another rank, whose error names the reason")
+
+    def request_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Ask for a save if one is due or the run stops. It is called at the end of a step, after all others.
+
+        Args:
+            args (`TrainingArguments`): the training arguments.
+            state (`TrainerState`): the state of the Trainer.
+            control (`TrainerControl`): its flags are set.
+        """
+        requested_by_others = control.should_save
+        if args.save_strategy != "no":
+            due = self.cadence.is_due(args, state)
+            requested_by_others = requested_by_others or (due and self.cadence.is_steps_of_user)
+            control.should_save = due or control.should_save
+        self.preemption.at_step_end(args, state, control)
+        self._own_step = state.global_step if control.should_save and not requested_by_others else None
+
+    def _begin_save(self, state: TrainerState, args: TrainingArguments) -> None:
+        """Note in the state whether the checkpoint that is about to be written is temporary."""
+        is_temporary = self._own_step == state.global_step
+        self._own_step = None  # a second save of this step is one that others have asked for
+        if args.save_strategy == "best" and self._evaluated_step == state.global_step:
+            is_temporary = False  # after an evaluation, Trainer saves the best ones only
+        steps = {step for step in _temporary_steps(state) if (self._run_dir / f"checkpoint-{step}").exists()}
+        steps = steps | {state.global_step} if is_temporary else steps - {state.global_step}
+        self._temporary = saved_state(state, _STATE_NAME)[_TEMPORARY] = sorted(steps)
+
+    def finish_save(self, state: TrainerState) -> None:
+        """Complete a checkpoint to which other callbacks may have added files in `on_save`.
+
+        Every rank must call it, after `on_save` of all other callbacks.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+        """
+        if self._saving is None or not self._saving.has_readers:
+            return
+        TRAINING.barrier("save: files of callbacks")
+        checkpoint = self._run_dir / f"checkpoint-{state.global_step}"
+        if self._saving.commits and checkpoint.is_dir():
+            update_manifest(checkpoint)
+            best = state.best_model_checkpoint
+            self._offer_and_rotate(checkpoint, Path(best) if best else None)
+
+    def _offer_and_rotate(self, checkpoint: Path, best: Path | None) -> None:
+        if self.remote is not None:
+            self.remote.offer(checkpoint, best, self._temporary)
+        self._rotate(best)
+
+    @property
+    def _positive_limit(self) -> int | None:
+        return self._limit if self._limit is not None and self._limit > 0 else None
+
+    def _rotate(self, best: str | os.PathLike[str] | None) -> None:
+        keep = Path(best) if best is not None else None
+        with secondary(DELETING, self._run_dir):
+            rotate(self._run_dir, limit=self._positive_limit, keep=keep, temporary=self._temporary)
+
+    def _rotate_at_end(self, state: TrainerState) -> None:
+        """Leave the checkpoints that Trainer would leave at the end of a training, on the ranks that save."""
+        best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+        with secondary(DELETING, self._run_dir):
+            delete_newest(self._run_dir, temporary=self._temporary, best=best)
+            if self._limit == 1 and best is not None:
+                keep_only(self._run_dir, best)
+        left = [path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()]
+        if self.last_committed is not None and left and left[-1].name != self.last_committed:
+            self.last_committed = left[-1].name
+            self._set_status("completed", state.global_step)
+
+    def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
+        """Do what follows a commit, on the rank that made it, and in the background if the save is."""
+        self.last_committed = checkpoint.name
+        self.preemption.last_write_s = seconds
+        discard_conversions(self._run_dir)
+        if self._saving is not None and not self._saving.has_readers:
+            self._offer_and_rotate(checkpoint, best)
+        if self._failure is None:
+            self._write_status("running", manifest.step)
+        else:
+            self._write_status("failed", self._running_step or manifest.step, self._failure)
+        self._pending_keys = {
+            "checkpoint/write_s": seconds,
+            "checkpoint/bytes": float(sum(record.bytes for record in manifest.files.values())),
+        }
+
+    def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+        keys, self._pending_keys = self._pending_keys, {}
+        if keys and self.last_committed is not None:
+            step = checkpoint_step(Path(self.last_committed))
+            keys = {"checkpoint/stall_s": self._stalls_s.pop(step, 0.0), **keys}
+            slowdown = self._pace.take_slowdown()
+            if slowdown is not None:
+                keys["checkpoint/slowdown"] = slowdown
+        return keys | self.memory.keys()
+
+    def _set_status(self, status: str, step: int, reason: str | None = None) -> None:
+        self._running_step = step if status == "running" else None
+        self._write_status(status, step, reason)
+
+    def _write_status(self, status: str, step: int, reason: str | None = None) -> None:
+        with secondary("writing the status file", self._output_dir):
+            write_status(self._output_dir, status, step=step, checkpoint=self._committed_path(), reason=reason)
+
+    def _committed_path(self) -> str | None:
+        """Return the path of the last committed checkpoint in the output directory."""
+        if self.last_committed is None:
+            return None
+        return (self._run_dir / self.last_committed).relative_to(self._output_dir).as_posix()
+
+    def _at_exit(self) -> None:
+        """Finish a save in flight and report the failure. It is called at interpreter exit if the run did not end."""
+        try:
+            if self._saving is not None:
+                with suppress(StorageError, KeyboardInterrupt):
+                    self._saving.writer.wait(_EXIT_WAIT_S)
+        finally:
+            self._report_failure()
+
+    def _report_failure(self) -> None:
+        """Set the status `failed` if the run neither completed nor was preempted.
+
+        It is called when `train` raises, and at interpreter exit. A status that a later run has reported for its own
+        end is left alone.
+        """
+        if self._running_step is None or self._saving is None or not self._saving.commits:
+            return
+        if self._failure is None:
+            error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+            reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
+            self._failure = " ".join(reason.split())
+        reported = read_status(self._output_dir)
+        if reported is None or reported.get("status") == "running":
+            with suppress(OSError):  # a full disk may be why it failed, and that has been logged
+                write_status(
+                    self._output_dir,
+                    "failed",
+                    step=self._running_step,
+                    checkpoint=self._committed_path(),
+                    reason=self._failure,
+                )
+
+
+class _AfterOthers(TrainerCallback):
+    """Calls a `SpotCheckpointCallback` after the other callbacks of the Trainer have handled an event."""
+
+    def __init__(self, spot: SpotCheckpointCallback) -> None:
+        self._spot = spot
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._spot.request_save(args, state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._spot.finish_save(state)
+
+
+def _temporary_steps(state: TrainerState) -> list[int]:
+    """Return the steps of the temporary checkpoints that the state of the Trainer names."""
+    return saved_state(state, _STATE_NAME).get(_TEMPORARY, [])
+
+
+def _refuse_jit_checkpoint(args: TrainingArguments) -> None:
+    """Reject `enable_jit_checkpoint`: the SIGTERM handler that transformers installs for it would replace ours.
+
+    Raises:
+        UsageError: the training arguments have `enable_jit_checkpoint`.
+    """
+    if uses_jit_checkpoint(args):
+        raise UsageError(
+            "--enable_jit_checkpoint true: its SIGTERM handler replaces the one of SpotCheckpointCallback, and its "
+            "ranks do not agree on the step; remove the flag: the callback saves on SIGTERM by itself"
+        )
+
+
+def _refuse_to_discard(args: TrainingArguments, state: TrainerState) -> None:
+    """Reject a start from scratch after `latest_checkpoint` has skipped all the checkpoints. Every rank must call it.
+
+    Raises:
+        CheckpointError: on every rank: there are checkpoints, and none of them is verified.
+    """
+    discards = state.global_step == 0 and Path(args.output_dir).resolve() in without_verified
+    if TRAINING.maximum("start: discards", [float(discards)])[0]:
+        raise CheckpointError(
+            f"{args.output_dir} has checkpoints and none of them is verified, so latest_checkpoint has returned None: "
+            "pass the path of one as resume_from_checkpoint, or move them to start from scratch"
+        )
+
+
+def _finish_load(trainer: Trainer) -> None:
+    """Complete and check what Trainer has loaded, if this training resumes."""
+    finish_universal_load(trainer)
+    finish_merged_load(trainer, resumed_from())
+    check_resumed(trainer)

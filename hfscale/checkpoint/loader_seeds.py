@@ -1,0 +1,53 @@
+"""Makes data loaders draw as many random numbers in a resumed run as in an uninterrupted one.
+
+A loader draws a seed for its workers from torch's global generator when it starts them. A loader that keeps its
+workers (`persistent_workers`) draws once in an uninterrupted run, and Trainer resumes with a new loader, which draws
+again at the next epoch or evaluation. All random numbers after it, such as those of dropout, would then differ.
+"""
+
+from typing import Any
+
+import torch
+
+from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.frames import resumed_from
+from hfscale.trainer.state import saved_state
+
+
+def keep_loader_seeds(adapter: TrainerAdapter, train_dataloader: Any) -> None:
+    """Keep the loaders of a training that resumes from drawing seeds that the run has drawn before.
+
+    Call it at the beginning of each training, before its workers start. What the workers themselves draw (such as the
+    masks of a collator) is not that of an uninterrupted run, since their generators are not in a checkpoint.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+        train_dataloader (`DataLoader`): its training data.
+    """
+    state = adapter.trainer.state
+    started = saved_state(state, "eval_loaders") if adapter.trainer.args.dataloader_persistent_workers else {}
+    before = set(started)  # names of the loaders whose workers earlier launches of the run have started
+
+    def at_evaluation(loader: Any) -> None:
+        kept = getattr(adapter.trainer, "_eval_dataloaders", {})  # Trainer sets it when it keeps the first one
+        name = next((name for name, other in kept.items() if other is loader), None)
+        if name is None or not _keeps_workers(loader):
+            return
+        if name in before:
+            _draw_elsewhere(loader, state.global_step)
+        started[name] = True
+
+    adapter.on_eval_dataloader("seeds", at_evaluation)
+    if resumed_from() is not None and _keeps_workers(train_dataloader):
+        _draw_elsewhere(train_dataloader, state.global_step)
+
+
+def _keeps_workers(loader: Any) -> bool:
+    return bool(getattr(getattr(loader, "base_dataloader", loader), "persistent_workers", False))
+
+
+def _draw_elsewhere(loader: Any, step: int) -> None:
+    """Give a loader its own generator for the seed of its workers; each launch and step have another seed."""
+    loader = getattr(loader, "base_dataloader", loader)
+    if loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(torch.initial_seed() + step)

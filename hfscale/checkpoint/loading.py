@@ -1,0 +1,276 @@
+"""Resumes from a checkpoint that this launch cannot read as it is: another strategy or number of processes wrote it.
+
+The checkpoint is converted into a hidden folder of the output directory, from which the Trainer resumes. The folder
+is deleted when the next checkpoint has been committed. Plain `resume_from_checkpoint=True` does not find it.
+"""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from hfscale.checkpoint.conversion import can_read, convert
+from hfscale.checkpoint.formats import STRATEGIES, layout_of
+from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
+from hfscale.checkpoint.formats.merged import load_merged
+from hfscale.checkpoint.formats.safetensors_files import read_weights
+from hfscale.checkpoint.formats.zero import UNIVERSAL_LATEST
+from hfscale.checkpoint.manifest import Manifest, read_manifest
+from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
+from hfscale.checkpoint.usable import find_problem
+from hfscale.core.collectives import START
+from hfscale.core.logging import get_logger
+from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.versions import what_is_missing
+from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
+from hfscale.trainer.frames import resumed_from
+from hfscale.trainer.state import global_batch_size
+from hfscale.trainer.strategy import requested_strategy, running_strategy
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
+logger = get_logger(__name__)
+
+CONVERSIONS = ".hfscale-resume"
+"""Folder in the output directory that holds the converted checkpoints."""
+_START_OVER = "or start from scratch with --resume_from_checkpoint false"
+
+
+def readable_checkpoint(
+    args: "TrainingArguments", checkpoint: str | None, *, strategy: str | None = None
+) -> str | None:
+    """Return the checkpoint itself if this launch can read it, otherwise its conversion. Call it on every rank.
+
+    Rank 0 converts while the others wait; on a node that does not see rank 0's files, its first process converts. A
+    conversion left by an earlier launch is used again. If DeepSpeed is to read a universal checkpoint, its config is
+    changed accordingly (`load_universal`). A checkpoint without a manifest is returned as it is.
+
+    Args:
+        args (`TrainingArguments`): the training arguments of this launch.
+        checkpoint (`str`, *optional*): the folder to resume from; None, which is returned as it is: a fresh start.
+        strategy (`str`, *optional*): the strategy that will read it; by default the one that the launcher asks for.
+            `ParallelTrainer` passes its own.
+
+    Returns:
+        `str` or `None`: the folder to give to `Trainer.train(resume_from_checkpoint=...)`.
+
+    Raises:
+        LayoutError: there is no conversion between these two strategies, or the conversion failed.
+        CheckpointError: the manifest of the checkpoint cannot be read.
+    """
+    if checkpoint is None or not (Path(checkpoint) / MANIFEST_NAME).is_file():
+        return checkpoint
+    source = Path(checkpoint)
+    manifest = read_manifest(checkpoint)
+    reader = strategy or requested_strategy(args)
+    if not can_read(manifest, strategy=reader, world_size=args.world_size):
+        # Under transformers' own tensor parallelism there are no checkpoints to continue.
+        is_transformers_tp = reader == "parallel" and strategy is None
+        if reader not in STRATEGIES or manifest.strategy not in STRATEGIES or is_transformers_tp:
+            raise LayoutError(
+                f"{checkpoint} was written under {manifest.strategy.upper()} and cannot be continued under "
+                f"{reader.upper()}: launch with the config that the run started with, {_START_OVER}"
+            )
+        target = _conversion_folder(Path(args.output_dir), source, reader, args.world_size)
+        if not _is_converted(target):
+            START.on_rank_0("convert", lambda: _convert(source, target, manifest, reader, args.world_size))
+        patience_s = 0.0 if args.save_on_each_node else VISIBILITY_TIMEOUT_S
+        leads_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        with START.agreed("convert on each node"):
+            if leads_node and not wait_until_visible(target / MANIFEST_NAME, patience_s):
+                _convert(source, target, manifest, reader, args.world_size)  # a node with a disk of its own
+        checkpoint = str(target)
+    if reader.startswith("zero") and (Path(checkpoint) / UNIVERSAL_LATEST).is_file():
+        _load_universal(args)
+    return checkpoint
+
+
+def _conversion_folder(output_dir: Path, source: Path, strategy: str, ranks: int) -> Path:
+    # The manifest has the hash of every file, so that another checkpoint of the same step has another folder.
+    digest = xxhash.xxh3_64_hexdigest((source / MANIFEST_NAME).read_bytes())
+    return output_dir / CONVERSIONS / f"{source.name}-as-{strategy}-x{ranks}-{digest}"
+
+
+def _is_converted(target: Path) -> bool:
+    """Return whether an earlier launch has left the conversion. Every rank must call it.
+
+    Each rank verifies a share of the files; rank 0 verifies them all where it alone sees them.
+    """
+    sees = (target / MANIFEST_NAME).is_file()
+    on_rank_0, everywhere = START.combine("earlier conversion", sees, lambda found: [found[0], all(found)])
+    if not on_rank_0:
+        return False
+    problem = find_problem(target) if everywhere else START.on_rank_0("verification", lambda: _problem_of(target))
+    if problem is not None:
+        logger.warning("the conversion of an earlier launch is replaced: %s", problem)
+    return problem is None
+
+
+def _problem_of(target: Path) -> str | None:
+    try:
+        verify(target)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, ranks: int) -> None:
+    began = time.monotonic()
+    shutil.rmtree(target.parent, ignore_errors=True)  # unfinished ones, and those of other launches
+    try:
+        convert(source, target, manifest=manifest, strategy=strategy, world_size=ranks, link=True)
+    except CheckpointError as error:
+        raise LayoutError(f"{error}; launch with the config that the run started with, {_START_OVER}") from None
+    logger.info(
+        "%s was written under %s by %d processes and has been converted for %s on %d: %.1f s",
+        source.name,
+        manifest.strategy,
+        manifest.world_size,
+        strategy,
+        ranks,
+        time.monotonic() - began,
+    )
+
+
+def discard_conversions(output_dir: str | os.PathLike[str]) -> None:
+    """Delete the conversions of `readable_checkpoint`. Call it on one rank, after a newer checkpoint's commit.
+
+    Args:
+        output_dir (`str` or `Path`): output directory of the run.
+    """
+    shutil.rmtree(Path(output_dir) / CONVERSIONS, ignore_errors=True)
+
+
+def _load_universal(args: "TrainingArguments") -> None:
+    """Set `load_universal` in DeepSpeed's config, before the engine is made."""
+    plugin = args.deepspeed_plugin
+    for config in (plugin.hf_ds_config.config, plugin.deepspeed_config):
+        config.setdefault("checkpoint", {})["load_universal"] = True
+
+
+def finish_universal_load(trainer: "Trainer") -> None:
+    """Correct what DeepSpeed 0.19.8 does wrong when it loads a universal checkpoint. Call it when training begins.
+
+    Stage 3 gives all its optimizer states the same `step` tensor, which the update of each group then increments, so
+    that the bias correction of Adam is too far ahead; no stage puts the tensor on the device where torch's fused
+    AdamW needs it. And the engine would look for universal files in every later load, such as that of the best model
+    at the end. Nothing is done if no universal checkpoint was loaded.
+
+    Args:
+        trainer (`Trainer`): prepared for training, with its checkpoint loaded.
+
+    Raises:
+        HfScaleError: DeepSpeed has moved what is corrected.
+    """
+    engine: Any = trainer.model_wrapped
+    if not (trainer.is_deepspeed_enabled and engine.load_universal_checkpoint()):
+        return
+    optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].detach().to(parameter.device if on_device else "cpu", copy=True)
+    try:
+        engine._config.load_universal_checkpoint = False
+    except AttributeError:
+        raise HfScaleError("DeepSpeed no longer keeps load_universal_checkpoint in its config") from None
+
+
+def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
+    """Read from `checkpoint` the weights that Trainer leaves out of its load, for which it only logs a warning.
+
+    transformers 5 writes the experts of a layer separately, under the names with which they were published, and holds
+    them merged in memory. Trainer (5.23) loads by name, so that after a resume, or with the best model, one process
+    and DDP would continue with the experts that the model was initialised with. Under the other strategies the names
+    are those in memory.
+
+    Args:
+        trainer (`Trainer`): its model is completed in place.
+        checkpoint (`str`, *optional*): the folder that Trainer has loaded; None: nothing is read.
+
+    Raises:
+        CheckpointError: a file of the weights is broken.
+    """
+    model = trainer.model
+    if checkpoint is None or not isinstance(model, PreTrainedModel):
+        return
+    if layout_of(running_strategy(trainer)) != "unsharded":
+        return
+    stored = read_weights(Path(checkpoint), "model")
+    names = load_merged(model, stored) if stored is not None else []
+    if names:
+        logger.info("loaded %d merged weights that Trainer leaves out, such as %s", len(names), names[0])
+
+
+def check_resumed(trainer: "Trainer") -> None:
+    """Report what Trainer on its own does silently when it resumes. Call it when training begins.
+
+    A Trainer takes the weights from a checkpoint of another strategy if it finds any, and continues with a new
+    optimizer and schedule: that is an error. With another global batch it continues at another sample: that is a
+    warning. Neither happens in the recipes.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+
+    Raises:
+        LayoutError: the checkpoint was written by a strategy whose files this one cannot read.
+        CheckpointError: the manifest of the checkpoint cannot be read.
+        MissingDependencyError: Accelerate is too old to resume under FSDP2.
+    """
+    path, running = resumed_from(), running_strategy(trainer)
+    missing = what_is_missing("FSDP2 checkpoints") if running == "fsdp2" else None
+    if missing is not None:
+        if path is not None:
+            raise MissingDependencyError(f"{path}: {missing}")
+        logger.warning("%s; training starts, and cannot be resumed with this version", missing)
+    if path is None:
+        return
+    if not (Path(path) / MANIFEST_NAME).is_file():
+        _check_plain(Path(path), running)
+        return
+    manifest = read_manifest(path)
+    if layout_of(manifest.strategy) != layout_of(running):
+        raise LayoutError(
+            f"{path} was written under {manifest.strategy.upper()}: the Trainer, under {running.upper()}, loads no "
+            "optimizer or schedule from it; convert it with `hfscale checkpoints convert "
+            f"{path} NEW_FOLDER --to {running} --world-size {trainer.args.world_size}` and resume from that"
+        )
+    size = global_batch_size(trainer)
+    if size != manifest.global_batch_size:
+        logger.warning(
+            "the global batch was %d sequences and is now %d (%d processes): training continues at sequence %d "
+            "instead of %d, so that some sequences are seen twice or never; to keep it, change "
+            "per_device_train_batch_size or gradient_accumulation_steps",
+            manifest.global_batch_size,
+            size,
+            trainer.args.world_size,
+            manifest.step * size,
+            manifest.step * manifest.global_batch_size,
+        )
+
+
+def _check_plain(checkpoint: Path, running: str) -> None:
+    """Check that plain Trainer wrote the checkpoint, which has no manifest, under a strategy with the same files.
+
+    Raises:
+        LayoutError: its files are those of another strategy.
+    """
+    if (checkpoint / MODEL_FOLDER).is_dir():
+        written = "fsdp"
+    elif (checkpoint / "latest").is_file() or (checkpoint / UNIVERSAL_LATEST).is_file():
+        written = "zero"
+    else:
+        written = "ddp"
+    expected = "ddp" if layout_of(running) == "unsharded" else running.rstrip("0123456789")
+    if expected in ("ddp", "fsdp", "zero") and written != expected:
+        raise LayoutError(
+            f"{checkpoint} has the files of {written.upper()}: the Trainer, under {running.upper()}, loads no "
+            f"optimizer or schedule from it; convert it with `hfscale checkpoints convert {checkpoint} NEW_FOLDER "
+            f"--to {running} --global-batch-size N` and resume from that"
+        )

@@ -1,0 +1,318 @@
+"""Snapshots of a supervised training in host memory, and what its rank tells the supervisor (`hfscale run`)."""
+
+import math
+import os
+import shutil
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+
+from hfscale.checkpoint.contents import SHARE_OF_FREE_MEMORY
+from hfscale.checkpoint.manifest import Manifest
+from hfscale.checkpoint.sample_indices import StepSamples, record_samples
+from hfscale.checkpoint.saving import TrainerSaving
+from hfscale.checkpoint.store import DELETING, list_checkpoints, rotate
+from hfscale.checkpoint.writer import clear_unfinished
+from hfscale.core import distributed
+from hfscale.core.collectives import TRAINING
+from hfscale.core.host_memory import available_bytes
+from hfscale.core.logging import get_logger
+from hfscale.core.rank_link import RankLink, connect
+from hfscale.core.records import RECOVERY_PARTS, WRITING, append_record
+from hfscale.core.run_files import TIMELINE_NAME
+from hfscale.core.run_memory import INTERVAL_VARIABLE, LAUNCHED_VARIABLE, NODES_VARIABLE, PARTS, replicated_step
+from hfscale.core.run_state import CopiedWithoutRun
+from hfscale.core.secondary import secondary
+from hfscale.trainer.adapter import TrainerAdapter
+
+logger = get_logger(__name__)
+
+MAX_COST = 0.01
+"""Share of the step time that snapshots may cost on average."""
+SLOTS = 2
+"""Snapshots that need to fit: the newest, and the one that is being written.
+
+On several nodes a node's part and its replica are at most one snapshot, and the complete one from which a launch has
+resumed is deleted before the second snapshot after it is taken.
+"""
+_FIRST_AFTER_STEPS = 3  # the first steps are slower than the others, and the step time must be known
+_MAX_FIRST_INTERVAL = 10  # the first snapshot also allocates its buffers, so its time says little about the next
+_REMEMBERED_STEPS = 50
+_COPY_POLL_S = 0.005
+_finished: list[Path] = []
+"""Folders of the snapshots of trainings that have ended in this process."""
+
+
+class MemorySnapshots(CopiedWithoutRun):
+    """Copies the state of a training to the folder in host memory of its supervisor, every few steps.
+
+    A snapshot is a checkpoint in every respect, in `checkpoints/` of the folder: the newest is kept while the next one
+    is written. The interval follows from the measured cost, so that it stays below `MAX_COST`: the time for which
+    training waits, and the slowdown of the steps during which a snapshot is written. Without a supervisor it does
+    nothing.
+
+    On several nodes each has a part of a snapshot, and the supervisors copy the parts between the nodes
+    (`hfscale.recovery.replicas`). The next snapshot is taken when all parts of the last have been copied. For that
+    training waits, up to the time of one step, if the interval is forced.
+
+    Args:
+        interval_steps (`int`, *optional*): steps between two snapshots, instead; `hfscale run --memory-interval-steps`
+            goes before it.
+    """
+
+    def __init__(self, interval_steps: int | None = None) -> None:
+        self._asked_interval = interval_steps
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._link: RankLink | None = None
+        self._saving: TrainerSaving | None = None
+        self._samples: StepSamples | None = None
+        self._folder = Path()
+        self._nodes = 1
+        self._commits = False
+        self._last_step: int | None = None
+        self._has_waited = False  # for the copies of the last snapshot
+        self._interval: int | None = None  # forced by the user
+        self._next_step = 0
+        self._taken = 0
+        self._stall_s = 0.0
+        self._started_from = 0
+        self._began_at = 0.0
+        self._step_began_at = 0.0
+        self._was_writing = False
+        self._idle_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)  # of steps without a save
+        self._busy_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._recovery: dict[str, float] = {}
+
+    def begin(
+        self,
+        adapter: TrainerAdapter,
+        state: TrainerState,
+        saving: TrainerSaving,
+        run_dir: Path,
+        train_dataloader: Any,
+    ) -> None:
+        """Start with a training. Every rank must call it.
+
+        Args:
+            adapter (`TrainerAdapter`): the adapter of the Trainer.
+            state (`TrainerState`): its state.
+            saving (`TrainerSaving`): writes its checkpoints.
+            run_dir (`Path`): the folder of the run's checkpoints.
+            train_dataloader (`DataLoader`): the training data.
+        """
+        self._begin_run()
+        self._link = connect()
+        self._nodes = int(os.environ.get(NODES_VARIABLE, "1"))
+        self._commits = _leads_node() if self._nodes > 1 else saving.commits
+        why_not = self._agree_why_not(saving, run_dir)
+        if self._link is None:
+            return
+        self._samples = record_samples(adapter, train_dataloader)
+        self._started_from = state.global_step
+        self._began_at = time.time()
+        self._link.say("training", step=state.global_step)
+        self._folder = self._link.memory.snapshots(run_dir)
+        while _finished:  # trainings of this process with another output directory
+            shutil.rmtree(_finished.pop(), ignore_errors=True)
+        if self._commits:
+            self._own_folder.mkdir(parents=True, exist_ok=True)
+        adapter.before_last_log(self._finish)
+        if why_not is not None:
+            logger.warning("no snapshots in host memory: %s; after a failure the run resumes from the disk", why_not)
+            return
+        forced = os.environ.get(INTERVAL_VARIABLE)
+        self._interval = int(forced) if forced else self._asked_interval
+        self._next_step = state.global_step + (self._interval or _FIRST_AFTER_STEPS)
+        self._saving = saving
+        if self._commits:
+            clear_unfinished(self._own_folder)
+        adapter.after_reports(lambda: self._after_reports(state))
+
+    @property
+    def _own_folder(self) -> Path:
+        """Folder in which this node's ranks write snapshots, or its part of them."""
+        return self._folder / PARTS if self._nodes > 1 else self._folder
+
+    def _agree_why_not(self, saving: TrainerSaving, run_dir: Path) -> str | None:
+        """Return why there are no snapshots, the same on all ranks; None if there are."""
+        own: dict[str, Any] = {"why_not": self._why_not(saving), "bytes": 0, "held": 0, "free": 0}
+        if self._link is not None and own["why_not"] is None:
+            folder = self._link.memory.snapshots(run_dir)
+            own["bytes"] = saving.expected_bytes()
+            own["held"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            own["free"] = min(available_bytes(), shutil.disk_usage(self._link.memory.folder).free)
+        return TRAINING.combine("memory snapshots", own, _first_reason)
+
+    def _why_not(self, saving: TrainerSaving) -> str | None:
+        if self._link is None:
+            return "a rank has no supervisor"
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * self._nodes != distributed.world_size():
+            return "the run has several nodes, and hfscale run was not given --nodes, or not as many ranks on each"
+        return saving.why_not_elsewhere()
+
+    def step_began(self, state: TrainerState) -> None:
+        """Record that the next step has begun.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+        """
+        if self._link is not None:
+            self._link.progress.write(state.global_step + 1, state.global_step)
+            if self._samples is not None:
+                samples = self._samples.of_step_after(state.global_step)
+                self._link.memory.write_samples(distributed.rank(), state.global_step + 1, samples)
+            self._step_began_at = time.monotonic()
+            self._was_writing = self._saving is not None and self._saving.writer.in_flight
+
+    def step_ended(self, state: TrainerState, output_dir: Path) -> None:
+        """Record that a step is complete; after a restart, report the recovery with the first one.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+            output_dir (`Path`): output directory of the run.
+        """
+        if self._link is None:
+            return
+        self._link.progress.write(state.global_step, state.global_step)
+        steps = self._busy_s if self._was_writing else self._idle_s
+        steps.append(time.monotonic() - self._step_began_at)
+        if state.global_step == self._started_from + 1:
+            if _leads_node():
+                self._link.memory.write_imports()
+            self._link.say("stepped", step=state.global_step)
+            self._report_recovery(state, output_dir)
+
+    def _report_recovery(self, state: TrainerState, output_dir: Path) -> None:
+        assert self._link is not None
+        failure = self._link.memory.read_failure()
+        if failure is None or not state.is_world_process_zero:
+            return
+        launched_at = float(os.environ.get(LAUNCHED_VARIABLE, failure["ended_at"]))
+        times = [failure["failed_at"], failure["ended_at"], launched_at, self._link.connected_at, self._began_at]
+        parts = {n: b - a for n, a, b in zip(RECOVERY_PARTS, times, [*times[1:], time.time()], strict=True)}
+        lost = max(failure["completed_step"] - self._started_from, 0)
+        self._recovery = {
+            "recovery/steps_lost": float(lost),
+            **{f"recovery/{name}": seconds for name, seconds in parts.items()},
+            "recovery/total_s": sum(parts.values()),
+        }
+        event = {"event": "recovery", "time": time.time(), "step": state.global_step, "steps_lost": lost, **parts}
+        with secondary(WRITING, output_dir):
+            append_record(output_dir / TIMELINE_NAME, {**event, "rank": failure["rank"], "reason": failure["reason"]})
+
+    def keys(self) -> dict[str, float]:
+        """Return the metric keys of the recovery that led to this training, once."""
+        keys, self._recovery = self._recovery, {}
+        return keys
+
+    def _after_reports(self, state: TrainerState) -> None:
+        """Take a snapshot if one is due. It is called on every rank after each step."""
+        if self._saving is None or state.global_step < self._next_step:
+            return
+        began = time.monotonic()
+        writer = self._saving.writer
+        if self._interval is not None and not self._has_waited:
+            self._wait_for_copies(began + self._measured()[-1])
+        failed, busy, copying, cost_s, write_s, step_s = TRAINING.maximum(
+            "memory snapshot",
+            [
+                float(writer.optional_failure is not None),
+                float(writer.in_flight),
+                float(not self._is_copied),
+                *self._measured(),
+            ],
+        )
+        if failed:
+            why = writer.optional_failure
+            logger.warning("no more snapshots in host memory: %s; after a failure the run resumes from the disk", why)
+            self._saving = None
+            self._delete_snapshots()
+            return
+        if copying:  # the last snapshot is needed until the next has been copied
+            return
+        interval = self._interval or self._affordable(cost_s, write_s, step_s)
+        self._next_step = state.global_step + interval
+        if busy and self._interval is None:
+            return  # training would wait for the save in the background; a forced interval is kept
+        self._taken += 1
+        self._last_step = state.global_step
+        self._has_waited = False
+        self._saving.save_elsewhere(self._own_folder, self._committed, on_each_node=self._nodes > 1)
+        self._stall_s = time.monotonic() - began
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether the last snapshot survives the loss of a node."""
+        return self._nodes == 1 or self._last_step in (None, replicated_step(self._folder))
+
+    def _wait_for_copies(self, until: float) -> None:
+        """Wait until the last snapshot has been copied, or until a time of the monotonic clock; once per snapshot."""
+        self._has_waited = True
+        while not self._is_copied and time.monotonic() < until:
+            time.sleep(_COPY_POLL_S)
+
+    def _measured(self) -> tuple[float, float, float]:
+        """Return, of this rank in seconds: the cost of a snapshot, the time to write it, the time of a step."""
+        assert self._saving is not None
+        step_s = statistics.median(self._idle_s or self._busy_s or [0.0])
+        busy_s = statistics.median(self._busy_s) if self._busy_s else step_s
+        write_s = self._saving.writer.last_optional_s
+        slowed_s = max(busy_s - step_s, 0.0) * write_s / max(busy_s, 1e-9)
+        return self._stall_s + slowed_s, write_s, step_s
+
+    def _affordable(self, cost_s: float, write_s: float, step_s: float) -> int:
+        """Return the steps between two snapshots at which they cost `MAX_COST` and never wait for one another."""
+        step_s = max(step_s, 1e-6)
+        interval = max(1, math.ceil(cost_s / (MAX_COST * step_s)), math.ceil(write_s / step_s))
+        return min(interval, _MAX_FIRST_INTERVAL) if self._taken <= 1 else interval
+
+    def _committed(self, manifest: Manifest) -> None:
+        if self._nodes > 1:  # the supervisor deletes the last one when this one has been copied
+            assert self._link is not None
+            self._link.say("snapshot", folder=self._folder.name, step=manifest.step)
+            return
+        with secondary(DELETING, self._folder):
+            rotate(self._folder, limit=1, keep=None, temporary=[])
+
+    def _finish(self) -> None:
+        """Take no more snapshots. The last one is kept: a failure in the last evaluation must not lose the run."""
+        self._saving = None
+        _finished.append(self._folder)
+        if self._link is not None:
+            self._link.say("trained")
+
+    def _delete_snapshots(self) -> None:
+        if self._commits:
+            for snapshot in list_checkpoints(self._own_folder):
+                shutil.rmtree(snapshot, ignore_errors=True)
+
+    def preempted(self, code: int) -> None:
+        """Tell the supervisor that the process is about to end, since the run was preempted and has saved.
+
+        Args:
+            code (`int`): the exit code.
+        """
+        if self._link is not None:
+            self._link.ending(code)
+
+
+def _leads_node() -> bool:
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def _first_reason(ranks: list[dict[str, Any]]) -> str | None:
+    """Return the first rank's reason against snapshots, or that two of them do not fit into the host's memory."""
+    reason: str | None = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
+    if reason is not None:
+        return reason
+    wanted = SLOTS * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
+    free = min(rank["free"] for rank in ranks)
+    if wanted <= SHARE_OF_FREE_MEMORY * free:
+        return None
+    return f"{SLOTS} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free"

@@ -1,0 +1,119 @@
+"""The remote copies of one run's checkpoints."""
+
+from pathlib import Path
+
+from transformers import TrainerState
+
+from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest
+from hfscale.core.collectives import TRAINING
+from hfscale.core.logging import get_logger
+from hfscale.core.run_files import UNFINISHED
+from hfscale.core.run_state import CopiedWithoutRun
+from hfscale.errors import StorageError
+
+logger = get_logger(__name__)
+
+_CHECK_UPLOADER_EVERY_S = 5.0
+
+
+class RemoteCopies(CopiedWithoutRun):
+    """Fetches a newer checkpoint before a training, and copies each committed one in the background.
+
+    Args:
+        url (`str`): a folder of a remote store, such as `s3://bucket/run`.
+
+    Raises:
+        UsageError: the URL is not valid, has an unknown protocol, or contains credentials.
+        MissingDependencyError: the package for this protocol is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.store = RemoteStore(url)
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._uploader: Uploader | None = None
+        self._run_dir = Path()
+
+    def fetch(self, output_dir: Path) -> None:
+        """Fetch the newest checkpoint of the store, unless the local one is as new. Every rank must call it.
+
+        Args:
+            output_dir (`Path`): output directory of the run.
+
+        Raises:
+            StorageError: on every rank: the store cannot be read and there is no local checkpoint, or a download
+                failed.
+        """
+        fetch_newest(self.store, output_dir)
+
+    def begin(
+        self, run_dir: Path, state: TrainerState, *, limit: int | None, committed: str | None, below: str
+    ) -> None:
+        """Archive what the store has of later steps, and offer it the checkpoint that the run starts from.
+
+        Only rank 0 does this. A store that cannot be reached is logged as a warning, and training continues.
+
+        Args:
+            run_dir (`Path`): the folder of the run's checkpoints.
+            state (`TrainerState`): the state of the Trainer when training begins.
+            limit (`int`, *optional*): number of checkpoints to keep in the store; None keeps all.
+            committed (`str`, *optional*): name of the local checkpoint that the run starts from; None: there is none.
+            below (`str`): folder of the run in the store; `.`: the store itself.
+        """
+        self._begin_run()
+        self._run_dir = run_dir
+        if not state.is_world_process_zero:
+            return
+        store = self.store if below == "." else RemoteStore(f"{self.store.url}/{below}")
+        self._uploader = Uploader(store, limit=limit, links=run_dir / UNFINISHED / "upload")
+        try:
+            for step in store.archive(after_step=state.global_step):
+                logger.info(
+                    "archived checkpoint-%d in %s: it is of a later step than the one this run starts at",
+                    step,
+                    store.url,
+                )
+            is_there = state.global_step in store.committed_steps()
+        except StorageError as error:
+            logger.warning(
+                "%s; training continues, and its checkpoints will be copied there when that is possible", error
+            )
+            return
+        if committed is not None and is_there:
+            self._uploader.last_uploaded = committed
+        elif committed is not None:
+            self._uploader.offer(run_dir / committed)
+
+    def offer(self, checkpoint: Path, best: Path | None, temporary: list[int]) -> None:
+        """Copy a checkpoint in the background, just after its commit and on the rank that committed it.
+
+        Args:
+            checkpoint (`Path`): the committed checkpoint.
+            best (`Path`, *optional*): the best checkpoint, which rotation leaves in the store.
+            temporary (`list[int]`): the steps of the temporary checkpoints.
+        """
+        if self._uploader is not None:
+            self._uploader.offer(checkpoint, best.name if best is not None else None, temporary)
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that the copy of the next checkpoint is expected to take on this rank."""
+        return self._uploader.expected_s if self._uploader is not None else 0.0
+
+    def wait(self, last: str | None) -> None:
+        """Wait until the last checkpoint is in the store or has been refused twice. Every rank must call it.
+
+        Args:
+            last (`str`, *optional*): name of the last committed checkpoint; None: there is none.
+        """
+        uploader, tried_again = self._uploader, False
+        while True:
+            busy = uploader is not None and not uploader.wait(_CHECK_UPLOADER_EVERY_S)
+            if uploader is not None and not busy and not tried_again and last is not None:
+                tried_again = True
+                if uploader.last_uploaded != last:
+                    uploader.offer(self._run_dir / last)
+                    busy = True
+            if not TRAINING.maximum("end: remote copies", [float(busy)])[0]:
+                return

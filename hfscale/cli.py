@@ -1,0 +1,135 @@
+"""The command line: a table of the subcommands. The module of one is imported only when its command runs.
+
+To add a subcommand, write `NAME_command.py` in the package of its capability, with `COMMAND`: a function with typer's
+annotations, or a dictionary of such functions by the names of their subcommands. Then add lines to `COMMANDS` and
+`_MODULES`. Exit codes: 0 done, 1 the thing checked is bad, 2 wrong usage.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import typer
+from typer.exceptions import TyperException
+
+from hfscale import __version__
+from hfscale.core.versions import what_is_missing
+from hfscale.errors import HfScaleError
+
+COMMANDS = {
+    "plan": "Rank the layouts for a model on your GPUs: does it fit, how long, how much.",
+    "estimate": "Memory and time of one layout, or of every row of a table of runs.",
+    "checkpoints": "List, verify, convert or export the checkpoints of a run.",
+    "tune": "Measure the best layouts of a plan on this machine, choose the fastest, correct later plans.",
+    "sweep": "Run a recipe on 1, 2, 4 … GPUs: scaling efficiency, its causes, a baseline for later runs.",
+    "run": "Start a training, and start it again from memory when a process dies.",
+    "report": "Where the time and money of a run went, and what to change first.",
+    "autostop": "Run a command once when training has ended or the GPUs idle.",
+    "check": "Check this node, and under a launcher all ranks and links, before a run.",
+    "doctor": "What is installed here, whether it fits together, and what of hfscale works with it.",
+    "configs": "List, show or copy the shipped Accelerate and DeepSpeed configs, recipes and their scripts.",
+}
+
+_MODULES = {
+    "plan": "hfscale.planner.plan_command",
+    "estimate": "hfscale.planner.estimate_command",
+    "checkpoints": "hfscale.checkpoint.checkpoints_command",
+    "tune": "hfscale.tune.tune_command",
+    "sweep": "hfscale.metrics.sweep_command",
+    "run": "hfscale.recovery.run_command",
+    "report": "hfscale.metrics.report_command",
+    "autostop": "hfscale.recovery.autostop_command",
+    "check": "hfscale.health.check_command",
+    "doctor": "hfscale.health.doctor_command",
+    "configs": "hfscale.core.configs_command",
+}
+"""The module of each command, as text: importing it would load what the command needs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. An error is printed as one line on standard error, never as a traceback.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): the command and its arguments. Default: those of this process.
+
+    Returns:
+        `int`: the exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = _build(arguments[0])(args=arguments, prog_name="hfscale", standalone_mode=False)
+    except HfScaleError as error:
+        print(f"hfscale: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except TyperException as error:
+        print(f"hfscale: error: {_usage_message(error)} (see hfscale {_help_path(arguments)}--help)", file=sys.stderr)
+        return 2
+    except ImportError:
+        missing = what_is_missing("ScalingCallback")
+        if missing is None:
+            raise
+        print(f"hfscale: error: {missing} (see hfscale doctor)", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return int(code or 0)
+
+
+def _usage_message(error: TyperException) -> str:
+    """typer's message in one line. It leaves out the value of an option, which is in the exception it comes from."""
+    message = " ".join(error.format_message().split())
+    option = re.match(r"Invalid value for '([^']+)'", message)
+    if option is None or error.__cause__ is None:
+        return message
+    from pydantic import ValidationError
+
+    if not isinstance(error.__cause__, ValidationError):
+        return message
+    found = error.__cause__.errors()[0]
+    expected = re.sub("Value error, .* is not one of", "it must be one of", found["msg"])
+    expected = expected.replace("Input should", "it must").partition(", unable")[0].rstrip(".")
+    return f"{option[1]} is {found['input']!r}: {expected}"
+
+
+def _build(requested: str) -> typer.Typer:
+    """Build the app with the requested command loaded and the others as lines of the help."""
+    app = typer.Typer(
+        help="Scale any Hugging Face Trainer run: plan it, launch it, keep it alive, know what it costs.",
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    app.callback()(_global_options)
+    for name, summary in COMMANDS.items():
+        command = import_module(_MODULES[name]).COMMAND if name == requested else _not_loaded
+        if callable(command):
+            app.command(name, help=summary)(command)
+            continue
+        group = typer.Typer(rich_markup_mode=None)
+        for subcommand, function in command.items():
+            group.command(subcommand)(function)
+        app.add_typer(group, name=name, help=summary)
+    return app
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"hfscale {__version__}")
+        raise typer.Exit
+
+
+def _global_options(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+    ),
+) -> None:
+    """Options that are given before the command."""
+
+
+def _not_loaded() -> None:
+    raise AssertionError("the requested command is always loaded")
+
+
+def _help_path(arguments: list[str]) -> str:
+    return f"{arguments[0]} " if arguments[0] in COMMANDS else ""

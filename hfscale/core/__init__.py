@@ -1,0 +1,10 @@
+"""What every package needs: exchanges between ranks, durable files, records, clocks, versions, redaction.
+
+What it touches inside other libraries: each entry says by which function, why there is no public way, and which test
+fails when a new version moves it.
+
+- `torch.testing._internal.distributed.fake_pg`. By: torch_internals.py. Reason: torch has no public way to simulate a
+  process group. Test: test_dry_run.py.
+- `TorchDispatchMode` in `torch.utils._python_dispatch`. By: torch_internals.py. Reason: torch documents it there; its
+  `FlopCounterMode` does not separate recomputation. Test: test_flops.py.
+"""

@@ -1,0 +1,83 @@
+"""`hfscale configs`: list, show or copy the shipped configs and training scripts."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hfscale.core.shipped import find_config, list_configs, shipped_root
+from hfscale.errors import StorageError, UsageError
+
+_DEEPSPEED_FILE = re.compile(r"^( *deepspeed_config_file: *)(\S+)", re.MULTILINE)
+
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A config as `list` prints it, or its file name with or without extension."),
+]
+
+
+def list_(as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False) -> None:
+    """List the shipped configs."""
+    configs = list_configs()
+    if as_json:
+        rows = [{"name": config.name, "kind": config.kind, "summary": config.summary} for config in configs]
+        print(json.dumps(rows))
+        return
+    width = max(len(config.name) for config in configs)
+    for config in configs:
+        print(f"{config.name:{width}}  {config.summary}")
+
+
+def show(name: Name, as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Print a config."""
+    config = find_config(name)
+    text = config.path.read_text(encoding="utf-8")
+    print(json.dumps({"name": config.name, "kind": config.kind, "text": text}) if as_json else text.rstrip("\n"))
+
+
+def copy(
+    name: Name,
+    dest: Annotated[Path, typer.Argument(metavar="[DEST]", help="A folder, or the path of a new file.")] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+) -> None:
+    """Copy a config to your own project, with the DeepSpeed JSON file that it refers to, in a folder ds_configs.
+
+    The copy of an Accelerate config names the JSON file by its absolute path.
+    """
+    config = find_config(name)
+    target = dest / config.path.name if dest.is_dir() else dest
+    copies = {target: config.path.read_text(encoding="utf-8")}
+    if config.kind == "accelerate":
+        copies |= _with_deepspeed_files(copies[target], target)
+    for copied, text in copies.items():
+        is_same = copied.is_file() and copied != target and copied.read_text(encoding="utf-8") == text
+        if copied.exists() and not force and not is_same:
+            raise UsageError(f"{copied} exists: give another DEST, or --force to overwrite it")
+    for copied, text in copies.items():
+        try:
+            if copied != target:
+                copied.parent.mkdir(exist_ok=True)
+            copied.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{copied} cannot be written: {error.strerror}") from None
+        print(copied)
+
+
+def _with_deepspeed_files(text: str, target: Path) -> dict[Path, str]:
+    """Return an Accelerate config and the DeepSpeed files that it refers to, by the path of each copy.
+
+    Accelerate reads a relative path from the folder where it is launched, so the copied config has an absolute one.
+    """
+    files: dict[Path, str] = {}
+
+    def absolute(found: re.Match[str]) -> str:
+        copied = target.parent / found[2]
+        files[copied] = (shipped_root() / found[2]).read_text(encoding="utf-8")
+        return f"{found[1]}{json.dumps(str(copied.absolute()))} # absolute: you can launch from any folder"
+
+    return {target: _DEEPSPEED_FILE.sub(absolute, text), **files}
+
+
+COMMAND = {"list": list_, "show": show, "copy": copy}

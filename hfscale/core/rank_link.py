@@ -1,0 +1,140 @@
+"""What a rank tells the supervisor of its node, over a local socket; each message is one JSON object.
+
+| event | fields | meaning |
+|---|---|---|
+| `hello` | `rank`, `pid` | the rank's process has imported what it needs |
+| `training` | `step` | `train` begins or resumes after this step |
+| `stepped` | `step` | the first step since then is complete |
+| `snapshot` | `folder`, `step` | this node's part of a snapshot is committed; only on several nodes |
+| `trained` | | `train` is about to return |
+| `ending` | `code`, `final`, `reason`, `hosts` | the process ends: `final`: a restart cannot help; 75: preempted |
+
+`hosts` are those that the health checks blame. The end of the connection is the end of the process, however it ends.
+"""
+
+import atexit
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hfscale.core.logging import get_logger
+from hfscale.core.run_memory import RunMemory
+from hfscale.errors import HealthError, HfScaleError
+
+logger = get_logger(__name__)
+
+PREEMPTED = 75
+"""Exit code of a preempted process (EX_TEMPFAIL of sysexits.h)."""
+
+
+class RankLink:
+    """The connection of this process to its supervisor.
+
+    Args:
+        memory (`RunMemory`): the folder of the run.
+        rank (`int`): the global rank of this process.
+
+    Raises:
+        OSError: the supervisor does not answer.
+    """
+
+    def __init__(self, memory: RunMemory, rank: int) -> None:
+        self.memory = memory
+        self.progress = memory.progress(rank)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(str(memory.socket))
+        self._pid = os.getpid()
+        self.connected_at = time.time()
+        """Unix time at which this process had imported what it needs."""
+        self._has_ended = False
+        self.say("hello", rank=rank, pid=self._pid)
+        atexit.register(self._at_exit)
+
+    def say(self, event: str, **fields: Any) -> None:
+        """Send one message. A supervisor that is gone is ignored: this process is about to be ended.
+
+        Args:
+            event (`str`): one of the table in this module's docstring.
+            fields (`Any`): its fields.
+        """
+        try:
+            self._socket.sendall(json.dumps({"event": event, **fields}).encode())
+        except OSError as error:
+            logger.debug("the supervisor is gone: %s", error)
+
+    def ending(self, code: int, *, final: bool = False, reason: str = "", hosts: Sequence[str] = ()) -> None:
+        """Say that this process is about to end, and why; only the first call of a process has an effect.
+
+        Args:
+            code (`int`): its exit code.
+            final (`bool`): whether a restart of the same command cannot help.
+            reason (`str`): the error in one line.
+            hosts (`Sequence[str]`): the hosts that the health checks blame.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self.say("ending", code=code, final=final, reason=" ".join(reason.split())[:2000], hosts=list(hosts))
+
+    def ending_by(self, error: BaseException) -> None:
+        """Say that this process is about to end because of an exception.
+
+        Args:
+            error (`BaseException`): the exception.
+        """
+        code = error.exit_code if isinstance(error, HfScaleError) else 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        hosts = error.hosts if isinstance(error, HealthError) else ()
+        self.ending(code, final=is_final(error), reason=f"{type(error).__name__}: {error}", hosts=hosts)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:  # a forked child, such as a worker of a DataLoader
+            return
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.ending_by(error)
+        else:
+            self.ending(0)
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether an error comes back when the same command is started again.
+
+    That is so for all errors of hfscale except `HealthError` (a relaunched run resumes before the fault, and a node
+    can recover) and those with exit code 75.
+
+    Args:
+        error (`BaseException`): what ended a rank.
+    """
+    return isinstance(error, HfScaleError) and not isinstance(error, HealthError) and error.exit_code != PREEMPTED
+
+
+_link: RankLink | None = None
+
+
+def connect(environ: Mapping[str, str] = os.environ) -> RankLink | None:
+    """Return the link of this process to its supervisor, and connect it at the first call.
+
+    Args:
+        environ (`Mapping[str, str]`): the environment variables.
+
+    Returns:
+        `RankLink` or `None`: None if no supervisor started this process, or if it is gone.
+    """
+    global _link
+    memory = RunMemory.of_environment(environ)
+    if memory is None:
+        return None
+    if _link is None or _link.memory.folder != memory.folder:
+        try:
+            _link = RankLink(memory, int(environ.get("RANK", "0")))
+        except OSError as error:
+            logger.warning(
+                "the supervisor in %s does not answer (%s): this run is not supervised", memory.folder, error
+            )
+            return None
+    return _link

@@ -1,0 +1,181 @@
+"""Writes and reads the files of measurements in a run's output directory; each line is one JSON object.
+
+| file | one line per | holds |
+|---|---|---|
+| `scaling.jsonl` | log | `step`, `time`, metric keys, Trainer's loss, gradient norm, learning rate, epoch |
+| `hfscale_timeline.jsonl` | event | `time`, `event` (`launch`, `workload`, `job`, `save`, `finding`, `end` …) |
+| `hfscale_ranks.jsonl` | log, thinned for many ranks | `step`, `time` and lists with one number per rank |
+
+Times are Unix seconds. Only the main process writes. A reader skips a line that a killed process left unfinished.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hfscale.core.durable_files import write_atomically
+from hfscale.core.run_files import JSONL_NAME, RANKS_NAME, TIMELINE_NAME
+from hfscale.core.secondary import secondary
+
+RANKS_PER_LINE_BUDGET = 64
+"""With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
+METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/", "recovery/", "islands/")
+"""The metric keys of hfscale's callbacks begin with one of these."""
+RECOVERY_PARTS = ("ending_s", "waiting_s", "starting_s", "loading_s", "first_step_s")
+"""Parts of the time from a failure to the next completed step, in seconds, in their order (docs/recovery.md)."""
+WRITING = "writing measurements"
+"""Name of this work in warnings and in the report."""
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return every complete record of a file, or [] if the file does not exist.
+
+    Args:
+        path (`Path`): One of the files of this module. Lines that are not JSON objects with a `step` are skipped.
+    """
+    return list(_records(path))
+
+
+def read_events(output_dir: Path) -> list[dict[str, Any]]:
+    """Return the events of a run's timeline, or [] if it has none.
+
+    Args:
+        output_dir (`Path`): The output directory of the run.
+    """
+    return [record for record in _records(output_dir / TIMELINE_NAME) if isinstance(record.get("event"), str)]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            yield record
+
+
+def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Append one line to a file.
+
+    Args:
+        path (`Path`): The file.
+        record (`Mapping[str, Any]`): The record; numbers that JSON cannot hold (NaN, infinity) are left out.
+        durable (`bool`): Whether to wait until the line is on disk.
+    """
+    known = {k: v for k, v in record.items() if not (isinstance(v, float) and not math.isfinite(v))}
+    line = f"{json.dumps(known)}\n".encode()
+    with path.open("ab", buffering=0) as file:  # one write call, so that a reader never sees half a line
+        while line:
+            line = line[file.write(line) :]
+        if durable:
+            os.fsync(file.fileno())
+
+
+class RankLines:
+    """Writes lines of `hfscale_ranks.jsonl`. Every callback that measures ranks has its own instance.
+
+    Args:
+        output_dir (`Path`): The output directory of the run; it is created if it does not exist.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self._path = output_dir / RANKS_NAME
+        self._logs = 0
+
+    def add(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
+        """Write the line of one log.
+
+        Args:
+            step (`int`): The optimizer step.
+            numbers (`Mapping[str, Sequence[float]]`): One number per rank of each measure, (ranks,). A measure that is
+                0 on every rank was not measured, and is left out.
+        """
+        ranks = max(map(len, numbers.values()))
+        self._logs += 1
+        known = {key: [round(x, 5) for x in row] for key, row in numbers.items() if any(row)}
+        if ranks > 1 and known and self._logs % max(1, ranks // RANKS_PER_LINE_BUDGET) == 0:
+            with secondary(WRITING, self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                append_record(self._path, {"step": step, "time": time.time(), **known})
+
+
+def last_sign_of_life(output_dir: Path) -> float | None:
+    """Return the Unix time of the last record that a run has written, in seconds, or None if it has written none.
+
+    Args:
+        output_dir (`Path`): The output directory of the run.
+    """
+    times = [
+        record["time"]
+        for name in (JSONL_NAME, TIMELINE_NAME)
+        for record in _records(output_dir / name)
+        if isinstance(record.get("time"), int | float)
+    ]
+    return max(times, default=None)
+
+
+def begin_records(output_dir: Path, step: int) -> None:
+    """Prepare the files for a training that starts or resumes.
+
+    Measurements of later steps are removed, because those steps will be repeated; the timeline keeps all its events.
+    At step 0 the files of another run are renamed, with their time in the name. A timeline without an end in a folder
+    without a checkpoint is kept: it belongs to a launch that died before it saved anything, and this launch continues
+    that run.
+
+    Args:
+        output_dir (`Path`): The output directory of the run.
+        step (`int`): The optimizer step that the training resumes from; 0 if it starts from scratch.
+    """
+    for name in (JSONL_NAME, RANKS_NAME):
+        begin_lines(output_dir / name, step)
+    timeline = output_dir / TIMELINE_NAME
+    if timeline.is_file() and not timeline.read_bytes().endswith(b"\n"):
+        with timeline.open("a", encoding="utf-8") as file:
+            file.write("\n")  # end the half line of a killed process, so that the next record has its own line
+    has_ended = any(record["event"] == "end" for record in read_events(output_dir))
+    if step == 0 and timeline.is_file() and (has_ended or any(output_dir.glob("checkpoint-*"))):
+        _set_aside(timeline)
+
+
+def begin_lines(path: Path, step: int) -> None:
+    """Prepare one file of lines with a `step` for a training that starts or resumes, as `begin_records` does.
+
+    Args:
+        path (`Path`): the file; it may not exist yet.
+        step (`int`): The optimizer step that the training resumes from; 0 if it starts from scratch.
+    """
+    if not path.is_file():
+        return
+    if step == 0:
+        _set_aside(path)
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    write_atomically(path, "".join(f"{line}\n" for line in lines if _is_up_to(line, step)))
+
+
+def _is_up_to(line: str, step: int) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and isinstance(record.get("step"), int | float) and record["step"] <= step
+
+
+def _set_aside(path: Path) -> None:
+    path.rename(path.with_name(f"{path.stem}-until-{int(path.stat().st_mtime)}{path.suffix}"))
+
+
+def last_logged_step(output_dir: Path) -> int:
+    """Return the last step in `scaling.jsonl`, or 0 if nothing was logged.
+
+    Args:
+        output_dir (`Path`): The output directory of the run.
+    """
+    return int(max((record["step"] for record in _records(output_dir / JSONL_NAME)), default=0))

@@ -1,0 +1,17 @@
+"""Names of the files that hfscale keeps in a run's output directory and in its checkpoints."""
+
+MANIFEST_NAME = "hfscale_manifest.json"
+"""The manifest of a checkpoint; its presence means that the checkpoint is complete."""
+PARAMETERS_NAME = "hfscale_parameters.json"
+"""The names of a checkpoint's parameters, which the optimizer's state only numbers."""
+LOCK_NAME = ".hfscale_lock"
+"""The lock of an output directory."""
+UNFINISHED = ".unfinished"
+"""Folder in the output directory, and so on the same file system: checkpoints that are being written, fetched or
+deleted. No program searches it for checkpoints, and the next launch empties it."""
+JSONL_NAME = "scaling.jsonl"
+"""One JSON object for each log of the training."""
+TIMELINE_NAME = "hfscale_timeline.jsonl"
+"""One JSON object for each event of the run."""
+RANKS_NAME = "hfscale_ranks.jsonl"
+"""For each log, lists with one number per rank."""

@@ -1,0 +1,256 @@
+"""The folder in host memory that belongs to one supervised run on one node.
+
+It lies in a file system in memory (`/dev/shm`), so it outlives the processes that train, but not the machine:
+
+    hfscale-run-XXXXXXXX/        mode 0700, made by the supervisor
+        owner                    locked (flock) by the supervisor as long as it lives
+        ranks                    the socket of the supervisor (`hfscale.core.rank_link`)
+        progress-R               the steps of rank R, 32 bytes (`Progress`)
+        samples-R                the dataset indices of the step that rank R has begun, if they are known
+        failure.json             the failure before this launch, written by the supervisor
+        imports.json             what a rank has imported, for the next launcher (`hfscale.recovery.standby`)
+        HASH/                    snapshots of one output directory, in its layout; made when its training begins
+
+The supervisor deletes it when the run ends. If the supervisor was killed, the next one on this machine does.
+"""
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import struct
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FOLDER_VARIABLE = "HFSCALE_RUN_MEMORY"
+"""Environment variable with the path of the folder, set by the supervisor for the ranks."""
+RESTARTS_VARIABLE = "HFSCALE_RUN_RESTARTS"
+"""Environment variable with the number of restarts before this launch."""
+LAUNCHED_VARIABLE = "HFSCALE_RUN_LAUNCHED_AT"
+"""Environment variable with the Unix time at which the launcher was started."""
+INTERVAL_VARIABLE = "HFSCALE_MEMORY_INTERVAL_STEPS"
+"""Environment variable with the steps between two snapshots; without it the interval follows from their cost."""
+NODES_VARIABLE = "HFSCALE_RUN_NODES"
+"""Environment variable with the number of nodes of this launch."""
+PARTS = "parts"
+"""Folder of this node's parts of the snapshots of a training, in a run on several nodes."""
+REPLICATED = "replicated"
+"""File with the last step of which every part has a copy on another node."""
+DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it has a random name and mode 0700
+_PACKAGE = str(Path(__file__).parent.parent)
+_PREFIX = "hfscale-run-"
+_OWNER_NAME = "owner"
+_FAILURE_NAME = "failure.json"
+_IMPORTS_NAME = "imports.json"
+_READ_BY_IMPORTS = ("OMP_NUM_THREADS",)  # set by launchers, and read when torch is imported
+
+
+class RunMemory:
+    """The folder of one run.
+
+    Args:
+        folder (`Path`): an existing folder that `create` made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket = folder / "ranks"
+        """Address of the supervisor's socket."""
+        self._owner: int | None = None
+
+    @classmethod
+    def create(cls, root: Path = DEFAULT_ROOT) -> "RunMemory":
+        """Make a folder and lock it, for the supervisor.
+
+        Args:
+            root (`Path`): a folder of a file system in memory.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        memory = cls(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root)))
+        memory._owner = os.open(memory.folder / _OWNER_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(memory._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return memory
+
+    @classmethod
+    def of_environment(cls, environ: Mapping[str, str] = os.environ) -> "RunMemory | None":
+        """Return the folder of the supervisor that started this process; None if there is none.
+
+        Args:
+            environ (`Mapping[str, str]`): the environment variables.
+        """
+        folder = environ.get(FOLDER_VARIABLE)
+        return cls(Path(folder)) if folder and Path(folder).is_dir() else None
+
+    def delete(self) -> None:
+        """Delete the folder and release its lock."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
+
+    def write_failure(self, failure: Mapping[str, Any]) -> None:
+        """Record a failure for the next launch, which reports it; called by the supervisor.
+
+        Args:
+            failure (`Mapping`): what JSON can represent.
+        """
+        (self.folder / _FAILURE_NAME).write_text(json.dumps(failure), encoding="utf-8")
+
+    def read_failure(self) -> dict[str, Any] | None:
+        """Return the failure before this launch; None if it is the first launch."""
+        try:
+            failure: dict[str, Any] = json.loads((self.folder / _FAILURE_NAME).read_text(encoding="utf-8"))
+            return failure
+        except (OSError, ValueError):
+            return None
+
+    def snapshots(self, output_dir: str | os.PathLike[str]) -> Path:
+        """Return the folder of the snapshots of one training.
+
+        It exists once a launch of this supervised run has begun that training; from then on the checkpoints of its
+        output directory are its own.
+
+        Args:
+            output_dir (`str`): output directory of the training.
+        """
+        return self.folder / hashlib.sha256(str(Path(output_dir).resolve()).encode()).hexdigest()[:16]
+
+    def write_imports(self) -> None:
+        """Record which modules of installed packages this process has imported, in their order."""
+        folders = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+        names = []
+        for name, module in list(sys.modules.items()):
+            spec = getattr(module, "__spec__", None)
+            if spec is not None and spec.name == name and str(spec.origin).startswith((*folders, _PACKAGE)):
+                names.append(name)
+        environ = {name: os.environ[name] for name in _READ_BY_IMPORTS if name in os.environ}
+        unfinished = self.folder / f".{_IMPORTS_NAME}"
+        unfinished.write_text(json.dumps({"modules": names, "environ": environ}), encoding="utf-8")
+        unfinished.replace(self.folder / _IMPORTS_NAME)
+
+    def read_imports(self) -> dict[str, Any] | None:
+        """Return what `write_imports` has recorded, `{"modules": …, "environ": …}`; None if nothing is recorded."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / _IMPORTS_NAME).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return found
+
+    def progress(self, rank: int) -> "Progress":
+        """Return the steps of a rank, to be written by it.
+
+        Args:
+            rank (`int`): its global rank.
+        """
+        return Progress(self.folder / f"progress-{rank}")
+
+    def write_samples(self, rank: int, step: int, indices: list[Any]) -> None:
+        """Record which samples a step reads, for the message about its failure.
+
+        Args:
+            rank (`int`): the rank that reads them.
+            step (`int`): the optimizer step.
+            indices (`list`): their indices in the dataset.
+        """
+        text = json.dumps({"step": step, "samples": indices}, default=str)
+        with suppress(OSError):  # the memory is full: then they are unknown
+            (self.folder / f"samples-{rank}").write_text(text, encoding="utf-8")
+
+    def samples_of(self, step: int) -> dict[str, list[Any]]:
+        """Return the dataset indices of a step by rank, without the ranks that have not recorded them.
+
+        Args:
+            step (`int`): the optimizer step.
+        """
+        found = {}
+        for path in sorted(self.folder.glob("samples-*"), key=lambda path: int(path.name.removeprefix("samples-"))):
+            with suppress(OSError, ValueError):  # a rank that was killed while it wrote leaves a part of the text
+                record = json.loads(path.read_text(encoding="utf-8"))
+                if record["step"] == step:
+                    found[path.name.removeprefix("samples-")] = record["samples"]
+        return found
+
+    def furthest(self) -> tuple[int, int]:
+        """Return the last step that a rank has begun, and the last that one has completed; 0 if there is none."""
+        found = [Progress(path).read() for path in self.folder.glob("progress-*")]
+        return max((begun for begun, _ in found), default=0), max((done for _, done in found), default=0)
+
+
+class Progress:
+    """The steps that one rank has begun and completed, in memory that the supervisor can read after its death.
+
+    Args:
+        path (`Path`): the file; it is made if it does not exist.
+    """
+
+    _LAYOUT = struct.Struct("=qqd8x")  # last step begun, last step completed, Unix time of the last change in seconds
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, self._LAYOUT.size)
+            self._memory = mmap.mmap(descriptor, self._LAYOUT.size)
+        finally:
+            os.close(descriptor)
+
+    def write(self, begun: int, completed: int) -> None:
+        """Record the progress.
+
+        Args:
+            begun (`int`): the last optimizer step that has begun.
+            completed (`int`): the last optimizer step that is complete.
+        """
+        self._LAYOUT.pack_into(self._memory, 0, begun, completed, time.time())
+
+    def read(self) -> tuple[int, int]:
+        """Return the last step begun and the last step completed."""
+        begun, completed, _ = self._LAYOUT.unpack_from(self._memory, 0)
+        return begun, completed
+
+
+def replicated_step(folder: Path) -> int | None:
+    """Return the last step whose snapshot survives the loss of any one node; None if there is none.
+
+    Args:
+        folder (`Path`): the folder of one training in the memory of this node.
+    """
+    try:
+        return int((folder / REPLICATED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def remove_abandoned(root: Path = DEFAULT_ROOT) -> list[Path]:
+    """Delete the folders of this user whose supervisor no longer lives.
+
+    Args:
+        root (`Path`): the folder that was given to `create`.
+
+    Returns:
+        `list[Path]`: the folders that were deleted.
+    """
+    removed = []
+    for folder in root.glob(f"{_PREFIX}*"):
+        try:
+            owner = os.open(folder / _OWNER_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # of another user, or being made or deleted now
+            continue
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(owner)
+    return removed

@@ -1,0 +1,5 @@
+"""Names of torch that have no public path and that several packages use; `hfscale.core` says why."""
+
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode

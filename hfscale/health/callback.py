@@ -1,0 +1,379 @@
+"""Checks that a run is the one that was asked for and that its ranks are healthy, before the first step and during it.
+
+At the beginning the callback compares the strategy with the request, checks the node (`hfscale.health.node`) and lets
+all ranks check each other (`hfscale.health.preflight`). During the run it feeds two observers: the `Monitor`, which
+compares the ranks at each log, and the `HangWatchdog`, a thread that detects when progress stops.
+"""
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.checkpoint.store import archive, latest_checkpoint
+from hfscale.core import distributed
+from hfscale.core.build_locks import remove_abandoned_locks
+from hfscale.core.collectives import TRAINING
+from hfscale.core.findings import Finding, blamed_hosts, join_errors
+from hfscale.core.logging import get_logger, is_main_process
+from hfscale.core.rank_link import connect
+from hfscale.core.records import RankLines
+from hfscale.errors import HealthError, StrategyMismatchError, UsageError
+from hfscale.health import node, preflight
+from hfscale.health.gpu import GpuWatch, sensor_of
+from hfscale.health.hang import HangWatchdog, Limits
+from hfscale.health.local_time import LocalTimer
+from hfscale.health.loss import LossGuard
+from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
+from hfscale.health.rank_store import RankStore
+from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+from hfscale.trainer.frames import training_frame
+from hfscale.trainer.strategy import check_launch, check_strategy, describe_strategy
+
+logger = get_logger(__name__)
+
+PREFLIGHT_DEADLINE_S = 60.0
+_SPEED_PROBE_BYTES = 16 * 2**20
+_LOG_LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_trainings = 0
+"""Trainings of this process so far; each has a store of its own."""
+
+
+class CommHealthCallback(AdapterCallback):
+    """Stops a run that is not the one asked for or whose ranks are not healthy, and names what slows it down.
+
+    At the beginning, the strategy, the number of processes and the model wrapper are compared with the request; the
+    node's variables, limits and disk are checked; every rank multiplies matrices with a known product, and all
+    collectives are checked for their values (half a second). During the run a thread detects hangs and names the rank
+    that the others wait for, with every rank's stacks in `hfscale_hang/`. At each log the ranks exchange one vector,
+    which shows stragglers, ranks that wait for data, replicas that differ and GPUs that throttle. Losses are checked
+    for NaN, infinity and spikes. See `hfscale.health`.
+
+    | metric key | unit | meaning |
+    |---|---|---|
+    | `scaling/straggler_skew` | ratio | slowest rank's own work over the median rank's; from two processes on |
+    | `gpu/temperature_c_max` | °C | hottest GPU (with `nvidia-ml-py`) |
+    | `gpu/power_w` | W | mean power of a GPU |
+    | `gpu/throttled` | ratio | share of the GPUs that are throttled by temperature or a power brake |
+
+    Args:
+        preflight (`bool`): whether ranks check each other before the first step.
+        hang_after_s (`float`, *optional*): seconds of silence that count as a hang, or ten steps where that is longer;
+            None: hangs are not watched for. In the first three steps, and while a rank compiles, saves, evaluates,
+            generates or computes rewards, it is 30 minutes without any progress, or `10 * hang_after_s` where that is
+            longer.
+        on_hang (`str`): `report`, or `abort`: after the report the processes end, so that the launcher restarts them.
+            Under `hfscale run` it is `abort`.
+        stragglers (`bool`): whether each rank's own work is timed.
+        on_bad_training (`str`): what happens at a NaN or infinite loss and where replicas differ: `warn`, or `stop`:
+            checkpoints after the last good log are archived and the run ends.
+
+    Raises:
+        StrategyMismatchError: when the Trainer is created (number of processes) or training begins (strategy, wrapper,
+            ranks that disagree).
+        MissingDependencyError: the launcher requests Megatron-LM, which is not installed.
+        HealthError: a rank is missing, or computes or communicates wrongly; with `stop`, the training is not healthy.
+        UsageError: an argument has another value than those above.
+    """
+
+    def __init__(
+        self,
+        *,
+        preflight: bool = True,
+        hang_after_s: float | None = 60.0,
+        on_hang: Literal["report", "abort"] = "report",
+        stragglers: bool = True,
+        on_bad_training: Literal["warn", "stop"] = "warn",
+    ) -> None:
+        if hang_after_s is not None and hang_after_s <= 0:
+            raise UsageError(f"hang_after_s is {hang_after_s}: it must be greater than 0, or None")
+        if on_hang not in ("report", "abort"):
+            raise UsageError(f"on_hang is {on_hang!r}: use report or abort")
+        if on_bad_training not in ("warn", "stop"):
+            raise UsageError(f"on_bad_training is {on_bad_training!r}: use warn or stop")
+        self.preflight = preflight
+        self.hang_after_s = hang_after_s
+        self.on_hang = on_hang
+        self.stragglers = stragglers
+        self.on_bad_training = on_bad_training
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._watchdog: HangWatchdog | None = None
+        self._monitor: Monitor | None = None
+        self._previous_hook: Any = None
+        self._losses = LossGuard()
+        self._healthy_step = 0
+        self._rank_lines: RankLines | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_init_end(args, state, control, **kwargs)
+        check_launch(args)
+        if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for one before training begins
+            remove_abandoned_locks(os.environ)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        adapter = TrainerAdapter.current()
+        trainer = adapter.trainer
+        check_launch(args)
+        strategy = check_strategy(trainer)
+        steps = TRAINING.gather("start: step", state.global_step)
+        if len(set(steps)) > 1:
+            raise StrategyMismatchError(
+                f"the ranks start at different steps {steps}: they do not see the same "
+                "output_dir; put it on storage that all machines share"
+            )
+        logger.info("strategy %s on %d processes (%s)", strategy, args.world_size, args.device.type)
+        if args.world_size > 1:
+            logger.info("each rank: %s", describe_strategy(trainer))
+        self._end()  # an earlier training may have ended by an exception
+        self._begin_run()
+        self._healthy_step = state.global_step
+        rank_store = connect_rank_store(args) if self.preflight or self.hang_after_s else None
+        if not all(TRAINING.gather("start: rank store", rank_store is not None)):
+            rank_store = None  # a rank that cannot reach it would be missed by the others
+        if self.preflight:
+            check_ranks(trainer, rank_store)
+        self._rank_lines = RankLines(adapter.run_dir()) if state.is_world_process_zero else None
+        self._start_monitor(trainer, strategy)
+        if rank_store is not None and self.hang_after_s:
+            self._start_watchdog(args, rank_store, self.hang_after_s)
+        adapter.add_metrics(self._keys)
+        adapter.on_batch(self._batch_arrived)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._monitor is not None:
+            self._monitor.step_began()
+        if self._watchdog is not None:
+            self._watchdog.step_began(state.global_step + 1)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._progressed()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._monitor is not None:
+            self._monitor.step_ended()
+        if self._watchdog is not None:
+            self._watchdog.step_ended()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._progressed()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._pause_ended()
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._pause_ended()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._pause_ended()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._end()
+
+    def _batch_arrived(self) -> None:
+        if self._monitor is not None:
+            self._monitor.batch_arrived()
+
+    def _progressed(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.progressed()
+
+    def _pause_ended(self) -> None:
+        self._progressed()
+        if self._monitor is not None:
+            self._monitor.pause_ended()
+
+    def _start_monitor(self, trainer: Trainer, strategy: str) -> None:
+        args = trainer.args
+        has_peers = args.world_size > 1  # a single rank is not slower than others
+        timer = LocalTimer(trainer.model_wrapped, strategy, args.device) if self.stragglers and has_peers else None
+        if timer is not None and not timer.measures:
+            logger.info("stragglers are not looked for: under %s a rank's own work cannot be timed", strategy)
+        sensor = sensor_of(args.device)
+        gpu = GpuThread(GpuWatch(sensor)) if sensor is not None else None
+        if gpu is not None:
+            gpu.start()
+        are_replicas = strategy == "ddp" and has_peers
+        self._monitor = Monitor(
+            hosts=gather_hosts(),
+            timer=timer,
+            gpu=gpu,
+            replicas=list(trainer.model.parameters()) if are_replicas else (),
+        )
+
+    def _start_watchdog(self, args: TrainingArguments, rank_store: RankStore, hang_after_s: float) -> None:
+        self._watchdog = HangWatchdog(
+            rank_store,
+            Path(args.output_dir),
+            limits=Limits(floor_s=hang_after_s, outside_s=max(Limits.outside_s, 10 * hang_after_s)),
+            abort=self.on_hang == "abort" or connect() is not None,
+            inside=training_frame(),
+        )
+        self._watchdog.start()
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_exception
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An exception ends this process: find the rank that caused it, then call the previous hook."""
+        if self._watchdog is not None and isinstance(error, Exception):
+            self._watchdog.examine_failure(error)
+            self._watchdog.stop()
+        (self._previous_hook or sys.__excepthook__)(kind, error, trace)
+
+    def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+        """Compare the ranks and return the metric keys of this log. It is called on every rank."""
+        if self._monitor is None:
+            return {}
+        step = state.global_step
+        keys, found, worst = self._monitor.exchange(step, logs.get("loss"), logs.get("grad_norm"))
+        if worst.loss is not None:
+            bad_loss = self._losses.check(step, worst.loss, worst.grad_norm)
+            found += [bad_loss] if bad_loss is not None else []
+        if self._rank_lines is not None and self._monitor.own_s:
+            self._rank_lines.add(step, {"compute_s": self._monitor.own_s})
+        log_findings(found)
+        # These findings follow from what all ranks have exchanged, so all ranks stop or none.
+        bad = [f for f in found if f.level == "error" and f.check in ("loss", "replicas")]
+        if bad and self.on_bad_training == "stop":
+            self._stop(bad)
+        if not bad:
+            self._healthy_step = step
+        return {name: value for name, value in keys.items() if math.isfinite(value)}
+
+    def _stop(self, bad: list[Finding]) -> None:
+        """End the run at the last checkpoint that was written before the fault.
+
+        Raises:
+            HealthError: it is always raised, since it ends the run.
+        """
+        # A checkpoint that is still being written would be committed after the others have been archived.
+        adapter = TrainerAdapter.current()
+        adapter.wait_for_save()
+        TRAINING.barrier("stop: saves have ended")
+        output_dir = adapter.run_dir()
+        with TRAINING.agreed("stop: archive"):
+            archives = adapter.trainer.args.should_save and output_dir.is_dir()
+            if archives:
+                archive(output_dir, after_step=self._healthy_step)
+        good = latest_checkpoint(output_dir) if archives else None
+        self._end()
+        resume = f"the relaunched command resumes from {Path(good).name}" if good else "no good checkpoint was written"
+        raise HealthError(f"stopped: {join_errors(bad)}; {resume}", hosts=blamed_hosts(bad))
+
+    def _end(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            sys.excepthook = self._previous_hook
+            self._watchdog = None
+        if self._monitor is not None:
+            self._monitor.stop()
+            self._monitor = None
+
+
+def connect_rank_store(args: TrainingArguments) -> RankStore | None:
+    """Connect to the launcher's store. Every rank must call it, once per training.
+
+    Args:
+        args (`TrainingArguments`): the training arguments.
+
+    Returns:
+        `RankStore` or `None`: a store that belongs to this training; None for a single process, if no launcher's
+        variables point to a store, and if the store does not answer (which is logged).
+    """
+    global _trainings
+    _trainings += 1  # on all ranks alike
+    if args.world_size == 1:
+        return None
+    if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
+        logger.info("no launcher's variables are set: ranks are not checked, and hangs are not watched for")
+        return None
+    try:
+        return RankStore.connect(f"training-{_trainings}")
+    except HealthError as error:  # the process group may have been created without that store
+        logger.error("ranks are not checked and hangs are not watched for: %s", error)
+        return None
+
+
+def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
+    """Check this node, and all ranks together if they have a store; log what is found.
+
+    Args:
+        trainer (`Trainer`): prepared for training. Its arguments and its model give the device and the space that a
+            checkpoint needs.
+        rank_store (`RankStore`, *optional*): a store that has not been used yet; None: only this node is checked.
+
+    Raises:
+        HealthError: a rank is missing, or computes or communicates wrongly.
+    """
+    args = trainer.args
+    of_this_node: list[Finding] = []
+    if args.local_process_index == 0:
+        of_this_node = node.check_node(os.environ, node.Node.here(node.gpu_names())) + _check_disk(trainer)
+    if rank_store is None:
+        log_findings(of_this_node)
+        return
+    plan = preflight.PreflightPlan(
+        device=args.device,
+        deadline_s=PREFLIGHT_DEADLINE_S,
+        arrival_s=Limits.outside_s,  # another callback, such as W&B's on rank 0, may take long when training begins
+        node_findings=of_this_node,
+    )
+    result = preflight.run(rank_store, plan)
+    # A slow device does no harm apart from slowing the run down: it is logged, and the run's own times will show it.
+    bad = [finding for finding in result.findings if finding.level == "error" and finding.check != "speed"]
+    if bad:
+        raise HealthError(f"the ranks are not fit to train: {join_errors(bad)}", hosts=blamed_hosts(bad))
+    log_findings([*result.findings, *result.node_findings])
+
+
+def _check_disk(trainer: Trainer) -> list[Finding]:
+    """Check space and time for checkpoints as large as this model's weights and AdamW states."""
+    args = trainer.args
+    if args.save_strategy == "no":
+        return []
+    sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in trainer.model.parameters()]
+    weights = sum(numel * p.element_size() for numel, p in sizes)
+    states = node.BYTES_PER_TRAINED_PARAMETER * sum(numel for numel, p in sizes if p.requires_grad)
+    return node.check_disk(
+        Path(args.output_dir),
+        checkpoint_bytes=weights + states,
+        bytes_per_s=node.write_speed(Path(args.output_dir), _SPEED_PROBE_BYTES),
+        notice_s=node.DEFAULT_NOTICE_S,
+    )
+
+
+def log_findings(findings: list[Finding]) -> None:
+    """Log each finding in one line on the main process, and on another rank only a finding about its own GPU.
+
+    Args:
+        findings (`list[Finding]`): the level of each decides about its log level.
+    """
+    for finding in findings:
+        is_about_own_gpu = finding.ranks == (distributed.rank(),) and finding.check == "gpu"
+        if is_main_process():
+            logger.log(_LOG_LEVELS[finding.level], "%s", finding)
+        elif is_about_own_gpu:
+            logger.error("%s", finding)

@@ -1,0 +1,147 @@
+"""This rank's part of the trained parameters as one flat fp32 tensor in host memory, under any strategy."""
+
+import json
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
+
+from hfscale.trainer.strategy import is_parallel_trainer, running_strategy
+
+
+class PartOfParameters:
+    """Reads and writes the trained parameters that this rank holds.
+
+    Under FSDP2, ZeRO-3 and `ParallelTrainer` these are its shards, otherwise complete parameters. With master weights
+    in fp32 (ZeRO) those are read and written, and the parameters follow.
+
+    Fragment f of P has the layers whose number is f modulo P (the strided pattern of Streaming DiLoCo, arXiv
+    2501.18512), and the last one also has all that is in no layer: embeddings, final norm and head. The values are in
+    the order of the fragments. The rule depends on names alone, so that all ranks that hold a part or a copy of a
+    parameter have it in the same fragment.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+        fragments (`int`): number of fragments P.
+    """
+
+    def __init__(self, trainer: Trainer, fragments: int = 1) -> None:
+        self._trainer = trainer
+        self._strategy = running_strategy(trainer)
+        self._fragments: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(fragments)]
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad:
+                layer = _layer(name)
+                self._fragments[-1 if layer is None else layer % fragments].append((name, parameter))
+        self.sizes = [sum(self._local(one).numel() for _, one in fragment) for fragment in self._fragments]
+        """Values of each fragment that this rank holds."""
+        self.layers = 1 + max((_layer(name) or 0 for name, _ in self._of(None)), default=0)
+        """Number of the last layer that this rank holds a part of, from 1."""
+
+    def describe(self) -> str:
+        """Return the names, shapes and positions of what this rank holds: ranks with the same text hold the same."""
+        rows: list[Any] = []
+        for name, parameter in self._of(None):
+            place = None
+            if isinstance(parameter, DTensor):
+                coordinate = parameter.device_mesh.get_coordinate() or []
+                axes = zip(parameter.placements, coordinate, strict=True)
+                place = [[str(placement), index] for placement, index in axes if not placement.is_replicate()]
+            rows.append([name, list(self._local(parameter).shape), place])
+        if is_parallel_trainer(self._trainer):
+            mesh = self._trainer.mesh
+            rows.append([mesh.pp_rank, mesh.tp_rank])
+        if self._strategy == "zero3":
+            rows.append(self._trainer.args.process_index)
+        return json.dumps(rows)
+
+    @torch.no_grad()
+    def read(self, fragment: int | None = None) -> torch.Tensor:
+        """Return a copy of the values, flat fp32. Every rank must call it.
+
+        Args:
+            fragment (`int`, *optional*): number of the fragment; None: all values.
+        """
+        self._reshard()
+        flat = self.empty(fragment)
+        for parameter, part in self._split(flat, fragment):
+            part.copy_(self._master(parameter).reshape(-1))
+        return flat
+
+    def empty(self, fragment: int | None = None) -> torch.Tensor:
+        """Return a tensor for the values of a fragment, or of all."""
+        return torch.empty(sum(self.sizes) if fragment is None else self.sizes[fragment], dtype=torch.float32)
+
+    @torch.no_grad()
+    def write(self, flat: torch.Tensor, fragment: int | None = None) -> None:
+        """Set the values. Every rank must call it.
+
+        Args:
+            flat (`torch.Tensor`): as `read` returns them.
+            fragment (`int`, *optional*): number of the fragment; None: all values.
+        """
+        self._reshard()
+        if self._strategy == "zero3":
+            self._trainer.model_wrapped.optimizer.checkpoint_event_prologue()  # also frees the small ones
+        for parameter, part in self._split(flat, fragment):
+            local = self._local(parameter)
+            value = part.view(local.shape).to(local.device)
+            local.copy_(value)
+            if self._strategy.startswith("zero"):
+                self._set_master(parameter, value)
+        if self._strategy == "zero3":
+            self._trainer.model_wrapped.optimizer.checkpoint_event_epilogue()  # gathers them again
+
+    def _of(self, fragment: int | None) -> list[tuple[str, nn.Parameter]]:
+        if fragment is not None:
+            return self._fragments[fragment]
+        return [named for members in self._fragments for named in members]
+
+    def _split(self, flat: torch.Tensor, fragment: int | None) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Pair the parameters of a fragment with their parts of a flat tensor."""
+        parameters = [parameter for _, parameter in self._of(fragment)]
+        return list(zip(parameters, flat.split([self._local(one).numel() for one in parameters]), strict=True))
+
+    def _local(self, parameter: nn.Parameter) -> torch.Tensor:
+        if isinstance(parameter, DTensor):
+            return parameter.to_local()
+        return parameter.ds_tensor if self._strategy == "zero3" else parameter.data
+
+    def _master(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the values that the optimizer steps: under ZeRO a copy of them in fp32."""
+        if self._strategy == "zero3":
+            from deepspeed.utils import safe_get_local_fp32_param
+
+            return safe_get_local_fp32_param(parameter)
+        if self._strategy.startswith("zero"):
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            master = safe_get_full_fp32_param(parameter)
+            return parameter.data if master is None else master
+        return self._local(parameter)
+
+    def _set_master(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        if self._strategy == "zero3":
+            from deepspeed.utils import safe_set_local_fp32_param
+
+            safe_set_local_fp32_param(parameter, value.float())
+        else:
+            from deepspeed.utils import safe_set_full_fp32_param
+
+            safe_set_full_fp32_param(parameter, value.float())
+
+    def _reshard(self) -> None:
+        """Make FSDP2 free what it has gathered: then the parameters are the shards that the optimizer steps."""
+        for module in self._trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _layer(name: str) -> int | None:
+    """Return the number of the layer of a parameter, the first number in its name; None if it is in no layer."""
+    found = re.search(r"\.(\d+)\.", name)
+    return None if found is None else int(found[1])

@@ -1,0 +1,342 @@
+"""ScalingMetricsCallback: throughput, efficiency, and where time and money go, at each logging step."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.core.clocks import PhaseClock
+from hfscale.core.collectives import TRAINING
+from hfscale.core.logging import get_logger
+from hfscale.core.records import last_logged_step
+from hfscale.core.versions import context_parallel_size, sequence_parallel_size
+from hfscale.errors import UsageError
+from hfscale.metrics.batches import batch_entries
+from hfscale.metrics.meters import (
+    Columns,
+    CommunicationMeter,
+    EfficiencyMeter,
+    GoodputMeter,
+    Meter,
+    NoiseScaleMeter,
+    UtilizationMeter,
+    Window,
+)
+from hfscale.metrics.recorder import RunRecorder
+from hfscale.metrics.tokens import TokenCounter, TokenCounts
+from hfscale.metrics.triage import TriageWatch
+from hfscale.metrics.wandb_run import WandbRun
+from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+from hfscale.trainer.state import saved_state
+
+logger = get_logger(__name__)
+_OUTSIDE_TRAINING = ("evaluate", "save")
+
+
+class ScalingMetricsCallback(AdapterCallback):
+    """Logs the keys below together with the Trainer's loss, and appends them to the run's `scaling.jsonl`.
+
+    Rates cover the time since the previous log, without evaluations and saves, and all processes. Tokens are those of
+    forwards with gradients (`hfscale.metrics.tokens.TokenCounter`), padding included. Nothing synchronizes with the
+    GPU between logs, and the processes exchange a few numbers at each log. A key whose value is unknown is left out: a
+    model of images or audio has no tokens.
+
+    | metric key | unit | meaning |
+    |---|---|---|
+    | `scaling/tokens_per_s` | tokens/s | tokens trained on by all processes together |
+    | `scaling/tokens_per_s_per_gpu` | tokens/s | the same, divided by the number of processes |
+    | `scaling/tokens_seen` | tokens | tokens trained on since step 0, over all resumes |
+    | `scaling/padding_fraction` | ratio | padding / tokens, where masks, positions or labels tell what is padding |
+    | `scaling/samples_per_s` | samples/s | sequences, images or audio clips trained on by all processes together |
+    | `scaling/mfu` | ratio | model FLOPs utilization: model FLOPs (attention in full) / peak; see `UtilizationMeter` |
+    | `scaling/hfu` | ratio | hardware FLOPs utilization: executed FLOPs, recomputation included / peak |
+    | `scaling/efficiency` | ratio | tokens/s/GPU over those of a recorded baseline of the same work |
+    | `scaling/data_wait_fraction` | ratio | time waiting for batches / time, on the rank that waits longest |
+    | `scaling/comm_fraction` | ratio | communication that no computation hides / time, on the rank with the least |
+    | `scaling/goodput` | ratio | time in optimizer steps that were kept / time since the first launch |
+    | `scaling/usd` | USD | cost since the first launch: processes x hours x price |
+    | `scaling/usd_per_million_tokens` | USD | cost per million of `scaling/tokens_seen` |
+    | `scaling/noise_scale` | sequences | gradient noise scale (McCandlish et al. 2018); only with `noise_scale=True` |
+    | `gpu/memory_peak_gib` | GiB | peak memory allocated by PyTorch, on the GPU with the most |
+
+    If a run loses time, the log names the bottleneck, with its numbers and what to change first
+    (`hfscale.metrics.triage`). `scaling.jsonl` holds one object per training log: these keys, those of the other
+    callbacks, `step`, `time` (Unix seconds) and Trainer's own `loss`, `grad_norm`, `learning_rate` and `epoch`. The
+    other files that `hfscale report` reads (launches, saves, numbers per rank) are described in
+    `hfscale.core.records`.
+
+    Args:
+        peak_tflops (`float`, *optional*): Dense peak of one device in TFLOP/s, for hardware not in `hardware.toml`.
+        usd_per_gpu_hour (`float`, *optional*): Price of one device in USD per hour; None: the price in `prices.toml`,
+            if it has the device.
+        baseline (`str` or `Path`, *optional*): A baselines file that `hfscale sweep` has written; None:
+            `~/.config/hfscale/baselines.json`, if it exists.
+        noise_scale (`bool`): Whether to measure the gradient noise scale, from the gradients of at most one step in
+            fifty. It is off by default, because it puts hooks on the parameters or, under FSDP2, on the communication.
+
+    Raises:
+        UsageError: A peak or a price is not positive.
+        ConfigFileError: When training begins: the baselines file or the price list cannot be read.
+    """
+
+    def __init__(
+        self,
+        *,
+        peak_tflops: float | None = None,
+        usd_per_gpu_hour: float | None = None,
+        baseline: str | Path | None = None,
+        noise_scale: bool = False,
+    ) -> None:
+        for name, value, unit in (
+            ("peak_tflops", peak_tflops, "TFLOP/s"),
+            ("usd_per_gpu_hour", usd_per_gpu_hour, "USD"),
+        ):
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} is {value}: it must be greater than 0, in {unit}")
+        self.peak_tflops = peak_tflops
+        self.usd_per_gpu_hour = usd_per_gpu_hour
+        self.baseline = Path(baseline) if baseline is not None else None
+        self.noise_scale = noise_scale
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._counter = TokenCounter()
+        self._utilization = UtilizationMeter(self.peak_tflops, self._counter)
+        self._communication = CommunicationMeter()
+        self._efficiency = EfficiencyMeter(self.baseline)
+        self._goodput = GoodputMeter(self.usd_per_gpu_hour)
+        self._noise = NoiseScaleMeter() if self.noise_scale else None
+        self._meters: list[Meter] = [
+            self._utilization,
+            self._communication,
+            self._efficiency,
+            self._goodput,
+        ]
+        if self._noise is not None:
+            self._meters.append(self._noise)
+        self._clock = PhaseClock()
+        self._recorder = RunRecorder()
+        self._triage = TriageWatch()
+        self._wandb_run: WandbRun | None = None
+
+    def before_train(self, adapter: TrainerAdapter) -> None:
+        """Make transformers' WandbCallback continue one W&B run, if the Trainer reports to W&B."""
+        self._wandb_run = None
+        if "wandb" in adapter.trainer.args.report_to:
+            self._wandb_run = WandbRun()
+            adapter.prepend_callback(self._wandb_run)
+            adapter.at_training_end(self._wandb_run.restore_environment)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        adapter = TrainerAdapter.current()
+        trainer = adapter.trainer
+        self._release()  # of a training loop that `auto_find_batch_size` has restarted
+        wandb_run = self._wandb_run
+        self._begin_run()
+        self._wandb_run = wandb_run
+        if wandb_run is not None:
+            wandb_run.settle(state, last_logged_step=last_logged_step(adapter.run_dir()))
+        adapter.at_training_end(self._release)
+        self._saved = saved_state(state, "metrics")
+        self._tokens_seen = int(self._saved.setdefault("tokens_seen", 0))
+        # Tensor-parallel ranks see the same tokens; ranks that share a sequence see a part of it each.
+        self._ranks_with_same_tokens = trainer.get_tp_size()
+        self._sequence_parts = context_parallel_size(trainer) * sequence_parallel_size(trainer)
+        for meter in self._meters:
+            meter.begin(trainer, state)
+        self._goodput_tracker = self._recorder.begin(
+            adapter.run_dir(), args, state, saved_goodput=saved_state(state, "goodput"), facts=self._efficiency.facts()
+        )
+        self._goodput.goodput_tracker = self._goodput_tracker
+        self._clock.restart()  # the goodput tracker has accounted for the time until now
+        self._triage.begin()
+        self._counter.attach(batch_entries(trainer))
+        self._counter.take()
+        self._gathered_tokens = self._counter.tokens
+        self._is_first_log = True
+        self._logged_step = state.global_step
+        adapter.add_metrics(self._keys)
+        adapter.on_batch(self._batch_fetched)
+        adapter.on_phase_end(self._clock.end)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._clock.end("other")
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._clock.end("compute")  # ranks that had their batches have waited here for the other ranks
+        self._counter.step_begin()
+        for meter in self._meters:
+            if meter.watches_steps:
+                meter.step_begin(state)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._utilization.pause()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._utilization.pause()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for meter in self._meters:
+            if meter.watches_steps:
+                meter.step_end(state)
+        self._clock.end("compute")
+        # A save may come before the next log, so keep what it stores up to date, estimated from this process alone.
+        tokens = self._counter.tokens - self._gathered_tokens
+        self._saved["tokens_seen"] = self._tokens_seen + tokens * args.world_size // self._ranks_with_same_tokens
+        self._goodput_tracker.update(self._clock.seconds)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._clock.end("evaluate")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._recorder.saved(state, seconds=self._clock.end("save"))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is not None and "loss" in logs and state.is_world_process_zero:
+            self._recorder.logged(state, logs, durable=control.should_save)
+            workload = self._efficiency.workload
+            finding = self._triage.check(
+                logs,
+                comm_over_backward=self._communication.comm_over_backward,
+                tokens_per_gpu=(workload.tokens_per_gpu or None) if workload else None,
+            )
+            if finding is not None:
+                self._recorder.found(state, finding)
+        # Trainer logs the metrics of an evaluation before it calls `on_evaluate`.
+        self._clock.end("evaluate" if any(key.startswith("eval_") for key in logs or ()) else "other")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._release()
+        advice = self._noise.advice if self._noise is not None else None
+        self._recorder.ended(state, split=dict(saved_state(state, "goodput").get("seconds", {})), advice=advice)
+        if self._wandb_run is not None:
+            self._wandb_run.publish(args, state)
+
+    def _release(self) -> None:
+        """Remove what the counter and the meters have put on the model."""
+        self._counter.detach()
+        for meter in self._meters:
+            meter.end()
+
+    def _batch_fetched(self) -> None:
+        self._clock.end("data_wait")
+
+    def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+        """Return the metric keys of the window that ends now. It is called on every rank."""
+        numbers = self._numbers(state)
+        table = TRAINING.gather_numbers("log: throughput", list(numbers.values()))
+        columns = dict(zip(numbers, table.T.tolist(), strict=True))
+        window = self._window(columns, state, logs.get("grad_norm"))
+        if window is None:
+            return {}
+        waits = [
+            wait_s / training_s
+            for wait_s, training_s in zip(columns["data_wait_s"], columns["training_s"], strict=True)
+        ]
+        keys = self._rates(columns, window)
+        keys["scaling/data_wait_fraction"] = max(waits)
+        for meter in self._meters:
+            keys |= meter.keys(columns, window, state)
+        memory = columns["memory_peak_gib"]
+        if max(memory) > 0:
+            keys["gpu/memory_peak_gib"] = max(memory)
+        if self._recorder.needs_workload:
+            facts = self._efficiency.facts() | self._utilization.facts()
+            self._recorder.workload(state, facts, self._goodput.rate)
+            self._recorder.job(state, self._efficiency.job_facts())
+        self._recorder.ranks(
+            state,
+            {
+                "data_wait_fraction": waits,
+                "memory_peak_gib": memory,
+                "comm_fraction": self._communication.shares,
+            },
+        )
+        return keys
+
+    def _rates(self, columns: Columns, window: Window) -> dict[str, float]:
+        """Return tokens and samples per second, and the share of padding."""
+        keys: dict[str, float] = {}
+        samples = sum(columns["samples"]) / (self._ranks_with_same_tokens * self._sequence_parts)
+        if window.tokens:
+            keys["scaling/tokens_per_s"] = window.tokens / window.seconds
+            keys["scaling/tokens_per_s_per_gpu"] = window.tokens_per_s_per_gpu
+            keys["scaling/tokens_seen"] = self._tokens_seen
+            if sum(columns["unmasked"]) == 0:
+                keys["scaling/padding_fraction"] = sum(columns["padding"]) / sum(columns["tokens"])
+        elif self._is_first_log:
+            instead = "scaling/samples_per_s is" if samples else "no rate is"
+            batch = ", ".join(self._counter.inputs) or "no tensors that hfscale has seen"
+            logger.info("scaling/tokens_per_s is not logged: the batches are %s; %s logged instead", batch, instead)
+        if samples:
+            keys["scaling/samples_per_s"] = samples / window.seconds
+        self._is_first_log = False
+        return keys
+
+    def _numbers(self, state: TrainerState) -> dict[str, float]:
+        """End the window on this rank, and return what it contributes to the exchange."""
+        self._clock.end("compute")  # Trainer has just waited for the loss, which means for the GPU
+        seconds = self._clock.take()
+        self._goodput_tracker.fold(seconds)
+        counts: TokenCounts = self._counter.take()
+        self._gathered_tokens = self._counter.tokens
+        numbers: dict[str, float] = {
+            **{name: float(value) for name, value in asdict(counts).items()},
+            "training_s": sum(s for phase, s in seconds.items() if phase not in _OUTSIDE_TRAINING),
+            "data_wait_s": seconds.get("data_wait", 0.0),
+            "memory_peak_gib": _peak_memory_gib(),
+        }
+        for meter in self._meters:
+            numbers |= meter.numbers(state)
+        return numbers
+
+    def _window(self, columns: Columns, state: TrainerState, grad_norm: float | None) -> Window | None:
+        """Combine the numbers of all ranks, and count their tokens; None if nothing was trained on."""
+        steps = state.global_step - self._logged_step
+        self._logged_step = state.global_step
+        tokens = sum(columns["tokens"]) / self._ranks_with_same_tokens
+        self._tokens_seen += int(tokens)
+        self._saved["tokens_seen"] = self._tokens_seen
+        seconds = max(columns["training_s"])
+        if seconds == 0 or steps == 0:
+            return None
+        mean_length = sum(columns["attended"]) / max(sum(columns["main_tokens"]), 1)
+        return Window(
+            steps=steps,
+            seconds=seconds,
+            tokens=tokens,
+            tokens_seen=self._tokens_seen,
+            tokens_per_s_per_gpu=tokens / seconds / len(columns["tokens"]),
+            sequence_length=round(mean_length * self._sequence_parts),
+            grad_norm=grad_norm,
+        )
+
+
+def _peak_memory_gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0

@@ -1,0 +1,78 @@
+"""Describes a run as the planner does, so that the report can compare its estimate with what was measured."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from hfscale.trainer.strategy import is_parallel_trainer, running_strategy
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_LEFT_OUT = ("id2label", "label2id", "quantization_config", "torch_dtype", "dtype", "task_specific_params")
+"""Keys of a model's config that are large, or not of its shape."""
+
+
+def job_facts(trainer: "Trainer") -> dict[str, Any]:
+    """Return what `hfscale.planner.job.Job` needs in addition to the run's workload, in values that JSON has.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+
+    Returns:
+        `dict[str, Any]`: the model's `config`, the `layout` as sizes of its axes, `zero`, `micro_batch`, `method`,
+            `lora_rank`, `optimizer` (Trainer's name), `compile`, `fused_loss`, `offload`, `gpus_per_node`,
+            `virtual_stages`, `sequence_parallel`, `schedule` (a name in `hfscale.facts.schedules`) and `trainer` (its
+            class); empty for a model without a config.
+    """
+    args = trainer.args
+    config = getattr(trainer.model, "config", None)
+    if config is None:
+        return {}
+    strategy = running_strategy(trainer)
+    adapters = getattr(trainer.model, "peft_config", None)
+    in_4_bits = bool(getattr(trainer.model, "is_loaded_in_4bit", False))
+    stages = trainer.stage_plan if is_parallel_trainer(trainer) else None
+    return {
+        "config": {key: value for key, value in config.to_dict().items() if key not in _LEFT_OUT},
+        "layout": _layout(trainer, strategy),
+        "zero": {"fsdp2": 3, "parallel": 3, "zero1": 1, "zero2": 2, "zero3": 3}.get(strategy, 0),
+        "micro_batch": args.train_batch_size,
+        "method": ("qlora" if in_4_bits else "lora") if adapters else "full",
+        "lora_rank": next((int(one.r) for one in adapters.values() if hasattr(one, "r")), 16) if adapters else 16,
+        "optimizer": str(getattr(args.optim, "value", args.optim)),
+        "compile": bool(args.torch_compile),
+        "fused_loss": bool(args.use_liger_kernel),
+        "offload": _offload(trainer),
+        "gpus_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
+        "virtual_stages": stages.per_rank if stages is not None else 1,
+        "schedule": stages.schedule if stages is not None else "1F1B",
+        "sequence_parallel": trainer.parallelized.sequence_parts > 1 if stages is not None else False,
+        "trainer": type(trainer).__name__,
+    }
+
+
+def _layout(trainer: "Trainer", strategy: str) -> dict[str, int]:
+    world = trainer.args.world_size
+    if is_parallel_trainer(trainer):
+        return dict(vars(trainer.layout))
+    if strategy == "parallel":  # transformers' tensor parallelism, which shards over the other ranks
+        tp = trainer.get_tp_size()
+        return {"dp_replicate": 1, "dp_shard": world // tp, "cp": 1, "tp": tp, "pp": 1}
+    axes = trainer.accelerator.parallelism_config
+    cp = max(axes.cp_size, axes.sp_size) if axes is not None else 1
+    if strategy not in ("fsdp1", "fsdp2", "zero3"):
+        return {"dp_replicate": world // cp, "dp_shard": 1, "cp": cp, "tp": 1, "pp": 1}
+    replicate = axes.dp_replicate_size if axes is not None else 1
+    return {"dp_replicate": replicate, "dp_shard": world // replicate // cp, "cp": cp, "tp": 1, "pp": 1}
+
+
+def _offload(trainer: "Trainer") -> str:
+    """What is kept in the CPU's memory, by the planner's names."""
+    state = trainer.accelerator.state
+    if state.deepspeed_plugin is not None:
+        zero = state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+        devices = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("param", "optimizer")]
+        return "full" if devices[0] != "none" else "optimizer" if devices[1] != "none" else "none"
+    if trainer.is_fsdp_enabled and state.fsdp_plugin.cpu_offload:
+        return "full"
+    return "none"

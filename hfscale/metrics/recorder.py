@@ -1,0 +1,217 @@
+"""Records what a run does: writes its files of measurements, on the main process.
+
+`hfscale.core.records` describes the files.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from hfscale.core.findings import Finding
+from hfscale.core.records import (
+    METRIC_PREFIXES,
+    WRITING,
+    RankLines,
+    append_record,
+    begin_records,
+    last_sign_of_life,
+    read_events,
+)
+from hfscale.core.run_files import JSONL_NAME, TIMELINE_NAME
+from hfscale.core.secondary import return_counts, secondary, take_counts
+from hfscale.metrics.goodput import GoodputTracker, Rate
+
+if TYPE_CHECKING:
+    from transformers import TrainerState, TrainingArguments
+
+_TRAINER_KEYS = ("loss", "grad_norm", "learning_rate", "epoch")
+_process_start_is_taken = False
+
+
+def launched_at() -> float:
+    """Return the Unix time at which this training was launched, in seconds.
+
+    For the first training of a script this is the start of the process. For a second training in one process, and for
+    one in a notebook, it is the time of the call.
+    """
+    global _process_start_is_taken
+    if _process_start_is_taken or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return time.time()
+    _process_start_is_taken = True
+    return float(psutil.Process().create_time())
+
+
+class RunRecorder:
+    """Writes `scaling.jsonl` and the timeline on the main process. On other ranks its methods write nothing."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._ranks: RankLines | None = None
+        self._workload_is_written = False
+
+    def begin(
+        self,
+        folder: Path,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        *,
+        saved_goodput: dict[str, Any],
+        facts: Mapping[str, Any],
+    ) -> GoodputTracker:
+        """Prepare the files, record the launch, and start to account for its time.
+
+        Args:
+            folder (`Path`): Output directory of the run, or of one trial of a hyperparameter search.
+            args (`TrainingArguments`): Arguments of the training.
+            state (`TrainerState`): State of the Trainer at the beginning of the training.
+            saved_goodput (`dict[str, Any]`): The dictionary that `GoodputTracker` keeps its times in.
+            facts (`Mapping[str, Any]`): What is known of the run; `world_size` and `strategy` are recorded.
+
+        Returns:
+            `GoodputTracker`: The tracker of this run, on every rank.
+        """
+        goodput_tracker = GoodputTracker(saved_goodput)
+        launched = launched_at()
+        self._workload_is_written = False
+        if not state.is_world_process_zero:
+            self._folder = None
+            self._ranks = None
+            goodput_tracker.begin(launched_at=launched, world_size=args.world_size)
+            return goodput_tracker
+        self._folder = folder
+        self._ranks = RankLines(folder)
+        last_alive: float | None = None
+        events: list[dict[str, Any]] = []
+        with secondary(WRITING, folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            last_alive = last_sign_of_life(folder)
+            begin_records(folder, state.global_step)
+            events = read_events(folder)
+        saves = [(e["time"], e["seconds"]) for e in events if e["event"] == "save" and e["step"] == state.global_step]
+        is_relaunch = bool(events) or state.global_step > 0
+        self._write(
+            "launch",
+            state,
+            time=launched,
+            begun=time.time(),
+            max_steps=state.max_steps,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            previous_alive=last_alive if is_relaunch else None,
+            **{key: facts[key] for key in ("world_size", "strategy") if key in facts},
+        )
+        goodput_tracker.begin(
+            launched_at=launched,
+            world_size=args.world_size,
+            last_alive=last_alive if is_relaunch else None,
+            first_launch=events[0]["time"] if events else None,
+            save=saves[-1] if saves and state.global_step > 0 else None,
+        )
+        return goodput_tracker
+
+    @property
+    def needs_workload(self) -> bool:
+        """Whether this process records the workload and has not done so yet."""
+        return self._folder is not None and not self._workload_is_written
+
+    def workload(self, state: "TrainerState", facts: Mapping[str, Any], rate: Rate | None) -> None:
+        """Record once what the run does, and the price of a GPU.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            facts (`Mapping[str, Any]`): What the run does, such as its model, strategy and batch.
+            rate (`Rate`, *optional*): The price of a GPU; None if it is unknown.
+        """
+        self._workload_is_written = True
+        price = {"usd_per_gpu_hour": rate.usd_per_gpu_hour, "price_source": rate.source} if rate is not None else {}
+        self._write("workload", state, **facts, **price)
+
+    def job(self, state: "TrainerState", facts: Mapping[str, Any]) -> None:
+        """Record once how the planner describes the run, for the comparison with its estimate in the report.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            facts (`Mapping[str, Any]`): Model config, layout and options; values that JSON does not have become text.
+        """
+        self._write("job", state, **json.loads(json.dumps(facts, default=str)))
+
+    def ranks(self, state: "TrainerState", numbers: Mapping[str, Sequence[float]]) -> None:
+        """Write a line of `hfscale_ranks.jsonl`.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            numbers (`Mapping[str, Sequence[float]]`): One number per rank of each measure, as in `RankLines.add`.
+        """
+        if self._ranks is not None:
+            self._ranks.add(state.global_step, numbers)
+
+    def logged(self, state: "TrainerState", logs: Mapping[str, float], *, durable: bool) -> None:
+        """Write a line of `scaling.jsonl`.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            logs (`Mapping[str, float]`): The values of the log. hfscale's metric keys and Trainer's loss, gradient
+                norm, learning rate and epoch are kept.
+            durable (`bool`): Whether to wait until the line is on disk, which a log before a checkpoint needs.
+        """
+        if self._folder is None:
+            return
+        kept = {key: value for key, value in logs.items() if key in _TRAINER_KEYS or key.startswith(METRIC_PREFIXES)}
+        line = {"step": state.global_step, "time": time.time(), **kept}
+        with secondary(WRITING, self._folder / JSONL_NAME):
+            append_record(self._folder / JSONL_NAME, line, durable=durable)
+        self._record_failures(state)
+
+    def saved(self, state: "TrainerState", *, seconds: float) -> None:
+        """Record that a checkpoint was saved.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            seconds (`float`): The seconds for which the training waited.
+        """
+        self._write("save", state, seconds=round(seconds, 4))
+
+    def found(self, state: "TrainerState", finding: Finding) -> None:
+        """Record a bottleneck that the triage has named.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            finding (`Finding`): The bottleneck.
+        """
+        self._write("finding", state, **finding.to_cause())
+
+    def ended(self, state: "TrainerState", *, split: Mapping[str, float], advice: str | None) -> None:
+        """Record the end of the training.
+
+        Args:
+            state (`TrainerState`): State of the Trainer, for its step.
+            split (`Mapping[str, float]`): Seconds of each phase since the first launch.
+            advice (`str`, *optional*): The advice on the batch size; None if there is none.
+        """
+        self._record_failures(state)
+        extra = {"advice": advice} if advice is not None else {}
+        self._write("end", state, seconds={phase: round(s, 3) for phase, s in split.items()}, **extra)
+
+    def _write(self, event: str, state: "TrainerState", **fields: Any) -> None:
+        if self._folder is None:
+            return
+        line = {"event": event, "step": state.global_step, "time": time.time(), **fields}
+        with secondary(WRITING, self._folder / TIMELINE_NAME):
+            append_record(self._folder / TIMELINE_NAME, line)
+
+    def _record_failures(self, state: "TrainerState") -> None:
+        """Record how often secondary work has failed since the last record, for the report."""
+        counts = take_counts() if self._folder is not None else {}
+        if counts and self._folder is not None:
+            try:
+                line = {"event": "failures", "step": state.global_step, "time": time.time(), "counts": counts}
+                append_record(self._folder / TIMELINE_NAME, line)
+            except OSError:  # the next log tries again
+                return_counts(counts)

@@ -1,0 +1,308 @@
+"""Reads the data of a run for its report from the files in its output directory.
+
+The files are not trusted: numbers are used only if they are finite, text is shortened and secrets in it are redacted,
+and no file is opened except those with known names.
+"""
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from hfscale.checkpoint.manifest import read_manifest
+from hfscale.checkpoint.store import checkpoint_step, list_checkpoints, read_status
+from hfscale.core.records import read_events, read_records
+from hfscale.core.redaction import redact
+from hfscale.core.run_files import JSONL_NAME, MANIFEST_NAME, RANKS_NAME
+from hfscale.errors import CheckpointError, UsageError
+from hfscale.metrics.goodput import USEFUL_PHASE
+
+MAX_TEXT_LENGTH = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Describes one launch of the run."""
+
+    begun: float
+    """Unix seconds of its start."""
+    ended: float
+    """Unix seconds of its last record."""
+    first_step: int
+    """The step that it started from."""
+    kept_until: float
+    """Unix seconds up to which its work was kept; later work was lost and repeated."""
+    world_size: int | None
+    """Number of processes; None if it is unknown."""
+    saves: tuple[float, ...]
+    """Unix seconds at which checkpoints were saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Describes one checkpoint folder."""
+
+    name: str
+    """`checkpoint-N`."""
+    step: int
+    """The optimizer step N."""
+    is_committed: bool
+    """Whether it has a readable manifest."""
+    bytes: int | None
+    """Size in bytes according to the manifest; None without one."""
+    world_size: int | None
+    """Number of processes that wrote it; None without a manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Holds the data of a run, as its files describe it."""
+
+    name: str
+    """Name of the output directory."""
+    status: str
+    """`running`, `completed`, `preempted`, `failed` or `unknown`."""
+    reason: str | None
+    """The reason for the status, if there is one."""
+    facts: Mapping[str, Any]
+    """What the run does: the `workload` event of the timeline."""
+    job: Mapping[str, Any]
+    """How the planner describes the run: the `job` event of the timeline, unchecked; empty if there is none."""
+    records: Sequence[Mapping[str, float]]
+    """The lines of `scaling.jsonl`, numbers only."""
+    ranks: Mapping[str, Sequence[tuple[float, Sequence[float]]]]
+    """For each measure the step of each log and one number per rank, (ranks,)."""
+    attempts: Sequence[Attempt]
+    """The launches, oldest first."""
+    checkpoints: Sequence[Checkpoint]
+    """The checkpoints, in order of their steps."""
+    split: Mapping[str, float]
+    """Seconds of each phase over all launches; empty if no file has them."""
+    findings: Sequence[Mapping[str, Any]]
+    """The bottlenecks that the triage named during the run."""
+    recoveries: Sequence[Mapping[str, Any]] = ()
+    """The recoveries after failures under `hfscale run`, oldest first."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """How often work that training does not need has failed, by its name."""
+    notes: Sequence[str] = field(default=())
+    """Advice that the run computed."""
+
+    def series(self, key: str) -> list[tuple[float, float]]:
+        """Return (step, value) of a metric at each log that has it.
+
+        Args:
+            key (`str`): The metric key, such as `scaling/mfu`.
+        """
+        return [(record["step"], record[key]) for record in self.records if key in record]
+
+    def last(self, key: str) -> float | None:
+        """Return the newest value of a metric, or None if there is none.
+
+        Args:
+            key (`str`): The metric key, such as `scaling/mfu`.
+        """
+        return next((record[key] for record in reversed(self.records) if key in record), None)
+
+    def median(self, key: str) -> float | None:
+        """Return the median of a metric without its first value, which includes start-up; None if there is none.
+
+        Args:
+            key (`str`): The metric key, such as `scaling/mfu`.
+        """
+        values = [value for _, value in self.series(key)]
+        return statistics.median(values[1:] or values) if values else None
+
+    @property
+    def wall_s(self) -> float | None:
+        """Seconds from the first launch to the last record; None if no launch is recorded."""
+        return self.attempts[-1].ended - self.attempts[0].begun if self.attempts else None
+
+
+def load_run(output_dir: Path) -> Run:
+    """Read the output directory of a run, finished or not.
+
+    Args:
+        output_dir (`Path`): The `--output_dir` of the run.
+
+    Returns:
+        `Run`: The data of the run.
+
+    Raises:
+        UsageError: It is not a directory, or it has no measurements.
+    """
+    if not output_dir.is_dir():
+        raise UsageError(f"{output_dir} is not a directory: give the --output_dir of a run")
+    raw = read_records(output_dir / JSONL_NAME)
+    raw_events = read_events(output_dir)
+    events = [_clean(event) for event in raw_events]
+    if not raw and not events:
+        raise UsageError(
+            f"{output_dir} has no {JSONL_NAME}: give the --output_dir of a run with ScalingCallback or "
+            "ScalingMetricsCallback"
+        )
+    records = [numbers for numbers in map(_numbers, raw) if "step" in numbers]
+    status = read_status(output_dir) or {}
+    state = status.get("status")
+    checkpoints = [_checkpoint(path) for path in list_checkpoints(output_dir)]
+    workload: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "workload"), {})
+    attempts = _attempts(events, records)
+    return Run(
+        name=redact(output_dir.resolve().name),
+        status=state if state in ("running", "completed", "preempted", "failed") else "unknown",
+        reason=_text(status.get("reason")),
+        facts=workload,
+        job=next((event for event in reversed(raw_events) if event["event"] == "job"), {}),
+        records=records,
+        ranks=_ranks(output_dir / RANKS_NAME),
+        attempts=attempts,
+        checkpoints=checkpoints,
+        split=_split(output_dir, events, records),
+        findings=[event for event in events if event["event"] == "finding"],
+        recoveries=[event for event in events if event["event"] == "recovery"],
+        failures=_failures(events),
+        notes=[note for event in events if isinstance(note := event.get("advice"), str)],
+    )
+
+
+def _failures(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for event in events:
+        if event["event"] == "failures":
+            counts.update({redact(name): int(number) for name, number in event.get("counts", {}).items()})
+    return dict(counts)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in record.items() if _is_number(value)}
+
+
+def _text(value: object) -> str | None:
+    return redact(" ".join(value.split()))[:MAX_TEXT_LENGTH] if isinstance(value, str) else None
+
+
+def _clean(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep numbers, short texts, and dictionaries of numbers."""
+    clean: dict[str, Any] = {}
+    for key, value in event.items():
+        if _is_number(value):
+            clean[key] = value
+        elif isinstance(value, str):
+            clean[key] = _text(value)
+        elif isinstance(value, dict):
+            clean[key] = _numbers(value)
+    for key in ("time", "step", "previous_alive"):
+        if key in clean and not _is_number(clean[key]):
+            del clean[key]
+    if isinstance(clean.get("seconds"), dict) != (clean["event"] == "end"):
+        clean.pop("seconds", None)
+    return {"time": 0.0, "step": 0, **clean}
+
+
+def _checkpoint(path: Path) -> Checkpoint:
+    is_committed = (path / MANIFEST_NAME).is_file()
+    size = None
+    world_size = None
+    if is_committed:
+        try:
+            manifest = read_manifest(path)
+            size = sum(record.bytes for record in manifest.files.values())
+            world_size = manifest.world_size
+        except (CheckpointError, TypeError):
+            is_committed = False
+    return Checkpoint(
+        name=path.name, step=checkpoint_step(path), is_committed=is_committed, bytes=size, world_size=world_size
+    )
+
+
+def _attempts(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]) -> list[Attempt]:
+    """The launches of the timeline; each reaches to the next one."""
+    starts = [index for index, event in enumerate(events) if event["event"] == "launch"]
+    last_record = max((record["time"] for record in records if "time" in record), default=0.0)
+    attempts = []
+    for start, stop in pairwise([*starts, len(events)]):
+        launch = events[start]
+        own = events[start + 1 : stop]
+        saves = [event for event in own if event["event"] == "save"]
+        ended = max([launch["time"], *(event["time"] for event in own)])
+        if stop == len(events):
+            ended = max(ended, last_record)
+            kept_until = ended
+        else:
+            following = events[stop]
+            ended = max(ended, following.get("previous_alive", ended))
+            kept_saves = [save["time"] for save in saves if save["step"] <= following["step"]]
+            # Without a save that was kept, all is lost if the next launch does not start later than this one did.
+            without_save = launch["time"] if following["step"] <= launch["step"] else ended
+            kept_until = min(max(kept_saves, default=without_save), ended)
+        attempts.append(
+            Attempt(
+                begun=launch["time"],
+                ended=ended,
+                first_step=int(launch["step"]),
+                kept_until=kept_until,
+                world_size=int(launch["world_size"]) if _is_number(launch.get("world_size")) else None,
+                saves=tuple(save["time"] for save in saves),
+            )
+        )
+    return attempts
+
+
+def _ranks(path: Path) -> dict[str, list[tuple[float, list[float]]]]:
+    found: dict[str, list[tuple[float, list[float]]]] = {}
+    for record in read_records(path):
+        for key, values in record.items():
+            if isinstance(values, list) and values and all(map(_is_number, values)) and _is_number(record["step"]):
+                found.setdefault(key, []).append((float(record["step"]), [float(value) for value in values]))
+    return found
+
+
+def _split(
+    output_dir: Path, events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """The seconds of each phase, from the end of the run or, before it has ended, from the newest checkpoint.
+
+    The times of a checkpoint are completed by the time since then. Exposed communication and the pipeline bubble are
+    parts of the steps.
+    """
+    last_launch = max((i for i, event in enumerate(events) if event["event"] == "launch"), default=-1)
+    ends = [event for event in events[last_launch + 1 :] if event["event"] == "end"]
+    if ends:
+        split = dict(ends[-1].get("seconds", {}))
+    else:
+        saved = _saved_goodput(output_dir)
+        split = _numbers(saved.get("seconds") or {})
+        as_of = saved.get("as_of")
+        alive = max((record["time"] for record in records if "time" in record), default=None)
+        if split and _is_number(as_of) and alive is not None and alive > as_of:
+            split["since the last checkpoint"] = alive - as_of
+    split = {phase: s for phase, s in split.items() if s > 0}
+    shares = {"exposed communication": "scaling/comm_fraction", "bubble": "scaling/bubble_fraction"}
+    inside = split.get(USEFUL_PHASE, 0.0)
+    for phase, key in shares.items():
+        values = [record[key] for record in records if key in record]
+        if values and inside:
+            split[phase] = inside * min(max(statistics.median(values), 0.0), 1.0)
+            split[USEFUL_PHASE] -= split[phase]
+    return split
+
+
+def _saved_goodput(output_dir: Path) -> dict[str, Any]:
+    """What the `GoodputTracker` of the run has saved in its newest checkpoint; {} if there is none."""
+    for checkpoint in reversed(list_checkpoints(output_dir)):
+        try:
+            state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+            saved = state["stateful_callbacks"]["hfscale"]["goodput"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(saved, dict) and isinstance(saved.get("seconds"), dict):
+            return saved
+    return {}

@@ -1,0 +1,72 @@
+"""The contact with transformers' Trainer and Accelerate: adapter, hooks, strategy, state.
+
+`TrainerAdapter` (in `adapter.py`) makes every change to a Trainer, on the instance, and undoes it at the end of the
+training. Other packages touch only what they alone need; their `__init__.py` lists it.
+`hfscale.core.versions` hides the differences between the supported versions. `tests/trainer/test_integrations.py`
+keeps all this true.
+
+What it touches inside other libraries: each entry says by which function, why there is no public way, and which test
+fails when a new version moves it.
+
+Replaced until the end of the training
+
+- `Trainer.train` (public), as long as the Trainer has one of our callbacks. By: `TrainerAdapter.of`. Reason: no
+  event reports that a training was broken off by an exception. Test: test_integrations.py, TestRestore.
+- `Trainer._run_epoch` and `Trainer._finalize_training` (before transformers 5.4 `Trainer.training_step` and
+  `Trainer._finish_current_push`). By: all others, in a training that began before the callback was added. Reason: a
+  call of `train` that is already running cannot be wrapped. Test: test_integrations.py, TestAddedLater.
+- the order of `Trainer.callback_handler.callbacks`. By: `prepend_callback`, `append_callback`. Reason: reporting
+  callbacks run before those of the user and would miss the keys that these add to a log. Test: test_integrations.py,
+  test_added_metrics_reach_callbacks_that_come_before.
+- `Trainer.log` (public), and the name `store_flos` in the code of the method that calls it. By: `add_metrics`.
+  Reason: keys that need values of all ranks must be exchanged where Trainer itself logs, on all ranks; user code may
+  log on one. Test: test_collectives.py, test_user_code_may_log_a_loss_on_one_rank_only.
+- `Trainer.get_batch_samples` (public). By: `on_batch`. Reason: there is no event between the fetch of a batch and
+  the exchange of token counts. Test: test_integrations.py, test_listeners_hear_of_each_batch_before_the_step.
+- `Trainer._maybe_log_save_evaluate`. By: `after_reports`. Reason: there is no event after the reports of a step and
+  before the next batch is fetched. Test: test_memory_snapshots.py.
+- `Trainer._save_checkpoint`. By: `replace_saving`. Reason: there is no event between the decision to save and the
+  writing. Test: test_checkpoint_writer.py.
+- `Trainer._get_output_dir`, for the call in `Trainer._save_checkpoint`. By: `run_dir`, `output_dir`,
+  `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder. Test: test_checkpoint_writer.py.
+- `Trainer.create_optimizer` (public). By: `wrap_create_optimizer`. Reason: there is no event between the making of
+  the optimizer and of its scheduler. Test: test_lr_scaling_callback.py.
+- `Trainer.save_model` (public), `Trainer._save_optimizer_and_scheduler`, `Trainer._save_scaler` and
+  `Trainer._save_rng_state`, during a save. By: `methods_skipped`. Reason: a subclass's own `_save_checkpoint` must
+  run, and Trainer's part of it is written in the background. Test: test_checkpoint_writer.py.
+- `Trainer.push_to_hub` (public) and `Trainer._push_from_checkpoint`, as long as `train`; while they run,
+  `upload_folder` of the client that transformers shares. By: hub.py, `pushes_delayed`. Reason: Trainer uploads its
+  output directory with fixed patterns, and a checkpoint before it has its final name. Test: test_hub.py.
+- `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation. Test:
+  test_preemption.py.
+- `Trainer.compute_loss` (public). By: `wrap_compute_loss`. Reason: FLOPs are counted from here on, without the
+  generation that TRL's trainers do before; there is no event between the two. Test: test_flops.py.
+- `Trainer.get_eval_dataloader` (public), as long as `train`. By: `on_eval_dataloader`. Reason: no argument sets the
+  start method of data loader workers. Test: test_preemption.py.
+- `Trainer.set_initial_training_values` and `Trainer.log` (public). By: `finish_without_steps`. Reason: Trainer takes
+  a step even if the checkpoint has all of them. Test: test_resume.py.
+- `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.
+  Reason: the stream that keeps its position is needed during the training only. Test: test_stream_position.py.
+- `Accelerator.deepspeed_ulysses_dl_adapter` (public). By: `wrap_ulysses_loader`. Reason:
+  `accelerate.skip_first_batches` cannot skip in the loader that it returns. Test: test_integrations.py,
+  TestUlyssesLoader.
+
+Read, called, or set once
+
+- the local variables `self`, `resume_from_checkpoint` and `trial` of Trainer's frames, and the code object of
+  `Trainer.train`. By: `calling_trainer`, `resumed_from`, `training_frame`, `run_dir`. Reason: a callback gets
+  neither its Trainer nor the checkpoint, and a signal handler gets a frame only. Test: test_integrations.py,
+  test_the_trainer_and_its_checkpoint_are_found_on_the_stack.
+- `Trainer._globalstep_last_logged`, set. By: `jump_to`. Reason: Trainer divides the logged loss by the steps since
+  the last log, and an island that returns has not taken those of the others. Test: test_islands.py.
+- `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream
+  continues. Test: test_stream_position.py.
+- `Trainer._train_batch_size`, set before transformers 5.4 if it is read in `on_init_end`. By: `global_batch_size`.
+  Reason: Trainer sets it later. Test: test_lr_scaling_callback.py, in `make test-versions`.
+- `PartialState._shared_state` of Accelerate. By: `let_fsdp_run_on_cpu`. Reason: Accelerate runs FSDP on accelerators
+  only. Test: test_strategies.py.
+- `PreTrainedConfig._attn_implementation`. By: `attention_implementation`. Reason: only its setter is public. Test:
+  test_parallel_context.py.
+- `_orig_mod` of a compiled module. By: strategy.py. Reason: torch has no public way from a compiled module to the
+  original. Test: test_integrations.py, test_a_compiled_module_is_unwrapped.
+"""

@@ -1,0 +1,595 @@
+"""`TrainerAdapter`: what hfscale does with a Trainer beyond its public API, and how it is undone.
+
+Trainer passes its callbacks the arguments, the state, the model and the optimizer, but not itself. `TrainerAdapter`
+finds the Trainer and has one named method for each thing that hfscale changes on it. The docstring of
+`hfscale.trainer` lists the internals that these methods touch.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.core.collectives import TRAINING
+from hfscale.core.run_state import CopiedWithoutRun
+from hfscale.core.versions import has_epoch_methods
+from hfscale.trainer.frames import calling_trainer, training_frame
+from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
+from hfscale.trainer.hub import without_working_files
+
+_ATTRIBUTE = "_hfscale_adapter"
+_ABSENT = object()
+
+
+class TrainerAdapter:
+    """Makes the changes that hfscale needs to one Trainer, by one named method for each.
+
+    Every change is made on an instance, never on a class or a module of a library. A change lasts until the end of
+    the training during which it was made, whether that training returns or raises. To see the end, the adapter wraps
+    `train` of the instance when it is made, that is, when the first hfscale callback meets its Trainer. Where the
+    callback was added after the Trainer was made, the first training is already running at that moment; then the
+    adapter wraps the two methods of Trainer in which the rest of that training takes place.
+
+    Some changes last longer, because they must be there before or after a training: the wrappers of `train`,
+    `get_eval_dataloader`, `push_to_hub` and `_push_from_checkpoint`, and a scaled optimizer. They are undone at the
+    beginning of the first training that finds no `AdapterCallback` in the Trainer any more.
+
+    Calling a method again during one training replaces what the earlier call did. This happens when
+    `auto_find_batch_size` restarts the training loop.
+
+    Get the adapter with `TrainerAdapter.of(trainer)`, or in a callback with `TrainerAdapter.current()`.
+
+    Args:
+        trainer (`Trainer`): the Trainer that is changed.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._undo: dict[Any, Callable[[], None]] = {}  # of the running training, oldest first
+        self._undo_lasting: dict[Any, Callable[[], None]] = {}
+        self._preparations: list[Callable[[], None]] = []
+        self._injector: MetricInjector | None = None
+        self._fetch_hook: DataFetchHook | None = None
+        self._phase_clock: Callable[[str], object] | None = None
+        self._eval_listeners: dict[str, Callable[[Any], object]] = {}
+        self._wait_for_save: Callable[[], None] | None = None
+        self.saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+        self._wraps_training = False
+        self._skips_steps = False
+        self._final_error: BaseException | None = None
+        self._replace(trainer, "train", self._restoring(trainer.train), undo=self._undo_lasting)
+        for name in ("push_to_hub", "_push_from_checkpoint"):
+            push = without_working_files(trainer, getattr(trainer, name))
+            self._replace(trainer, name, push, undo=self._undo_lasting)
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> "TrainerAdapter":
+        """Return the Trainer's adapter, which the first call makes.
+
+        Args:
+            trainer (`Trainer`): the Trainer; its `train` is wrapped by the first call.
+        """
+        adapter = vars(trainer).get(_ATTRIBUTE)
+        if adapter is None:
+            adapter = cls(trainer)
+            setattr(trainer, _ATTRIBUTE, adapter)
+        return adapter
+
+    @classmethod
+    def current(cls) -> "TrainerAdapter":
+        """Return the adapter of the Trainer whose callback event is being handled.
+
+        Raises:
+            HfScaleError: no Trainer is on the call stack.
+        """
+        return cls.of(calling_trainer())
+
+    # --- logs and batches -------------------------------------------------------------------------------------------
+
+    def add_metrics(self, source: LogSource) -> None:
+        """Add the metric keys of `source` to each training log, on every rank, in the order of addition.
+
+        Args:
+            source (`Callable`): called as `source(state, logs)` at each log that Trainer itself makes, with the keys
+                of that log; returns values by metric key. All ranks come there, so it may exchange values.
+        """
+        self._metric_injector().add(source)
+
+    def before_last_log(self, call: Callable[[], None]) -> None:
+        """Have `call()` made before the record that ends a training is completed.
+
+        It is also the last event before Trainer loads the best checkpoint.
+
+        Args:
+            call (`Callable`): called without arguments, on every rank.
+        """
+        self._metric_injector().before_last(call)
+
+    def _metric_injector(self) -> "MetricInjector":
+        if self._injector is None:
+            self._injector = MetricInjector(self.trainer, self.trainer.log)
+            self._replace(self.trainer, "log", self._injector)
+            self.at_training_end(lambda: setattr(self, "_injector", None))
+        return self._injector
+
+    def on_batch(self, listener: Callable[[], object]) -> None:
+        """Have `listener()` called on this rank after each batch has been fetched.
+
+        Trainer gathers the number of tokens of a step over all ranks before `on_step_begin`. Until then, a rank that
+        has its batches waits for the ranks that do not, so that at `on_step_begin` all of them have waited.
+
+        Args:
+            listener (`Callable`): called without arguments; its result is ignored.
+        """
+        if self._fetch_hook is None:
+            self._fetch_hook = DataFetchHook(self.trainer.get_batch_samples)
+            self._replace(self.trainer, "get_batch_samples", self._fetch_hook)
+            self.at_training_end(lambda: setattr(self, "_fetch_hook", None))
+        self._fetch_hook.add(listener)
+
+    def on_phase_end(self, clock: Callable[[str], object]) -> None:
+        """Have `clock(phase)` called when a callback ends a phase that Trainer has no event for.
+
+        Args:
+            clock (`Callable`): charges the time since the previous event to a phase (`PhaseClock.end`).
+        """
+        self._phase_clock = clock
+        self.at_training_end(lambda: setattr(self, "_phase_clock", None))
+
+    def phase_ended(self, phase: str) -> None:
+        """Report the end of a phase to the callback that measures them, if there is one.
+
+        Args:
+            phase (`str`): its name, such as `evaluate`.
+        """
+        if self._phase_clock is not None:
+            self._phase_clock(phase)
+
+    def after_reports(self, call: Callable[[], None]) -> None:
+        """Have `call()` made after each step for which Trainer has logged, evaluated and saved what was due.
+
+        It is the last point before the next batch is fetched: Trainer has no event there.
+
+        Args:
+            call (`Callable`): called without arguments, on every rank; a later call of this method replaces it.
+        """
+        self._undo_one((id(self.trainer), "_maybe_log_save_evaluate"))
+        original = self.trainer._maybe_log_save_evaluate
+
+        def report_and_call(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            call()
+
+        self._replace(self.trainer, "_maybe_log_save_evaluate", report_and_call)
+
+    # --- callbacks --------------------------------------------------------------------------------------------------
+
+    def prepend_callback(self, callback: TrainerCallback) -> None:
+        """Put `callback` before all others until the end of the training.
+
+        What it adds to the logs then reaches the reporting integrations, which run before any callback of the user.
+
+        Args:
+            callback (`TrainerCallback`): the callback; at the end of the training it is removed.
+        """
+        self._change_callbacks(callback, lambda others: [callback, *others])
+
+    def append_callback(self, callback: TrainerCallback) -> None:
+        """Put `callback` after all others until the end of the training.
+
+        Args:
+            callback (`TrainerCallback`): the callback; at the end of the training it is removed.
+        """
+        self._change_callbacks(callback, lambda others: [*others, callback])
+
+    def _change_callbacks(
+        self, callback: TrainerCallback, change: Callable[[list[TrainerCallback]], list[TrainerCallback]]
+    ) -> None:
+        handler = self.trainer.callback_handler
+
+        def others() -> list[TrainerCallback]:
+            return [other for other in handler.callbacks if other is not callback]
+
+        def remove() -> None:
+            handler.callbacks = others()
+
+        self._watch_running_training()
+        handler.callbacks = change(others())  # a new list: an event may be iterating over the old one
+        self._undo[id(callback)] = remove
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def replace_saving(self, save: Callable[[Any, Any], None], wait: Callable[[], None]) -> Callable[[Any, Any], None]:
+        """Replace `_save_checkpoint`: Trainer has no event between the decision to save and the writing.
+
+        Args:
+            save (`Callable`): called as `save(model, trial)` in its place, on every rank.
+            wait (`Callable`): called by `wait_for_save`; returns when no save is being written.
+
+        Returns:
+            `Callable`: the Trainer's own method.
+        """
+        self._undo_one((id(self.trainer), "_save_checkpoint"))
+        original = self.trainer._save_checkpoint
+        self._replace(self.trainer, "_save_checkpoint", save)
+        self._wait_for_save = wait
+        self.at_training_end(lambda: setattr(self, "_wait_for_save", None))
+        return original
+
+    def wait_for_save(self) -> None:
+        """Wait for the save that is being written in the background, if there is one. Every rank must call it.
+
+        Raises:
+            StorageError: on every rank: that save failed.
+        """
+        if self._wait_for_save is not None:
+            self._wait_for_save()
+
+    def save_tensors(self, name: str, source: Callable[[], dict[str, torch.Tensor]]) -> None:
+        """Have each checkpoint of this training keep tensors of this rank, if `SpotCheckpointCallback` saves it.
+
+        Args:
+            name (`str`): the file is `NAME_outer_RANK.safetensors`.
+            source (`Callable`): called at each save; returns copies, on the CPU, that do not change any more.
+        """
+        self.saved_tensors[name] = source
+        self.at_training_end(lambda: self.saved_tensors.pop(name, None))
+
+    def output_dir(self, trial: Any) -> str:
+        """Return the output folder of the run, or that of one trial in a hyperparameter search.
+
+        Args:
+            trial (`optuna.Trial` or `dict`, *optional*): the trial, as Trainer passes it; None: not a search.
+        """
+        return self.trainer._get_output_dir(trial)
+
+    def run_dir(self) -> Path:
+        """Return the folder of the running training's checkpoints; in a hyperparameter search, that of its trial."""
+        frame = training_frame()
+        return Path(self.output_dir(frame.f_locals["trial"] if frame is not None else None))
+
+    def output_dir_replaced(self, folder: str) -> AbstractContextManager[None]:
+        """Have Trainer write its checkpoints below another folder, and delete none, within the `with` block.
+
+        The methods of a subclass get the same answers as before.
+
+        Args:
+            folder (`str`): the folder, in which Trainer creates `checkpoint-N`.
+        """
+        original = self.trainer._get_output_dir
+
+        def output_dir(trial: Any = None) -> str:
+            caller = sys._getframe(1).f_code
+            return folder if caller is Trainer._save_checkpoint.__code__ else original(trial)
+
+        return self._methods_replaced({"_get_output_dir": output_dir})
+
+    def methods_skipped(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Have calls of methods of the Trainer do nothing within the `with` block.
+
+        Args:
+            names (`Sequence[str]`): names of methods that write a part of a checkpoint.
+        """
+        return self._methods_replaced(dict.fromkeys(names, lambda *args, **kwargs: None))
+
+    def pushes_delayed(self, folders: list[str]) -> AbstractContextManager[None]:
+        """Keep Trainer from uploading checkpoints within the `with` block.
+
+        Args:
+            folders (`list[str]`): gets the folders that Trainer would have uploaded.
+        """
+        return self._methods_replaced({"_push_from_checkpoint": folders.append})
+
+    @contextmanager
+    def _methods_replaced(self, methods: dict[str, Callable[..., Any]]) -> Iterator[None]:
+        for name, method in methods.items():
+            self._replace(self.trainer, name, method)
+        try:
+            yield
+        finally:
+            for name in methods:
+                self._undo_one((id(self.trainer), name))
+
+    def load_rng_state(self, checkpoint: str) -> None:
+        """Restore the random number generators of this rank, as Trainer does after a resume.
+
+        Args:
+            checkpoint (`str`): the checkpoint folder to read from.
+        """
+        self.trainer._load_rng_state(checkpoint)
+
+    # --- data, optimizer, evaluation, arguments ---------------------------------------------------------------------
+
+    def share_train_dataset(self, dataset: Any) -> None:
+        """Train on `dataset` as long as the Trainer has one of our callbacks.
+
+        Args:
+            dataset (`Dataset` or `IterableDataset`): the training data.
+        """
+        self._replace(self.trainer, "train_dataset", dataset, undo=self._undo_lasting)
+
+    def replace_train_dataset(self, dataset: Any) -> None:
+        """Train on `dataset` until the end of the training. Call it before the training's data loader is made.
+
+        Args:
+            dataset (`Dataset` or `IterableDataset`): the training data.
+        """
+        self._replace(self.trainer, "train_dataset", dataset)
+
+    def wrap_ulysses_loader(self, wrap: Callable[[Any], Any]) -> None:
+        """Replace Accelerate's data loader for ranks that share a sequence (DeepSpeed Ulysses).
+
+        Args:
+            wrap (`Callable`): called with that data loader; returns the one to use.
+        """
+        accelerator = self.trainer.accelerator
+        adapt = accelerator.deepspeed_ulysses_dl_adapter
+        self._replace(accelerator, "deepspeed_ulysses_dl_adapter", lambda loader, model: wrap(adapt(loader, model)))
+
+    def wrap_create_optimizer(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `create_optimizer`: there is no event between the making of the optimizer and of its scheduler.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `create_optimizer`; returns the function to use, which takes
+                the same arguments.
+        """
+        self._undo_one((id(self.trainer), "create_optimizer"))
+        self._replace(self.trainer, "create_optimizer", wrap(self.trainer.create_optimizer))
+
+    def wrap_evaluate(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `evaluate` of the Trainer, because an evaluation has no flag that ends it early.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `evaluate`; returns the function to use, which takes the same
+                arguments.
+        """
+        self._undo_one((id(self.trainer), "evaluate"))
+        self._replace(self.trainer, "evaluate", wrap(self.trainer.evaluate))
+
+    def on_eval_dataloader(self, name: str, listener: Callable[[Any], object]) -> None:
+        """Have `listener(loader)` called when the Trainer gets a data loader for an evaluation, after training too.
+
+        Args:
+            name (`str`): what the listener does; it replaces an earlier one of this name.
+            listener (`Callable`): called with each loader before it is read; its result is ignored.
+        """
+        key = (id(self.trainer), "get_eval_dataloader")
+        self._eval_listeners[name] = listener
+        if key in self._undo_lasting:
+            return
+        get = self.trainer.get_eval_dataloader
+
+        @functools.wraps(get)
+        def get_and_tell(*args: Any, **kwargs: Any) -> Any:
+            loader = get(*args, **kwargs)
+            for listener in self._eval_listeners.values():
+                listener(loader)
+            return loader
+
+        self._replace(self.trainer, key[1], get_and_tell, undo=self._undo_lasting)
+
+    def wrap_compute_loss(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `compute_loss` of the Trainer, because no event separates a batch's preparation from its loss.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `compute_loss`; returns the function to use, which takes the
+                same arguments.
+        """
+        self.unwrap_compute_loss()
+        self._replace(self.trainer, "compute_loss", wrap(self.trainer.compute_loss))
+
+    def unwrap_compute_loss(self) -> None:
+        """Undo `wrap_compute_loss` before the end of the training."""
+        self._undo_one((id(self.trainer), "compute_loss"))
+
+    def set_argument(self, name: str, value: Any) -> None:
+        """Give a training argument another value until the end of the training.
+
+        Args:
+            name (`str`): an attribute of the Trainer's `TrainingArguments`.
+            value (`Any`): its value until then.
+        """
+        self.restore_argument(name)
+        self._replace(self.trainer.args, name, value)
+
+    def restore_argument(self, name: str) -> None:
+        """Undo `set_argument` before the end of the training.
+
+        Args:
+            name (`str`): the training argument; nothing happens if it has not been set.
+        """
+        self._undo_one((id(self.trainer.args), name))
+
+    # --- the training itself ----------------------------------------------------------------------------------------
+
+    def before_each_training(self, prepare: Callable[[], None]) -> None:
+        """Have `prepare()` called at the beginning of each `train`, before Trainer does anything.
+
+        Args:
+            prepare (`Callable`): called without arguments; changes that it makes by this adapter last until that
+                training ends.
+        """
+        self._preparations.append(prepare)
+
+    def finish_without_steps(self) -> None:
+        """Have the next `train` load its checkpoint and end without a step, a loss or metrics of its own."""
+        self._skips_steps = True
+
+    def raise_after_training(self, error: BaseException) -> None:
+        """Have `train` raise `error` instead of returning, when the training that is ending has done all its work.
+
+        Args:
+            error (`BaseException`): the exception. Every rank must give one: they wait for each other before.
+        """
+        self._final_error = error
+        self.at_training_end(lambda: setattr(self, "_final_error", None))
+
+    def _raise_final_error(self) -> None:
+        if self._final_error is not None:
+            TRAINING.barrier("end")  # a rank that ends first makes the launcher end the others
+            raise self._final_error
+
+    def at_training_end(self, call: Callable[[], None]) -> None:
+        """Have `call()` made when the training ends, also when it raises.
+
+        Args:
+            call (`Callable`): called without arguments; the last one added is called first.
+        """
+        self._watch_running_training()
+        self._undo[call] = call
+
+    def when_unused(self, name: str, call: Callable[[], None]) -> None:
+        """Have `call()` made when the Trainer has none of our callbacks any more, before its next training.
+
+        Args:
+            name (`str`): what is undone; a later call with the same name replaces this one.
+            call (`Callable`): called without arguments.
+        """
+        self._undo_lasting[name] = call
+
+    def restore(self) -> None:
+        """Undo every change that lasts until the end of the training."""
+        undo, self._undo = self._undo, {}
+        _call_all(undo)
+
+    def _restoring(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `train` with preparations at its beginning and `restore` at its end."""
+
+        @functools.wraps(train)
+        def train_and_restore(*args: Any, **kwargs: Any) -> Any:
+            if self._leave_if_unused():
+                return train(*args, **kwargs)
+            self.restore()  # a training that was not wrapped may have been broken off
+            self._wraps_training = True
+            skips_steps, self._skips_steps = self._skips_steps, False
+            try:
+                for callback in self.trainer.callback_handler.callbacks:
+                    if isinstance(callback, AdapterCallback):
+                        callback.before_train(self)
+                for prepare in self._preparations:
+                    prepare()
+                if skips_steps:
+                    self._skip_steps()
+                result = train(*args, **kwargs)
+                self._raise_final_error()
+                return result._replace(metrics={}) if skips_steps else result
+            finally:
+                self._wraps_training = False
+                self.restore()
+                self._leave_if_unused()
+
+        return train_and_restore
+
+    def _leave_if_unused(self) -> bool:
+        """Undo the lasting changes too if no preparation and no `AdapterCallback` needs the adapter any more."""
+        callbacks = self.trainer.callback_handler.callbacks
+        if self._preparations or any(isinstance(callback, AdapterCallback) for callback in callbacks):
+            return False
+        _call_all(self._undo_lasting)
+        delattr(self.trainer, _ATTRIBUTE)
+        return True
+
+    def _watch_running_training(self) -> None:
+        """If a training is running that began before this adapter wrapped `train`, restore at its end."""
+        if self._wraps_training or "running" in self._undo:
+            return
+        frame = training_frame()
+        if frame is None or frame.f_locals.get("self") is not self.trainer:
+            return
+        self._undo["running"] = lambda: None
+        # In older versions an exception between two steps is not seen; the next training then restores first.
+        steps_name = "_run_epoch" if has_epoch_methods() else "training_step"
+        end_name = "_finalize_training" if has_epoch_methods() else "_finish_current_push"
+        take_steps, finalize = getattr(self.trainer, steps_name), getattr(self.trainer, end_name)
+
+        @functools.wraps(take_steps)
+        def take_steps_or_restore(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return take_steps(*args, **kwargs)
+            except BaseException:
+                self.restore()
+                raise
+
+        @functools.wraps(finalize)
+        def finalize_and_restore(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = finalize(*args, **kwargs)
+                self._raise_final_error()
+                return result
+            finally:
+                self.restore()
+
+        self._replace(self.trainer, steps_name, take_steps_or_restore)
+        self._replace(self.trainer, end_name, finalize_and_restore)
+
+    def _skip_steps(self) -> None:
+        log, initial_values = self.trainer.log, self.trainer.set_initial_training_values
+
+        def without_epochs(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            return (0, *initial_values(*args, **kwargs)[1:])
+
+        def without_training(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if "train_loss" not in logs:
+                log(logs, *args, **kwargs)
+
+        self._replace(self.trainer, "set_initial_training_values", without_epochs)
+        self._replace(self.trainer, "log", without_training)
+
+    def _replace(
+        self, owner: Any, name: str, value: Any, *, undo: dict[Any, Callable[[], None]] | None = None
+    ) -> None:
+        """Set an attribute of an instance; the undo leaves it alone if other code has replaced it since."""
+        if undo is None:
+            self._watch_running_training()
+            undo = self._undo
+        before = vars(owner).get(name, _ABSENT)
+        earlier = undo.pop((id(owner), name), lambda: None)
+        setattr(owner, name, value)
+
+        def put_back() -> None:
+            if vars(owner).get(name, _ABSENT) is not value:
+                return
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+            earlier()
+
+        undo[id(owner), name] = put_back
+
+    def _undo_one(self, key: Any) -> None:
+        self._undo.pop(key, lambda: None)()
+
+
+def _call_all(undo: dict[Any, Callable[[], None]]) -> None:
+    """Call the last one first, and all of them even if one raises."""
+    with ExitStack() as stack:
+        for call in undo.values():
+            stack.callback(call)
+
+
+class AdapterCallback(CopiedWithoutRun, TrainerCallback):
+    """Gives a callback access to its Trainer's `TrainerAdapter`: the base class of the callbacks of hfscale.
+
+    One instance can serve several Trainers: see `CopiedWithoutRun`.
+    """
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make the adapter while the Trainer is being made, so that it sees each training from its beginning."""
+        TrainerAdapter.current()
+
+    def before_train(self, adapter: TrainerAdapter) -> None:
+        """Prepare the Trainer at the beginning of `train`, before its data loader is made and before `on_train_begin`.
+
+        It is not called in the first training if the callback was added after the Trainer was made.
+
+        Args:
+            adapter (`TrainerAdapter`): the adapter of the Trainer that will train.
+        """

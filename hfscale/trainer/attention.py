@@ -1,0 +1,15 @@
+"""Which implementation of attention a model of transformers uses."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # its name from 5.0 on
+
+
+def attention_implementation(config: "PreTrainedConfig") -> str | None:
+    """Return the name of the attention implementation that a model's config asks for; None where it names none.
+
+    Args:
+        config (`PreTrainedConfig`): the config of a model.
+    """
+    return config._attn_implementation

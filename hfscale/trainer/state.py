@@ -1,0 +1,76 @@
+"""What hfscale reads from the state of a Trainer, and keeps in it."""
+
+import warnings
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import Trainer, TrainerState
+from transformers.trainer_utils import has_length
+
+from hfscale.core.versions import has_epoch_methods
+
+_STATE_KEY = "hfscale"
+
+
+def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
+    """Return a dictionary that hfscale keeps in `trainer_state.json`.
+
+    Changes made to it are part of every later checkpoint. transformers' own `ExportableState` is not used: it raises
+    a KeyError on save when the run resumed from a checkpoint that was written without the callback, and it restores
+    by making a second instance of the callback.
+
+    Args:
+        state (`TrainerState`): the state of the Trainer.
+        name (`str`): name of the dictionary, one for each part of hfscale, such as `lr_scaling`.
+
+    Returns:
+        `dict[str, Any]`: the live dictionary, not a copy; empty in a fresh run. Its values must be JSON values.
+    """
+    return state.stateful_callbacks.setdefault(_STATE_KEY, {}).setdefault(name, {})
+
+
+def global_batch_size(trainer: Trainer) -> int:
+    """Return the sequences per optimizer step: per-device batch x accumulation x data-parallel size.
+
+    Args:
+        trainer (`Trainer`): ranks that share a sequence or a matrix count as one data-parallel rank. With
+            `split_batches` the ranks share a batch, which transformers counts once per rank.
+    """
+    if trainer.args.accelerator_config.split_batches:
+        return trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+    if not has_epoch_methods() and "_train_batch_size" not in vars(trainer):
+        trainer._train_batch_size = trainer.args.train_batch_size  # as Trainer does after `on_init_end`
+    return trainer.get_total_train_batch_size(trainer.args)
+
+
+def steps_per_epoch(trainer: Trainer) -> int:
+    """Return the optimizer steps of an epoch, as Trainer counts them; 0 where the data have no length.
+
+    Args:
+        trainer (`Trainer`): a Trainer whose training has begun.
+    """
+    loader = trainer.callback_handler.train_dataloader
+    if not has_length(loader):
+        return 0
+    return max(-(-len(loader) // trainer.args.gradient_accumulation_steps), 1)
+
+
+def jump_to(trainer: Trainer, step: int) -> None:
+    """Count steps that were taken elsewhere: the learning rate and the end of the training follow.
+
+    The batches are not skipped. Call it between two steps.
+
+    Args:
+        trainer (`Trainer`): a Trainer that trains.
+        step (`int`): optimizer steps taken, at least those so far.
+    """
+    missed = step - trainer.state.global_step
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # Accelerate's wraps the real one
+    if not isinstance(scheduler, ReduceLROnPlateau):  # it counts evaluations
+        with warnings.catch_warnings():
+            # The optimizer of an island that has just begun has taken no step yet; those of the others count.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for _ in range(missed):
+                scheduler.step()
+    trainer.state.global_step = step
+    trainer._globalstep_last_logged += missed  # the logged loss is a mean over the steps of this process

@@ -1,0 +1,303 @@
+"""Compares the strategy that runs with the one that was requested, and raises one clear error if they differ.
+
+transformers and Accelerate silently turn several requests into something else: FSDP and DeepSpeed into DDP on a CPU,
+two processes into one, or into two unrelated trainings that write one directory.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from hfscale.core.versions import (
+    is_model_distributed_by_transformers,
+    is_peft_model,
+    sequence_parallel_size,
+    why_fsdp2_cannot_tie,
+)
+from hfscale.errors import MissingDependencyError, StrategyMismatchError
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
+_TRUE = ("1", "true", "yes", "on", "y", "t")
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").lower() in _TRUE
+
+
+def requested_family(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
+    """Return the family of strategies that the launcher and the arguments request.
+
+    Args:
+        args (`TrainingArguments`): the training arguments of this launch.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+
+    Returns:
+        `str`: `zero`, `fsdp`, `parallel` (with tensor parallelism), `ddp` or `single`.
+    """
+    if args.deepspeed or _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
+        return "zero"
+    if args.fsdp or _is_set(environ, "ACCELERATE_USE_FSDP"):
+        return "fsdp"
+    if int(environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")) > 1:
+        return "parallel"
+    return "ddp" if int(environ.get("WORLD_SIZE", "1")) > 1 else "single"
+
+
+def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
+    """Return the strategy that the launcher and the arguments request, by its name in a checkpoint's manifest.
+
+    Args:
+        args (`TrainingArguments`): the training arguments of this launch.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+
+    Returns:
+        `str`: one of the names that `running_strategy` returns.
+    """
+    family = requested_family(args, environ)
+    if family == "zero":
+        return f"zero{args.deepspeed_plugin.zero_stage}"
+    return f"fsdp{environ.get('FSDP_VERSION', '2')}" if family == "fsdp" else family
+
+
+def running_strategy(trainer: "Trainer") -> str:
+    """Return the strategy that is set up, by its name in a checkpoint's manifest.
+
+    Args:
+        trainer (`Trainer`): a Trainer or a subclass of it.
+
+    Returns:
+        `str`: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3` if Accelerate set it up; `parallel` for
+        `ParallelTrainer` and for transformers' own tensor parallelism with sharding.
+    """
+    state = trainer.accelerator.state
+    if is_model_distributed_by_transformers(trainer.model) or is_parallel_trainer(trainer):
+        return "parallel"
+    if state.distributed_type == DistributedType.DEEPSPEED:
+        return f"zero{state.deepspeed_plugin.zero_stage}"
+    if state.distributed_type == DistributedType.FSDP:
+        return f"fsdp{state.fsdp_plugin.fsdp_version}"
+    return "ddp" if trainer.args.world_size > 1 else "single"
+
+
+def let_fsdp_run_on_cpu() -> None:
+    """Have Accelerate set up FSDP2 and device meshes on CPUs, over gloo. Call it before the Trainer is made.
+
+    Accelerate supports them on GPUs only: on CPUs it silently runs DDP instead of FSDP, and refuses meshes.
+    """
+    state = PartialState._shared_state
+    if state["distributed_type"] == DistributedType.MULTI_CPU:
+        state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> None:
+    """Compare the number of processes with the number that the launcher started. It needs no model.
+
+    Args:
+        args (`TrainingArguments`): the training arguments of this launch.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+
+    Raises:
+        StrategyMismatchError: the launcher started another number of processes than this run has, or it requests
+            Megatron-LM, which transformers' Trainer does not support.
+        MissingDependencyError: it requests Megatron-LM, which is not installed.
+    """
+    if _is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        _refuse_megatron()
+    launched = int(environ.get("WORLD_SIZE", "1"))
+    if launched != args.world_size:
+        raise StrategyMismatchError(
+            f"the launcher started {launched} processes but each of them trains alone (world size {args.world_size}): "
+            "on a machine without GPUs pass --use_cpu true"
+        )
+    # accelerate's launcher of single processes exports MASTER_ADDR when its config asks for several, then starts one.
+    by_single_launcher = "ACCELERATE_USE_CPU" in environ and "ACCELERATE_MIXED_PRECISION" in environ
+    if by_single_launcher and "MASTER_ADDR" in environ and "WORLD_SIZE" not in environ:
+        raise StrategyMismatchError(
+            "the accelerate config asks for several CPU processes but its launcher started one: "
+            "use distributed_type MULTI_GPU with use_cpu false, which starts them on a CPU machine too"
+        )
+
+
+def _refuse_megatron() -> None:
+    """Reject Megatron-LM with a message that says what to do.
+
+    Accelerate would raise without saying where to get it, or give the Trainer a model that it cannot step.
+    """
+    ours = "launch with accelerate_configs/tp_pp.yaml for tensor and pipeline parallelism by torch"
+    if importlib.util.find_spec("megatron") is None:
+        raise MissingDependencyError(
+            f"the accelerate config asks for Megatron-LM, which is not installed: pip install megatron-core, or {ours}"
+        )
+    raise StrategyMismatchError(
+        f"the accelerate config asks for Megatron-LM, which a Trainer cannot drive (accelerate's own loop can): {ours}"
+    )
+
+
+def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) -> str:
+    """Compare the strategy and the wrapper of the prepared model with the request.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+
+    Returns:
+        `str`: the running strategy.
+
+    Raises:
+        StrategyMismatchError: another strategy was set up, or the model is not wrapped for it.
+        MissingDependencyError: the installed versions cannot train this model with the strategy.
+    """
+    asked, runs = requested_family(trainer.args, environ), running_strategy(trainer)
+    if asked in ("single", "ddp") and is_parallel_trainer(trainer):
+        asked = "parallel"  # requested by the script, which the launcher does not know
+    if not runs.startswith(asked):
+        fix = {
+            "zero": "unset ACCELERATE_USE_CPU, and on a machine without GPUs pass --use_cpu true",
+            "fsdp": "accelerate runs FSDP on accelerators only; on a machine without GPUs use DDP or ZeRO",
+        }.get(asked, "check the --config_file given to accelerate launch")
+        raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {fix}")
+    problem = why_fsdp2_cannot_tie() if runs == "fsdp2" and _ties_embeddings(trainer.model) else None
+    if problem is not None:
+        raise MissingDependencyError(problem)
+    wrapper = unwrap_compiled(trainer.model_wrapped)
+    if not _wraps(runs, wrapper) and not is_parallel_trainer(trainer):
+        raise StrategyMismatchError(
+            f"{runs.upper()} was asked for but the model is a bare {type(wrapper).__name__}: "
+            "let the Trainer wrap the model itself"
+        )
+    return runs
+
+
+def _ties_embeddings(model: object) -> bool:
+    base = model.get_base_model() if is_peft_model(model) else model
+    if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
+        return False
+    return bool(base.config.get_text_config().tie_word_embeddings)
+
+
+def is_parallel_trainer(trainer: "Trainer") -> bool:
+    """Return whether a Trainer is a `ParallelTrainer`, which itself returns what a checkpoint consists of.
+
+    It is recognised by a method, since its class is in a layer above this one.
+
+    Args:
+        trainer (`Trainer`): a Trainer or a subclass of it.
+    """
+    return hasattr(type(trainer), "sharded_state")
+
+
+def describe_strategy(trainer: "Trainer") -> str:
+    """Describe how the prepared model is distributed: wrapper, placements, this rank's share, offload.
+
+    For example `FSDPLlamaForCausalLM, Replicate() Shard(dim=0) over dp_replicate=2 x dp_shard_cp=2, 50.0% of the
+    parameters per rank`.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+    """
+    module = unwrap_compiled(trainer.model_wrapped)
+    parts = [type(module).__name__]
+    if is_parallel_trainer(trainer):
+        sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
+        parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
+        if trainer.parallelized.sequence_parts > 1:
+            parts.append(f"sequences cut over {trainer.parallelized.sequence_parts} ranks")
+    first = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
+    if first is not None:
+        mesh = first.device_mesh
+        axes = zip(mesh.mesh_dim_names or ("dp_shard",), mesh.shape, strict=True)
+        placements = " ".join(map(str, first.placements))
+        parts.append(f"{placements} over {' x '.join(f'{name}={size}' for name, size in axes)}")
+        if trainer.is_fsdp_enabled and not trainer.accelerator.state.fsdp_plugin.reshard_after_forward:
+            parts[-1] += ", kept from forward to backward"
+    share = _parameter_share(module, trainer.parameter_counts[0] if is_parallel_trainer(trainer) else None)
+    parts.append(f"{share:.1%} of the parameters per rank")
+    optimizer_share = _optimizer_share(module)
+    if optimizer_share is not None:
+        parts.append(f"{optimizer_share:.1%} of the optimizer")
+    return ", ".join([*parts, *_deepspeed_traits(trainer), *_fsdp_traits(trainer)])
+
+
+def _parameter_share(module: nn.Module, elsewhere: int | None = None) -> float:
+    """Return the elements that this rank keeps between steps over all elements, with the padding of the last shard.
+
+    Args:
+        module (`nn.Module`): the prepared model.
+        elsewhere (`int`, *optional*): the number of all elements, if `module` has only some of them.
+    """
+    kept = total = 0
+    for parameter in module.parameters():
+        total += getattr(parameter, "ds_numel", parameter.numel())
+        if isinstance(parameter, DTensor):
+            kept += parameter.to_local().numel()
+        elif hasattr(parameter, "ds_tensor"):  # ZeRO-3
+            kept += parameter.ds_tensor.numel()
+        else:
+            kept += parameter.numel()
+    return kept / (elsewhere or total)
+
+
+def _optimizer_share(module: nn.Module) -> float | None:
+    """Return the share of the parameters that ZeRO-1 and 2 update on this rank.
+
+    It is None under the other strategies, where it equals `_parameter_share`.
+    """
+    partitions = getattr(getattr(module, "optimizer", None), "single_partition_of_fp32_groups", None)
+    if partitions is None:
+        return None
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return sum(partition.numel() for partition in partitions) / trained
+
+
+def _deepspeed_traits(trainer: "Trainer") -> list[str]:
+    if not trainer.is_deepspeed_enabled:
+        return []
+    zero = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("zero_optimization", {})
+    devices = {part: zero.get(f"offload_{part}", {}).get("device", "none") for part in ("optimizer", "param")}
+    traits = [f"{part} offloaded to {device}" for part, device in devices.items() if device != "none"]
+    secondary = getattr(trainer.model_wrapped.optimizer, "zero_hpz_partition_size", 1)
+    if secondary > 1:
+        traits.append(f"copies over {secondary} ranks")
+    if sequence_parallel_size(trainer) > 1:
+        traits.append(f"sequences cut over {trainer.model_wrapped.sequence_parallel_size} ranks")
+    return traits
+
+
+def _fsdp_traits(trainer: "Trainer") -> list[str]:
+    if trainer.is_fsdp_enabled and isinstance(trainer.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        return ["offloaded to cpu"]
+    return []
+
+
+def unwrap_compiled(module: object) -> object:
+    """Return the module that `torch.compile` wrapped, or `module` itself if it is not compiled.
+
+    Args:
+        module (`object`): a module, or another object that a Trainer trains, such as a DeepSpeed engine.
+    """
+    return getattr(module, "_orig_mod", module)
+
+
+def _wraps(strategy: str, module: object) -> bool:
+    if strategy == "single":
+        return True
+    if strategy == "ddp":
+        return isinstance(module, DistributedDataParallel)
+    if strategy == "fsdp2":
+        return isinstance(module, FSDPModule)
+    if strategy == "parallel":
+        return isinstance(module, nn.Module) and any(isinstance(p, DTensor) for p in module.parameters())
+    if strategy.startswith("zero"):
+        return type(module).__name__.endswith("Engine")  # DeepSpeedEngine, without importing deepspeed
+    return True

@@ -1,1 +1,0 @@
-"""Helpers for every layer: process groups, findings, logging, redaction, flags, disk errors, shipped files."""

@@ -1,0 +1,117 @@
+"""The lock that keeps two runs from writing into one output directory."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+from tiny import tiny_trainer
+
+from hfscale import SpotCheckpointCallback
+from hfscale.checkpoint import lock
+from hfscale.checkpoint.lock import lock_for_all_ranks, lock_output_dir, unlock_output_dir
+from hfscale.checkpoint.writer import finish_renames
+from hfscale.core.run_files import LOCK_NAME, MANIFEST_NAME, UNFINISHED
+from hfscale.errors import OutputDirInUseError, UsageError
+
+
+class Holder:
+    """A child process that holds the lock of a folder."""
+
+    def __init__(self, folder):
+        ready, done = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            lock_output_dir(folder)
+            os.write(done, b"1")
+            time.sleep(300)
+            os._exit(0)
+        os.read(ready, 1)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = Holder(tmp_path)
+    yield process
+    if process.pid:
+        process.kill()
+
+
+def test_a_second_run_gets_an_error_that_names_the_holder(holder, tmp_path):
+    (tmp_path / "checkpoint-9").mkdir()
+    message = rf"is in use by process {holder.pid} on \S+ since 20"
+    with pytest.raises(UsageError, match=message):
+        tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps").train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK_NAME, "checkpoint-9"]
+
+
+def test_only_the_holder_finishes_its_renames(holder, tmp_path):
+    complete = tmp_path / UNFINISHED / "checkpoint-4"
+    complete.mkdir(parents=True)
+    (complete / MANIFEST_NAME).touch()
+    assert finish_renames(tmp_path) == []
+    holder.kill()
+    holder.pid = None
+    assert finish_renames(tmp_path) == [tmp_path / "checkpoint-4"]
+
+
+def test_a_killed_run_releases_the_lock(holder, tmp_path):
+    holder.kill()
+    holder.pid = None
+    lock_output_dir(tmp_path)
+    unlock_output_dir(tmp_path)
+
+
+def test_a_run_can_train_twice_in_its_folder_and_then_releases_it(tmp_path):
+    for _ in range(2):
+        tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", max_steps=1).train()
+    Holder(tmp_path).kill()  # would wait for the pipe forever if the lock were still held
+
+
+@pytest.fixture(params=["lost-node", socket.gethostname()])
+def lost_machine(request, holder, tmp_path):
+    """The lock of a machine that is lost, which an NFS server keeps for a while; also one whose pod was replaced."""
+    fields = {"host": request.param, "pid": os.getpid(), "since": "2001-01-01T00:00:00+00:00"}
+    (tmp_path / LOCK_NAME).write_text(json.dumps(fields))
+    return holder
+
+
+def test_the_lock_of_a_lost_machine_is_waited_for(lost_machine, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lock, "_POLL_S", 0.1)
+    threading.Timer(1.0, os.kill, [lost_machine.pid, signal.SIGKILL]).start()
+    lock_output_dir(tmp_path)
+    assert caplog.text.count("waiting up to") == 1
+    assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+    unlock_output_dir(tmp_path)
+
+
+def test_a_lock_that_stays_ends_the_run_with_exit_code_75(lost_machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "LOCK_WAIT_S", 0.5)
+    monkeypatch.setattr(lock, "_POLL_S", 0.1)
+    with pytest.raises(
+        OutputDirInUseError, match=r"process \d+ on \S+ since 2001.*start the same command again"
+    ) as caught:
+        lock_for_all_ranks(tmp_path, is_holder=True)
+    assert caught.value.exit_code == 75
+
+
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "victim").write_text("content")
+    (tmp_path / LOCK_NAME).symlink_to(tmp_path / "victim")
+    with pytest.raises(UsageError, match="symbolic link"):
+        lock_output_dir(tmp_path)
+    assert (tmp_path / "victim").read_text() == "content"
+
+
+def test_a_lock_file_with_other_content_is_still_a_lock(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "LOCK_WAIT_S", 0.0)
+    (tmp_path / LOCK_NAME).write_text("not JSON")
+    with pytest.raises(UsageError, match="is in use by another run"):
+        lock_output_dir(tmp_path)

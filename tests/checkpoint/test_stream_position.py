@@ -1,0 +1,198 @@
+"""A resumed run continues in its stream at the recorded position, and reads no more than it needs."""
+
+import functools
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY
+from datasets import IterableDataset
+from tiny import LENGTH, VOCAB, logged, tiny_arguments, tiny_model
+from transformers import Trainer, TrainerCallback
+
+from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.checkpoint.stream_position import PositionedStream, StreamPosition
+
+SHARDS, ROWS = 4, 20
+STEPS, BATCH = 30, 4  # of 80 rows: one pass and a half
+
+
+class Stream:
+    """A stream of random sequences in four files, and how many of them were read."""
+
+    def __init__(self):
+        self.read = 0
+        self.dataset = IterableDataset.from_generator(self._rows, gen_kwargs={"shards": list(range(SHARDS))})
+
+    def _rows(self, shards):
+        for shard in shards:
+            generator = torch.Generator().manual_seed(shard)
+            for _ in range(ROWS):
+                self.read += 1
+                row = torch.randint(3, VOCAB, (LENGTH,), generator=generator).tolist()
+                yield {"input_ids": row, "labels": row}
+
+
+def make_trainer(folder, dataset, *callbacks, **arguments):
+    defaults = {
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "lr_scheduler_type": "linear",
+        "per_device_train_batch_size": BATCH,
+    }
+    args = tiny_arguments(folder, **(defaults | arguments))
+    model = tiny_model(attention_dropout=0.1)
+    return Trainer(model=model, args=args, train_dataset=dataset, callbacks=list(callbacks))
+
+
+def train(folder, prepare=lambda dataset: dataset, *, stop_at=-1, resume=None, spot=None, **arguments):
+    stream = Stream()
+    callbacks = [SpotCheckpointCallback()] if spot is None else spot
+    trainer = make_trainer(folder, prepare(stream.dataset), *callbacks, StopAt(stop_at), **arguments)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, stream
+
+
+class StopAt(TrainerCallback):
+    """Stops the training after a step, with a checkpoint."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+        control.should_save |= state.global_step == self.step
+
+
+def batched(dataset):
+    """As a recipe packs: the map works on batches of records, not on single ones."""
+    return dataset.map(lambda rows: {name: list(reversed(rows[name])) for name in rows}, batched=True, batch_size=6)
+
+
+def noisy(row):
+    """Masks tokens, with numbers of all generators that a checkpoint contains."""
+    masked = torch.rand(LENGTH) < (0.2 if random.random() < 0.5 else np.random.rand())
+    return {"input_ids": torch.where(masked, 3, torch.tensor(row["input_ids"])).tolist()}
+
+
+def noisy_in_batches(dataset):
+    """A batch of the map has more samples than a step."""
+
+    def mask(rows):
+        return {"input_ids": [noisy({"input_ids": ids})["input_ids"] for ids in rows["input_ids"]]}
+
+    return dataset.map(mask, batched=True, batch_size=6)
+
+
+IN_TWO_PASSES = [(batched, 7), (batched, 20), (batched, 23), (noisy_in_batches, 7), (noisy_in_batches, 23)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Return a function that trains without the callback, once for each stream."""
+    trained = functools.cache(
+        lambda prepare, arguments: train(
+            tmp_path_factory.mktemp("plain"), prepare, spot=[], save_strategy="no", **dict(arguments)
+        )[0]
+    )
+    return lambda prepare, arguments: trained(prepare, tuple(arguments.items()))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "stop_at", "arguments"),
+    [
+        *((prepare, stop_at, {}) for prepare, stop_at in IN_TWO_PASSES),
+        (lambda dataset: dataset.map(noisy), 5, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+    ],
+)
+def test_a_resumed_run_is_the_one_without_the_callback(plain, tmp_path, prepare, stop_at, arguments, caplog):
+    """In the first pass, at its end, and in the second; dropout shows that random numbers continue too."""
+    plain = plain(prepare, arguments)
+    arguments = arguments | {"save_steps": 1000}
+    train(tmp_path / "cut", prepare, stop_at=stop_at, **arguments)
+    with caplog.at_level(logging.INFO, logger="hfscale"):
+        resumed, _ = train(tmp_path / "cut", prepare, resume=latest_checkpoint(tmp_path / "cut"), **arguments)
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert logged(resumed, key) == logged(plain, key), key
+    assert logged(resumed, "epoch") == pytest.approx(logged(plain, "epoch"), rel=1e-12)
+    assert "the stream continues after" in caplog.text
+    assert "read again" not in caplog.text
+    if stop_at == 23:
+        assert "after 12 sequences of pass 2" in caplog.text
+
+
+@pytest.mark.world(2)
+def test_two_processes_read_what_they_read_without_the_callback(launch, tmp_path):
+    """Also where Accelerate gives each process its own files, and where it splits a batch between the processes."""
+    cases = [f"datasets with a random map, {loader}, 0 workers" for loader in ("not dispatched", "split")]
+    done = launch(2, REPOSITORY / "tests" / "workers" / "streams.py", *cases)
+    assert done.code == 0, done.err
+    own_files, split = (json.loads((tmp_path / "streams.json").read_text())[case] for case in cases)
+    assert own_files["first"]
+    assert split == {"first": True, "resumed": True}
+
+
+def test_a_resumed_run_reads_only_what_follows(tmp_path):
+    """Of 80,000 sequences; the data loader reads a batch ahead, and a batch of the map is read again."""
+
+    def prepare(dataset):
+        return batched(dataset.repeat(1000))
+
+    train(tmp_path, prepare, stop_at=STEPS - 2)
+    _, stream = train(tmp_path, prepare, resume=latest_checkpoint(tmp_path))
+    assert stream.read < 32
+
+
+def test_with_a_shuffle_buffer_the_stream_is_read_again(tmp_path, caplog):
+    def prepare(dataset):
+        return dataset.shuffle(seed=0, buffer_size=10)
+
+    uninterrupted, _ = train(tmp_path / "uninterrupted", prepare)
+    train(tmp_path / "cut", prepare, stop_at=23)
+    with caplog.at_level(logging.WARNING, logger="hfscale"):
+        resumed, _ = train(tmp_path / "cut", prepare, resume=latest_checkpoint(tmp_path / "cut"))
+    assert logged(resumed, "loss") == logged(uninterrupted, "loss")
+    assert "the 12 sequences already seen are read again" in caplog.text
+
+
+def test_only_the_positions_that_a_step_may_need_are_remembered(tmp_path):
+    """A pass of a real stream has more samples than a host has memory for."""
+    stream = PositionedStream(Stream().dataset)
+    stream.remembered = 8
+    for count, _ in enumerate(stream, start=1):
+        assert len(stream._positions) == min(count, 8)
+    assert stream.num_shards == SHARDS  # an attribute of the dataset
+    seen = {}
+
+    class Look(StopAt):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            (position,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, StreamPosition)]
+            seen.update(is_trained_on=trainer.train_dataset is position.stream, kept=len(position.stream._positions))
+
+    trainer = make_trainer(tmp_path, Stream().dataset, SpotCheckpointCallback(), Look(-1))
+    trainer.train()
+    assert seen["is_trained_on"]
+    assert seen["kept"] <= 4 * BATCH
+
+
+def test_with_data_loader_workers_the_stream_is_read_again(tmp_path, caplog):
+    uninterrupted, _ = train(tmp_path / "uninterrupted", dataloader_num_workers=1)
+    train(tmp_path / "cut", stop_at=7, dataloader_num_workers=1)
+    with caplog.at_level(logging.INFO, logger="hfscale"):
+        resumed, _ = train(tmp_path / "cut", dataloader_num_workers=1, resume=latest_checkpoint(tmp_path / "cut"))
+    assert logged(resumed, "loss") == logged(uninterrupted, "loss")
+    assert "dataloader_num_workers to 0" in caplog.text
+    assert "the 28 sequences already seen are read again" in caplog.text
+
+
+def test_a_stream_that_fails_fails_the_training(tmp_path):
+    def broken(row):
+        raise ValueError("row 9 is broken")
+
+    with pytest.raises(ValueError, match="row 9 is broken"):
+        train(tmp_path, lambda dataset: dataset.map(broken))

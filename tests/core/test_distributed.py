@@ -1,0 +1,95 @@
+"""At which steps ranks exchange values (`StepAgreement`), on one process and on several."""
+
+import json
+import sys
+
+import pytest
+from conftest import REPOSITORY, run_process
+
+from hfscale.checkpoint.store import list_checkpoints, verify
+from hfscale.core import collectives
+from hfscale.core.collectives import StepAgreement
+
+
+class FakeClock:
+    """A clock that the test advances."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(collectives.time, "monotonic", lambda: self.now)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize(
+    ("every_s", "step_s"),
+    [(0.5, 0.01), (0.5, 0.03), (0.5, 0.3), (0.5, 60.0), (5.0, 0.03), (5.0, 1.0), (5.0, 60.0)],
+)
+def test_exchanges_keep_their_interval(monkeypatch, step_s, every_s, overlapped):
+    clock = FakeClock(monkeypatch)
+    agreement = StepAgreement("test", every_s, overlapped=overlapped)
+    exchanges = []
+    for step in range(4000):
+        clock.now += step_s
+        if agreement.step(lambda: 0.0) is not None:
+            exchanges.append(step)
+    gaps = {later - earlier for earlier, later in zip(exchanges[-5:-1], exchanges[-4:], strict=True)}
+    assert gaps == {max(1, int(every_s / step_s))}
+
+
+def test_the_value_is_computed_at_exchanges_only(monkeypatch):
+    """Computing it may read a file system."""
+    clock, agreement, calls = FakeClock(monkeypatch), StepAgreement("test", 0.5, overlapped=True), []
+    for step in range(100):
+        clock.now += 0.05
+        agreement.step(lambda step=step: float(calls.append(step) or 0))
+    assert len(calls) < 20
+
+
+def test_a_slow_first_step_does_not_set_the_interval(monkeypatch):
+    clock = FakeClock(monkeypatch)
+    agreement = StepAgreement("test", every_s=5.0)
+    clock.now += 300.0  # compilation
+    assert agreement.step(lambda: 1.0) == 1.0
+    exchanges = 0
+    for _ in range(200):
+        clock.now += 0.05
+        exchanges += agreement.step(lambda: 0.0) is not None
+    assert exchanges < 12
+
+
+def test_a_quick_first_step_does_not_set_the_interval(monkeypatch):
+    clock = FakeClock(monkeypatch)
+    agreement = StepAgreement("test", every_s=5.0)
+    clock.now += 0.001
+    agreement.step(lambda: 0.0)
+    exchanged = []
+    for _ in range(2):
+        clock.now += 60.0
+        exchanged.append(agreement.step(lambda: 1.0) is not None)
+    assert exchanged == [False, True]
+
+
+@pytest.mark.world(3)
+def test_ranks_with_different_step_times_read_the_value_at_the_same_step(tmp_path):
+    """In eight rounds the rank, the moment and the step time vary."""
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    done = run_process([sys.executable, str(REPOSITORY / "tests" / "workers" / "overlap.py")], tmp_path, environment)
+    assert done.code == 0, done.err[-3000:]
+    rounds = json.loads(done.out.splitlines()[-1])
+    assert len(rounds) == 8
+    assert all(len(set(row["steps"])) == 1 and row["steps"][0] is not None for row in rounds), rounds
+    assert max(row["wait_s"] for row in rounds) < 5.0, rounds
+
+
+@pytest.mark.world(2)
+def test_two_processes_save_at_the_same_step_though_their_clocks_differ(launch, tmp_path):
+    """On rank 1 the save is overdue long before it is on rank 0: both must save, at the same step, without a hang."""
+    done = launch(2, REPOSITORY / "tests" / "workers" / "agreement.py")
+    assert done.code == 0, done.err[-3000:]
+    values = json.loads((tmp_path / "values.json").read_text())
+    assert values == {"max": [3.0, 7.0], "rows": [[0.0, 7.0], [3.0, 6.0]]}
+    saved = [json.loads((tmp_path / f"saved_{rank}.json").read_text()) for rank in (0, 1)]
+    assert saved[0] == saved[1]
+    assert len(saved[0]) >= 3
+    (last,) = list_checkpoints(tmp_path / "out")  # those of a cadence in minutes are temporary
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(verify(last).files)

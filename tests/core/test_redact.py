@@ -1,0 +1,76 @@
+"""Secrets are removed from text, and nothing else is."""
+
+import pytest
+
+from hfscale.checkpoint.store import read_status, write_status
+from hfscale.core.redaction import MASK, is_secret_name, redact, redact_argv
+
+NO_ENVIRONMENT: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_" + "aB3" * 10,
+        "sk-" + "x1" * 12,
+        "ghp_" + "a1" * 15,
+        "AKIA" + "ABCD1234" * 2,
+        "xoxb-123456789012-abc",
+        "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.SflKxwRJSMeKKF2QT4",
+    ],
+)
+def test_known_kinds_of_keys_are_removed(secret):
+    text = redact(f"loading from x with {secret}, done", NO_ENVIRONMENT)
+    assert secret not in text
+    assert text == f"loading from x with {MASK}, done"
+
+
+def test_values_assigned_to_a_secret_name_are_removed():
+    quoted = redact("AWS_SECRET_ACCESS_KEY=abc123 X-Amz-Signature=f00 token: 'xyz' at bucket", NO_ENVIRONMENT)
+    assert quoted == f"AWS_SECRET_ACCESS_KEY={MASK} X-Amz-Signature={MASK} token: '{MASK}' at bucket"
+    assert redact("--hub_token=abc123 password: hunter2 x", NO_ENVIRONMENT) == f"--hub_token={MASK} password: {MASK} x"
+    assert redact("https://me:pa55@host/path", NO_ENVIRONMENT) == f"https://{MASK}@host/path"
+
+
+def test_values_of_secret_variables_are_removed_and_of_others_kept():
+    environ = {"WANDB_API_KEY": "f00dfeed", "HOME": "/home/me", "X_TOKEN": "true"}
+    assert redact("key f00dfeed in /home/me is true", environ) == f"key {MASK} in /home/me is true"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tokens_seen: 1234",
+        "--max_new_tokens=20",
+        "scaling/usd_per_million_tokens=3",
+        "tokenizer_name=gpt2",
+        "12,288 tokens per step",
+        "checkpoint-500 is committed",
+    ],
+)
+def test_numbers_of_tokens_and_plain_words_are_kept(text):
+    assert redact(text, NO_ENVIRONMENT) == text
+
+
+def test_the_reason_of_a_failure_is_written_without_secrets(tmp_path):
+    reason = "OSError: 401 for https://me:pa55@host/x?token=abcdefgh"
+    write_status(tmp_path, "failed", step=3, checkpoint=None, reason=reason)
+    assert read_status(tmp_path)["reason"] == f"OSError: 401 for https://{MASK}@host/x?token={MASK}"
+
+
+def test_secret_names_are_recognised():
+    assert all(map(is_secret_name, ("HF_TOKEN", "--hub_token", "aws_secret_access_key", "DB_PASSWORD", "api-key")))
+    assert not any(map(is_secret_name, ("tokens", "num_tokens", "tokenizer_name", "--output_dir")))
+
+
+def test_the_value_after_a_secret_flag_is_removed():
+    argv = ["train.py", "--hub_token", "plain", "--api-key=abc", "--tokenizer_name", "gpt2", "--push_to_hub"]
+    assert redact_argv(argv, NO_ENVIRONMENT) == [
+        "train.py",
+        "--hub_token",
+        MASK,
+        f"--api-key={MASK}",
+        "--tokenizer_name",
+        "gpt2",
+        "--push_to_hub",
+    ]

@@ -1,0 +1,200 @@
+"""GPU telemetry from recorded NVML readings; no GPU is needed, since the sensor is replaced."""
+
+import math
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hfscale.health import gpu
+from hfscale.health.gpu import GpuWatch, NvmlSensor, Reading, xids
+from hfscale.health.monitor import GpuThread, Monitor
+from hfscale.recovery import autostop_command as autostop
+
+HEALTHY = Reading(
+    temperature_c=61.0,
+    power_w=655.0,
+    sm_clock_mhz=1755.0,
+    reasons=0x4,
+    ecc_uncorrected=0,
+    ecc_corrected=3,
+    bus="00000000:17:00.0",
+)
+KERNEL = [
+    "6,1234,98765,-;usb 1-1: new high-speed USB device",
+    "4,1235,98766,-;NVRM: Xid (PCI:0000:17:00): 79, pid=4242, name=python, GPU has fallen off the bus.",
+    "4,1236,98767,-;NVRM: Xid (PCI:0000:ca:00): 31, pid=4243, name=python, Ch 00000008, intr 10000000.",
+]
+
+
+class RecordedSensor:
+    """A sensor that returns given readings in order, and then the last one again."""
+
+    def __init__(self, *readings):
+        self.readings = list(readings)
+
+    def read(self):
+        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+
+
+def messages(*readings, log=None):
+    """The messages of each reading after the first."""
+    watch = GpuWatch(RecordedSensor(HEALTHY, *readings), log)
+    return [[finding.message for finding in watch.look()] for _ in readings]
+
+
+def test_a_gpu_at_its_power_limit_is_healthy():
+    assert messages(HEALTHY, HEALTHY) == [[], []]
+    assert HEALTHY.throttled is None
+
+
+def test_throttling_is_reported_once_with_its_reason(tmp_path):
+    hot = replace(HEALTHY, temperature_c=91.0, sm_clock_mhz=1200.0, reasons=0x44)
+    (first, second) = messages(hot, hot, log=tmp_path / "none")
+    assert "91 °C, 1200 MHz (hardware thermal slowdown)" in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"ecc_uncorrected": 2}, "2 more uncorrected"),
+        ({"ecc_corrected": 10}, "7 more corrected"),
+        ({"remap_pending": True}, "needs a reset"),
+        ({"remap_failed": True}, "exchanged"),
+        ({"reasons": 0x80}, "power brake"),
+    ],
+)
+def test_a_new_problem_is_reported(change, part, tmp_path):
+    ((message,),) = messages(replace(HEALTHY, **change), log=tmp_path / "none")
+    assert part in message
+
+
+def test_an_xid_of_this_gpu_since_the_start_is_reported(tmp_path):
+    log = tmp_path / "kern.log"
+    log.write_text("\n".join(KERNEL[:1]))
+    watch = GpuWatch(RecordedSensor(HEALTHY), log)
+    assert watch.look() == []
+    log.write_text("\n".join(KERNEL))
+    (finding,) = watch.look()  # XID 31 is of another GPU
+    assert "XID 79 (fell off the bus)" in finding.message
+    assert GpuWatch(RecordedSensor(HEALTHY), log).look() == []  # from before the run
+
+
+def test_xids_are_read_from_the_kernels_messages():
+    assert xids(KERNEL) == [("0000:17:00", 79), ("0000:ca:00", 31)]
+    assert isinstance(xids(gpu._kernel_lines(None)), list)
+
+
+def nvml(**missing):
+    """A stand-in for pynvml with the functions that are called; those in `missing` raise NVMLError."""
+
+    class NVMLError(Exception):
+        pass
+
+    def refuse(*_):
+        raise NVMLError
+
+    asked = []
+    module = types.SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_CLOCK_SM=1,
+        NVML_MEMORY_ERROR_TYPE_CORRECTED=0,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
+        NVML_VOLATILE_ECC=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: asked.append(uuid),
+        nvmlDeviceGetPowerUsage=lambda h: 654321,
+        nvmlDeviceGetRemappedRows=lambda h: (1, 0, 1, 0),
+        nvmlDeviceGetPciInfo=lambda h: types.SimpleNamespace(busId=b"00000000:17:00.0"),
+        nvmlDeviceGetTemperature=lambda h, sensor: 61,
+        nvmlDeviceGetClockInfo=lambda h, kind: 1755,
+        nvmlDeviceGetCurrentClocksEventReasons=lambda h: 0x4,
+        nvmlDeviceGetTotalEccErrors=lambda h, kind, counter: 3 - 3 * kind,
+        asked=asked,
+    )
+    for name in missing:
+        setattr(module, name, refuse)
+    return module
+
+
+@pytest.fixture
+def properties(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="ab-cd"))
+
+
+def test_units_of_nvml_are_converted(properties):
+    module = nvml()
+    reading = NvmlSensor(torch.device("cuda", 0), module).read()
+    assert reading == replace(HEALTHY, power_w=654.321, remap_pending=True)
+    assert module.asked == ["GPU-ab-cd"]
+
+
+def test_values_that_a_gpu_does_not_report_are_absent(properties):
+    module = nvml(nvmlDeviceGetTotalEccErrors=1, nvmlDeviceGetRemappedRows=1, nvmlDeviceGetPowerUsage=1)
+    reading = NvmlSensor(torch.device("cuda", 0), module).read()
+    assert (reading.power_w, reading.ecc_corrected, reading.remap_failed) == (None, None, False)
+    assert reading.temperature_c == 61
+
+
+def test_without_the_package_there_is_no_sensor(monkeypatch):
+    assert gpu.sensor_of(torch.device("cpu")) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu.sensor_of(torch.device("cuda", 0)) is None
+
+
+def test_metric_keys_are_logged_with_a_sensor_and_absent_without():
+    hot = replace(HEALTHY, reasons=0x20, temperature_c=88.0)
+    thread = GpuThread(GpuWatch(RecordedSensor(hot)), every_s=0.01)
+    thread.start()
+    monitor = Monitor(hosts=["node"], gpu=thread)
+    while not thread._found:
+        pass
+    keys, found, _ = monitor.exchange(1, None, None)
+    assert keys == {"gpu/temperature_c_max": 88.0, "gpu/power_w": 655.0, "gpu/throttled": 1.0}
+    assert (found[0].ranks, found[0].host) == ((0,), "node")
+    monitor.stop()
+    assert Monitor(hosts=["node"]).exchange(1, None, None)[:2] == ({}, [])
+    without_values = GpuThread(GpuWatch(RecordedSensor(Reading())))
+    assert Monitor(hosts=["node"], gpu=without_values).exchange(1, None, math.nan)[0] == {"gpu/throttled": 0.0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, test_gpu.py reads the sensor")
+def test_without_a_driver_the_real_package_gives_no_sensor():
+    import pynvml
+
+    with pytest.raises(pynvml.NVMLError):
+        pynvml.nvmlInit()
+    assert gpu.sensor_of(torch.device("cuda", 0)) is None
+    assert autostop.gpu_activity() is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, test_gpu.py reads the sensor")
+def test_the_real_functions_take_the_arguments_that_they_are_given():
+    """Without a driver each raises NVMLError, and not TypeError."""
+    import pynvml
+
+    sensor = NvmlSensor.__new__(NvmlSensor)
+    sensor._nvml, sensor._handle = pynvml, pynvml.c_nvmlDevice_t()
+    assert sensor.read() == Reading()
+    calls = {"nvmlDeviceGetHandleByUUID": ("GPU-ab-cd",), "nvmlDeviceGetHandleByIndex": (0,), "nvmlDeviceGetCount": ()}
+    for name, arguments in (calls | {"nvmlDeviceGetUtilizationRates": (sensor._handle,)}).items():
+        with pytest.raises(pynvml.NVMLError):
+            getattr(pynvml, name)(*arguments)
+    assert "busId" in dict(pynvml.nvmlPciInfo_t._fields_)
+    assert "gpu" in dict(pynvml.c_nvmlUtilization_t._fields_)
+
+
+def test_the_stand_in_has_the_names_of_pynvml():
+    import pynvml
+
+    for name in vars(nvml()):
+        assert name == "asked" or hasattr(pynvml, name), name
+    assert pynvml.nvmlClocksEventReasonHwThermalSlowdown in gpu.THERMAL
+    assert pynvml.nvmlClocksEventReasonSwThermalSlowdown in gpu.THERMAL
+    assert {pynvml.nvmlClocksEventReasonHwSlowdown, pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown} == set(
+        gpu.BRAKES
+    )

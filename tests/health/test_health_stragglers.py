@@ -1,0 +1,195 @@
+"""Stragglers: judged from generated step times, and with four real ranks of which one is slow."""
+
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from workers.health_stragglers import run
+
+from hfscale.core.clocks import CudaClock, HostClock
+from hfscale.health.local_time import KEPT_STEPS, LocalTimer, StepSpans
+from hfscale.health.stragglers import DataWaitJudge, StragglerJudge, z_scores
+
+HOSTS = [f"node-{rank // 4}" for rank in range(8)]
+
+
+def findings(ratio, guilty, spread, seed, steps=50, ranks=8):
+    """The findings for steps of 30 ms with a spread, exchanged ten at a time."""
+    chance, judge, found = random.Random(seed), StragglerJudge(HOSTS[:ranks]), []
+
+    def slow(step):
+        return step % ranks if guilty is None else guilty
+
+    def steps_of(start):
+        return range(start, start + 10)
+
+    for start in range(0, steps, 10):
+        rows = [
+            [
+                0.03 * chance.lognormvariate(0, spread) * (ratio if rank == slow(step) else 1.0)
+                for step in steps_of(start)
+            ]
+            for rank in range(ranks)
+        ]
+        found += judge.add(rows).findings
+    return found
+
+
+@pytest.mark.parametrize("ratio", [1.5, 3.0])
+@pytest.mark.parametrize("guilty", [0, 3, 7])
+def test_a_slow_rank_is_named_once_within_50_steps(ratio, guilty):
+    for seed in range(20):
+        (finding,) = findings(ratio, guilty, 0.05, seed)
+        assert finding.ranks == (guilty,)
+        assert finding.host == HOSTS[guilty]
+        assert "straggler" in finding.message
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("spread", [0.01, 0.05, 0.15])
+def test_a_rank_slower_by_up_to_a_tenth_is_not_reported(ranks, spread):
+    alarms = [findings(ratio, 1, spread, seed, 200, ranks) for ratio in (1.0, 1.1) for seed in range(25)]
+    assert not any(alarms)
+
+
+def test_a_slowness_that_changes_ranks_is_no_single_ranks_fault():
+    (finding,) = findings(1.5, None, 0.03, 0)
+    assert finding.ranks == ()
+    assert "another at each step" in finding.message
+
+
+def test_a_straggler_is_reported_again_only_after_it_has_recovered():
+    judge = StragglerJudge(["a", "b", "c"])
+    slow, healthy = [[0.03] * 50, [0.06] * 50, [0.03] * 50], [[0.03] * 50] * 3
+    counts = [len(judge.add(rows).findings) for rows in (slow, slow, healthy, slow)]
+    assert counts == [1, 0, 0, 1]
+
+
+def test_a_straggler_near_the_limit_is_reported_once():
+    judge = StragglerJudge(["a", "b", "c"])
+    counts = []
+    for ratio in (1.35, 1.25, 1.35, 1.2, 1.35):
+        rows = [[0.03] * 50, [0.03 * ratio] * 50, [0.03] * 50]
+        counts.append(len(judge.add(rows).findings))
+    assert counts == [1, 0, 0, 0, 0]
+
+
+def test_a_slowness_that_changes_ranks_is_reported_once_until_it_is_over():
+    judge, counts = StragglerJudge(["a", "b", "c"]), []
+    for ratio in (1.5, 1.3, 1.5, 1.0, 1.5):
+        rows = [[0.03 * (ratio if step % 3 == rank else 1.0) for step in range(50)] for rank in range(3)]
+        counts.append(len(judge.add(rows).findings))
+    assert counts == [1, 0, 0, 0, 1]
+
+
+def test_16384_ranks_are_judged_in_50_ms_of_cpu():
+    """Every rank judges all ranks at each log."""
+    ranks, chance = 16_384, np.random.default_rng(0)
+    judge = StragglerJudge(["node"] * ranks)
+    rows = chance.uniform(1.0, 1.02, (ranks, 50))
+    rows[1234] *= 1.5
+    (finding,) = judge.add(rows).findings
+    assert finding.ranks == (1234,)
+
+    def cpu_s():
+        began_s = time.process_time()
+        judge.add(rows[:, :10])
+        return time.process_time() - began_s
+
+    assert any(cpu_s() <= 0.05 for _ in range(50)), "on a busy machine some calls take longer"
+
+
+def test_skew_is_the_slowest_rank_over_the_median_rank():
+    assert StragglerJudge(["a"] * 3).add([[1.0], [2.0], [3.0]]).skew == 1.5
+    assert StragglerJudge(["a"] * 2).add([[1.0, 1.0], [1.5, 1.5]]).skew == 1.5
+    assert StragglerJudge(["a"]).add([[1.0]]).skew is None
+    assert StragglerJudge(["a"] * 2).add([[math.nan], [1.0]]).skew is None
+
+
+def test_z_scores_assume_a_least_spread():
+    assert z_scores([1.0, 1.0, 1.02, 1.0])[2] < 1
+    assert z_scores([1.0, 1.0, 1.5, 1.0])[2] > 10
+
+
+def test_a_rank_that_alone_waits_for_data_is_named():
+    judge = DataWaitJudge(["a", "b", "c"])
+    found = [judge.add([0.01, 0.4, 0.02], [1.0, 1.0, 1.0]) for _ in range(4)]
+    assert [len(new) for new in found] == [0, 0, 1, 0]
+    assert found[2][0].ranks == (1,)
+    judge = DataWaitJudge(["a", "b", "c"])
+    counts = [len(judge.add([0.01, wait, 0.01], [1.0] * 3)) for wait in (0.11, 0.11, 0.11, 0.08, 0.11, 0.11, 0.11)]
+    assert sum(counts) == 1  # near the limit
+    judge = DataWaitJudge(["a", "b", "c"])  # when all wait, no single rank is at fault
+    assert not [found for _ in range(4) for found in judge.add([0.4, 0.4, 0.4], [1.0, 1.0, 1.0])]
+
+
+class TestLocalTimer:
+    @pytest.mark.timing
+    def test_own_work_is_the_forward_and_backward_of_all_micro_steps(self):
+        class SlowModel(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+
+            def forward(self, x):
+                time.sleep(0.02)
+                return self.layer(x)
+
+        model = SlowModel()
+        timer = LocalTimer(model, "single", torch.device("cpu"))
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            time.sleep(0.05)  # as a wait for peers would
+        timer.span.next_step()
+        model.eval()
+        model(torch.ones(1, 4))
+        timer.span.next_step()
+        first, second = timer.span.read()
+        assert 0.04 <= first < 0.09
+        assert math.isnan(second)
+        timer.detach()
+        model.train()(torch.ones(1, 4)).sum().backward()
+        timer.span.next_step()
+        assert math.isnan(timer.span.read()[0])
+
+    def test_a_span_keeps_its_last_steps(self):
+        span = StepSpans(HostClock())
+        for _ in range(KEPT_STEPS + 5):
+            span.open()
+            span.close()
+            span.next_step()
+        assert len(span.read()) == KEPT_STEPS
+        assert span.read() == []
+
+    def test_nothing_is_timed_where_every_matrix_product_waits(self):
+        assert not LocalTimer(nn.Linear(2, 2), "zero3", torch.device("cpu")).measures
+        assert LocalTimer(nn.Linear(2, 2), "ddp", torch.device("cpu")).measures
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_events_are_read_when_they_have_completed():
+    span = StepSpans(CudaClock())
+    span.open()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    span.close()
+    span.next_step()
+    assert math.isnan(span.read()[0])
+    span.open()
+    torch.cuda._sleep(100_000_000)
+    span.close()
+    span.next_step()
+    torch.cuda.synchronize()
+    assert 0.01 < span.read()[0] < 1.0
+
+
+@pytest.mark.world(4)
+def test_a_rank_1_5_times_slower_under_ddp_and_one_whose_weights_differ_are_named(tmp_path):
+    for result in run(4, 1.5, 2, steps=50, drift=35).results.values():
+        stragglers = [found for found in result["found"] if found[1] == "straggler"]
+        assert [(ranks, step <= 50) for step, _, ranks, _ in stragglers] == [((2,), True)]
+        assert [ranks for _, check, ranks, _ in result["found"] if check == "replicas"] == [(2,)]
+        assert all(skew > 1.2 for skew in result["skews"])

@@ -1,0 +1,227 @@
+"""Sizes of the axes from flags and the launcher's environment, and the errors where they do not fit."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig, MambaConfig
+
+from hfscale import ParallelArguments
+from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.layout import ParallelLayout
+from hfscale.recipe.arguments import ModelArguments
+from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.layout import check_model, distributed_config, set_up_parallelism
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
+DDP = {"WORLD_SIZE": "8"}
+
+
+def arguments(world_size=8, **changes):
+    """The fields of TrainingArguments that `set_up_parallelism` reads and sets, for a simulated world."""
+    defaults = {
+        "world_size": world_size,
+        "use_cpu": False,
+        "deepspeed": None,
+        "fsdp": None,
+        "parallelism_config": None,
+        "save_strategy": "no",
+        "save_only_model": False,
+        "bf16": True,
+        "resume_from_checkpoint": "true",
+        "gradient_compression": "none",
+    }
+    return SimpleNamespace(**defaults | changes)
+
+
+def sizes(**axes):
+    return {f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": str(size) for axis, size in axes.items()}
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "layout"),
+    [
+        (DDP, {}, {"dp_replicate": 8}),
+        (FSDP, {}, {"dp_shard": 8}),
+        (FSDP | sizes(dp_replicate=2, dp_shard=4), {}, {"dp_replicate": 2, "dp_shard": 4}),
+        (FSDP | sizes(dp_replicate=2, dp_shard=4), {"dp_replicate_size": 4}, {"dp_replicate": 4, "dp_shard": 2}),
+        (FSDP | sizes(dp_shard=2, cp=4), {}, {"dp_shard": 2, "cp": 4}),
+        (FSDP, {"cp_size": 2}, {"dp_shard": 4, "cp": 2}),
+        (ZERO, {}, {"dp_shard": 8}),
+        (ZERO | sizes(dp_replicate=1, dp_shard=1, sp=4), {}, {"dp_shard": 2, "cp": 4}),
+        (ZERO, {"cp_size": 8}, {"cp": 8}),
+        (DDP | sizes(dp_shard=4, tp=2), {}, {"dp_shard": 4, "tp": 2}),
+        (DDP, {"tp_size": 8}, {"tp": 8}),
+        (DDP, {"tp_size": 2, "dp_replicate_size": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_flags_override_the_config_and_dp_shard_takes_the_remaining_ranks(environ, flags, layout):
+    assert set_up_parallelism(ParallelArguments(**flags), arguments(), dict(environ)) == ParallelLayout(**layout)
+
+
+def test_accelerate_gets_the_sizes():
+    args = arguments()
+    set_up_parallelism(ParallelArguments(dp_replicate_size=2), args, FSDP)
+    assert (args.parallelism_config.dp_replicate_size, args.parallelism_config.dp_shard_size) == (2, 4)
+    args = arguments()
+    set_up_parallelism(ParallelArguments(cp_size=2), args, ZERO)
+    assert (args.parallelism_config.sp_size, args.parallelism_config.data_parallel_size) == (2, 4)
+
+
+def test_transformers_gets_the_sizes():
+    config = distributed_config(ParallelLayout(dp_replicate=2, dp_shard=2, tp=2), arguments())
+    assert (config.tp_size, config.fsdp_size, config.dp_replicate_size) == (2, 2, 2)
+    assert config.fsdp_mixed_precision
+    assert distributed_config(ParallelLayout(dp_shard=8), arguments()) is None
+
+
+def test_tensor_parallel_runs_save_no_checkpoints():
+    args = arguments(save_strategy="steps")
+    set_up_parallelism(ParallelArguments(tp_size=2), args, dict(DDP))
+    assert args.save_strategy == "no"
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "changes", "message"),
+    [
+        (FSDP | sizes(dp_replicate=2, dp_shard=4), {}, {"world_size": 2}, "needs 8 processes, but the world has 2"),
+        (
+            FSDP,
+            {"dp_shard_size": 3},
+            {},
+            "needs 3 processes, but the world has 8: start 3 processes or set dp_shard=8",
+        ),
+        (FSDP, {"tp_size": 2}, {}, "tp_size 2 under FSDP: .* launch with accelerate_configs/fsdp2_tp.yaml"),
+        (ZERO, {"tp_size": 2}, {}, "tp_size 2 under ZERO"),
+        (ZERO, {"dp_shard_size": 2}, {}, "--dp_shard_size are FSDP2's, not ZERO's"),
+        (DDP, {"dp_replicate_size": 2}, {}, "are FSDP2's, not DDP's: launch with accelerate_configs/fsdp2_hsdp.yaml"),
+        (DDP, {"cp_size": 2}, {}, "cp_size 2 needs FSDP2 or DeepSpeed: launch with accelerate_configs/fsdp2_cp.yaml"),
+        (FSDP, {"cp_size": 2}, {"use_cpu": True}, "cp_size 2 under FSDP2 on a CPU: torch has ring attention for GPUs"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(environ, flags, changes, message):
+    with pytest.raises(UsageError, match=message):
+        set_up_parallelism(ParallelArguments(**flags), arguments(**changes), dict(environ))
+
+
+def test_sizes_are_at_least_1():
+    with pytest.raises(UsageError, match="--tp_size is 0"):
+        ParallelArguments(tp_size=0)
+
+
+LLAMA = LlamaConfig(num_attention_heads=32, num_key_value_heads=8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "environ", "config", "block_size", "message"),
+    [
+        ({"tp": 16}, DDP, LLAMA, 64, "tp_size 16 does not divide the model's 32 .* 8 .*: choose one of 1, 2, 4, 8$"),
+        ({"tp": 3}, DDP, LLAMA, 64, "tp_size 3 does not divide"),
+        ({"cp": 3}, ZERO, LLAMA, 66, "cp_size 3 under DeepSpeed does not divide the model's 32 attention heads"),
+        ({"cp": 4}, FSDP, LLAMA, 100, "--block_size to be a multiple of 8: 100 is not, 96 is"),
+    ],
+)
+def test_heads_and_sequences_that_do_not_divide_are_refused(monkeypatch, layout, environ, config, block_size, message):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LayoutError, match=message):
+        check_model(ParallelLayout(**layout), config, arguments(), block_size=block_size)
+
+
+def test_sizes_that_divide_pass_and_a_model_without_heads_is_refused():
+    check_model(ParallelLayout(tp=8), LLAMA, arguments(), block_size=64)
+    with pytest.raises(UsageError, match="tp_size 2: transformers has no tensor-parallel plan for mamba"):
+        check_model(ParallelLayout(tp=2), MambaConfig(), arguments(), block_size=64)
+
+
+def deepspeed(**config):
+    return SimpleNamespace(hf_ds_config=SimpleNamespace(config=config))
+
+
+def offload(device, path=None):
+    gather = {"stage3_gather_16bit_weights_on_model_save": True}
+    return {"zero_optimization": {"stage": 3, "offload_param": {"device": device, "nvme_path": path}} | gather}
+
+
+QLORA = {"use_peft": True, "load_in_4bit": True, "model_name_or_path": "some/model"}
+
+
+class TestPairs:
+    """Combinations of methods, strategies and machines that are refused. The test machine has no GPU."""
+
+    def check(self, monkeypatch, environ, model, args, layout=None):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        check_pairs(ModelArguments(**model), args, layout)
+
+    @pytest.fixture
+    def gpu(self, monkeypatch):
+        """Make these checks find a GPU and bitsandbytes."""
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("hfscale.core.versions.is_at_least", lambda package, minimum: True)
+
+    def test_qlora_without_a_gpu(self, monkeypatch):
+        with pytest.raises(UsageError, match="--load_in_4bit needs a CUDA GPU"):
+            self.check(monkeypatch, FSDP, QLORA, arguments())
+
+    def test_qlora_without_adapters(self):
+        with pytest.raises(UsageError, match=r"--load_in_4bit .*: give --use_peft true"):
+            ModelArguments(load_in_4bit=True, model_name_or_path="some/model")
+
+    def test_qlora_on_nvme(self, monkeypatch, gpu, tmp_path):
+        args = arguments(deepspeed_plugin=deepspeed(**offload("nvme", str(tmp_path))))
+        with pytest.raises(UsageError, match=r"--load_in_4bit and ZeRO-3 .* on NVMe: .*zero3_offload.yaml"):
+            self.check(monkeypatch, ZERO, QLORA, args)
+
+    def test_qlora_under_tensor_parallelism(self, monkeypatch, gpu):
+        with pytest.raises(UsageError, match="--load_in_4bit and tp_size 2: "):
+            self.check(monkeypatch, DDP, QLORA, arguments(), ParallelLayout(tp=2))
+
+    def test_qlora_with_its_requirements_passes(self, monkeypatch, gpu):
+        self.check(monkeypatch, FSDP, QLORA, arguments(), ParallelLayout(dp_shard=8))
+
+    def test_fsdp1(self, monkeypatch):
+        with pytest.raises(UsageError, match="fsdp_version 1: "):
+            self.check(monkeypatch, FSDP | {"FSDP_VERSION": "1"}, {}, arguments())
+
+    @pytest.mark.parametrize(("environ", "layout"), [(FSDP, None), (ZERO, None), (DDP, ParallelLayout(tp=2))])
+    def test_compressed_gradients_without_ddp(self, monkeypatch, environ, layout):
+        with pytest.raises(UsageError, match="--gradient_compression topk works on DDP's gradients: launch with"):
+            self.check(monkeypatch, environ, {}, arguments(gradient_compression="topk"), layout)
+
+    def test_lora_under_tensor_parallelism(self, monkeypatch):
+        with pytest.raises(UsageError, match="--use_peft and tensor parallelism: "):
+            self.check(monkeypatch, DDP, {"use_peft": True}, arguments(), ParallelLayout(tp=2))
+
+    def test_a_checkpoint_under_tensor_parallelism(self, monkeypatch):
+        args = arguments(resume_from_checkpoint="out/checkpoint-5")
+        with pytest.raises(UsageError, match="--resume_from_checkpoint out/checkpoint-5 and tensor parallelism"):
+            self.check(monkeypatch, DDP, {}, args, ParallelLayout(tp=2))
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam compresses over NCCL"),
+            ({"tensor_parallel": {"autotp_size": 2}}, r"autotp_size 2 .* recipes/tp_pp/train\.py .* --tp_size 2$"),
+            (
+                offload("nvme", "/no/such/disk"),
+                "offload_param to nvme_path /no/such/disk: ",
+            ),
+            (offload("nvme"), "offload_param to nvme_path None"),
+            ({"zero_optimization": {"stage": 3}}, "stage3_gather_16bit_weights_on_model_save, .* set it to true"),
+        ],
+    )
+    def test_deepspeed_on_this_machine(self, monkeypatch, config, message):
+        args = arguments(use_cpu=True, deepspeed_plugin=deepspeed(**config))
+        with pytest.raises(UsageError, match=message):
+            self.check(monkeypatch, ZERO, {}, args)
+
+    def test_one_bit_adam_and_zero_2(self, monkeypatch):
+        config = {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 2}}
+        with pytest.raises(UsageError, match=r"OneBitAdam and ZeRO stage 2: .*set stage 0"):
+            self.check(monkeypatch, ZERO, {}, arguments(deepspeed_plugin=deepspeed(**config)))
+
+    def test_context_parallelism_without_sdpa(self, monkeypatch):
+        model = {"attn_implementation": "flash_attention_2"}
+        with pytest.raises(UsageError, match=r"cp_size 2 .*: give --attn_implementation sdpa"):
+            self.check(monkeypatch, FSDP, model, arguments(), ParallelLayout(cp=2))
