@@ -196,12 +196,34 @@ def test_no_imports_go_round_in_a_circle():
     TopologicalSorter(graph).prepare()
 
 
+def strings_of(source):
+    """The string constants of a module's code, without those that stand alone in a line: docstrings are prose."""
+    tree = ast.parse(source)
+    prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in prose]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def named_paths(source):
+    """The paths of packages and modules of hfscale that the strings of a module contain."""
+    found = [path.rstrip("./") for text in strings_of(source) for path in re.findall(r"hfscale/[\w/.]+", text)]
+    return [path for path in found if (REPOSITORY / path).is_dir() or path.endswith(".py")]
+
+
 def test_no_module_names_another_by_its_path():
     """A string such as "/hfscale/islands/callback.py" breaks silently when a file is renamed."""
     for name, path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
-                assert "/hfscale/" not in node.value, f"{name}: {node.value}"
+        assert named_paths(path.read_text(encoding="utf-8")) == [], name
+
+
+def test_a_path_of_a_module_is_found_in_code_and_not_in_docstrings():
+    assert named_paths('FILES = ("/hfscale/checkpoint/", "a/hfscale/islands/callback.py")') == [
+        "hfscale/checkpoint",
+        "hfscale/islands/callback.py",
+    ]
+    assert (
+        named_paths('def f():\n    """Read hfscale/checkpoint/store.py."""\n    return "hfscale/facts/a.toml"') == []
+    )
 
 
 def test_the_drawing_of_the_errors_is_the_tree():

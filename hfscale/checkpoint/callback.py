@@ -36,6 +36,7 @@ from hfscale.checkpoint.store import (
 )
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.core import distributed
+from hfscale.core.activity import activity
 from hfscale.core.build_locks import remove_abandoned_locks
 from hfscale.core.clocks import StepPace
 from hfscale.core.collectives import TRAINING, StepAgreement
@@ -316,6 +317,7 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         self.preemption.at_epoch_end(args, state, control)
 
+    @activity("saving")
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from transformers import TrainerState
 
 from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest
+from hfscale.core.activity import activity
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import UNFINISHED
@@ -101,6 +102,7 @@ class RemoteCopies(CopiedWithoutRun):
         """Seconds that the copy of the next checkpoint is expected to take on this rank."""
         return self._uploader.expected_s if self._uploader is not None else 0.0
 
+    @activity("saving")
     def wait(self, last: str | None) -> None:
         """Wait until the last checkpoint is in the store or has been refused twice. Every rank must call it.
 

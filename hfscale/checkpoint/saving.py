@@ -44,6 +44,7 @@ from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, open_to_subclass, unfinished_folder
 from hfscale.core import distributed
+from hfscale.core.activity import activity
 from hfscale.core.collectives import SAVING, TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import UNFINISHED
@@ -137,6 +138,7 @@ class TrainerSaving:
             self.synchronous_because = others[0] if others else None
         self.has_readers = any(has_readers for _, has_readers in reasons)
 
+    @activity("saving")
     def _save(self, model: Any, trial: Any) -> None:
         """Save a checkpoint; this replaces `Trainer._save_checkpoint`."""
         begun = time.monotonic()
@@ -177,6 +179,7 @@ class TrainerSaving:
             total += size * (parameter.element_size() + 12 * parameter.requires_grad)
         return total if is_local else total // distributed.world_size()
 
+    @activity("saving")
     def save_elsewhere(
         self, run_dir: Path, committed: Callable[[Manifest], None], *, on_each_node: bool = False
     ) -> None:

@@ -83,6 +83,7 @@ from hfscale.checkpoint.lock import is_locked_by_another_process
 from hfscale.checkpoint.manifest import FileRecord, Manifest, checkpoint_files
 from hfscale.checkpoint.store import CHECKPOINT_NAME, is_link_to_unfinished
 from hfscale.core import distributed
+from hfscale.core.activity import activity
 from hfscale.core.collectives import SAVING, TRAINING, is_of_another_rank
 from hfscale.core.disk_errors import how_to_fix_write, is_failed_torch_write
 from hfscale.core.durable_files import flush, flush_folders, remove_temporaries, write_atomically
@@ -175,6 +176,7 @@ class CheckpointWriter:
         """Whether the last checkpoint could not be written and `wait` has not yet raised its error."""
         return self._failure is not None
 
+    @activity("saving")
     def start(self, job: CheckpointJob) -> None:
         """Write `job` in a background thread, after waiting for a checkpoint that is still being written.
 
@@ -190,6 +192,7 @@ class CheckpointWriter:
         )
         self._thread.start()
 
+    @activity("saving")
     def run(self, job: CheckpointJob) -> None:
         """Write `job` in the calling thread.
 
@@ -207,6 +210,7 @@ class CheckpointWriter:
                 other.wait_without_raising()
         _exchange("save: state is copied", job, job.error)
 
+    @activity("saving")
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written, or for `timeout_s` seconds.
 
@@ -229,6 +233,7 @@ class CheckpointWriter:
         if failure is not None:
             raise failure
 
+    @activity("saving")
     def wait_without_raising(self) -> None:
         """Wait until nothing is being written; log a failure as a warning and leave it for the owner's `wait`."""
         if self._thread is not None:
@@ -237,6 +242,7 @@ class CheckpointWriter:
             is_known = isinstance(self._failure, StorageError)
             logger.warning("%s", self._failure, exc_info=None if is_known else self._failure)
 
+    @activity("saving")
     def _run_in_thread(self, job: CheckpointJob, gpu: int | None) -> None:
         if gpu is not None:
             torch.cuda.set_device(gpu)
@@ -254,11 +260,6 @@ class CheckpointWriter:
                 self.optional_failure = error
             else:
                 self._failure = error
-
-
-def is_saving() -> bool:
-    """Return whether a thread of this process is writing a checkpoint in the background."""
-    return any(writer.in_flight for writer in list(_last_writers.values()))
 
 
 def current_gpu() -> int | None:

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
+from hfscale.core.activity import activity_of
 from hfscale.core.findings import Finding, rank_error
 
 _LISTED_RANKS = 512
@@ -41,11 +42,7 @@ COMPILING = (
 )
 """Files on the stack of a thread that compiles: it may be slow, and does so rarely."""
 _TRAINER = "transformers/trainer"
-SAVING = ("_save_checkpoint", "save_model", "on_save", "_save_optimizer_and_scheduler")
-OWN_SAVING = ("/hfscale/checkpoint/", "/hfscale/checkpoint/saving.py")
-"""Files on the stack of a thread that writes or copies a checkpoint, or waits for one."""
-OWN_EXCHANGES = "/hfscale/islands/callback.py"
-"""File on the stack of a thread that exchanges with other islands."""
+TRAINER_SAVING = ("_save_checkpoint", "save_model", "on_save", "_save_optimizer_and_scheduler")
 EVALUATING = ("evaluate", "predict", "evaluation_loop", "on_evaluate")
 """Names of Trainer's functions and of callback events; they are only compared with the names on the stack."""
 GENERATING = ("generate", "_prepare_inputs")
@@ -184,25 +181,26 @@ def frames_of(thread_id: int) -> list[FrameType]:
     return frames
 
 
-def slow_activity(frames: list[FrameType]) -> str | None:
+def slow_activity(thread_id: int) -> str | None:
     """Return what a thread does if that may take long.
 
+    The code of this package reports it (`hfscale.core.activity`); that of other libraries is found on the stack.
+
     Args:
-        frames (`list[FrameType]`): the frames of the thread, innermost first.
+        thread_id (`int`): the thread's `threading.get_ident()`.
 
     Returns:
         `str | None`: `compiling`, `saving`, `exchanging`, `evaluating` or `generating`; None otherwise.
     """
-    for frame in frames:
+    reported = activity_of(thread_id)
+    if reported is not None:
+        return reported
+    for frame in frames_of(thread_id):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if any(part in file for part in COMPILING):
             return "compiling"
-        if any(part in file for part in OWN_SAVING):
-            return "saving"
-        if OWN_EXCHANGES in file:
-            return "exchanging"
         if _TRAINER in file or name.startswith("on_"):
-            if name in SAVING:
+            if name in TRAINER_SAVING:
                 return "saving"
             if name in EVALUATING:
                 return "evaluating"

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hfscale.checkpoint.writer import is_saving
+from hfscale.core.activity import threads_in
 from hfscale.core.findings import Finding, blamed_hosts, join_findings, limit_findings, name_ranks
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import connect
@@ -209,7 +209,7 @@ class HangWatchdog(threading.Thread):
             frames = frames_of(self._watched_thread)
             if not frames or self._inside not in (None, *frames):
                 return
-            if self._is_silent(now, slow_activity(frames)):
+            if self._is_silent(now, slow_activity(self._watched_thread)):
                 reported_at = now
                 self._end_alone(now, unanswered_s)
 
@@ -237,7 +237,7 @@ class HangWatchdog(threading.Thread):
             self._reported_at = 0.0
         alarm = f"hang/{self._incident}"
         if self._store.flag(alarm) is None:
-            hangs = self._is_silent(now, slow_activity(frames)) and now > self._no_alarm_before
+            hangs = self._is_silent(now, slow_activity(self._watched_thread)) and now > self._no_alarm_before
             if not self._error and (not hangs or self._reported_at):
                 return True
             self._store.raise_flag(alarm, str(self._store.rank))
@@ -295,15 +295,19 @@ class HangWatchdog(threading.Thread):
         """
         until = time.monotonic() + longest_s
         time.sleep(1.0 + self._scaled_s)  # for the rank that writes the report
-        if is_saving():
+        if self._is_saving_in_background():
             logger.warning("the process ends when the checkpoint that is being written is complete")
-        while is_saving() and time.monotonic() < until:
+        while self._is_saving_in_background() and time.monotonic() < until:
             time.sleep(_SAVE_POLL_S)
         link = connect()
         if link is not None:
             reason = f"{self.findings[0].check}: {'; '.join(map(str, self.findings))}"
             link.ending(_EXIT_CODE, reason=reason, hosts=blamed_hosts(self.findings))
         os._exit(_EXIT_CODE)
+
+    def _is_saving_in_background(self) -> bool:
+        """Return whether a thread other than the watched one, which hangs, is writing a checkpoint."""
+        return bool(threads_in("saving") - {self._watched_thread})
 
     def _judge(self, incident: str) -> list[dict[str, Any]]:
         """Read all answers, and return who is to blame; nobody if a rank does something that may take long."""
@@ -320,7 +324,7 @@ class HangWatchdog(threading.Thread):
             step=self._step,
             phase=self._phase,
             idle_s=idle_s,
-            occupation=slow_activity(frames) if idle_s <= self.limits.outside_s else None,
+            occupation=slow_activity(self._watched_thread) if idle_s <= self.limits.outside_s else None,
             place=code_position(frames),
             positions=tuple(positions()),
             error=self._error or None,

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, 
 from hfscale import __version__
 from hfscale.checkpoint.contents import outer_state_name
 from hfscale.core import distributed
+from hfscale.core.activity import activity
 from hfscale.core.collectives import ISLANDS, Replicas
 from hfscale.core.logging import get_logger
 from hfscale.errors import CheckpointError, HealthError, UsageError
@@ -413,6 +414,7 @@ class DiLoCoCallback(AdapterCallback):
         """
         return None if state.global_step >= state.max_steps else self._slots(self._anchor) % self.fragments
 
+    @activity("exchanging")
     def _begin_round(self, state: TrainerState, *, in_background: bool) -> None:
         assert self._part is not None
         if not self._is_joined:
@@ -431,6 +433,7 @@ class DiLoCoCallback(AdapterCallback):
         if in_background and self._client is not None:
             self._pending.reply = on_thread(partial(exchange, self._client))
 
+    @activity("exchanging")
     def _end_round(self, state: TrainerState) -> None:
         """Wait for the exchange of the round, and take its result."""
         pending, self._pending = self._pending, None
@@ -497,6 +500,7 @@ class DiLoCoCallback(AdapterCallback):
         if reply.anchor > state.global_step:
             jump_to(self._adapter.trainer, reply.anchor)
 
+    @activity("exchanging")
     def _continue_from_anchor(self, fragment: int | None = None, *, keeps_steps: bool = False) -> None:
         """Set the parameters of this island to the anchor, plus what it has trained since the round began if asked.
 
@@ -522,6 +526,7 @@ class DiLoCoCallback(AdapterCallback):
 
     # --- the connection ---------------------------------------------------------------------------------------------
 
+    @activity("exchanging")
     def _join(self, timeout_s: float) -> Reply | None:
         """Connect all parts of this island; None if the rendezvous is lost. Every rank must call it."""
 

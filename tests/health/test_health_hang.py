@@ -252,8 +252,8 @@ def test_compiling_is_detected_on_the_stack():
     thread = threading.Thread(target=scope["wait"], args=(begun, done))
     thread.start()
     begun.wait()
-    assert slow_activity(frames_of(thread.ident)) == "compiling"
-    assert slow_activity(frames_of(threading.get_ident())) is None
+    assert slow_activity(thread.ident) == "compiling"
+    assert slow_activity(threading.get_ident()) is None
     assert "convert_frame" in all_stacks()
     done.set()
     thread.join()
@@ -321,7 +321,7 @@ class WithWatchdog(TrainerCallback):
 def test_generation_is_detected_on_the_stack(source, activity):
     scope, found = {}, []
     exec(source, scope)  # noqa: S102
-    scope["call"](lambda: found.append(slow_activity(frames_of(threading.get_ident()))))
+    scope["call"](lambda: found.append(slow_activity(threading.get_ident())))
     assert found == [activity]
 
 
@@ -381,6 +381,13 @@ def test_a_wait_inside_a_slow_save_is_no_hang(tmp_path, clock, monkeypatch, asyn
     tiny_trainer(tmp_path, spot, watching, **saving).train()
     assert spot.last_committed == "checkpoint-8"
     assert watching.watchdog.findings == []
+
+
+def test_a_step_of_the_checkpoint_callback_is_no_save():
+    spot, found = SpotCheckpointCallback(cloud=None), []
+    spot._pace = SimpleNamespace(begin=lambda is_saving: found.append(slow_activity(threading.get_ident())))
+    spot.on_step_begin(None, None, None)
+    assert found == [None]
 
 
 class LLM:

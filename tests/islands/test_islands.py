@@ -22,6 +22,7 @@ from hfscale import DiLoCoCallback, SpotCheckpointCallback
 from hfscale.checkpoint.store import verify
 from hfscale.errors import UsageError
 from hfscale.facts.compression import Compression
+from hfscale.health.diagnosis import slow_activity
 from hfscale.islands import client as client_module
 from hfscale.islands.client import IslandClient, Reply
 from hfscale.islands.outer import OuterOptimizer
@@ -115,6 +116,8 @@ def test_with_one_step_and_plain_sgd_two_islands_are_ddp(tmp_path):
         )
         if island == 1:
             answer_go_twice()
+        else:
+            expect_that_exchanges_are_reported()
         trained(tmp_path / f"island-{island}", callback, logging_steps=3)
 
     assert run_ranks(2, as_ddp, log=tmp_path / "logs-ddp", env={"EXPECTED": "ddp"}) == [0, 0]
@@ -129,6 +132,17 @@ def test_with_one_step_and_plain_sgd_two_islands_are_ddp(tmp_path):
     assert log[0]["islands/drift"] > 0
     payload = 4 * sum(parameter.numel() for parameter in tiny_model().parameters())
     assert 3 * payload < log[1]["islands/bytes"] < 3 * payload + 3000  # three rounds, and their headers
+
+
+def expect_that_exchanges_are_reported():
+    """The hang watch must know why training waits; an exception here ends the island."""
+    exchange = IslandClient.exchange
+
+    def watched(client, *args, **kwargs):
+        assert slow_activity(threading.get_ident()) == "exchanging"
+        return exchange(client, *args, **kwargs)
+
+    IslandClient.exchange = watched
 
 
 def answer_go_twice():

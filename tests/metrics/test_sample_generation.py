@@ -13,7 +13,7 @@ from tiny import logged, tiny_model, tiny_tokenizer, tiny_trainer
 import hfscale.trainer.generation
 from hfscale import SampleGenerationCallback, ScalingCallback
 from hfscale.errors import DataError, HfScaleError, UsageError
-from hfscale.health.diagnosis import frames_of, slow_activity
+from hfscale.health.diagnosis import slow_activity
 from hfscale.metrics.sample_generation import read_prompts
 from hfscale.recipe.parsing import parse_arguments
 
@@ -138,7 +138,7 @@ def test_the_hang_watch_sees_that_a_rank_generates(tmp_path):
 
     class Watched(SampleGenerationCallback):
         def _answer(self, *args, **kwargs):
-            seen.append(slow_activity(frames_of(threading.get_ident())))
+            seen.append(slow_activity(threading.get_ident()))
             return super()._answer(*args, **kwargs)
 
     tiny_trainer(tmp_path, Watched(["w3"], every_steps=4, max_new_tokens=2), tokenizer=chat_tokenizer()).train()
