@@ -58,7 +58,7 @@ PARAMETERS: dict[str, dict[str, float]] = {
 same attention and fp8 kernels."""
 FRACTIONS = ("overlap_dp", "overlap_tp", "link_rate", "network_rate", "matmul", "misaligned", "ring_attention")
 """Constants between 0 and 1, which are fitted as their logit; the others are fitted as their logarithm."""
-MOST = {"fp8_gain": 2.0, "fp8_rowwise_gain": 2.0, "attention_hopper": 0.75}
+MAX_VALUES = {"fp8_gain": 2.0, "fp8_rowwise_gain": 2.0, "attention_hopper": 0.75}
 """Limits of constants that are fitted as a fraction of them: the fp8 peak is twice that of bf16, and FlashAttention-3
 reaches 740 of 989 TFLOP/s (Shah et al., arXiv 2407.08608)."""
 PRIOR_SPREAD = 0.5
@@ -88,12 +88,12 @@ def to_vector(constants: Constants) -> np.ndarray:
 
 def _to_real(name: str, value: float) -> float:
     """The logit of a constant that has a limit, else the logarithm."""
-    limit = 1.0 if name in FRACTIONS else MOST.get(name)
+    limit = 1.0 if name in FRACTIONS else MAX_VALUES.get(name)
     return math.log(value) if limit is None else math.log(value / (limit - value))
 
 
 def _from_real(name: str, value: float) -> float:
-    limit = 1.0 if name in FRACTIONS else MOST.get(name)
+    limit = 1.0 if name in FRACTIONS else MAX_VALUES.get(name)
     return math.exp(value) if limit is None else limit / (1 + math.exp(-value))
 
 

@@ -30,13 +30,13 @@ NORM_KERNEL_BYTES = 8.0
 
 
 def regime_of(job: Job) -> Regime:
-    """Returns the formats in which Hugging Face's layers compute.
+    """Return the formats in which Hugging Face's layers compute.
 
     DDP keeps fp32 weights under autocast. FSDP2 and `ParallelTrainer` gather bf16 weights, also under Accelerate's
     autocast. DeepSpeed's weights are in bf16, without autocast. Adapters are in fp32 only under DDP.
 
     Args:
-        job (`Job`): The run.
+        job (`Job`): the run.
     """
     if job.method != "full":
         return "lora" if job.zero == 0 and not job.pure else "lora_bf16"
@@ -48,7 +48,7 @@ def regime_of(job: Job) -> Regime:
 
 
 def layer_bytes(job: Job, framework: Framework) -> float:
-    """Computes the bytes of the activations of one layer and micro-batch without recomputation.
+    """Compute the bytes of the activations of one layer and micro-batch without recomputation.
 
     For Hugging Face's layers autograd's bytes are counted per family (`hfscale.facts.activations`), including
     attention scores where the family has no other attention. For Megatron and torchtitan they are the layer's widths
@@ -58,8 +58,8 @@ def layer_bytes(job: Job, framework: Framework) -> float:
     MLP's last matrix is not kept.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
     """
     compiled = framework.compiled_kept if job.compile else 1.0
     if framework.kept is None:
@@ -95,11 +95,11 @@ def _per_token(job: Job, recompute: str) -> KeptBytes:
 
 
 def end_activations(job: Job, framework: Framework) -> float:
-    """Computes the bytes that Hugging Face's embedding and last norm keep of a micro-batch; 0 for other frameworks.
+    """Compute the bytes that Hugging Face's embedding and last norm keep of a micro-batch; 0 for other frameworks.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
     """
     if framework.kept is not None:
         return 0.0
@@ -108,7 +108,7 @@ def end_activations(job: Job, framework: Framework) -> float:
 
 
 def selective_bytes(job: Job, framework: Framework) -> float:
-    """Computes the bytes that selective recomputation keeps of one layer and micro-batch.
+    """Compute the bytes that selective recomputation keeps of one layer and micro-batch.
 
     It keeps the layer's input, the attention's output, and every second matrix product (queries, values, the MLP's
     first, and the last of a gated MLP), 2 bytes each, as torchtitan's policy and hfscale/recipe/arguments.py do; for
@@ -116,8 +116,8 @@ def selective_bytes(job: Job, framework: Framework) -> float:
     product.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
     """
     shape = job.shape
     attention = shape.attention
@@ -154,14 +154,14 @@ def _megatron_dropped(job: Job, framework: Framework) -> float:
 
 
 def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
-    """Computes the bytes of one layer and micro-batch under the job's recomputation.
+    """Compute the bytes of one layer and micro-batch under the job's recomputation.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
 
     Returns:
-        `tuple[float, float]`: Bytes kept until the backward pass, and further bytes that exist only while the layer's
+        `tuple[float, float]`: bytes kept until the backward pass, and further bytes that exist only while the layer's
             backward pass runs.
     """
     shape = job.shape
@@ -205,14 +205,14 @@ def _gathered_inputs(job: Job, framework: Framework) -> float:
 
 
 def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
-    """Counts the micro-batches whose activations the first or the last pipeline rank holds at once.
+    """Count the micro-batches whose activations the first or the last pipeline rank holds at once.
 
     The formulas are those of `hfscale.facts.schedules.in_flight`, except that the last rank of an interleaved schedule
     holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section 2.2).
 
     Args:
-        job (`Job`): The run.
-        last (`bool`): Whether to count those of the rank with the head instead of the first rank.
+        job (`Job`): the run.
+        last (`bool`): whether to count those of the rank with the head instead of the first rank.
     """
     pp = job.layout.pp
     m = job.micro_batches
@@ -226,7 +226,7 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
 
 
 def layers_in_flight(job: Job) -> float:
-    """Computes layers times micro-batches in flight on the pipeline rank where this product is largest."""
+    """Compute layers times micro-batches in flight on the pipeline rank where this product is largest."""
     pp = job.layout.pp
     m = job.micro_batches
     v = job.virtual_stages
@@ -244,15 +244,15 @@ def layers_in_flight(job: Job) -> float:
 
 
 def loss_bytes(job: Job, framework: Framework) -> float:
-    """Computes the bytes of the logits, their log-probabilities and their gradient at the peak of the cross-entropy.
+    """Compute the bytes of the logits, their log-probabilities and their gradient at the peak of the cross-entropy.
 
     TRL computes the log-probabilities in tiles, without all logits: its kernel keeps a tile, and the gradients of the
     hidden states and, unless it is frozen, of the head, each in fp32 and in the training format (TRL 1.16,
     kernels/chunked_logprob.py). All tokens are counted, though only those with a loss are projected.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
     """
     shape = job.shape
     if job.task != "text":

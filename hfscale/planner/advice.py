@@ -11,7 +11,7 @@ from hfscale.planner.job import Job
 from hfscale.planner.kernels import DEFAULT_ACHIEVED
 from hfscale.planner.memory import GIB, host_gib
 from hfscale.planner.network import datasheet_network_gb_s
-from hfscale.planner.search import HEADROOM, PlanRequest
+from hfscale.planner.search import USABLE_MEMORY_FRACTION, PlanRequest
 from hfscale.planner.tasks import generated_at_once, kv_cache_bytes
 
 SMALL = 7e9
@@ -30,11 +30,11 @@ class Advice:
 
 
 def advice(best: Estimate, choices: list[Estimate]) -> list[Advice]:
-    """Gives advice on the first choice, most useful first.
+    """Give advice on the first choice, most useful first.
 
     Args:
-        best (`Estimate`): The first choice.
-        choices (`list[Estimate]`): All choices.
+        best (`Estimate`): the first choice.
+        choices (`list[Estimate]`): all choices.
     """
     found = [_offload(best), _tier(best), _largest_loss(best), _data_parallel_link(best), _tensor_parallel(best)]
     found += [_zero_limits(best), _simpler(best, choices)]
@@ -160,10 +160,10 @@ def _zero_limits(best: Estimate) -> Advice | None:
 
 
 def simplicity(estimate: Estimate) -> tuple[int, ...]:
-    """Computes a sort key of how simple a layout is to use; the simplest layout has the smallest key.
+    """Compute a sort key of how simple a layout is to use; the simplest layout has the smallest key.
 
     Returns:
-        `tuple[int, ...]`: The number of mesh axes in use, where data parallelism counts only if it has two; a rank of
+        `tuple[int, ...]`: the number of mesh axes in use, where data parallelism counts only if it has two; a rank of
             the software: 0 for DDP, 1 for FSDP2, 2 for DeepSpeed, 3 for DeepSpeed with offload; the number of pipeline
             stages; and whether the loss is fused, which needs Liger Kernel.
     """
@@ -193,12 +193,12 @@ def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
 
 
 def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> list[str]:
-    """Lists what the numbers of a plan are based on, one line each.
+    """List what the numbers of a plan are based on, one line each.
 
     Args:
-        request (`PlanRequest`): What was planned for.
-        job (`Job`, *optional*): The first choice; None if nothing fits.
-        tokens (`float`, *optional*): Tokens to train on; None if no costs were computed.
+        request (`PlanRequest`): what was planned for.
+        job (`Job`, *optional*): the first choice; None if nothing fits.
+        tokens (`float`, *optional*): tokens to train on; None if no costs were computed.
     """
     gpu = request.gpu
     known = (
@@ -216,7 +216,7 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         f"nodes of {request.gpus_per_node} GPUs: {link} inside a node, {network:g} GB/s per GPU and direction between "
         f"nodes ({origin})",
         f"{request.precision} matrix products, {request.optimizer} states, {_rows(request)}",
-        f"a plan uses at most {HEADROOM:.0%} of {gpu.memory_gib:g} GiB",
+        f"a plan uses at most {USABLE_MEMORY_FRACTION:.0%} of {gpu.memory_gib:g} GiB",
     ]
     if job is not None:
         origin = "given" if request.global_batch else "assumed"

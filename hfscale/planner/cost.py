@@ -54,7 +54,7 @@ class Reliability:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Computes the bytes of a checkpoint: trained parameters in fp32 with their two moments.
+    """Compute the bytes of a checkpoint: trained parameters in fp32 with their two moments.
 
     Frozen parameters are not in it, because they are those of the base model.
     """
@@ -62,12 +62,12 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def reliability(job: Job, *, spot: bool, interruptions_per_node_hour: float | None = None) -> Reliability:
-    """Computes the interruptions of a job, the optimal interval between checkpoints, and the time lost.
+    """Compute the interruptions of a job, the optimal interval between checkpoints, and the time lost.
 
     Args:
-        job (`Job`): The run.
-        spot (`bool`): Whether the nodes are spot instances, which are preempted too.
-        interruptions_per_node_hour (`float`, *optional*): Preemptions of a spot node per hour; by default
+        job (`Job`): the run.
+        spot (`bool`): whether the nodes are spot instances, which are preempted too.
+        interruptions_per_node_hour (`float`, *optional*): preemptions of a spot node per hour; by default
             `SPOT_INTERRUPTIONS_PER_NODE_HOUR`. It is not used without `spot`.
     """
     gpus = job.layout.world_size
@@ -128,19 +128,19 @@ def cost(
     row: Price | None = None,
     egress: Egress | None = None,
 ) -> Cost:
-    """Computes the cost of training on `tokens` tokens at one price.
+    """Compute the cost of training on `tokens` tokens at one price.
 
     Args:
-        job (`Job`): The run.
-        tokens (`float`): Tokens to train on.
-        tokens_per_s (`float`): Tokens per second of all GPUs together, without interruptions.
-        usd_per_gpu_hour (`float`): The price, USD per GPU and hour.
-        provider (`str`): The provider's name.
-        spot (`bool`): Whether the nodes are spot instances.
-        interruptions_per_node_hour (`float`, *optional*): Preemptions of a spot node per hour; by default
+        job (`Job`): the run.
+        tokens (`float`): tokens to train on.
+        tokens_per_s (`float`): tokens per second of all GPUs together, without interruptions.
+        usd_per_gpu_hour (`float`): the price, USD per GPU and hour.
+        provider (`str`): the provider's name.
+        spot (`bool`): whether the nodes are spot instances.
+        interruptions_per_node_hour (`float`, *optional*): preemptions of a spot node per hour; by default
             `SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
-        row (`Price`, *optional*): The row of the price list with the price, for region, source and date.
-        egress (`Egress`, *optional*): The provider's egress price; without it the cost of egress is left out.
+        row (`Price`, *optional*): the row of the price list with the price, for region, source and date.
+        egress (`Egress`, *optional*): the provider's egress price; without it the cost of egress is left out.
     """
     reliable = reliability(job, spot=spot, interruptions_per_node_hour=interruptions_per_node_hour)
     hours = tokens / tokens_per_s / 3600 / reliable.goodput
@@ -174,16 +174,16 @@ def compare(
     interruptions_per_node_hour: float | None = None,
     egress: Mapping[str, Egress] | None = None,
 ) -> list[Cost]:
-    """Computes the cost of a run at every provider, on demand and spot, cheapest first.
+    """Compute the cost of a run at every provider, on demand and spot, cheapest first.
 
     Args:
-        job (`Job`): The run.
-        prices (`Iterable[Price]`): Prices of the job's GPU.
-        tokens (`float`): Tokens to train on.
-        tokens_per_s (`float`): Tokens per second of all GPUs together, without interruptions.
-        interruptions_per_node_hour (`float`, *optional*): Preemptions of a spot node per hour; by default
+        job (`Job`): the run.
+        prices (`Iterable[Price]`): prices of the job's GPU.
+        tokens (`float`): tokens to train on.
+        tokens_per_s (`float`): tokens per second of all GPUs together, without interruptions.
+        interruptions_per_node_hour (`float`, *optional*): preemptions of a spot node per hour; by default
             `SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
-        egress (`Mapping`, *optional*): Egress prices by provider in lower case (`all_egress`).
+        egress (`Mapping`, *optional*): egress prices by provider in lower case (`all_egress`).
     """
     costs = []
     for row in prices:

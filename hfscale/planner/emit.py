@@ -34,19 +34,19 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.js
 
 
 def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
-    """Writes the files of a choice into a folder.
+    """Write the files of a choice into a folder.
 
     Args:
-        plan (`Plan`): The plan.
-        folder (`Path`): The folder; it is created if it does not exist.
-        number (`int`): Number of the choice, counted from 1.
+        plan (`Plan`): the plan.
+        folder (`Path`): the folder; it is created if it does not exist.
+        number (`int`): number of the choice, counted from 1.
 
     Returns:
-        `list[Path]`: The files written.
+        `list[Path]`: the files written.
 
     Raises:
-        `UsageError`: The plan has no such choice, or no recipe runs it; the message names the next that can be run.
-        `StorageError`: The folder cannot be written.
+        UsageError: the plan has no such choice, or no recipe runs it; the message names the next that can be run.
+        StorageError: the folder cannot be written.
     """
     choice = _chosen(plan, number)
     files = {
@@ -91,13 +91,13 @@ def _chosen(plan: Plan, number: int) -> Choice:
 
 
 def launch_command(job: Job, folder: Path) -> list[str]:
-    """Builds the launch command as a list of words.
+    """Build the launch command as a list of words.
 
     For several machines it contains shell variables that differ between machines.
 
     Args:
-        job (`Job`): A run that a recipe can run (`launchable.why_not`).
-        folder (`Path`): The folder with `accelerate.yaml`, `train.py` and `recipe.yaml`.
+        job (`Job`): a run that a recipe can run (`launchable.why_not`).
+        folder (`Path`): the folder with `accelerate.yaml`, `train.py` and `recipe.yaml`.
     """
     nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
     command = ["accelerate", "launch", "--config_file", str(folder / "accelerate.yaml")]
@@ -112,11 +112,11 @@ def _shell(command: list[str]) -> str:
 
 
 def launch_sh(choice: Choice, folder: Path) -> str:
-    """Returns the text of `launch.sh`, a script with the launch command.
+    """Return the text of `launch.sh`, a script with the launch command.
 
     Args:
-        choice (`Choice`): A choice that a recipe can run.
-        folder (`Path`): The folder with `accelerate.yaml` and `recipe.yaml`.
+        choice (`Choice`): a choice that a recipe can run.
+        folder (`Path`): the folder with `accelerate.yaml` and `recipe.yaml`.
     """
     job = choice.estimate.job
     nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
@@ -130,12 +130,12 @@ def launch_sh(choice: Choice, folder: Path) -> str:
 
 
 def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
-    """Returns the text of `accelerate.yaml`, the Accelerate config.
+    """Return the text of `accelerate.yaml`, the Accelerate config.
 
     Args:
-        plan (`Plan`): The plan, which gives the model's name for a comment.
-        choice (`Choice`): A choice that a recipe can run.
-        folder (`Path`): The folder that the file is for; the launch command in its first line contains it.
+        plan (`Plan`): the plan, which gives the model's name for a comment.
+        choice (`Choice`): a choice that a recipe can run.
+        folder (`Path`): the folder that the file is for; the launch command in its first line contains it.
     """
     job = choice.estimate.job
     layout = choice.estimate.job.layout
@@ -216,7 +216,7 @@ def _axis_lines(job: Job) -> list[str]:
 
 
 def deepspeed_config(job: Job) -> dict[str, Any]:
-    """Builds the DeepSpeed config from the shipped one of the job's ZeRO stage.
+    """Build the DeepSpeed config from the shipped one of the job's ZeRO stage.
 
     Its `auto` values are filled in from the training arguments.
     """
@@ -229,12 +229,12 @@ def deepspeed_config(job: Job) -> dict[str, Any]:
 
 
 def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
-    """Returns the text of `recipe.yaml`, which contains the recipe's flags.
+    """Return the text of `recipe.yaml`, which contains the recipe's flags.
 
     Args:
-        plan (`Plan`): The plan, which gives the model and, if it is known, the number of tokens for `max_steps`.
-        choice (`Choice`): A choice that a recipe can run.
-        folder (`Path`): The folder that the file is for; the launch command in its first line contains it.
+        plan (`Plan`): the plan, which gives the model and, if it is known, the number of tokens for `max_steps`.
+        choice (`Choice`): a choice that a recipe can run.
+        folder (`Path`): the folder that the file is for; the launch command in its first line contains it.
     """
     job = choice.estimate.job
     length = {"block_size": job.seq_len} if job.task == "text" else task_flags(job)
@@ -271,7 +271,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
 
 
 def layout_flags(job: Job) -> dict[str, Any]:
-    """Builds the recipe flags that follow from the layout: pipeline stages, the split of the batch, recomputation."""
+    """Build the recipe flags that follow from the layout: pipeline stages, the split of the batch, recomputation."""
     flags = stage_flags(job) if job.layout.pp > 1 else {}
     flags["per_device_train_batch_size"] = job.micro_batch
     flags["gradient_accumulation_steps"] = job.micro_batches
@@ -285,14 +285,14 @@ def layout_flags(job: Job) -> dict[str, Any]:
 
 
 def learning_rate(job: Job) -> float:
-    """Returns a learning rate to start with: a low one, or with a task that of TRL."""
+    """Return a learning rate to start with: a low one, or with a task that of TRL."""
     if job.task == "text":
         return LEARNING_RATE if job.method == "full" else LORA_LEARNING_RATE
     return TASK_LEARNING_RATES[job.task] * (1.0 if job.method == "full" else LORA_FACTOR)
 
 
 def task_flags(job: Job) -> dict[str, Any]:
-    """Builds the flags of TRL that belong to the job's task."""
+    """Build the flags of TRL that belong to the job's task."""
     if job.task == "sft":
         return {"max_length": job.seq_len, "packing": True}
     if job.task == "dpo":
@@ -309,7 +309,7 @@ def task_flags(job: Job) -> dict[str, Any]:
 
 
 def stage_flags(job: Job) -> dict[str, Any]:
-    """Builds the recipe flags of `ParallelTrainer`'s mesh and schedule."""
+    """Build the recipe flags of `ParallelTrainer`'s mesh and schedule."""
     layout = job.layout
     flags: dict[str, Any] = {
         "tp_size": layout.tp,

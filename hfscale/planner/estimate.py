@@ -33,16 +33,16 @@ FITS_WORDS = ((0.95, "yes"), (0.75, "likely"), (0.25, "uncertain"), (0.0, "no"))
 
 
 def fits_word(probability: float) -> str:
-    """Returns the word for a probability that a run fits: `yes`, `likely`, `uncertain` or `no`."""
+    """Return the word for a probability that a run fits: `yes`, `likely`, `uncertain` or `no`."""
     return next(word for least, word in FITS_WORDS if probability >= least)
 
 
 def spread(value: float, range_80: float) -> tuple[float, float]:
-    """Returns the range around a predicted value that holds for 80% of the published runs.
+    """Return the range around a predicted value that holds for 80% of the published runs.
 
     Args:
-        value (`float`): The value.
-        range_80 (`float`): The error, in logarithm, that 80% of the published runs keep.
+        value (`float`): the value.
+        range_80 (`float`): the error, in logarithm, that 80% of the published runs keep.
     """
     return value * math.exp(-range_80), value * math.exp(range_80)
 
@@ -112,7 +112,7 @@ class Estimate:
         return self.tokens_per_s_per_gpu * flops / (peak * 1e12)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the content that `hfscale estimate --json` prints, as a dictionary."""
+        """Return the content that `hfscale estimate --json` prints, as a dictionary."""
         return {
             "memory_gib": {**asdict(self.memory), "total": self.memory.total},
             "memory_range_gib": list(self.memory_range),
@@ -167,58 +167,58 @@ def estimate(
     gpus_per_node: int = 8,
     network_gb_s: float | None = None,
 ) -> Estimate:
-    """Estimates memory and time of one layout.
+    """Estimate memory and time of one layout.
 
     Args:
-        model (`str` or `ModelShape`): A built-in name, a hub id, a `config.json` or its folder; or a shape.
-        gpu (`str` or `Accelerator`): A name of `hardware.toml` or of the user's hardware file; or an accelerator.
-        layout (`ParallelLayout` or `Mapping`): Ranks along each axis.
-        seq_len (`int`): Tokens per sequence.
-        micro_batch (`int`): Sequences per data-parallel rank and micro-batch.
-        global_batch (`int`, *optional*): Sequences per step; by default one micro-batch per data-parallel rank.
-        hardware (`Path`, *optional*): A file written by `hfscale plan --calibrate`; by default the user's own.
-        stack (`str`): The training framework whose constants are used: `hf`, `titan` or `megatron`.
-        zero (`int`): What data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
+        model (`str` or `ModelShape`): a built-in name, a hub id, a `config.json` or its folder; or a shape.
+        gpu (`str` or `Accelerator`): a name of `hardware.toml` or of the user's hardware file; or an accelerator.
+        layout (`ParallelLayout` or `Mapping`): ranks along each axis.
+        seq_len (`int`): tokens per sequence.
+        micro_batch (`int`): sequences per data-parallel rank and micro-batch.
+        global_batch (`int`, *optional*): sequences per step; by default one micro-batch per data-parallel rank.
+        hardware (`Path`, *optional*): a file written by `hfscale plan --calibrate`; by default the user's own.
+        stack (`str`): the training framework whose constants are used: `hf`, `titan` or `megatron`.
+        zero (`int`): what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
             parameters (FSDP).
-        recompute (`str`): Activation recomputation: `none`, `selective` or `full`.
-        precision (`str`): Format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
-        pure (`bool`): Whether parameters, gradients and optimizer states are in that format too.
-        compile (`bool`): Whether the model runs under torch.compile.
-        method (`str`): Which parameters train: `full`, `lora` or `qlora`.
-        lora_rank (`int`): Rank of the adapters.
+        recompute (`str`): activation recomputation: `none`, `selective` or `full`.
+        precision (`str`): format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
+        pure (`bool`): whether parameters, gradients and optimizer states are in that format too.
+        compile (`bool`): whether the model runs under torch.compile.
+        method (`str`): which parameters train: `full`, `lora` or `qlora`.
+        lora_rank (`int`): rank of the adapters.
         optimizer (`str`): `adamw`, `adamw_bf16`, `adamw_8bit`, `sgd`, `sgd_momentum`, `adafactor` or `muon`.
-        offload (`str`): What is kept in the CPU's memory: `none`, `optimizer` (states) or `full`.
-        virtual_stages (`int`): Pipeline stages per rank.
-        schedule (`str`): Pipeline schedule: `1f1b`, `gpipe`, `zero_bubble`, `zbv` or `dualpipev`.
-        sequence_parallel (`bool`, *optional*): Whether tensor-parallel ranks also split norms and residuals along the
+        offload (`str`): what is kept in the CPU's memory: `none`, `optimizer` (states) or `full`.
+        virtual_stages (`int`): pipeline stages per rank.
+        schedule (`str`): pipeline schedule: `1f1b`, `gpipe`, `zero_bubble`, `zbv` or `dualpipev`.
+        sequence_parallel (`bool`, *optional*): whether tensor-parallel ranks also split norms and residuals along the
             sequence; by default what the framework does with this layout.
-        loss_parallel (`bool`, *optional*): Whether the loss is computed on logits that stay split over the
+        loss_parallel (`bool`, *optional*): whether the loss is computed on logits that stay split over the
             tensor-parallel ranks; by default what the framework does with this layout.
-        expert_parallel (`int`): Ranks that share the experts of a layer.
-        overlapped_experts (`bool`): Whether tokens are sent to their experts while another micro-batch is computed.
-        reshard (`bool`): Whether ZeRO-3 frees gathered parameters after the forward pass.
-        flash_attention (`bool`): Whether attention scores are never written to memory.
-        fused_loss (`bool`): Whether the loss never holds all logits at once (Liger).
-        compiled_loss (`bool`): Whether torch.compile, if used, compiles the loss too.
-        rowwise_fp8 (`bool`): Whether fp8 scales are per row instead of per tensor.
-        task (`str`): What a step trains on: `text`, or with TRL `sft`, `dpo` or `grpo`.
-        num_generations (`int`): Completions per prompt, with `grpo`.
-        max_completion_length (`int`): Tokens of a sequence that are generated, with `grpo`.
-        beta (`float`): Coefficient of the KL divergence from the reference model, with `grpo`.
-        precompute_ref_log_probs (`bool`): Whether the reference's log-probabilities are computed before the training,
+        expert_parallel (`int`): ranks that share the experts of a layer.
+        overlapped_experts (`bool`): whether tokens are sent to their experts while another micro-batch is computed.
+        reshard (`bool`): whether ZeRO-3 frees gathered parameters after the forward pass.
+        flash_attention (`bool`): whether attention scores are never written to memory.
+        fused_loss (`bool`): whether the loss never holds all logits at once (Liger).
+        compiled_loss (`bool`): whether torch.compile, if used, compiles the loss too.
+        rowwise_fp8 (`bool`): whether fp8 scales are per row instead of per tensor.
+        task (`str`): what a step trains on: `text`, or with TRL `sft`, `dpo` or `grpo`.
+        num_generations (`int`): completions per prompt, with `grpo`.
+        max_completion_length (`int`): tokens of a sequence that are generated, with `grpo`.
+        beta (`float`): coefficient of the KL divergence from the reference model, with `grpo`.
+        precompute_ref_log_probs (`bool`): whether the reference's log-probabilities are computed before the training,
             with `dpo`.
-        generation_rounds (`int`): Rounds in which the completions of a step are generated, with `grpo`.
+        generation_rounds (`int`): rounds in which the completions of a step are generated, with `grpo`.
         gpus_per_node (`int`): GPUs that NVLink or PCIe connects.
-        network_gb_s (`float`, *optional*): Bandwidth between nodes per GPU and direction, GB/s; by default that of the
+        network_gb_s (`float`, *optional*): bandwidth between nodes per GPU and direction, GB/s; by default that of the
             vendor's reference node.
 
     Raises:
-        `UsageError`: An option is unknown or out of range.
-        `LayoutError`: Sizes do not fit together.
-        `UnknownHardwareError`: The GPU is in no table.
-        `UnsupportedModelError`: The model cannot be found, or its family or a key of its config is not supported.
-        `ConfigFileError`: The model config or the hardware file cannot be read, or is wrong.
-        `MissingDependencyError`: The model is on the hub, and huggingface_hub is not installed.
+        UsageError: an option is unknown or out of range.
+        LayoutError: sizes do not fit together.
+        UnknownHardwareError: the GPU is in no table.
+        UnsupportedModelError: the model cannot be found, or its family or a key of its config is not supported.
+        ConfigFileError: the model config or the hardware file cannot be read, or is wrong.
+        MissingDependencyError: the model is on the hub, and huggingface_hub is not installed.
     """
     axes = layout if isinstance(layout, ParallelLayout) else ParallelLayout(**layout)
     job = Job(
@@ -264,10 +264,10 @@ def estimate(
 
 
 def estimate_job(job: Job) -> Estimate:
-    """Estimates memory and time of a job whose sizes were checked (`Job.check`).
+    """Estimate memory and time of a job whose sizes were checked (`Job.check`).
 
     Raises:
-        `UsageError`: The framework is unknown, no peak of the device is known for the precision, the bandwidth between
+        UsageError: the framework is unknown, no peak of the device is known for the precision, the bandwidth between
             nodes is not above 0, or the LoRA rank is below 1.
     """
     framework = find_framework(job.framework)
@@ -275,10 +275,10 @@ def estimate_job(job: Job) -> Estimate:
 
 
 def with_recompute_that_fits(job: Job) -> Job:
-    """Returns the job with the least recomputation whose memory fits, or with full recomputation where nothing fits.
+    """Return the job with the least recomputation whose memory fits, or with full recomputation where nothing fits.
 
     Raises:
-        `UsageError`: The framework is unknown.
+        UsageError: the framework is unknown.
     """
     framework = find_framework(job.framework)
     for recompute in ("none", "selective"):

@@ -14,7 +14,7 @@ from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.estimate import Estimate, estimate, estimate_job
-from hfscale.planner.job import MOST_RANKS, Method, Offload, Optimizer, Precision, Recompute, Schedule, check_pure
+from hfscale.planner.job import MAX_RANKS, Method, Offload, Optimizer, Precision, Recompute, Schedule, check_pure
 from hfscale.planner.memory import GIB, allocated_gib
 from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
 
@@ -65,7 +65,7 @@ def run(
     hardware: Annotated[Path | None, typer.Option(help="A file written by `hfscale plan --calibrate`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Prints memory and time of one layout, or of every row of a table."""
+    """Print memory and time of one layout, or of every row of a table."""
     if table is not None:
         if model is not None:
             raise UsageError(f"give a MODEL ({model}) or --table ({table}), not both")
@@ -137,8 +137,8 @@ def _run_script(
         raise UsageError(f"--script {argv[0]} is not a file: give a training script")
     if zero not in (0, 1, 2, 3):
         raise UsageError(f"--zero is {zero}: use a ZeRO stage of 0, 1, 2 or 3")
-    if not 1 <= gpus <= MOST_RANKS:
-        raise UsageError(f"--gpus is {gpus}: give a number from 1 to {MOST_RANKS:,}")
+    if not 1 <= gpus <= MAX_RANKS:
+        raise UsageError(f"--gpus is {gpus}: give a number from 1 to {MAX_RANKS:,}")
     for name, size in axes.items():
         if size > 1:
             raise UsageError(f"--script is estimated with data parallelism alone: leave {name} out")
@@ -208,7 +208,7 @@ def _print_estimate(result: Estimate) -> None:
     )
     for name, gib in vars(memory).items():
         print(f"  {name:14}{gib:8.2f} GiB")
-    print(f"peak: {result.peak.words}")
+    print(f"peak: {result.peak.description}")
     print(f"CPU memory of a node, to load, offload and save: {result.host_gib_per_node:,.0f} GiB")
     slowest, fastest = result.time_range[::-1]
     print(f"step {time.total:.3f} s ({fastest:.3f} to {slowest:.3f})")

@@ -122,16 +122,16 @@ _TABLE: dict[str, dict[str, Any]] = read_table("planner/frameworks.toml")
 
 @cache
 def shared_constants() -> SharedConstants:
-    """Returns the constants that all frameworks share."""
+    """Return the constants that all frameworks share."""
     return SharedConstants(**_TABLE["shared"])
 
 
 @cache
 def find_framework(name: str) -> Framework:
-    """Returns the framework called `name`.
+    """Return the framework called `name`.
 
     Raises:
-        `UsageError`: There is none of this name; the message lists the names.
+        UsageError: there is none of this name; the message lists the names.
     """
     names = framework_names()
     if name not in names:
@@ -142,5 +142,5 @@ def find_framework(name: str) -> Framework:
 
 
 def framework_names() -> tuple[str, ...]:
-    """Lists the names of all frameworks."""
+    """List the names of all frameworks."""
     return tuple(name for name in _TABLE if name != "shared")

@@ -9,11 +9,11 @@ from hfscale.planner.job import Job, Offload, Optimizer, Recompute, strategy_of
 from hfscale.planner.launchable import can_fuse_loss, why_not
 from hfscale.planner.search import PlanRequest, best_of_layout, can_hold_states, lower_precision, search
 
-MOST_GPU_DOUBLINGS = 6
+MAX_GPU_DOUBLINGS = 6
 """How often the number of GPUs is doubled where nothing fits."""
-LEAST_SEQ_LEN = 512
+MIN_SEQ_LEN = 512
 """Shortest sequence that is tried where nothing fits."""
-LEAST_GAIN = 0.02
+MIN_GAIN = 0.02
 """Relative change of speed or memory below which a change is left out."""
 
 
@@ -37,16 +37,16 @@ class Improvement:
     """Whether the change alters what the training computes."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns an element of `improvements` in the JSON of `hfscale plan --json`, as a dictionary."""
+        """Return an element of `improvements` in the JSON of `hfscale plan --json`, as a dictionary."""
         return asdict(self)
 
 
 def improvements(request: PlanRequest, best: Estimate | None) -> list[Improvement]:
-    """Computes what would make the first choice faster or smaller, or, where nothing fits, what would make it fit.
+    """Compute what would make the first choice faster or smaller, or, where nothing fits, what would make it fit.
 
     Args:
-        request (`PlanRequest`): What was planned for.
-        best (`Estimate`, *optional*): The first choice; None if nothing fits.
+        request (`PlanRequest`): what was planned for.
+        best (`Estimate`, *optional*): the first choice; None if nothing fits.
     """
     return _to_fit(request) if best is None else _faster(best) + _smaller(best)
 
@@ -89,7 +89,7 @@ def _faster(best: Estimate) -> list[Improvement]:
         if why_not(trial) is not None and why_not(job) is None and not trial.pure:
             continue
         estimate = best_of_layout(trial, fused=False)[0]
-        if estimate is not None and estimate.tokens_per_s_per_gpu > best.tokens_per_s_per_gpu * (1 + LEAST_GAIN):
+        if estimate is not None and estimate.tokens_per_s_per_gpu > best.tokens_per_s_per_gpu * (1 + MIN_GAIN):
             found.append(_described(change, estimate, best, changes_results=changes_results))
     return sorted(found, key=lambda item: -(item.speedup or 0.0))
 
@@ -119,7 +119,7 @@ def _smaller(best: Estimate) -> list[Improvement]:
         if why_not(trial) is not None and why_not(job) is None:
             continue
         estimate = estimate_job(trial)
-        if estimate.memory.total < best.memory.total * (1 - LEAST_GAIN):
+        if estimate.memory.total < best.memory.total * (1 - MIN_GAIN):
             found.append(_described(change, estimate, best))
     return sorted(found, key=lambda item: -(item.speedup or 0.0))
 
@@ -175,7 +175,7 @@ def _first(request: PlanRequest, gpus: int) -> Estimate | None:
 
 def _with_shorter_sequences(request: PlanRequest) -> Estimate | None:
     seq_len = request.seq_len // 2
-    while seq_len >= LEAST_SEQ_LEN and (request.task != "grpo" or seq_len > request.max_completion_length):
+    while seq_len >= MIN_SEQ_LEN and (request.task != "grpo" or seq_len > request.max_completion_length):
         if (found := _first(replace(request, seq_len=seq_len), request.gpus)) is not None:
             return found
         seq_len //= 2
@@ -184,7 +184,7 @@ def _with_shorter_sequences(request: PlanRequest) -> Estimate | None:
 
 def _with_more_gpus(request: PlanRequest) -> Estimate | None:
     gpus = request.gpus
-    for _ in range(MOST_GPU_DOUBLINGS):
+    for _ in range(MAX_GPU_DOUBLINGS):
         gpus *= 2
         if (found := _first(request, gpus)) is not None:
             return found

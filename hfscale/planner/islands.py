@@ -95,20 +95,20 @@ class IslandsVerdict:
     """Why, as a sentence."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the key `islands` of `hfscale plan --json`."""
+        """Return the key `islands` of `hfscale plan --json`."""
         return asdict(self)
 
 
 def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = None) -> IslandsVerdict:
-    """Compares islands with one island alone and with DDP and FSDP2 over the same link.
+    """Compare islands with one island alone and with DDP and FSDP2 over the same link.
 
     Args:
-        estimate (`Estimate`): One island: its job and the duration of its step.
-        islands (`Islands`): The islands and the link.
-        tokens (`float`, *optional*): Tokens to train on, all islands together.
+        estimate (`Estimate`): one island: its job and the duration of its step.
+        islands (`Islands`): the islands and the link.
+        tokens (`float`, *optional*): tokens to train on, all islands together.
 
     Raises:
-        `UsageError`: There are more fragments than layers.
+        UsageError: there are more fragments than layers.
     """
     job, step_s = estimate.job, estimate.time.total
     trained = int(trained_parameters(job))
@@ -166,7 +166,7 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
 
 
 def _fragments(job: Job, trained: int, fragments: int) -> list[int]:
-    """Returns the values of each fragment f: the layers f modulo `fragments`, and in the last one all else."""
+    """Return the values of each fragment f: the layers f modulo `fragments`, and in the last one all else."""
     layers = job.shape.layers
     if fragments > layers:
         raise UsageError(f"--island-fragments is {fragments}: the model has {layers} layers; give at most as many")

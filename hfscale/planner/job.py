@@ -29,9 +29,9 @@ chosen and a rejected sequence (`dpo`), or completions that the model generates 
 Schedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"]
 """Pipeline schedules; `1f1b` with several virtual stages is the interleaved one. See `hfscale.facts.schedules`."""
 
-MOST = 10**9
+MAX_SIZE = 10**9
 """Largest size of a run that is not taken for a typing mistake."""
-MOST_RANKS = 10**6
+MAX_RANKS = 10**6
 """Largest number of ranks that is not taken for a typing mistake."""
 
 OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
@@ -232,12 +232,12 @@ class Job:
         return rank_layers(self.shape.layers, head, self.layout.pp, self.virtual_stages, self.schedule_name)
 
     def check(self) -> None:
-        """Checks that all options are known and all sizes fit together.
+        """Check that all options are known and all sizes fit together.
 
         Raises:
-            `LayoutError`: Sizes do not fit together; the message gives the numbers and what would fit.
-            `UnsupportedModelError`: The key-value heads do not divide the attention heads.
-            `UsageError`: An option is unknown, or the device does not support the precision.
+            LayoutError: sizes do not fit together; the message gives the numbers and what would fit.
+            UnsupportedModelError: the key-value heads do not divide the attention heads.
+            UsageError: an option is unknown, or the device does not support the precision.
         """
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
@@ -246,10 +246,10 @@ class Job:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LayoutError(f"{name} is {value!r}: it must be an integer of at least 1")
-            if value > MOST:
-                raise LayoutError(f"{name} is {value}: it must be at most {MOST:,}")
-        if self.layout.world_size > MOST_RANKS:
-            raise LayoutError(f"layout {self.layout} has {self.layout.world_size:,} ranks: use at most {MOST_RANKS:,}")
+            if value > MAX_SIZE:
+                raise LayoutError(f"{name} is {value}: it must be at most {MAX_SIZE:,}")
+        if self.layout.world_size > MAX_RANKS:
+            raise LayoutError(f"layout {self.layout} has {self.layout.world_size:,} ranks: use at most {MAX_RANKS:,}")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero is {self.zero!r}: use a ZeRO stage of 0, 1, 2 or 3")
         if self.precision == "fp8" and self.gpu.fp8_tflops is None:
@@ -353,10 +353,10 @@ class Job:
 
 
 def check_pure(pure_bf16: bool, precision: Precision) -> None:
-    """Checks that parameters and states in bf16 (`--pure-bf16`) belong to the format of the matrix products.
+    """Check that parameters and states in bf16 (`--pure-bf16`) belong to the format of the matrix products.
 
     Raises:
-        `UsageError`: The matrix products are in fp16 or fp32.
+        UsageError: the matrix products are in fp16 or fp32.
     """
     if pure_bf16 and precision not in ("bf16", "fp8"):
         raise UsageError(f"--pure-bf16 is given with --precision {precision}: use --precision bf16, or leave it out")
@@ -368,12 +368,12 @@ DBRX 16."""
 
 
 def is_fine_grained(shape: ModelShape) -> bool:
-    """Returns whether a model is a mixture of many small experts, at least `FINE_GRAINED`."""
+    """Return whether a model is a mixture of many small experts, at least `FINE_GRAINED`."""
     return shape.moe is not None and shape.moe.experts >= FINE_GRAINED
 
 
 def can_overlap_experts(job: Job) -> bool:
-    """Returns whether tokens can be sent to their experts while another micro-batch is computed.
+    """Return whether tokens can be sent to their experts while another micro-batch is computed.
 
     Megatron-Core can do this (`--overlap-moe-expert-parallel-comm`) with expert parallelism, at least two
     micro-batches, no full recomputation, and in a pipeline several stages per rank.
@@ -389,7 +389,7 @@ def _divisor(number: int, near: int) -> int:
 
 
 def strategy_of(job: Job) -> str:
-    """Returns the name of a job's strategy, as it is used in checkpoints and configs."""
+    """Return the name of a job's strategy, as it is used in checkpoints and configs."""
     layout = job.layout
     if job.offload != "none":
         return f"zero{max(1, job.zero)}"
@@ -403,14 +403,14 @@ def strategy_of(job: Job) -> str:
 
 
 def splits_activations(framework: str, layout: ParallelLayout) -> bool:
-    """Returns whether a framework's tensor parallelism also splits activations between the matrices by default.
+    """Return whether a framework's tensor parallelism also splits activations between the matrices by default.
 
     These are norms and residuals, split along the sequence, and the logits, on which the loss is computed as they are.
     transformers' tensor-parallel plans all-reduce the full activation and gather the logits instead.
     `ParallelTrainer` keeps the logits split and can split the sequence (`--sequence_parallel`); plans for it do.
 
     Args:
-        framework (`str`): The training framework: `hf`, `titan` or `megatron`.
-        layout (`ParallelLayout`): Ranks along each axis. In `hf`, a layout with a pipeline runs in `ParallelTrainer`.
+        framework (`str`): the training framework: `hf`, `titan` or `megatron`.
+        layout (`ParallelLayout`): ranks along each axis. In `hf`, a layout with a pipeline runs in `ParallelTrainer`.
     """
     return framework != "hf" or (layout.pp > 1 and layout.tp > 1)

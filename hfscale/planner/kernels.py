@@ -95,12 +95,12 @@ class Rates:
     and `memory` in bytes of memory traffic per second.
 
     Args:
-        job (`Work`): The run, which gives the device and the format of the matrix products.
-        framework (`Framework`): Constants of the training framework.
-        shared (`SharedConstants`): Constants of hardware and networks.
+        job (`Work`): the run, which gives the device and the format of the matrix products.
+        framework (`Framework`): constants of the training framework.
+        shared (`SharedConstants`): constants of hardware and networks.
 
     Raises:
-        `UsageError`: No peak of the format is known for the device.
+        UsageError: no peak of the format is known for the device.
     """
 
     def __init__(self, job: Work, framework: Framework, shared: SharedConstants) -> None:
@@ -153,13 +153,13 @@ def _matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precisi
 
 
 def layer_forward(job: Job, framework: Framework, shared: SharedConstants, rates: Rates) -> LayerTime:
-    """Computes the duration of an average layer's forward pass by part, in seconds.
+    """Compute the duration of an average layer's forward pass by part, in seconds.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
-        shared (`SharedConstants`): Constants of hardware and networks.
-        rates (`Rates`): Sustained rates of the device.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+        shared (`SharedConstants`): constants of hardware and networks.
+        rates (`Rates`): sustained rates of the device.
     """
     matmul = attention = 0.0
     for kind in job.shape.layer_kinds:
@@ -248,14 +248,14 @@ def _routing_s(job: Job, framework: Framework, rates: Rates) -> float:
 
 
 def head_s(job: Job, framework: Framework, rates: Rates) -> float:
-    """Computes the seconds of head and cross-entropy of one micro-batch, forward and backward.
+    """Compute the seconds of head and cross-entropy of one micro-batch, forward and backward.
 
     TRL's tiled loss computes the logits again in the backward pass (TRL 1.16, kernels/chunked_logprob.py).
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
-        rates (`Rates`): Sustained rates of the device.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+        rates (`Rates`): sustained rates of the device.
     """
     shape = job.shape
     vocab = shape.vocab / job.layout.tp

@@ -59,13 +59,13 @@ class StateBytes:
 
 
 def trained_parameters(job: Job) -> float:
-    """Counts the parameters that get a gradient, on all ranks together.
+    """Count the parameters that get a gradient, on all ranks together.
 
     Args:
-        job (`Job`): The run, which gives the method and the LoRA rank.
+        job (`Job`): the run, which gives the method and the LoRA rank.
 
     Raises:
-        `UsageError`: The LoRA rank is below 1.
+        UsageError: the LoRA rank is below 1.
     """
     if job.method == "full":
         return float(job.shape.total_parameters)
@@ -78,12 +78,12 @@ def _adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 
 def local_parameters(job: Job) -> float:
-    """Counts the parameters of the fullest rank before data-parallel sharding.
+    """Count the parameters of the fullest rank before data-parallel sharding.
 
     The rank holds its layers, and the embedding or the head if it is the first or the last pipeline rank.
 
     Args:
-        job (`Job`): The run.
+        job (`Job`): the run.
     """
     shape = job.shape
     layout = job.layout
@@ -105,11 +105,11 @@ def local_parameters(job: Job) -> float:
 
 
 def state_bytes(job: Job, framework: Framework) -> StateBytes:
-    """Computes the bytes of the fullest rank's states on the device; what is offloaded is not counted.
+    """Compute the bytes of the fullest rank's states on the device; what is offloaded is not counted.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
     """
     shape = job.shape
     layout = job.layout
@@ -227,29 +227,29 @@ class GrpoMemory(DpoMemory):
 
 
 def allocated_gib(memory: Memory, common: SharedConstants | None = None) -> float:
-    """Computes the part of a peak that `torch.cuda.max_memory_allocated` reports, in GiB.
+    """Compute the part of a peak that `torch.cuda.max_memory_allocated` reports, in GiB.
 
     It includes neither what the allocator reserves in addition nor memory outside the allocator.
 
     Args:
-        memory (`Memory`): The peak.
-        common (`SharedConstants`, *optional*): Constants of hardware and networks; by default those of
+        memory (`Memory`): the peak.
+        common (`SharedConstants`, *optional*): constants of hardware and networks; by default those of
             `frameworks.toml`.
     """
     return (memory.total - memory.context) / (common or shared_constants()).fragmentation
 
 
 def memory_of(job: Job, framework: Framework, common: SharedConstants | None = None) -> Memory:
-    """Estimates the peak memory of the fullest rank by part, in GiB.
+    """Estimate the peak memory of the fullest rank by part, in GiB.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
-        common (`SharedConstants`, *optional*): Constants of hardware and networks; by default those of
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+        common (`SharedConstants`, *optional*): constants of hardware and networks; by default those of
             `frameworks.toml`.
 
     Raises:
-        `UsageError`: The LoRA rank is below 1.
+        UsageError: the LoRA rank is below 1.
     """
     common = common or shared_constants()
     states = state_bytes(job, framework)
@@ -282,24 +282,24 @@ class Peak:
     """The moment of a step, such as `loss`."""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Moment and rank; without the rank where it is every rank."""
         return self.at if self.rank == "every rank" else f"{self.at}, {self.rank}"
 
 
 def peak_of(job: Job, framework: Framework) -> Peak:
-    """Finds the rank and the moment of a step with the highest peak.
+    """Find the rank and the moment of a step with the highest peak.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
     """
     peak = _peak(job, framework, state_bytes(job, framework).gradients)
     return Peak(rank=peak.rank, at=peak.at)
 
 
 def groups(job: Job) -> int:
-    """Counts the process groups of a rank, each of which has communication buffers of its own.
+    """Count the process groups of a rank, each of which has communication buffers of its own.
 
     There is one of all ranks; with several axes one per axis; with a pipeline one of its first and last rank, which
     share the embedding.
@@ -392,7 +392,7 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
     """Bytes of gathered parameters, unreduced gradients, buckets and gathered activations.
 
     Returns:
-        `tuple`: Bytes at the loss, and bytes during a layer's backward pass.
+        `tuple`: bytes at the loss, and bytes during a layer's backward pass.
     """
     shape = job.shape
     layout = job.layout
@@ -433,13 +433,13 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
 
 
 def host_gib(job: Job) -> float:
-    """Computes the CPU memory that offload needs per GPU, in GiB.
+    """Compute the CPU memory that offload needs per GPU, in GiB.
 
     Optimizer states take 12 bytes per trained parameter; with parameters and gradients it is 16 (Ren et al.,
     ZeRO-Offload, arXiv 2101.06840), and frozen parameters take the bytes of their format. All ranks share them.
 
     Args:
-        job (`Job`): The run.
+        job (`Job`): the run.
     """
     if job.offload == "none":
         return 0.0
@@ -450,7 +450,7 @@ def host_gib(job: Job) -> float:
 
 
 def node_host_gib(job: Job) -> float:
-    """Computes the CPU memory that the ranks of the fullest node need, in GiB, without that of their processes.
+    """Compute the CPU memory that the ranks of the fullest node need, in GiB, without that of their processes.
 
     It is what offload keeps there, and in addition the larger of the weights while they are loaded and the copy of the
     states that a background save keeps. Loading: every rank reads all weights without sharding or with ZeRO-1 and 2,
@@ -459,7 +459,7 @@ def node_host_gib(job: Job) -> float:
     too.
 
     Args:
-        job (`Job`): The run.
+        job (`Job`): the run.
     """
     local = min(job.gpus_per_node, job.layout.world_size)
     share = local / job.layout.world_size

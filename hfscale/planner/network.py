@@ -15,14 +15,14 @@ from hfscale.planner.frameworks import SharedConstants
 
 
 def exposed_s(traffic: float, compute: float, overlap: float) -> float:
-    """Computes the part of a communication, in seconds, that a computation at the same time does not hide.
+    """Compute the part of a communication, in seconds, that a computation at the same time does not hide.
 
     It is what exceeds the computation, and because of contention at least a fraction of the communication.
 
     Args:
-        traffic (`float`): Seconds of the communication alone.
-        compute (`float`): Seconds of the computation.
-        overlap (`float`): Fraction of the communication that can be hidden.
+        traffic (`float`): seconds of the communication alone.
+        compute (`float`): seconds of the computation.
+        overlap (`float`): fraction of the communication that can be hidden.
     """
     return max(traffic - overlap * compute, (1 - overlap) * traffic)
 
@@ -33,13 +33,13 @@ of eight A10G have (Amazon EC2 user guide, accelerated computing instances, G5: 
 
 
 def datasheet_network_gb_s(gpu: Accelerator, node_size: int) -> float:
-    """Returns the bandwidth between nodes per device and direction, GB/s, that is assumed where none is given.
+    """Return the bandwidth between nodes per device and direction, GB/s, that is assumed where none is given.
 
     It is that of the vendor's reference node, or else a device's share of `DEFAULT_NODE_GB_S`.
 
     Args:
-        gpu (`Accelerator`): The device.
-        node_size (`int`): Devices per node.
+        gpu (`Accelerator`): the device.
+        node_size (`int`): devices per node.
     """
     return gpu.network_gb_s or DEFAULT_NODE_GB_S / node_size
 
@@ -74,20 +74,20 @@ class Network:
 
     @classmethod
     def of(cls, gpu: Accelerator, *, node_size: int, network_gb_s: float | None, shared: SharedConstants) -> "Network":
-        """Creates the network that connects nodes of `gpu`.
+        """Create the network that connects nodes of `gpu`.
 
         Bandwidths and latencies that were measured on the device are used instead of datasheet numbers and shared
         constants, except that `network_gb_s` takes precedence over a measured bandwidth.
 
         Args:
-            gpu (`Accelerator`): The device.
-            node_size (`int`): Devices per node.
-            network_gb_s (`float`, *optional*): Bandwidth between nodes per device and direction, GB/s; by default the
+            gpu (`Accelerator`): the device.
+            node_size (`int`): devices per node.
+            network_gb_s (`float`, *optional*): bandwidth between nodes per device and direction, GB/s; by default the
                 device's (`datasheet_network_gb_s`).
-            shared (`SharedConstants`): Constants of links and networks.
+            shared (`SharedConstants`): constants of links and networks.
 
         Raises:
-            `UsageError`: The given bandwidth is not above 0 and finite.
+            UsageError: the given bandwidth is not above 0 and finite.
         """
         if network_gb_s is not None and not 0 < network_gb_s < math.inf:
             raise UsageError(
@@ -107,11 +107,11 @@ class Network:
         return cls(link_bytes_s=link * 1e9, card_bytes_s=card * 1e9, node_size=node_size, shared=shared)
 
     def per_node(self, group: Group) -> int:
-        """Counts the members of a group that share a node."""
+        """Count the members of a group that share a node."""
         return max(1, min(group.size, self.node_size // group.stride))
 
     def bandwidth(self, group: Group) -> float:
-        """Computes the bytes per second that a ring over the group moves past each rank."""
+        """Compute the bytes per second that a ring over the group moves past each rank."""
         inside = self.link_bytes_s * self.shared.link_rate
         local = self.per_node(group)
         if local >= group.size:
@@ -119,11 +119,11 @@ class Network:
         return min(inside, local * self.card_bytes_s * self.shared.network_rate)
 
     def gather_s(self, total_bytes: float, group: Group) -> float:
-        """Computes the seconds of an all-gather or a reduce-scatter.
+        """Compute the seconds of an all-gather or a reduce-scatter.
 
         Args:
-            total_bytes (`float`): Bytes of the gathered buffer.
-            group (`Group`): The ranks that communicate.
+            total_bytes (`float`): bytes of the gathered buffer.
+            group (`Group`): the ranks that communicate.
         """
         if group.size <= 1 or total_bytes <= 0:
             return 0.0
@@ -131,20 +131,20 @@ class Network:
         return moved / self.bandwidth(group) + self.latency(group)
 
     def reduce_s(self, total_bytes: float, group: Group) -> float:
-        """Computes the seconds of an all-reduce.
+        """Compute the seconds of an all-reduce.
 
         Args:
-            total_bytes (`float`): Bytes of the buffer that every rank holds.
-            group (`Group`): The ranks that communicate.
+            total_bytes (`float`): bytes of the buffer that every rank holds.
+            group (`Group`): the ranks that communicate.
         """
         return 2 * self.gather_s(total_bytes, group)
 
     def exchange_s(self, total_bytes: float, group: Group) -> float:
-        """Computes the seconds of an all-to-all. Only what leaves the node is sent over the network.
+        """Compute the seconds of an all-to-all. Only what leaves the node is sent over the network.
 
         Args:
-            total_bytes (`float`): Bytes that each rank holds.
-            group (`Group`): The ranks that communicate.
+            total_bytes (`float`): bytes that each rank holds.
+            group (`Group`): the ranks that communicate.
         """
         if group.size <= 1 or total_bytes <= 0:
             return 0.0
@@ -154,16 +154,16 @@ class Network:
         return max(inside, outside) + self.latency(group)
 
     def routed_s(self, copy_bytes: float, group: Group, *, copies: int, nodes: float) -> float:
-        """Computes the seconds to send every token of a rank to the ranks of its experts, or their outputs back.
+        """Compute the seconds to send every token of a rank to the ranks of its experts, or their outputs back.
 
         A token crosses the network once for each node that holds some of its experts, and is forwarded over that
         node's own links; both happen at the same time (DeepSeek-V3, arXiv 2412.19437, section 3.2.2; DeepEP).
 
         Args:
-            copy_bytes (`float`): Bytes of one copy of each of the rank's tokens.
-            group (`Group`): The ranks that share the experts.
-            copies (`int`): Experts that a token passes.
-            nodes (`float`): Most nodes that hold experts of one token.
+            copy_bytes (`float`): bytes of one copy of each of the rank's tokens.
+            group (`Group`): the ranks that share the experts.
+            copies (`int`): experts that a token passes.
+            nodes (`float`): most nodes that hold experts of one token.
         """
         if group.size <= 1 or copy_bytes <= 0:
             return 0.0
@@ -177,11 +177,11 @@ class Network:
         return max(inside, outside) + self.latency(group)
 
     def send_s(self, total_bytes: float, stride: int) -> float:
-        """Computes the seconds to send data to one other rank.
+        """Compute the seconds to send data to one other rank.
 
         Args:
-            total_bytes (`float`): Bytes to send.
-            stride (`int`): Distance to the other rank, in ranks. If it is less than a node's size, the data stays in
+            total_bytes (`float`): bytes to send.
+            stride (`int`): distance to the other rank, in ranks. If it is less than a node's size, the data stays in
                 the node.
         """
         if stride < self.node_size:
@@ -189,7 +189,7 @@ class Network:
         return total_bytes / (self.card_bytes_s * self.shared.network_rate) + self.shared.network_hop_s
 
     def latency(self, group: Group) -> float:
-        """Computes the seconds that the steps of a ring take without any bytes.
+        """Compute the seconds that the steps of a ring take without any bytes.
 
         There is one step per rank inside nodes, and one per node between them.
         """

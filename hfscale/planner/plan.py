@@ -24,9 +24,9 @@ from hfscale.planner.search import PlanRequest, Rejected, search
 
 Objective = Literal["time", "cost", "gpus"]
 """What choices are ranked by."""
-MOST_GPUS = 131_072
+MAX_GPUS = 131_072
 """Largest number of GPUs that is searched."""
-MOST_INTERRUPTIONS = 60.0
+MAX_INTERRUPTIONS = 60.0
 """Largest number of preemptions per spot node and hour that is not taken for a typing mistake: one a minute."""
 
 
@@ -43,7 +43,7 @@ class Choice:
     """Cost at every provider, cheapest first; empty where no price is known."""
 
     def scaled(self, value: float) -> tuple[float, float]:
-        """Returns the range of a value that is proportional to the step's duration, such as hours or dollars."""
+        """Return the range of a value that is proportional to the step's duration, such as hours or dollars."""
         return spread(value, find_framework(self.estimate.job.framework).time_range)
 
     @property
@@ -62,7 +62,7 @@ class Choice:
         return self.costs[0].usd if self.costs else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns one element of `choices` in the JSON of `hfscale plan --json`, as a dictionary."""
+        """Return one element of `choices` in the JSON of `hfscale plan --json`, as a dictionary."""
         job = self.estimate.job
         return {
             "strategy": strategy_of(job),
@@ -138,7 +138,7 @@ class Plan:
         return [f"{', '.join(numbers)}: {reason}" for reason, numbers in found.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the content that `hfscale plan --json` prints, as a dictionary."""
+        """Return the content that `hfscale plan --json` prints, as a dictionary."""
         shape = self.request.shape
         gpu = self.request.gpu
         return {
@@ -168,7 +168,7 @@ class Plan:
 
 
 def task_options(request: PlanRequest) -> dict[str, Any]:
-    """Returns the name of the request's task and the options that belong to it, as a dictionary."""
+    """Return the name of the request's task and the options that belong to it, as a dictionary."""
     names = {
         "dpo": ("precompute_ref_log_probs",),
         "grpo": ("num_generations", "max_completion_length", "beta"),
@@ -209,68 +209,68 @@ def plan(
     beta: float | None = None,
     precompute_ref_log_probs: bool = False,
 ) -> Plan:
-    """Ranks the layouts for training `model` on `gpus` GPUs.
+    """Rank the layouts for training `model` on `gpus` GPUs.
 
     Args:
-        model (`str` or `ModelShape`): A built-in name, a hub id, a `config.json` or its folder; or a shape.
-        gpu (`str` or `Accelerator`): A name of `hardware.toml` or of the user's hardware file; or an accelerator.
-        gpus (`int`): Number of GPUs, at most 131,072; with `objective` `cost` or `gpus` the largest number to use.
-        tokens (`float`, *optional*): Tokens to train on; without it no duration and no cost is given.
-        objective (`str`): What to rank by: `time`, `cost` or `gpus` (fewest).
-        top (`int`): Number of choices to return.
-        min_gpus (`bool`): Whether to search for the fewest GPUs too.
-        deadline_hours (`float`, *optional*): Longest duration of the run, hours; choices that take longer are left
+        model (`str` or `ModelShape`): a built-in name, a hub id, a `config.json` or its folder; or a shape.
+        gpu (`str` or `Accelerator`): a name of `hardware.toml` or of the user's hardware file; or an accelerator.
+        gpus (`int`): number of GPUs, at most 131,072; with `objective` `cost` or `gpus` the largest number to use.
+        tokens (`float`, *optional*): tokens to train on; without it no duration and no cost is given.
+        objective (`str`): what to rank by: `time`, `cost` or `gpus` (fewest).
+        top (`int`): number of choices to return.
+        min_gpus (`bool`): whether to search for the fewest GPUs too.
+        deadline_hours (`float`, *optional*): longest duration of the run, hours; choices that take longer are left
             out.
-        budget_usd (`float`, *optional*): Highest cost of the run, USD; choices that cost more, or whose cost is not
+        budget_usd (`float`, *optional*): highest cost of the run, USD; choices that cost more, or whose cost is not
             known, are left out.
-        usd_per_gpu_hour (`float`, *optional*): Your price, USD per GPU and hour, used instead of the providers'.
-        spot_interruptions (`float`, *optional*): Preemptions per spot node and hour; by default
+        usd_per_gpu_hour (`float`, *optional*): your price, USD per GPU and hour, used instead of the providers'.
+        spot_interruptions (`float`, *optional*): preemptions per spot node and hour; by default
             `hfscale.planner.cost.SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
-        prices (`Path`, *optional*): A price list of your own; by default `hfscale.facts.prices.user_price_file()`, if
+        prices (`Path`, *optional*): a price list of your own; by default `hfscale.facts.prices.user_price_file()`, if
             it exists.
-        hardware (`Path`, *optional*): A file written by `hfscale plan --calibrate`; by default the user's own.
+        hardware (`Path`, *optional*): a file written by `hfscale plan --calibrate`; by default the user's own.
         gpus_per_node (`int`): GPUs that NVLink or PCIe connects.
-        seq_len (`int`): Tokens per sequence.
-        global_batch (`int`, *optional*): Sequences per step; by default `hfscale.planner.search.usual_batch`.
-        method (`str`): Which parameters train: `full`, `lora` or `qlora`.
-        lora_rank (`int`): Rank of the adapters.
-        stack (`str`): The training framework whose constants are used: `hf`, `titan` or `megatron`.
-        precision (`str`): Format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
+        seq_len (`int`): tokens per sequence.
+        global_batch (`int`, *optional*): sequences per step; by default `hfscale.planner.search.usual_batch`.
+        method (`str`): which parameters train: `full`, `lora` or `qlora`.
+        lora_rank (`int`): rank of the adapters.
+        stack (`str`): the training framework whose constants are used: `hf`, `titan` or `megatron`.
+        precision (`str`): format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
         optimizer (`str`): `adamw`, `adamw_bf16`, `adamw_8bit`, `sgd`, `sgd_momentum`, `adafactor` or `muon`.
-        pure (`bool`): Whether parameters, gradients and optimizer states are in the format of the matrix products.
-        compile (`bool`): Whether the model runs under torch.compile.
-        fused_loss (`bool`, *optional*): Whether the loss never holds all logits at once (Liger); by default both are
+        pure (`bool`): whether parameters, gradients and optimizer states are in the format of the matrix products.
+        compile (`bool`): whether the model runs under torch.compile.
+        fused_loss (`bool`, *optional*): whether the loss never holds all logits at once (Liger); by default both are
             tried where a recipe can.
-        network_gb_s (`float`, *optional*): Bandwidth between nodes per GPU and direction, GB/s; by default that of the
+        network_gb_s (`float`, *optional*): bandwidth between nodes per GPU and direction, GB/s; by default that of the
             vendor's reference node.
-        task (`str`): What a step trains on: `text` (text or chats, with the recipes of `ddp`, `sharded` and `tp_pp`),
+        task (`str`): what a step trains on: `text` (text or chats, with the recipes of `ddp`, `sharded` and `tp_pp`),
             or with TRL `sft`, `dpo` (the batch counts pairs) or `grpo` (it counts completions, and `seq_len` includes
             prompt and completion).
-        num_generations (`int`, *optional*): Completions per prompt with `grpo`; by default 8 as in TRL.
-        max_completion_length (`int`, *optional*): Tokens to generate with `grpo`; by default 512 as in TRL.
-        beta (`float`, *optional*): Coefficient of the KL divergence with `grpo`; by default 0 as in TRL, without a
+        num_generations (`int`, *optional*): completions per prompt with `grpo`; by default 8 as in TRL.
+        max_completion_length (`int`, *optional*): tokens to generate with `grpo`; by default 512 as in TRL.
+        beta (`float`, *optional*): coefficient of the KL divergence with `grpo`; by default 0 as in TRL, without a
             reference model.
-        precompute_ref_log_probs (`bool`): Whether the reference's log-probabilities are computed before the training,
+        precompute_ref_log_probs (`bool`): whether the reference's log-probabilities are computed before the training,
             with `dpo`.
 
     Raises:
-        `UsageError`: An option is unknown or out of range, or belongs to another task, or the number of tokens is
+        UsageError: an option is unknown or out of range, or belongs to another task, or the number of tokens is
             needed and missing.
-        `LayoutError`: The number of GPUs or another size cannot be planned for.
-        `UnknownHardwareError`: The GPU, or a GPU of the price list, is in no table.
-        `UnsupportedModelError`: The model cannot be found, or its family or a key of its config is not supported.
-        `ConfigFileError`: The model config, the price list or the hardware file cannot be read, or is wrong.
-        `MissingDependencyError`: The model is on the hub, and huggingface_hub is not installed.
+        LayoutError: the number of GPUs or another size cannot be planned for.
+        UnknownHardwareError: the GPU, or a GPU of the price list, is in no table.
+        UnsupportedModelError: the model cannot be found, or its family or a key of its config is not supported.
+        ConfigFileError: the model config, the price list or the hardware file cannot be read, or is wrong.
+        MissingDependencyError: the model is on the hub, and huggingface_hub is not installed.
     """
     if objective not in get_args(Objective):
         raise UsageError(f"--objective is {objective!r}: use one of {', '.join(get_args(Objective))}")
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= MOST_GPUS:
-        raise LayoutError(f"--gpus is {gpus}: give a number from 1 to {MOST_GPUS:,}")
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= MAX_GPUS:
+        raise LayoutError(f"--gpus is {gpus}: give a number from 1 to {MAX_GPUS:,}")
     _check_amounts(tokens=tokens, deadline=deadline_hours, budget=budget_usd, usd_per_gpu_hour=usd_per_gpu_hour)
-    if spot_interruptions is not None and not 0 <= spot_interruptions <= MOST_INTERRUPTIONS:
+    if spot_interruptions is not None and not 0 <= spot_interruptions <= MAX_INTERRUPTIONS:
         raise UsageError(
             f"--spot-interruptions is {spot_interruptions}: give preemptions per spot node and hour, from 0 to "
-            f"{MOST_INTERRUPTIONS:g}, such as 0.02 for one in two days"
+            f"{MAX_INTERRUPTIONS:g}, such as 0.02 for one in two days"
         )
     if tokens is None and (objective == "cost" or deadline_hours or budget_usd):
         raise UsageError("hours and costs need the number of tokens to train on: give --tokens, such as 1T or 500M")
@@ -346,20 +346,20 @@ def plan(
 def plan_gpu_types(
     model: str | ModelShape, *, gpu_types: Sequence[str], **options: Any
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Plans a training on each of several types of GPU.
+    """Plan a training on each of several types of GPU.
 
     Args:
-        model (`str` or `ModelShape`): As in `plan`.
-        gpu_types (`Sequence[str]`): Names of GPUs.
-        options: The other arguments of `plan`.
+        model (`str` or `ModelShape`): as in `plan`.
+        gpu_types (`Sequence[str]`): names of GPUs.
+        options: the other arguments of `plan`.
 
     Returns:
-        `tuple[list[Plan], dict[str, str]]`: The plans, best first: by the cost of the first choice with the objective
+        `tuple[list[Plan], dict[str, str]]`: the plans, best first: by the cost of the first choice with the objective
             `cost`, else by its duration; those in which nothing fits come last. And the reason why a GPU has no plan,
             by its name, such as a precision that it does not support.
 
     Raises:
-        `HfScaleError`: As in `plan`; of a `UsageError` only if it concerns all of the GPUs.
+        HfScaleError: as in `plan`; of a `UsageError` only if it concerns all of the GPUs.
     """
     plans: list[Plan] = []
     failed: dict[str, str] = {}
@@ -391,7 +391,7 @@ def _check_amounts(**amounts: float | None) -> None:
 
 
 def _check_task(task: Task, of_grpo: Mapping[str, float | None], precompute: bool, method: Method) -> None:
-    """Checks that the options of a task are given for this task only."""
+    """Check that the options of a task are given for this task only."""
     for name, value in of_grpo.items():
         if task != "grpo" and value is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -405,7 +405,7 @@ def _check_task(task: Task, of_grpo: Mapping[str, float | None], precompute: boo
 
 
 def _check_request(request: PlanRequest) -> None:
-    """Checks the sizes that every layout shares, which a search would otherwise report once for each layout."""
+    """Check the sizes that every layout shares, which a search would otherwise report once for each layout."""
     smallest = request.num_generations if request.task == "grpo" else 1
     batch = smallest if request.global_batch is None else request.global_batch
     request.job(ParallelLayout(), global_batch=batch).check()
@@ -428,7 +428,7 @@ class _Pricing:
     budget_usd: float | None
 
     def choices(self, estimates: Sequence[Estimate]) -> list[Choice]:
-        """Computes the costs of the estimates, and leaves out those over the limits."""
+        """Compute the costs of the estimates, and leaves out those over the limits."""
         return [choice for choice in map(self._choice, estimates) if self._keeps_limits(choice)]
 
     def _choice(self, item: Estimate) -> Choice:
@@ -462,7 +462,7 @@ class _Pricing:
         return self.budget_usd is None or (choice.usd is not None and choice.usd <= self.budget_usd)
 
     def over_the_limits(self, estimates: Sequence[Estimate]) -> Rejected:
-        """Explains why none of the layouts that fit is a choice."""
+        """Explain why none of the layouts that fit is a choice."""
         limits = [f"the deadline of {self.deadline_hours:g} hours"] if self.deadline_hours is not None else []
         limits += [f"the budget of {self.budget_usd:,.0f} USD"] if self.budget_usd is not None else []
         best = estimates[0].job
@@ -473,10 +473,10 @@ class _Pricing:
 def _search_fewer_gpus(
     request: PlanRequest, pricing: _Pricing, *, stop_at_first: bool
 ) -> tuple[int | None, list[Choice]]:
-    """Searches smaller numbers of GPUs, in ascending order.
+    """Search smaller numbers of GPUs, in ascending order.
 
     Returns:
-        `tuple`: The fewest GPUs with a choice, None if there are none, and the choices on all numbers searched; no
+        `tuple`: the fewest GPUs with a choice, None if there are none, and the choices on all numbers searched; no
         choices with `stop_at_first`, which ends the search at the fewest.
     """
     fewest: int | None = None

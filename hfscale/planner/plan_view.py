@@ -42,7 +42,7 @@ def show(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = N
             console.print(f"Order: {plan.order}.")
         console.print(_ranges(plan))
         memory = [{**vars(choice.estimate.memory), "total": choice.estimate.memory.total} for choice in plan.choices]
-        peaks = [choice.estimate.peak.words for choice in plan.choices]
+        peaks = [choice.estimate.peak.description for choice in plan.choices]
         console.print(_parts("GiB per GPU at the peak", memory, "{:.1f}", {"at": peaks}))
         times = [choice.estimate.time for choice in plan.choices]
         shares = [{name: part / time.total for name, part in vars(time).items()} for time in times]

@@ -10,22 +10,22 @@ from hfscale.errors import UsageError
 from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import Choice, Plan
-from hfscale.planner.search import HEADROOM
+from hfscale.planner.search import USABLE_MEMORY_FRACTION
 
 SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draws a plan's choices into a file.
+    """Draw a plan's choices into a file.
 
     Args:
-        plan (`Plan`): The plan.
-        path (`Path`): The file; its suffix, one of `SUFFIXES`, gives the format.
+        plan (`Plan`): the plan.
+        path (`Path`): the file; its suffix, one of `SUFFIXES`, gives the format.
 
     Raises:
-        `UsageError`: The suffix is another one, or there are no choices to draw.
-        `MissingDependencyError`: matplotlib is not installed.
-        `StorageError`: The file cannot be written.
+        UsageError: the suffix is another one, or there are no choices to draw.
+        MissingDependencyError: matplotlib is not installed.
+        StorageError: the file cannot be written.
     """
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--plot is {path}: use a name that ends in {', '.join(SUFFIXES)}")
@@ -40,7 +40,7 @@ def draw(plan: Plan, path: Path) -> None:
     _stacked_bars(memory, labels, [vars(choice.estimate.memory) for choice in plan.choices], "GiB per GPU at the peak")
     limit = plan.request.gpu.memory_gib
     memory.axvline(limit, color="black", linewidth=1)
-    memory.axvline(HEADROOM * limit, color="black", linewidth=1, linestyle=":")
+    memory.axvline(USABLE_MEMORY_FRACTION * limit, color="black", linewidth=1, linestyle=":")
     numbers = [str(number) for number in range(1, len(labels) + 1)]
     _stacked_bars(time, numbers, [vars(choice.estimate.time) for choice in plan.choices], "seconds per step")
     _draw_cost(cost, plan)
@@ -69,7 +69,7 @@ def _stacked_bars(axes: Any, labels: list[str], rows: list[dict[str, float]], ti
 
 
 def _draw_pipeline(axes: Any, choice: Choice) -> None:
-    """Draws a part of a choice's micro-batches in its pipeline, as 1F1B; an empty panel without a pipeline."""
+    """Draw a part of a choice's micro-batches in its pipeline, as 1F1B; an empty panel without a pipeline."""
     job = choice.estimate.job
     stages = job.layout.pp
     micro_batches = min(job.micro_batches, 2 * job.layout.pp + 2)
@@ -88,7 +88,7 @@ def _draw_pipeline(axes: Any, choice: Choice) -> None:
 
 
 def _draw_cost(axes: Any, plan: Plan) -> None:
-    """Draws duration and cost of every choice at its cheapest offers; where no cost is known, tokens/s/GPU."""
+    """Draw duration and cost of every choice at its cheapest offers; where no cost is known, tokens/s/GPU."""
     points = []
     for number, choice in enumerate(plan.choices, 1):
         for kind in ("on-demand", "spot"):

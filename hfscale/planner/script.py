@@ -19,7 +19,7 @@ from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import OPTIMIZERS, Precision
 from hfscale.planner.kernels import Rates
 from hfscale.planner.launchable import TRAINER_OPTIMIZERS
-from hfscale.planner.memory import GIB
+from hfscale.planner.memory import GIB, Memory
 from hfscale.planner.network import Group, Network
 from hfscale.planner.throughput import StepTime
 
@@ -33,31 +33,6 @@ CAUSAL_PAIRS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptMemory:
-    """Holds the peak memory of a rank by part, GiB."""
-
-    parameters: float
-    """Parameters as the script holds them, or this rank's shard."""
-    gradients: float
-    """Gradients, or this rank's shard."""
-    optimizer: float
-    """Optimizer states, or this rank's shard."""
-    activations: float
-    """What the forward pass saves for the backward pass, including parameters that autocast has converted."""
-    loss: float
-    """The largest tensor of the step once more: its gradient. In language models these are the logits."""
-    buffers: float
-    """What the allocator reserves beyond what is in use."""
-    context: float
-    """CUDA context and libraries."""
-
-    @property
-    def total(self) -> float:
-        """Sum of all parts."""
-        return float(sum(vars(self).values()))
-
-
-@dataclass(frozen=True, kw_only=True)
 class ScriptEstimate:
     """Holds the estimate of a script's step."""
 
@@ -67,8 +42,9 @@ class ScriptEstimate:
     """The device."""
     gpus: int
     """Number of data-parallel ranks."""
-    memory: ScriptMemory
-    """Peak memory of a rank."""
+    memory: Memory
+    """Peak memory of a rank. Its activations include the parameters that autocast has converted; its loss is the
+    largest tensor of the step once more: the gradient of the logits in a language model."""
     time: StepTime
     """Duration of an optimizer step."""
     collective_bytes: float
@@ -85,7 +61,7 @@ class ScriptEstimate:
         return float(self.counts["tokens"] * self.counts["grad_accum"] / self.time.total)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the content that `hfscale estimate --script … --json` prints, as a dictionary."""
+        """Return the content that `hfscale estimate --script … --json` prints, as a dictionary."""
         return {
             "memory_gib": {**asdict(self.memory), "total": self.memory.total},
             "fits": self.fits,
@@ -108,18 +84,18 @@ class _Work:
 
 
 def trace_script(argv: Sequence[str], *, gpus: int, precision: Precision) -> dict[str, Any]:
-    """Traces one micro-batch of a script in a process of its own.
+    """Trace one micro-batch of a script in a process of its own.
 
     Args:
-        argv (`Sequence[str]`): The script and its arguments.
-        gpus (`int`): Number of ranks of its process group.
+        argv (`Sequence[str]`): the script and its arguments.
+        gpus (`int`): number of ranks of its process group.
         precision (`str`): `fp32`, or the format of autocast: `bf16` or `fp16`.
 
     Returns:
-        `dict`: The counts, see `hfscale.planner.trace.trace_step`.
+        `dict`: the counts, see `hfscale.planner.trace.trace_step`.
 
     Raises:
-        `HfScaleError`: The script failed, or did not call `Trainer.train`.
+        HfScaleError: the script failed, or did not call `Trainer.train`.
     """
     command = [sys.executable, "-m", TRACER, str(gpus), precision, *argv]
     own = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "disabled"}
@@ -147,19 +123,19 @@ def estimate_script(
     gpus_per_node: int = 8,
     network_gb_s: float | None = None,
 ) -> ScriptEstimate:
-    """Estimates memory and time of a traced script.
+    """Estimate memory and time of a traced script.
 
     Args:
-        counts (`Mapping`): What `trace_script` returned.
-        gpu (`Accelerator`): The device.
-        gpus (`int`): Number of data-parallel ranks.
-        zero (`int`): What they shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (FSDP2).
-        precision (`str`): Format of the matrix products.
+        counts (`Mapping`): what `trace_script` returned.
+        gpu (`Accelerator`): the device.
+        gpus (`int`): number of data-parallel ranks.
+        zero (`int`): what they shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (FSDP2).
+        precision (`str`): format of the matrix products.
         gpus_per_node (`int`): GPUs that NVLink or PCIe connects.
-        network_gb_s (`float`, *optional*): Bandwidth between nodes per GPU and direction, GB/s.
+        network_gb_s (`float`, *optional*): bandwidth between nodes per GPU and direction, GB/s.
 
     Raises:
-        `UsageError`: The states of the script's optimizer are not known, or no peak of the device for the precision.
+        UsageError: the states of the script's optimizer are not known, or no peak of the device for the precision.
     """
     names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {"adamw_torch": "adamw"}
     if counts["optimizer"] not in names:
@@ -177,9 +153,7 @@ def estimate_script(
         "loss": counts["largest_bytes"],
     }
     parts = {name: size / GIB for name, size in in_use.items()}
-    memory = ScriptMemory(
-        **parts, buffers=sum(parts.values()) * (shared.fragmentation - 1), context=framework.context_gib
-    )
+    memory = Memory(**parts, buffers=sum(parts.values()) * (shared.fragmentation - 1), context=framework.context_gib)
     rates = Rates(_Work(gpu=gpu, precision=precision), framework, shared)
     pairs = CAUSAL_PAIRS if "CausalLM" in counts["model"] else 1.0
     compute_s = (

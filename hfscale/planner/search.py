@@ -31,7 +31,7 @@ from hfscale.planner.launchable import can_fuse_loss, why_no_stages
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
 from hfscale.planner.tasks import GENERATION_ROUNDS
 
-HEADROOM = 0.94
+USABLE_MEMORY_FRACTION = 0.94
 """Part of a device's memory that a plan may use; the rest is for what the estimate misses (benchmarks/results)."""
 TIE_TOLERANCE = 0.03
 """Relative difference in time up to which the simpler of two ways to run one layout is preferred. Their errors are
@@ -42,14 +42,14 @@ HOST_GIB_PER_GPU = 256.0
 """CPU memory per GPU of a server with NVLink: 2 TB for eight GPUs (DGX H100 datasheet)."""
 HOST_GIB_PER_CARD = 64.0
 """CPU memory per GPU of a machine with PCIe cards, assumed."""
-LEAST_TOKENS_PER_CP_RANK = 4096
+MIN_TOKENS_PER_CP_RANK = 4096
 """Tokens of a sequence per rank below which context parallelism is not tried."""
-MOST_UNEVEN = 1.15
+MAX_UNEVENNESS = 1.15
 """Highest ratio, of the layers on the fullest pipeline rank to the average, that is tried. 61 layers on 16 ranks are
 four on the fullest and a ratio of 1.05, 126 layers on 16 ranks eight and 1.02."""
-MOST_VIRTUAL_STAGES = 8
+MAX_VIRTUAL_STAGES = 8
 """Largest number of stages per pipeline rank that is tried: NVIDIA's recipes for Llama 3.1 405B use 7 and 8."""
-MOST_STAGES = 64
+MAX_STAGES = 64
 """Largest number of pipeline ranks that is tried; Llama 3 405B was trained with 16."""
 GRPO_BATCH = 1024
 """Completions per step that are used for the task `grpo` where the request has no global batch."""
@@ -110,13 +110,13 @@ class PlanRequest:
     """Whether the reference's log-probabilities are computed before the training, with the task `dpo`."""
 
     def job(self, layout: ParallelLayout, *, global_batch: int, zero: int = 0, offload: Offload = "none") -> Job:
-        """Returns the run of a layout with micro-batches of one sequence.
+        """Return the run of a layout with micro-batches of one sequence.
 
         Args:
-            layout (`ParallelLayout`): Ranks along each axis.
-            global_batch (`int`): Sequences per step.
-            zero (`int`): What data-parallel ranks shard.
-            offload (`str`): What is kept in the CPU's memory.
+            layout (`ParallelLayout`): ranks along each axis.
+            global_batch (`int`): sequences per step.
+            zero (`int`): what data-parallel ranks shard.
+            offload (`str`): what is kept in the CPU's memory.
         """
         shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_THE_PLAN}
         return Job(
@@ -147,7 +147,7 @@ class Rejected:
 
 
 def usual_batch(request: PlanRequest, gpus: int) -> int:
-    """Returns the sequences per step that are used where the request has no global batch.
+    """Return the sequences per step that are used where the request has no global batch.
 
     It is a multiple of the number of GPUs if there are at least as many sequences as GPUs, and otherwise a power of
     two. For full training it is about 4M tokens as for Llama 2; 16M from 4,096 GPUs on as for Llama 3 405B (arXiv
@@ -157,8 +157,8 @@ def usual_batch(request: PlanRequest, gpus: int) -> int:
     and for `grpo` about 1,024 completions as for DeepSeekMath (arXiv 2402.03300, section 4.2), in complete groups.
 
     Args:
-        request (`PlanRequest`): What is planned for, of which the method, the model and the sequence length are used.
-        gpus (`int`): Number of GPUs.
+        request (`PlanRequest`): what is planned for, of which the method, the model and the sequence length are used.
+        gpus (`int`): number of GPUs.
     """
     if request.task == "grpo":
         multiple = math.lcm(gpus, request.num_generations)
@@ -175,22 +175,22 @@ def usual_batch(request: PlanRequest, gpus: int) -> int:
 
 
 def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Rejected]]:
-    """Estimates every layout of `gpus` devices, with and without offload.
+    """Estimate every layout of `gpus` devices, with and without offload.
 
     If none fits, formats that change the training's results are tried too: an optimizer with states in 8 bits, and
     parameters and states in bf16 (`lower_precision`).
 
     Args:
-        request (`PlanRequest`): What is planned for; its own number of GPUs is not used.
-        gpus (`int`): Number of GPUs that every layout uses.
+        request (`PlanRequest`): what is planned for; its own number of GPUs is not used.
+        gpus (`int`): number of GPUs that every layout uses.
 
     Returns:
-        `tuple[list[Estimate], list[Rejected]]`: The best estimate of every layout that fits, fastest first, and the
+        `tuple[list[Estimate], list[Rejected]]`: the best estimate of every layout that fits, fastest first, and the
             layouts that do not work.
 
     Raises:
-        `LayoutError`: The number of GPUs is not a multiple of the GPUs per node.
-        `UsageError`: The bandwidth between nodes is not above 0, or no peak of the device is known for the precision.
+        LayoutError: the number of GPUs is not a multiple of the GPUs per node.
+        UsageError: the bandwidth between nodes is not above 0, or no peak of the device is known for the precision.
     """
     if gpus > request.gpus_per_node and gpus % request.gpus_per_node:
         down = gpus // request.gpus_per_node * request.gpus_per_node
@@ -220,16 +220,16 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
 
 
 def can_hold_states(request: PlanRequest, gpus: int) -> bool:
-    """Returns whether the states fit if they are spread over all devices, or over their share of the CPU's memory.
+    """Return whether the states fit if they are spread over all devices, or over their share of the CPU's memory.
 
     No layout needs less memory, so that a search can be left out where the states alone are too large.
 
     Args:
-        request (`PlanRequest`): What is planned for; its own number of GPUs is not used.
-        gpus (`int`): Number of GPUs.
+        request (`PlanRequest`): what is planned for; its own number of GPUs is not used.
+        gpus (`int`): number of GPUs.
     """
     framework = find_framework(request.framework)
-    limit = request.gpu.memory_gib * HEADROOM
+    limit = request.gpu.memory_gib * USABLE_MEMORY_FRACTION
     spread: Candidate = (ParallelLayout(dp_shard=gpus), 3, "none")
     tried = [(changed, spread) for changed in (request, *lower_precision(request))]
     tried += [(request, offloaded) for offloaded in _offloads(request, gpus)]
@@ -248,13 +248,13 @@ def _host_memory(request: PlanRequest) -> float:
 
 
 def lower_precision(request: PlanRequest) -> list[PlanRequest]:
-    """Returns the requests that need less memory because states have fewer bits, the least change first.
+    """Return the requests that need less memory because states have fewer bits, the least change first.
 
     These change the training's results, so that a plan takes them only where nothing else fits. The list is empty for
     adapters, whose states are small, for another optimizer than AdamW, and for Megatron, whose states are its own.
 
     Args:
-        request (`PlanRequest`): What is planned for.
+        request (`PlanRequest`): what is planned for.
     """
     if request.method != "full" or request.optimizer != "adamw" or request.pure or request.framework == "megatron":
         return []
@@ -285,11 +285,11 @@ def _offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
 
 
 def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
-    """Yields the layouts without offload that the framework can run, the simplest first.
+    """Yield the layouts without offload that the framework can run, the simplest first.
 
     Args:
-        request (`PlanRequest`): What is planned for; its own number of GPUs is not used.
-        gpus (`int`): Number of GPUs that every layout uses.
+        request (`PlanRequest`): what is planned for; its own number of GPUs is not used.
+        gpus (`int`): number of GPUs that every layout uses.
     """
     shape = request.shape
     node = request.gpus_per_node
@@ -303,7 +303,7 @@ def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
                 continue  # adapters and TRL are planned with data parallelism
             if tp > 1 and request.framework == "hf" and not _has_tensor_parallelism(shape, tp, pp):
                 continue
-            for cp in _powers_of_two(request.seq_len // LEAST_TOKENS_PER_CP_RANK) if request.task == "text" else [1]:
+            for cp in _powers_of_two(request.seq_len // MIN_TOKENS_PER_CP_RANK) if request.task == "text" else [1]:
                 if cp > 1 and request.framework == "hf" and tp > 1 and pp == 1:
                     continue  # Accelerate combines context parallelism with FSDP2 alone, `ParallelTrainer` with all
                 if (gpus // tp // pp) % cp or request.seq_len % (2 * cp):
@@ -330,8 +330,8 @@ def _powers_of_two(most: int) -> list[int]:
 
 def _pipeline_sizes(layers: int, ranks: int) -> list[int]:
     """Pipeline sizes whose fullest rank, which limits the speed, has little more than its share of the layers."""
-    possible = range(2, min(layers, ranks, MOST_STAGES) + 1)
-    return [1, *(pp for pp in possible if ranks % pp == 0 and -(-layers // pp) * pp <= MOST_UNEVEN * layers)]
+    possible = range(2, min(layers, ranks, MAX_STAGES) + 1)
+    return [1, *(pp for pp in possible if ranks % pp == 0 and -(-layers // pp) * pp <= MAX_UNEVENNESS * layers)]
 
 
 def _data_parallel(request: PlanRequest, *, tp: int, pp: int, cp: int, dp: int) -> Iterator[Candidate]:
@@ -392,14 +392,14 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
 
 
 def best_of_layout(job: Job, *, fused: bool) -> tuple[Estimate | None, float | None]:
-    """Searches schedules, recomputation, expert parallelism, micro-batches and the fused loss of a layout.
+    """Search schedules, recomputation, expert parallelism, micro-batches and the fused loss of a layout.
 
     Args:
-        job (`Job`): The layout.
-        fused (`bool`): Whether to try the fused loss too.
+        job (`Job`): the layout.
+        fused (`bool`): whether to try the fused loss too.
 
     Returns:
-        `tuple`: The fastest estimate whose memory fits, or a simpler one which is hardly slower; None if nothing fits.
+        `tuple`: the fastest estimate whose memory fits, or a simpler one which is hardly slower; None if nothing fits.
         And the least memory that any variant needs, GiB; None if no schedule runs with the micro-batches there are.
     """
     fastest: list[Estimate] = []
@@ -441,7 +441,7 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
     """The jobs with each of `MICRO_BATCHES` whose memory fits; the least memory that any needs, GiB, which is None if
     the schedule runs with no number of micro-batches; and whether memory rules out a larger micro-batch."""
     framework = find_framework(variant.framework)
-    limit = variant.gpu.memory_gib * HEADROOM
+    limit = variant.gpu.memory_gib * USABLE_MEMORY_FRACTION
     fitting: list[Job] = []
     least_gib: float | None = None
     for micro_batch in MICRO_BATCHES:
@@ -516,7 +516,7 @@ def _interleavings(job: Job) -> list[int]:
     if pp == 1:
         return [1]
     each = -(-job.stage_units // pp)
-    return [v for v in range(1, MOST_VIRTUAL_STAGES + 1) if each % v == 0 and pp * v <= job.stage_units]
+    return [v for v in range(1, MAX_VIRTUAL_STAGES + 1) if each % v == 0 and pp * v <= job.stage_units]
 
 
 def _expert_groups(job: Job) -> list[int]:
@@ -535,7 +535,7 @@ def _too_large(job: Job, needed_gib: float) -> Rejected:
     name = strategy_of(job) + (" with offload" if job.offload != "none" else "")
     reason = (
         f"{name} needs {needed_gib:.0f} GiB per GPU even with full recomputation and micro-batch 1; {job.gpu.name} "
-        f"has {memory:.0f}, of which a plan uses {100 * HEADROOM:.0f}%"
+        f"has {memory:.0f}, of which a plan uses {100 * USABLE_MEMORY_FRACTION:.0f}%"
     )
     return Rejected(layout=job.layout, strategy=name, reason=reason, needed_gib=needed_gib)
 

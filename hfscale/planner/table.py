@@ -44,28 +44,28 @@ ASPECT = 107
 
 
 def text_of(row: Mapping[str, str], key: str) -> str:
-    """Returns the text of a cell without surrounding blanks; empty where the table has no such column.
+    """Return the text of a cell without surrounding blanks; empty where the table has no such column.
 
     Args:
-        row (`Mapping[str, str]`): The cells of a row by column.
-        key (`str`): The column.
+        row (`Mapping[str, str]`): the cells of a row by column.
+        key (`str`): the column.
     """
     cell = row.get(key)
     return cell.strip() if cell else ""
 
 
 def number(row: Mapping[str, str], key: str) -> float | None:
-    """Reads a cell as a number above 0.
+    """Read a cell as a number above 0.
 
     Args:
-        row (`Mapping[str, str]`): The cells of a row by column.
-        key (`str`): The column.
+        row (`Mapping[str, str]`): the cells of a row by column.
+        key (`str`): the column.
 
     Returns:
-        `float`, *optional*: The number; None where the cell is blank.
+        `float`, *optional*: the number; None where the cell is blank.
 
     Raises:
-        `UsageError`: The cell is not a number above 0.
+        UsageError: the cell is not a number above 0.
     """
     text = text_of(row, key)
     return _number_of(key, text) if text else None
@@ -82,17 +82,17 @@ def _number_of(key: str, text: str) -> float:
 
 
 def integer(row: Mapping[str, str], key: str) -> int | None:
-    """Reads a cell as an integer above 0, or also 0 for a ZeRO stage.
+    """Read a cell as an integer above 0, or also 0 for a ZeRO stage.
 
     Args:
-        row (`Mapping[str, str]`): The cells of a row by column.
-        key (`str`): The column.
+        row (`Mapping[str, str]`): the cells of a row by column.
+        key (`str`): the column.
 
     Returns:
-        `int`, *optional*: The integer; None where the cell is blank.
+        `int`, *optional*: the integer; None where the cell is blank.
 
     Raises:
-        `UsageError`: The cell is not such an integer.
+        UsageError: the cell is not such an integer.
     """
     text = text_of(row, key)
     if key == "zero" and text in ("0", "0.0"):
@@ -106,14 +106,14 @@ def integer(row: Mapping[str, str], key: str) -> int | None:
 
 
 def row_shape(row: Mapping[str, str]) -> ModelShape:
-    """Infers the shape of a row's model from its widths, its name or its number of parameters.
+    """Infer the shape of a row's model from its widths, its name or its number of parameters.
 
     Args:
-        row (`Mapping[str, str]`): The cells of a row by column.
+        row (`Mapping[str, str]`): the cells of a row by column.
 
     Raises:
-        `UsageError`: A cell is not a number, or the widths are neither given nor can be inferred.
-        `UnsupportedModelError`: The widths do not fit together.
+        UsageError: a cell is not a number, or the widths are neither given nor can be inferred.
+        UnsupportedModelError: the widths do not fit together.
     """
     layers = integer(row, "layers")
     hidden = integer(row, "hidden")
@@ -285,13 +285,13 @@ def _recompute_of(row: Mapping[str, str]) -> Recompute | None:
 
 
 def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
-    """Reads or infers which parameters train.
+    """Read or infers which parameters train.
 
     A table without the column `method` may name adapters in the model's name, the precision, the recomputation or a
     note (`LoRA fine-tune`). What is in brackets there is ignored.
 
     Returns:
-        `tuple[Method, str | None]`: The method, and the column that it was inferred from; None if that is the column
+        `tuple[Method, str | None]`: the method, and the column that it was inferred from; None if that is the column
             `method`, or if nothing indicates adapters.
     """
     text = text_of(row, "method").lower()
@@ -318,7 +318,7 @@ def _gpu_of(row: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def is_allocated(row: Mapping[str, str]) -> bool:
-    """Returns whether the row's peak memory is that of tensors alone, by its column `measure`.
+    """Return whether the row's peak memory is that of tensors alone, by its column `measure`.
 
     Such a peak is that of `max_memory_allocated`, or of torch's `active` memory.
     """
@@ -327,7 +327,7 @@ def is_allocated(row: Mapping[str, str]) -> bool:
 
 
 def assumed(row: Mapping[str, str]) -> list[str]:
-    """Lists what was inferred from a row that no column of its own states, one line each."""
+    """List what was inferred from a row that no column of its own states, one line each."""
     method, column = method_of(row)
     assumptions = [f"method {method}, from the column {column}"] if column else []
     power = _gpu_of(row)[1]
@@ -335,17 +335,17 @@ def assumed(row: Mapping[str, str]) -> list[str]:
 
 
 def interconnect_gb_s(text: str) -> float | None:
-    """Reads GB/s per GPU and direction in a text such as `50 GB/s`, `400Gb/s per GPU`, `3.2Tbps` or `8x400Gb`.
+    """Read GB/s per GPU and direction in a text such as `50 GB/s`, `400Gb/s per GPU`, `3.2Tbps` or `8x400Gb`.
 
     A total per node, that is a number of cards, terabits or more than a single GPU can have, is divided by eight. A
     number without a unit is in GB/s.
 
     Returns:
-        `float`, *optional*: The bandwidth; None for a kind of network without a number (`InfiniBand`), which stands
+        `float`, *optional*: the bandwidth; None for a kind of network without a number (`InfiniBand`), which stands
             for that of the reference node.
 
     Raises:
-        `UsageError`: The text has a number that is not a bandwidth.
+        UsageError: the text has a number that is not a bandwidth.
     """
     if not re.search(r"\d", text):
         return None
@@ -369,16 +369,16 @@ REQUIRED = ("model", "seq_len", "gpus", "gpu_type")
 
 
 def job_of(row: Mapping[str, str]) -> Job:
-    """Reads a row as a job, and infers what the row leaves blank.
+    """Read a row as a job, and infers what the row leaves blank.
 
     Args:
-        row (`Mapping[str, str]`): The cells of a row by column.
+        row (`Mapping[str, str]`): the cells of a row by column.
 
     Raises:
-        `UnknownHardwareError`: The GPU is in no table.
-        `LayoutError`: The number of GPUs or the sequence length is blank, or sizes do not fit together.
-        `UnsupportedModelError`: The model's widths do not fit together.
-        `UsageError`: A cell is not a number, or a name is unknown.
+        UnknownHardwareError: the GPU is in no table.
+        LayoutError: the number of GPUs or the sequence length is blank, or sizes do not fit together.
+        UnsupportedModelError: the model's widths do not fit together.
+        UsageError: a cell is not a number, or a name is unknown.
     """
     gpu = accelerator(_gpu_of(row)[0])
     gpus = integer(row, "gpus") or _product(row)
@@ -483,7 +483,7 @@ _PYTORCH_3D = re.compile(r"nanotron|picotron|torchtitan", flags=re.IGNORECASE)
 
 
 def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
-    """Infers the framework that a row's columns indicate.
+    """Infer the framework that a row's columns indicate.
 
     - `titan`: the name nanotron, picotron or torchtitan, torchao's spelling of fp8 (`float8`), a compiled model, or
       torchtitan's kinds of selective recomputation (`-op`, `-layer`);
@@ -492,8 +492,8 @@ def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
     - `hf`: sharded data parallelism in eager mode; `titan` where the column `compile` is blank.
 
     Args:
-        row (`Mapping[str, str]`): The cells of a row by column.
-        layout (`ParallelLayout`): Ranks along each axis.
+        row (`Mapping[str, str]`): the cells of a row by column.
+        layout (`ParallelLayout`): ranks along each axis.
     """
     precision = text_of(row, "precision").lower()
     ac = text_of(row, "ac").lower()

@@ -37,14 +37,14 @@ read, 2 written and 2 read."""
 
 
 def reference_bytes(job: Job) -> float:
-    """Computes the bytes of the reference model's parameters that a rank keeps; 0 without such a model.
+    """Compute the bytes of the reference model's parameters that a rank keeps; 0 without such a model.
 
     TRL loads it in the format of the policy, fp32 (trainer/dpo_trainer.py and grpo_trainer.py). FSDP2 shards it
     (models/utils.py, `prepare_fsdp`); DeepSpeed holds it in the training format, and shards it with stage 3 only
     (`prepare_deepspeed`); DDP keeps all of it.
 
     Args:
-        job (`Job`): The run.
+        job (`Job`): the run.
     """
     if not job.has_reference_model:
         return 0.0
@@ -56,7 +56,7 @@ def reference_bytes(job: Job) -> float:
 
 
 def reference_buffer_bytes(job: Job) -> float:
-    """Computes the bytes of gathered or cast weights during the reference's forward pass.
+    """Compute the bytes of gathered or cast weights during the reference's forward pass.
 
     FSDP2 gathers the whole reference model at once, because TRL wraps it as one unit (models/utils.py,
     `prepare_fsdp`), and while it is copied out of the buffer of the all-gather it exists twice (torch,
@@ -64,7 +64,7 @@ def reference_buffer_bytes(job: Job) -> float:
     Autocast keeps the copies that it makes under DDP until the forward pass ends.
 
     Args:
-        job (`Job`): The run.
+        job (`Job`): the run.
     """
     low = 4.0 if job.precision == "fp32" else 2.0
     parameters = float(job.shape.total_parameters)
@@ -76,17 +76,17 @@ def reference_buffer_bytes(job: Job) -> float:
 
 
 def reference_s(job: Job, framework: Framework, shared: SharedConstants, network: Network, rates: Rates) -> float:
-    """Computes the seconds of the reference's forward pass of one micro-batch; 0 without one.
+    """Compute the seconds of the reference's forward pass of one micro-batch; 0 without one.
 
     It is a forward pass of all layers and of the head. FSDP2 gathers a reference model as a whole before it starts;
     with adapters the policy's units are gathered while it runs.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
-        shared (`SharedConstants`): Constants of hardware and networks.
-        network (`Network`): The links between ranks.
-        rates (`Rates`): Sustained rates of the device.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+        shared (`SharedConstants`): constants of hardware and networks.
+        network (`Network`): the links between ranks.
+        rates (`Rates`): sustained rates of the device.
     """
     if not job.has_reference_pass:
         return 0.0
@@ -108,13 +108,13 @@ def _gather_s(job: Job, network: Network, parameters: float) -> float:
 
 
 def forward_bytes(job: Job) -> float:
-    """Computes the bytes of a layer's tensors that exist at the same time in a forward pass without gradients.
+    """Compute the bytes of a layer's tensors that exist at the same time in a forward pass without gradients.
 
     Measured with torch's MemTracker for Hugging Face's layers they are 4 h + 3 f elements of 2 bytes: residuals and
     norms, and inside a gated MLP the activated gate, the other factor and their product.
 
     Args:
-        job (`Job`): The run.
+        job (`Job`): the run.
     """
     shape = job.shape
     return 2.0 * job.tokens * (4 * shape.hidden + (3 if shape.gated else 2) * shape.mlp_width)
@@ -124,19 +124,19 @@ def forward_bytes(job: Job) -> float:
 
 
 def generated_at_once(job: Job) -> int:
-    """Counts the completions that a rank generates at the same time: those of a step, divided by the rounds."""
+    """Count the completions that a rank generates at the same time: those of a step, divided by the rounds."""
     return job.micro_batch * job.micro_batches // job.generation_rounds
 
 
 def kv_cache_bytes(job: Job, tokens: int) -> float:
-    """Computes the bytes of the cached keys and values of the sequences that are generated at the same time.
+    """Compute the bytes of the cached keys and values of the sequences that are generated at the same time.
 
     A token takes 2 bytes per element of keys and values and layer (Kwon et al., PagedAttention, arXiv 2309.06180,
     section 3); a layer with a sliding window caches only its window.
 
     Args:
-        job (`Job`): The run.
-        tokens (`int`): Tokens of each sequence so far.
+        job (`Job`): the run.
+        tokens (`int`): tokens of each sequence so far.
     """
     return 2.0 * generated_at_once(job) * _cached_elements(job, tokens)
 
@@ -151,14 +151,14 @@ def _cached_elements(job: Job, tokens: float) -> float:
 
 
 def generation_weight_bytes(job: Job) -> float:
-    """Computes the bytes of the gathered or cast weights during generation.
+    """Compute the bytes of the gathered or cast weights during generation.
 
     FSDP2 gathers layer by layer for each token: two layers, the embedding and the head at a time. (DeepSpeed's stage 3
     would gather all weights once, `ds3_gather_for_generation`; plans with stage 3 run FSDP2.) Under DDP autocast casts
     all weights in each forward pass.
 
     Args:
-        job (`Job`): The run.
+        job (`Job`): the run.
     """
     shape = job.shape
     if job.precision == "fp32" and job.zero != 3:
@@ -171,14 +171,14 @@ def generation_weight_bytes(job: Job) -> float:
 
 
 def prompt_job(job: Job) -> Job:
-    """Returns a job whose micro-batch is the prompts that a rank generates from at the same time."""
+    """Return a job whose micro-batch is the prompts that a rank generates from at the same time."""
     batch = generated_at_once(job)
     prompt = job.seq_len - job.max_completion_length
     return replace(job, micro_batch=batch, global_batch=batch * job.data_parallel, seq_len=prompt, generation_rounds=1)
 
 
 def generation_s(job: Job, framework: Framework, shared: SharedConstants, network: Network, rates: Rates) -> float:
-    """Computes the seconds in which a step's completions are generated, each at its full length.
+    """Compute the seconds in which a step's completions are generated, each at its full length.
 
     A round is a forward pass over the prompts and one step per token. A step of decoding is bound by the memory
     bandwidth: it reads all weights and all cached keys and values (Pope et al., arXiv 2211.05102, section 2), unless
@@ -187,11 +187,11 @@ def generation_s(job: Job, framework: Framework, shared: SharedConstants, networ
     completion ends, so the full length is an upper bound.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
-        shared (`SharedConstants`): Constants of hardware and networks.
-        network (`Network`): The links between ranks.
-        rates (`Rates`): Sustained rates of the device.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+        shared (`SharedConstants`): constants of hardware and networks.
+        network (`Network`): the links between ranks.
+        rates (`Rates`): sustained rates of the device.
     """
     shape = job.shape
     layers = shape.layers

@@ -62,15 +62,15 @@ class GrpoTime(DpoTime):
 
 
 def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTime:
-    """Estimates the duration of one optimizer step by part, in seconds.
+    """Estimate the duration of one optimizer step by part, in seconds.
 
     Args:
-        job (`Job`): The run.
-        framework (`Framework`): Constants of the training framework.
-        shared (`SharedConstants`): Constants of hardware and networks.
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+        shared (`SharedConstants`): constants of hardware and networks.
 
     Raises:
-        `UsageError`: No peak of the device is known for the precision, or the bandwidth between nodes is not above 0.
+        UsageError: no peak of the device is known for the precision, or the bandwidth between nodes is not above 0.
     """
     network = Network.of(job.gpu, node_size=job.gpus_per_node, network_gb_s=job.network_gb_s, shared=shared)
     rates = Rates(job, framework, shared)
@@ -305,7 +305,7 @@ FP8_SCALE_BYTES = 4 / 128
 
 
 def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
-    """Computes the exposed seconds of sending tokens to the ranks of their experts and back, forward and backward.
+    """Compute the exposed seconds of sending tokens to the ranks of their experts and back, forward and backward.
 
     The result is that of an average layer and one micro-batch. Without overlap every token is sent to each of its
     experts, and the layer waits. With overlap, as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.2;
@@ -313,9 +313,9 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
     that holds some of its experts, in 8 bits where the matrix products are, while another micro-batch is computed.
 
     Args:
-        job (`Job`): The run.
-        network (`Network`): The links between ranks.
-        compute (`float`): Seconds of the layer's own forward and backward pass, which is also the duration of the
+        job (`Job`): the run.
+        network (`Network`): the links between ranks.
+        compute (`float`): seconds of the layer's own forward and backward pass, which is also the duration of the
             other micro-batch's computation that hides an overlapped exchange.
     """
     shape = job.shape
@@ -336,13 +336,13 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
 
 
 def nodes_of_a_token(shape: ModelShape, nodes: float) -> float:
-    """Computes the largest number of nodes that hold experts of one token.
+    """Compute the largest number of nodes that hold experts of one token.
 
     If the router selects experts from some groups only, these are the nodes that hold so many groups; otherwise all.
 
     Args:
-        shape (`ModelShape`): The model.
-        nodes (`float`): Nodes that hold experts of the layer.
+        shape (`ModelShape`): the model.
+        nodes (`float`): nodes that hold experts of the layer.
     """
     moe = shape.moe
     if moe is None or moe.groups == 1:

@@ -21,7 +21,7 @@ SAME_LAYOUT = 1.1
 this much slower tells more."""
 EQUAL = 1.1
 """Ratio of predicted times that the estimate cannot tell apart: the simpler configuration is run first."""
-MOST_MEMORY = 1.05
+MAX_MEMORY_RATIO = 1.05
 """Part of a device's memory that the estimate of a configuration may need: the estimate may be too high."""
 CORRECTIONS = tuple(2.0 ** (power / 4) for power in range(-20, 21))
 """Factors on the rates of a hardware row that are tried: 1/32 to 32."""
@@ -46,12 +46,12 @@ class Candidate:
 
 
 def candidates(plan: Plan, number: int, *, can_run: Callable[[Job], bool]) -> list[Candidate]:
-    """Returns the best layouts and micro-batches of a plan, the fastest first; of equal ones the simplest.
+    """Return the best layouts and micro-batches of a plan, the fastest first; of equal ones the simplest.
 
     Args:
-        plan (`Plan`): The plan, with all its choices.
-        number (`int`): How many to return; fewer if there are not as many.
-        can_run (`Callable[[Job], bool]`): Whether the user's script can run a job, which some recipe can run.
+        plan (`Plan`): the plan, with all its choices.
+        number (`int`): how many to return; fewer if there are not as many.
+        can_run (`Callable[[Job], bool]`): whether the user's script can run a job, which some recipe can run.
     """
     found: list[tuple[tuple[float, ...], Candidate]] = []
     for choice in plan.choices:
@@ -73,12 +73,12 @@ def _other_micro_batches(job: Job) -> Iterator[Estimate]:
     for size in (job.micro_batch // 2, job.micro_batch * 2):
         if size >= 1 and job.global_batch // job.data_parallel % size == 0:
             estimate = estimate_job(replace(job, micro_batch=size))
-            if estimate.memory.total <= MOST_MEMORY * job.gpu.memory_gib:
+            if estimate.memory.total <= MAX_MEMORY_RATIO * job.gpu.memory_gib:
                 yield estimate
 
 
 def name_of(job: Job) -> str:
-    """Returns a short name of a job, such as `fsdp2-shard2-mb4-full`."""
+    """Return a short name of a job, such as `fsdp2-shard2-mb4-full`."""
     layout = job.layout
     axes = {"rep": layout.dp_replicate, "shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
     has_one_axis = max(layout.dp_replicate, layout.dp_shard) == layout.world_size
@@ -94,16 +94,16 @@ def name_of(job: Job) -> str:
 def successive_halving(
     names: Sequence[str], steps: int, run: Callable[[str, int], float | None], *, is_over: Callable[[], bool]
 ) -> None:
-    """Runs all configurations, then the faster half for twice as many steps, and so on until two have been compared.
+    """Run all configurations, then the faster half for twice as many steps, and so on until two have been compared.
 
     A configuration that becomes slower in a longer run loses its place to one that was left out before.
 
     Args:
-        names (`Sequence[str]`): The configurations.
-        steps (`int`): Optimizer steps of the first round.
-        run (`Callable[[str, int], float | None]`): Runs a configuration and returns its tokens per second; None if it
+        names (`Sequence[str]`): the configurations.
+        steps (`int`): optimizer steps of the first round.
+        run (`Callable[[str, int], float | None]`): runs a configuration and returns its tokens per second; None if it
             failed.
-        is_over (`Callable[[], bool]`): Whether no further run may begin.
+        is_over (`Callable[[], bool]`): whether no further run may begin.
     """
     measured: dict[str, float] = {}
     running = list(names)
@@ -123,7 +123,7 @@ def successive_halving(
 
 
 def number_of_runs(configurations: int) -> int:
-    """Counts the runs of `successive_halving` if none fails."""
+    """Count the runs of `successive_halving` if none fails."""
     runs = configurations
     while configurations > 2:
         configurations = math.ceil(configurations / 2)
@@ -148,13 +148,13 @@ class Correction:
 
 
 def correct(gpu: Accelerator, measured: Sequence[tuple[Job, float]], *, name: str, source: str) -> Correction:
-    """Corrects the rates of a hardware row from measured runs: one factor for computation, one for communication.
+    """Correct the rates of a hardware row from measured runs: one factor for computation, one for communication.
 
     Args:
-        gpu (`Accelerator`): The row that the jobs were estimated with.
-        measured (`Sequence[tuple[Job, float]]`): Jobs and their measured tokens per second, at least one.
-        name (`str`): The name of the new row.
-        source (`str`): What it says about where it comes from.
+        gpu (`Accelerator`): the row that the jobs were estimated with.
+        measured (`Sequence[tuple[Job, float]]`): jobs and their measured tokens per second, at least one.
+        name (`str`): the name of the new row.
+        source (`str`): what it says about where it comes from.
     """
     has_links = any(job.layout.world_size > 1 for job, _ in measured) and len(measured) > 1
     best = (1.0, 1.0)

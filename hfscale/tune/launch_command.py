@@ -99,7 +99,7 @@ class RecipeCommand:
         return known[name]  # type: ignore[return-value]
 
     def precision(self, *, has_bf16: bool) -> Precision:
-        """Returns the format of the matrix products.
+        """Return the format of the matrix products.
 
         Args:
             has_bf16 (`bool`): whether the device supports bf16, which is then the default.

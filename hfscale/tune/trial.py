@@ -50,12 +50,12 @@ def run_trial(
     """Run a command until it has trained some steps, then end it at once: nothing is saved or evaluated.
 
     Args:
-        command (`Sequence[str]`): The launch command. It logs every step.
-        folder (`Path`): The `output_dir` of the run, where its measurements and its output are written.
-        steps (`int`): Optimizer steps to measure, after `WARM_UP_STEPS`.
-        timeout_s (`float`): Seconds after which it is ended; the steps until then count if any were measured.
-        environment (`Mapping[str, str]`): Its environment.
-        on_step (`Callable[[int], None]`): Called with the number of steps done whenever it has risen.
+        command (`Sequence[str]`): the launch command. It logs every step.
+        folder (`Path`): the `output_dir` of the run, where its measurements and its output are written.
+        steps (`int`): optimizer steps to measure, after `WARM_UP_STEPS`.
+        timeout_s (`float`): seconds after which it is ended; the steps until then count if any were measured.
+        environment (`Mapping[str, str]`): its environment.
+        on_step (`Callable[[int], None]`): called with the number of steps done whenever it has risen.
     """
     begun = time.monotonic()
     log = folder / LOG_NAME

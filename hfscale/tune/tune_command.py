@@ -46,7 +46,7 @@ def run(
     output_dir: Annotated[Path, typer.Option(help="Where measurements and configs are kept.")] = Path("runs/tune"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Runs the best configurations of a plan; returns the exit code, 1 if none could be measured."""
+    """Run the best configurations of a plan; returns the exit code, 1 if none could be measured."""
     for name, value in (("steps", steps), ("top", top)):
         if value < 1:
             raise UsageError(f"--{name} is {value}: it must be at least 1")

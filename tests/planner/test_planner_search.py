@@ -20,8 +20,8 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import plan_gpu_types
 from hfscale.planner.search import (
-    HEADROOM,
     TIE_TOLERANCE,
+    USABLE_MEMORY_FRACTION,
     PlanRequest,
     best_of_layout,
     can_hold_states,
@@ -51,7 +51,7 @@ class TestSearch:
             job.check()
             assert job.layout.world_size == gpus
             assert job.global_batch == job.micro_batch * job.micro_batches * job.data_parallel
-            assert estimate.memory.total <= HEADROOM * job.gpu.memory_gib
+            assert estimate.memory.total <= USABLE_MEMORY_FRACTION * job.gpu.memory_gib
             assert job.layout.tp <= 8
         assert [e.time.total for e in chosen] == sorted(e.time.total for e in chosen)
 
