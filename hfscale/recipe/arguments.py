@@ -30,7 +30,6 @@ from hfscale.islands.flags import IslandArguments
 from hfscale.lr_scaling.callback import LRScalingCallback
 from hfscale.metrics.callback import ScalingMetricsCallback
 from hfscale.metrics.sample_generation import SampleGenerationCallback, read_prompts
-from hfscale.parallel.arguments import ParallelArguments as ParallelArguments  # recipes once imported it from here
 from hfscale.recipe.compression import METHODS
 from hfscale.scaling import ScalingCallback
 
@@ -589,9 +588,6 @@ def errors_name_flag(flag: str, value: object) -> Iterator[None]:
             raise UsageError(f"{flag} {value} does not exist: correct the path, or give a name on the hub") from error
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise UsageError(f"{flag} {value} cannot be used: {kind}{one_line(error)}") from error
-
-
-blaming = errors_name_flag  # the name that recipes once imported
 
 
 def one_line(error: Exception) -> str:
