@@ -5,7 +5,7 @@ import time
 from transformers import TrainerState, TrainingArguments
 
 from hfscale.core.collectives import StepAgreement
-from hfscale.core.run_state import CopiedWithoutRun
+from hfscale.core.run_state import ResetOnCopy
 from hfscale.errors import UsageError
 
 DEFAULT_EVERY_STEPS = 500
@@ -13,7 +13,7 @@ DEFAULT_EVERY_MINUTES = 15.0
 _AGREE_ON_CADENCE_EVERY_S = 5.0
 
 
-class SaveCadence(CopiedWithoutRun):
+class SaveCadence(ResetOnCopy):
     """Decides when a checkpoint is due: N steps or M minutes after the last save, at the same step on all ranks.
 
     Args:

@@ -37,13 +37,13 @@ from hfscale.checkpoint.store import (
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.core import distributed
 from hfscale.core.activity import activity
+from hfscale.core.best_effort import best_effort
 from hfscale.core.build_locks import remove_abandoned_locks
 from hfscale.core.clocks import StepPace
 from hfscale.core.collectives import TRAINING, StepAgreement
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import connect
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.core.secondary import secondary
 from hfscale.core.versions import uses_jit_checkpoint
 from hfscale.errors import CheckpointError, StorageError, UsageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
@@ -416,13 +416,13 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _rotate(self, best: str | os.PathLike[str] | None) -> None:
         keep = Path(best) if best is not None else None
-        with secondary(DELETING, self._run_dir):
+        with best_effort(DELETING, self._run_dir):
             rotate(self._run_dir, limit=self._positive_limit, keep=keep, temporary=self._temporary)
 
     def _rotate_at_end(self, state: TrainerState) -> None:
         """Leave the checkpoints that Trainer would leave at the end of a training, on the ranks that save."""
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
-        with secondary(DELETING, self._run_dir):
+        with best_effort(DELETING, self._run_dir):
             delete_newest(self._run_dir, temporary=self._temporary, best=best)
             if self._limit == 1 and best is not None:
                 keep_only(self._run_dir, best)
@@ -462,7 +462,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._write_status(status, step, reason)
 
     def _write_status(self, status: str, step: int, reason: str | None = None) -> None:
-        with secondary("writing the status file", self._output_dir):
+        with best_effort("writing the status file", self._output_dir):
             write_status(self._output_dir, status, step=step, checkpoint=self._committed_path(), reason=reason)
 
     def _committed_path(self) -> str | None:

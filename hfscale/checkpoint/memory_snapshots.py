@@ -18,6 +18,7 @@ from hfscale.checkpoint.saving import TrainerSaving
 from hfscale.checkpoint.store import DELETING, list_checkpoints, rotate
 from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.core import distributed
+from hfscale.core.best_effort import best_effort
 from hfscale.core.collectives import TRAINING
 from hfscale.core.host_memory import available_bytes
 from hfscale.core.logging import get_logger
@@ -25,8 +26,7 @@ from hfscale.core.rank_link import RankLink, connect
 from hfscale.core.records import RECOVERY_PARTS, WRITING, append_record
 from hfscale.core.run_files import TIMELINE_NAME
 from hfscale.core.run_memory import INTERVAL_VARIABLE, LAUNCHED_VARIABLE, NODES_VARIABLE, PARTS, replicated_step
-from hfscale.core.run_state import CopiedWithoutRun
-from hfscale.core.secondary import secondary
+from hfscale.core.run_state import ResetOnCopy
 from hfscale.trainer.adapter import TrainerAdapter
 
 logger = get_logger(__name__)
@@ -47,7 +47,7 @@ _finished: list[Path] = []
 """Folders of the snapshots of trainings that have ended in this process."""
 
 
-class MemorySnapshots(CopiedWithoutRun):
+class MemorySnapshots(ResetOnCopy):
     """Copies the state of a training to the folder in host memory of its supervisor, every few steps.
 
     A snapshot is a checkpoint in every respect, in `checkpoints/` of the folder: the newest is kept while the next one
@@ -203,7 +203,7 @@ class MemorySnapshots(CopiedWithoutRun):
             "recovery/total_s": sum(parts.values()),
         }
         event = {"event": "recovery", "time": time.time(), "step": state.global_step, "steps_lost": lost, **parts}
-        with secondary(WRITING, output_dir):
+        with best_effort(WRITING, output_dir):
             append_record(output_dir / TIMELINE_NAME, {**event, "rank": failure["rank"], "reason": failure["reason"]})
 
     def keys(self) -> dict[str, float]:
@@ -277,7 +277,7 @@ class MemorySnapshots(CopiedWithoutRun):
             assert self._link is not None
             self._link.say("snapshot", folder=self._folder.name, step=manifest.step)
             return
-        with secondary(DELETING, self._folder):
+        with best_effort(DELETING, self._folder):
             rotate(self._folder, limit=1, keep=None, temporary=[])
 
     def _finish(self) -> None:

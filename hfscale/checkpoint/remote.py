@@ -20,12 +20,12 @@ from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import CHECKPOINT_NAME, archive, checkpoint_step, excess_steps, verify
 from hfscale.checkpoint.usable import newest_usable
 from hfscale.core import distributed
+from hfscale.core.best_effort import count_failure
 from hfscale.core.collectives import START
 from hfscale.core.disk_errors import PROGRAM_ERRORS
 from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
-from hfscale.core.secondary import count_failure
 from hfscale.core.versions import require
 from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, StorageError, UsageError
 

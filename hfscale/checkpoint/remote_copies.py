@@ -9,7 +9,7 @@ from hfscale.core.activity import activity
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import UNFINISHED
-from hfscale.core.run_state import CopiedWithoutRun
+from hfscale.core.run_state import ResetOnCopy
 from hfscale.errors import StorageError
 
 logger = get_logger(__name__)
@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 _CHECK_UPLOADER_EVERY_S = 5.0
 
 
-class RemoteCopies(CopiedWithoutRun):
+class RemoteCopies(ResetOnCopy):
     """Fetches a newer checkpoint before a training, and copies each committed one in the background.
 
     Args:

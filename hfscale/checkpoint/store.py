@@ -17,12 +17,12 @@ from typing import Any
 
 from hfscale.checkpoint.manifest import FileRecord, Manifest, checkpoint_files, read_manifest, record_files
 from hfscale.checkpoint.untrusted import check_links, check_no_link, read_json
+from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import flush, flush_folders, write_atomically
 from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
 from hfscale.core.run_memory import RunMemory
-from hfscale.core.secondary import secondary
 from hfscale.errors import CheckpointError, UsageError
 
 logger = get_logger(__name__)
@@ -359,7 +359,7 @@ def delete_newest(output_dir: str | os.PathLike[str], *, temporary: Collection[i
 
 
 def _try_to_delete(checkpoint: Path) -> None:
-    with secondary(DELETING, checkpoint.parent):
+    with best_effort(DELETING, checkpoint.parent):
         _delete(checkpoint)
 
 

@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from hfscale.core.secondary import secondary
+from hfscale.core.best_effort import best_effort
 
 _TEMPORARY = re.compile(r"\.\w+\.jsonl?\.\d+-\d+\.tmp")
 
@@ -47,7 +47,7 @@ def remove_temporaries(folder: Path) -> None:
     """Delete the temporary files that `write_atomically` leaves in `folder` when its process is killed."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
-            with secondary("deleting temporary files", folder):
+            with best_effort("deleting temporary files", folder):
                 path.unlink(missing_ok=True)
 
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import write_atomically
 from hfscale.core.run_files import JSONL_NAME, RANKS_NAME, TIMELINE_NAME
-from hfscale.core.secondary import secondary
 
 RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
@@ -101,7 +101,7 @@ class RankLines:
         self._logs += 1
         known = {key: [round(x, 5) for x in row] for key, row in numbers.items() if any(row)}
         if ranks > 1 and known and self._logs % max(1, ranks // RANKS_PER_LINE_BUDGET) == 0:
-            with secondary(WRITING, self._path):
+            with best_effort(WRITING, self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 append_record(self._path, {"step": step, "time": time.time(), **known})
 

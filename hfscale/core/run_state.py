@@ -1,14 +1,14 @@
-"""What belongs to one run of an object that serves several."""
+"""Per-training state of objects that serve several trainings."""
 
 from typing import Any
 
 
-class CopiedWithoutRun:
-    """Base class of objects that serve several trainings, one after another, and can be copied and pickled.
+class ResetOnCopy:
+    """Per-training state that copies and pickles leave out.
 
-    A subclass sets in `_begin_run` everything that belongs to one training. It calls it in `__init__` and when a
-    training begins, so that nothing of an earlier training, perhaps of another Trainer, is left. A copy has the state
-    before a training.
+    Base class of objects that serve several trainings, one after another. A subclass sets in `_begin_run` everything
+    that belongs to one training. It calls it in `__init__` and when a training begins, so that nothing of an earlier
+    training, perhaps of another Trainer, is left. A copy has the state before a training.
     """
 
     def _begin_run(self) -> None:

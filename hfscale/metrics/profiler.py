@@ -8,8 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfscale.core.best_effort import best_effort
 from hfscale.core.logging import get_logger
-from hfscale.core.secondary import secondary
 from hfscale.errors import UsageError
 
 logger = get_logger(__name__)
@@ -53,7 +53,7 @@ class ProfilerCallback(TrainerCallback):
             return
         self._profile.stop()
         path = Path(args.output_dir) / "profile" / f"step-{state.global_step}.json"
-        with secondary("writing a profile", path.parent, (OSError, RuntimeError)):
+        with best_effort("writing a profile", path.parent, (OSError, RuntimeError)):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(path))
             logger.info("profiled step %d: %s", state.global_step, path)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from hfscale.core.best_effort import best_effort, return_counts, take_counts
 from hfscale.core.findings import Finding
 from hfscale.core.records import (
     METRIC_PREFIXES,
@@ -25,7 +26,6 @@ from hfscale.core.records import (
     read_events,
 )
 from hfscale.core.run_files import JSONL_NAME, TIMELINE_NAME
-from hfscale.core.secondary import return_counts, secondary, take_counts
 from hfscale.metrics.goodput import GoodputTracker, Rate
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class RunRecorder:
         self._ranks = RankLines(folder)
         last_alive: float | None = None
         events: list[dict[str, Any]] = []
-        with secondary(WRITING, folder):
+        with best_effort(WRITING, folder):
             folder.mkdir(parents=True, exist_ok=True)
             last_alive = last_sign_of_life(folder)
             begin_records(folder, state.global_step)
@@ -165,7 +165,7 @@ class RunRecorder:
             return
         kept = {key: value for key, value in logs.items() if key in _TRAINER_KEYS or key.startswith(METRIC_PREFIXES)}
         line = {"step": state.global_step, "time": time.time(), **kept}
-        with secondary(WRITING, self._folder / JSONL_NAME):
+        with best_effort(WRITING, self._folder / JSONL_NAME):
             append_record(self._folder / JSONL_NAME, line, durable=durable)
         self._record_failures(state)
 
@@ -203,11 +203,11 @@ class RunRecorder:
         if self._folder is None:
             return
         line = {"event": event, "step": state.global_step, "time": time.time(), **fields}
-        with secondary(WRITING, self._folder / TIMELINE_NAME):
+        with best_effort(WRITING, self._folder / TIMELINE_NAME):
             append_record(self._folder / TIMELINE_NAME, line)
 
     def _record_failures(self, state: "TrainerState") -> None:
-        """Record how often secondary work has failed since the last record, for the report."""
+        """Record how often best-effort work has failed since the last record, for the report."""
         counts = take_counts() if self._folder is not None else {}
         if counts and self._folder is not None:
             try:

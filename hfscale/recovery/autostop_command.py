@@ -20,10 +20,10 @@ import psutil
 import typer
 
 from hfscale.checkpoint.store import STATUS_NAME, read_status
+from hfscale.core.best_effort import count_failure
 from hfscale.core.records import read_events
 from hfscale.core.redaction import redact_argv
 from hfscale.core.run_files import JSONL_NAME, TIMELINE_NAME
-from hfscale.core.secondary import count_failure
 from hfscale.errors import HfScaleError, UsageError
 
 BUSY_PERCENT = 5

@@ -16,7 +16,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.core.collectives import TRAINING
-from hfscale.core.run_state import CopiedWithoutRun
+from hfscale.core.run_state import ResetOnCopy
 from hfscale.core.versions import has_epoch_methods
 from hfscale.trainer.frames import calling_trainer, training_frame
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
@@ -573,10 +573,10 @@ def _call_all(undo: dict[Any, Callable[[], None]]) -> None:
             stack.callback(call)
 
 
-class AdapterCallback(CopiedWithoutRun, TrainerCallback):
+class AdapterCallback(ResetOnCopy, TrainerCallback):
     """Gives a callback access to its Trainer's `TrainerAdapter`: the base class of the callbacks of hfscale.
 
-    One instance can serve several Trainers: see `CopiedWithoutRun`.
+    One instance can serve several Trainers: see `ResetOnCopy`.
     """
 
     def on_init_end(

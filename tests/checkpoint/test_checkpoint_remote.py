@@ -17,7 +17,7 @@ from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import remote as remote_module
 from hfscale.checkpoint.remote import COPYING, RemoteStore, Uploader, fetch_newest, redacted_message
 from hfscale.checkpoint.store import commit, verify
-from hfscale.core import secondary
+from hfscale.core import best_effort
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
 from hfscale.recipe.resume import resume_point
@@ -243,14 +243,14 @@ class TestUploader:
         assert list((tmp_path / "links").iterdir()) == []
 
     def test_a_store_that_refuses_causes_one_warning(self, tmp_path, caplog):
-        secondary.take_counts()
+        best_effort.take_counts()
         (tmp_path / "remote").write_text("a file where the folder should be")
         uploader = Uploader(fast_store(f"file://{tmp_path}/remote"), limit=2, links=tmp_path / "links")
         for step in (1, 2):
             uploader.offer(make_checkpoint(tmp_path / "out", step))
             assert uploader.wait(120)
         assert caplog.text.count(f"{COPYING} failed") == 1
-        assert secondary.take_counts() == {COPYING: 2}
+        assert best_effort.take_counts() == {COPYING: 2}
         assert uploader.last_uploaded is None
 
 

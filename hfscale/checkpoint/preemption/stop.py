@@ -47,7 +47,7 @@ from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING, StepAgreement
 from hfscale.core.logging import get_logger
 from hfscale.core.processes import describe_process
-from hfscale.core.run_state import CopiedWithoutRun
+from hfscale.core.run_state import ResetOnCopy
 from hfscale.errors import UsageError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.frames import is_training_in
@@ -118,7 +118,7 @@ class _Outlook:
         return self.write_s < 0 or (self.write_s + self.around_save_s) * SAFETY <= self.seconds_left
 
 
-class PreemptionStop(CopiedWithoutRun):
+class PreemptionStop(ResetOnCopy):
     """Collects notices, makes the ranks agree on them, and applies the decision to the flags of `TrainerControl`.
 
     Args:

@@ -18,7 +18,7 @@ from hfscale import ScalingCallback, SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.remote import COPYING, RemoteStore, Uploader
 from hfscale.checkpoint.store import DELETING, STATUS_NAME, list_checkpoints
 from hfscale.cli import main
-from hfscale.core import secondary
+from hfscale.core import best_effort
 from hfscale.core.durable_files import flush
 from hfscale.core.records import WRITING
 from hfscale.core.run_files import JSONL_NAME, RANKS_NAME, TIMELINE_NAME
@@ -32,7 +32,7 @@ SAVES = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "save_total_
 
 @pytest.fixture(autouse=True)
 def fresh_counts():
-    secondary.take_counts()
+    best_effort.take_counts()
 
 
 def failing_folder(monkeypatch, name):
@@ -100,7 +100,7 @@ def test_files_of_measurements_and_status_that_cannot_be_written(tmp_path, monke
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-6")
     assert not (tmp_path / STATUS_NAME).exists()
     assert caplog.text.count(f"{WRITING} failed at {tmp_path / JSONL_NAME}") == 1
-    assert secondary.take_counts()[WRITING] >= 6
+    assert best_effort.take_counts()[WRITING] >= 6
 
 
 def test_failures_are_recorded_when_the_file_can_be_written_again(tmp_path, monkeypatch):
@@ -118,18 +118,18 @@ def test_failures_are_recorded_when_the_file_can_be_written_again(tmp_path, monk
 
 
 def test_a_warning_is_repeated_after_some_minutes(caplog, monkeypatch):
-    with secondary.secondary("work", "first"):
+    with best_effort.best_effort("work", "first"):
         raise OSError("first")
     for _ in range(3):
-        with secondary.secondary("work", "first"):
+        with best_effort.best_effort("work", "first"):
             raise OSError("second")
     assert caplog.text.count("work failed at first") == 1
-    monkeypatch.setattr(secondary, "WARN_EVERY_S", 0.0)
-    with secondary.secondary("work", "first"):
+    monkeypatch.setattr(best_effort, "WARN_EVERY_S", 0.0)
+    with best_effort.best_effort("work", "first"):
         raise OSError("third")
     assert "third, and 3 more since the last warning" in caplog.text
-    assert secondary.take_counts() == {"work": 5}
-    with pytest.raises(TypeError), secondary.secondary("work", "first"):
+    assert best_effort.take_counts() == {"work": 5}
+    with pytest.raises(TypeError), best_effort.best_effort("work", "first"):
         raise TypeError("a defect is not handled")
 
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_is_gone_before_its_copy(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     uploader = Uploader(RemoteStore(f"file://{tmp_path}/remote"), limit=None, links=tmp_path / "links")
     uploader.offer(tmp_path / "checkpoint-1")
-    assert secondary.take_counts() == {COPYING: 1}
+    assert best_effort.take_counts() == {COPYING: 1}
 
 
 def test_a_profile_that_cannot_be_written(tmp_path):

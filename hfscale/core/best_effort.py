@@ -1,4 +1,4 @@
-"""Failures of work that a run can do without: they are counted and logged, and the run continues.
+"""Best-effort work, which a run can do without: its failures are counted and logged, and the run continues.
 
 Deleting old checkpoints, the status file, the files of measurements, remote copies and GPU telemetry are such work. A
 network file system or a store that is away for a moment must not end a run.
@@ -24,7 +24,7 @@ _warned: dict[tuple[str, str], tuple[float, int]] = {}
 
 
 @contextmanager
-def secondary(work: str, where: object, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+def best_effort(work: str, where: object, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
     """Count and log an error of the code inside, and continue after it.
 
     Args:
@@ -39,10 +39,10 @@ def secondary(work: str, where: object, errors: tuple[type[Exception], ...] = (O
 
 
 def count_failure(work: str, where: object, error: Exception) -> None:
-    """Count a failure of secondary work; log it unless the last warning about this work was a short time ago.
+    """Count a failure of best-effort work; log it unless the last warning about this work was a short time ago.
 
     Args:
-        work (`str`): what failed, as for `secondary`.
+        work (`str`): what failed, as for `best_effort`.
         where (`object`): where it failed.
         error (`Exception`): the error.
     """
