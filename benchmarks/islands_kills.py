@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from hfscale.core import connections
 from hfscale.facts.compression import Compression
 from hfscale.islands.client import IslandClient, Reply
 from hfscale.islands.outer import OuterOptimizer
-from hfscale.islands.rendezvous import Rendezvous
-from hfscale.islands.wire import TOKEN_VARIABLE, Wire
+from hfscale.islands.rendezvous import TOKEN_VARIABLE, Rendezvous
 
 PHASES = ("training", "uploading", "waiting", "downloading", "stepping")
 ISLANDS = 3
@@ -204,8 +204,8 @@ def _die() -> None:
 
 def _prepare(client: IslandClient, phase: str) -> None:
     """Have this process killed in the middle of the upload, before the answer, or in the middle of the download."""
-    wire = client._wire
-    assert isinstance(wire, Wire)
+    connection = client._connection
+    assert isinstance(connection, connections.Connection)
     half = VALUES // 2
 
     def dying(call: Callable[[Any], Any], count: Callable[[Any], int], limit: int) -> Callable[[Any], Any]:
@@ -221,8 +221,8 @@ def _prepare(client: IslandClient, phase: str) -> None:
         return instead
 
     if phase == "uploading":
-        wire._send = dying(wire._send, len, half // 2)  # type: ignore[method-assign]
+        connection._send = dying(connection._send, len, half // 2)  # type: ignore[method-assign]
     elif phase == "waiting":
-        wire._receive = dying(wire._receive, int, 0)  # type: ignore[method-assign]
+        connection._receive = dying(connection._receive, int, 0)  # type: ignore[method-assign]
     elif phase == "downloading":
-        wire._receive = dying(wire._receive, int, half)  # type: ignore[method-assign]
+        connection._receive = dying(connection._receive, int, half)  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from benchmarks.slow_link import SlowLink
 from hfscale import DiLoCoCallback
 from hfscale.facts.compression import Compression
 from hfscale.islands.client import IslandClient, Reply
-from hfscale.islands.wire import TOKEN_VARIABLE
+from hfscale.islands.rendezvous import TOKEN_VARIABLE
 
 LINK_BIT_S = 10e6
 INNER_STEPS = 100

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from hfscale.core.connections import Connection, WrongTokenError
 from hfscale.core.logging import get_logger
 from hfscale.errors import HealthError, UsageError
-from hfscale.islands.rendezvous import listen
-from hfscale.islands.wire import TOKEN_VARIABLE, Wire, WrongTokenError
+from hfscale.islands.rendezvous import TOKEN_VARIABLE, listen
 
 logger = get_logger(__name__)
 
@@ -55,18 +55,13 @@ class IslandClient:
         self._address = address
         self._hello = hello
         self._starts_rendezvous = starts_rendezvous
-        self._wire: Wire | None = None
+        self._connection: Connection | None = None
         self._closed_bytes = 0
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the connection is there, as far as this end knows."""
-        return self._wire is not None
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this part has sent so far."""
-        return self._closed_bytes + (self._wire.sent_bytes if self._wire is not None else 0)
+        return self._closed_bytes + (self._connection.sent_bytes if self._connection is not None else 0)
 
     def join(self, *, anchor: int, digest: str, timeout_s: float) -> Reply:
         """Connect, and wait until the islands have met.
@@ -83,10 +78,10 @@ class IslandClient:
         """
         until = time.monotonic() + timeout_s
         while True:
-            wire = self._connect(until)
-            self._wire = wire
+            connection = self._connect(until)
+            self._connection = connection
             try:
-                wire.send({**self._hello, "anchor": anchor, "digest": digest})
+                connection.send({**self._hello, "anchor": anchor, "digest": digest})
                 message, payload = self._next()
             except OSError:  # the rendezvous of a run that was here before may be ending
                 self.disconnect()
@@ -156,25 +151,25 @@ class IslandClient:
 
     def leave(self) -> None:
         """Tell the rendezvous that this island has ended."""
-        if self._wire is not None:
+        if self._connection is not None:
             try:
-                self._wire.send({"kind": "leave"})
+                self._connection.send({"kind": "leave"})
             except OSError as error:
                 logger.info("the rendezvous is gone already: %s", error)
         self.disconnect()
 
     def disconnect(self) -> None:
         """Close the connection; the rendezvous then counts all parts of this island as lost."""
-        if self._wire is not None:
-            self._closed_bytes += self._wire.sent_bytes
-            self._wire.close()
-            self._wire = None
+        if self._connection is not None:
+            self._closed_bytes += self._connection.sent_bytes
+            self._connection.close()
+            self._connection = None
 
     @property
-    def _connected(self) -> Wire:
-        if self._wire is None:
+    def _connected(self) -> Connection:
+        if self._connection is None:
             raise ConnectionError("there is no connection to the rendezvous")
-        return self._wire
+        return self._connection
 
     def _next(self) -> tuple[dict[str, Any], bytearray]:
         """Return the next message that is not about waiting."""
@@ -187,14 +182,14 @@ class IslandClient:
                 logger.info("waiting for the other islands since %.0f s", time.monotonic() - began)
                 told = True
 
-    def _connect(self, until: float) -> Wire:
+    def _connect(self, until: float) -> Connection:
         token = own_token()
         host, port = self._address
         while True:
             if self._starts_rendezvous:
                 start_rendezvous(self._address)
             try:
-                return Wire(socket.create_connection((host, port), timeout=5.0), token, is_server=False)
+                return Connection(socket.create_connection((host, port), timeout=5.0), token, is_server=False)
             except WrongTokenError as error:
                 raise UsageError(
                     f"--island_rendezvous {host}:{port}: {error}: set {TOKEN_VARIABLE} to the same secret on all "
@@ -209,7 +204,7 @@ class IslandClient:
             time.sleep(_RETRY_S)
 
 
-def own_token() -> str:
+def own_token() -> bytes:
     """Return the secret that the islands share.
 
     Raises:
@@ -218,7 +213,7 @@ def own_token() -> str:
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise UsageError(f"{TOKEN_VARIABLE} is not set: set it to the same secret on all islands, before the launch")
-    return token
+    return token.encode()
 
 
 def parse_address(text: str) -> tuple[str, int]:

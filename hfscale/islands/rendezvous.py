@@ -26,11 +26,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hfscale.core.connections import Connection
 from hfscale.core.logging import get_logger
-from hfscale.islands.wire import TOKEN_VARIABLE, Wire
 
 logger = get_logger("hfscale.islands.rendezvous")  # also where it is the main module
 
+TOKEN_VARIABLE = "HFSCALE_ISLAND_TOKEN"  # noqa: S105 (the name, not the secret)
+"""Environment variable with the secret that all islands share."""
 IDLE_S = 60.0
 """Seconds without any island after which the process ends."""
 TELL_EVERY_S = 10.0
@@ -43,7 +45,7 @@ class _Island:
     anchor: int
     digests: dict[int, str] = field(default_factory=dict)
     """Of the outer state of each part; while it needs that of a peer, the parts that have not got it yet."""
-    wires: dict[int, Wire] = field(default_factory=dict)
+    connections: dict[int, Connection] = field(default_factory=dict)
     is_awaited: bool = False
     """Whether a round waits for it: it has the current outer state, and it was not late."""
     needs_state: bool = False
@@ -52,7 +54,7 @@ class _Island:
 
     @property
     def is_joined(self) -> bool:
-        return len(self.wires) == self.parts
+        return len(self.connections) == self.parts
 
 
 @dataclass(kw_only=True)
@@ -78,7 +80,7 @@ class Rendezvous:
     """
 
     def __init__(self, token: str) -> None:
-        self._token = token
+        self._token = token.encode()
         self._changed = threading.Condition()
         self._islands: dict[int, _Island] = {}
         self._terms: dict[str, Any] | None = None  # of the first island that has joined
@@ -102,10 +104,10 @@ class Rendezvous:
         listener.settimeout(0.2)
         while not self._is_over():
             try:
-                connection, _ = listener.accept()
+                accepted, _ = listener.accept()
             except TimeoutError:
                 continue
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._answer, args=(accepted,), daemon=True).start()
         listener.close()
 
     def _is_over(self) -> bool:
@@ -115,27 +117,27 @@ class Rendezvous:
                 return False
             return self._all_left or time.monotonic() - self._idle_since > IDLE_S
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, accepted: socket.socket) -> None:
         """Serve one part of one island until it leaves or its connection is lost."""
         try:
-            wire = Wire(connection, self._token, is_server=True)
+            connection = Connection(accepted, self._token, is_server=True)
         except OSError as error:
             logger.warning("rendezvous: a connection is refused: %s", error)
             return
         number: int | None = None
         left = False
         try:
-            hello, _ = wire.receive()
-            refusal = self._join(hello, wire)
+            hello, _ = connection.receive()
+            refusal = self._join(hello, connection)
             if refusal is not None:
-                wire.send(refusal)
+                connection.send(refusal)
                 return
             number, part = hello["island"], hello["part"]
-            self._start(wire, number, part, hello)
+            self._start(connection, number, part, hello)
             while not left:
-                message, payload = wire.receive(hello["max_bytes"], patient=True)
+                message, payload = connection.receive(hello["max_bytes"], patient=True)
                 if message["kind"] == "contribute":
-                    self._contribute(wire, number, part, message, payload)
+                    self._contribute(connection, number, part, message, payload)
                 elif message["kind"] == "state":
                     self._pass_state(part, message["anchor"], payload)
                 left = message["kind"] == "leave"
@@ -143,13 +145,13 @@ class Rendezvous:
             if number is not None:
                 logger.warning("rendezvous: island %d: the connection is lost: %s", number, error)
         finally:
-            wire.close()
+            connection.close()
             if number is not None:
-                self._remove(number, wire, left=left)
+                self._remove(number, connection, left=left)
 
     # --- joining ----------------------------------------------------------------------------------------------------
 
-    def _join(self, hello: dict[str, Any], wire: Wire) -> dict[str, Any] | None:
+    def _join(self, hello: dict[str, Any], connection: Connection) -> dict[str, Any] | None:
         """Register a part of an island; return a refusal if it does not fit to the others."""
         with self._changed:
             number, part = hello["island"], hello["part"]
@@ -163,12 +165,12 @@ class Rendezvous:
             else:
                 return {"kind": "refused", "reason": self._refusal}
             island = self._islands.get(number)
-            if island is not None and part in island.wires:
+            if island is not None and part in island.connections:
                 return {"kind": "busy"}
             if island is None:
                 island = self._islands[number] = _Island(parts=hello["parts"], anchor=hello["anchor"])
             self._all_left = False
-            island.wires[part] = wire
+            island.connections[part] = connection
             island.digests[part] = hello["digest"]
             if island.is_joined:
                 self._first_joined_at = self._first_joined_at or time.monotonic()
@@ -199,7 +201,7 @@ class Rendezvous:
         source = self._islands.get(self._source)
         return source is None or source.digests == island.digests
 
-    def _start(self, wire: Wire, number: int, part: int, hello: dict[str, Any]) -> None:
+    def _start(self, connection: Connection, number: int, part: int, hello: dict[str, Any]) -> None:
         """Wait until the run has started, and tell the part what it has to do first."""
         island = self._islands[number]
         wanted, quorum, deadline_s = hello["islands"], hello["quorum"], hello["deadline_s"]
@@ -219,17 +221,17 @@ class Rendezvous:
             self._changed.notify_all()
             return True
 
-        self._wait(wire, ready)
+        self._wait(connection, ready)
         with self._changed:
             if self._refusal is not None:
-                wire.send({"kind": "refused", "reason": self._refusal})
+                connection.send({"kind": "refused", "reason": self._refusal})
                 raise ConnectionError(self._refusal)
             sends = number == self._source and self._last is None and self._in_need()
             needs_state = island.needs_state
         if needs_state:
-            self._wait_for_state(wire, number, part)
+            self._wait_for_state(connection, number, part)
         else:
-            wire.send({"kind": "go", "anchor": self._anchor, "send_state": sends})
+            connection.send({"kind": "go", "anchor": self._anchor, "send_state": sends})
 
     def _in_need(self) -> bool:
         return any(island.needs_state and not island.inbox for island in self._islands.values())
@@ -243,21 +245,21 @@ class Rendezvous:
                     island.inbox[part] = (anchor, payload)
             self._changed.notify_all()
 
-    def _wait_for_state(self, wire: Wire, number: int, part: int) -> None:
+    def _wait_for_state(self, connection: Connection, number: int, part: int) -> None:
         island = self._islands[number]
 
         def arrived() -> bool:
             self._forget_outdated(island)
             return len(island.inbox) == island.parts or not self._has_peers(number)
 
-        self._wait(wire, arrived)
+        self._wait(connection, arrived)
         with self._changed:
             if len(island.inbox) < island.parts:  # the others have ended
                 self._become_source(number, island)
-                wire.send({"kind": "go", "anchor": island.anchor, "send_state": False})
+                connection.send({"kind": "go", "anchor": island.anchor, "send_state": False})
                 return
             anchor, payload = island.inbox[part]
-        wire.send({"kind": "state", "anchor": anchor}, payload)
+        connection.send({"kind": "state", "anchor": anchor}, payload)
         with self._changed:
             island.digests.pop(part, None)
             island.anchor = anchor
@@ -281,14 +283,16 @@ class Rendezvous:
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
-    def _contribute(self, wire: Wire, number: int, part: int, message: dict[str, Any], payload: bytearray) -> None:
+    def _contribute(
+        self, connection: Connection, number: int, part: int, message: dict[str, Any], payload: bytearray
+    ) -> None:
         island = self._islands[number]
         with self._changed:
             last = self._last
             if message["anchor"] == self._anchor:
                 island.is_awaited = True
                 if self._round is not None and message["step"] < self._round.step:
-                    wire.send({"kind": "ahead", "step": self._round.step})
+                    connection.send({"kind": "ahead", "step": self._round.step})
                     return
                 if self._round is not None and message["step"] > self._round.step:
                     self._round.overtaken_by, self._round = message["step"], None
@@ -305,21 +309,21 @@ class Rendezvous:
             else:
                 if not island.needs_state:
                     island.needs_state, island.is_awaited = True, False
-                    island.digests = dict.fromkeys(island.wires, "")
+                    island.digests = dict.fromkeys(island.connections, "")
                 current = None
         if current is None:
-            self._wait_for_state(wire, number, part)
+            self._wait_for_state(connection, number, part)
             return
-        self._wait(wire, lambda: self._close_if_due(current, message["quorum"], message["deadline_s"]))
+        self._wait(connection, lambda: self._close_if_due(current, message["quorum"], message["deadline_s"]))
         if current.overtaken_by is not None:
-            wire.send({"kind": "ahead", "step": current.overtaken_by})
+            connection.send({"kind": "ahead", "step": current.overtaken_by})
             return
         contributors = sorted(current.complete)
         sends = number == current.sender and number in current.complete
-        wire.send({"kind": "round", "step": current.step, "contributors": contributors, "send_state": sends})
+        connection.send({"kind": "round", "step": current.step, "contributors": contributors, "send_state": sends})
         for other in contributors:
             if other != number:
-                wire.send({"kind": "payload", "island": other}, current.payloads[other][part])
+                connection.send({"kind": "payload", "island": other}, current.payloads[other][part])
 
     def _close_if_due(self, current: _Round, quorum: int, deadline_s: float) -> bool:
         """Return whether the round is closed or overtaken; close it if that is due. The lock is held."""
@@ -348,7 +352,7 @@ class Rendezvous:
 
     # --- connections ------------------------------------------------------------------------------------------------
 
-    def _wait(self, wire: Wire, done: Callable[[], bool]) -> None:
+    def _wait(self, connection: Connection, done: Callable[[], bool]) -> None:
         """Wait until `done()`, which is called with the lock held; tell the island from time to time that it waits."""
         told_at = time.monotonic()
         while True:
@@ -359,30 +363,32 @@ class Rendezvous:
                 if done():
                     return
             if time.monotonic() - told_at > TELL_EVERY_S:
-                wire.send({"kind": "wait"})
+                connection.send({"kind": "wait"})
                 told_at = time.monotonic()
 
-    def _remove(self, number: int, wire: Wire, *, left: bool) -> None:
+    def _remove(self, number: int, connection: Connection, *, left: bool) -> None:
         """Remove an island of which one part has left or is lost. What it has contributed completely counts."""
         with self._changed:
             island = self._islands.get(number)
-            if island is None or wire not in island.wires.values():
+            if island is None or connection not in island.connections.values():
                 return
             if left:
-                island.wires = {part: other for part, other in island.wires.items() if other is not wire}
+                island.connections = {
+                    part: other for part, other in island.connections.items() if other is not connection
+                }
                 island.is_awaited = False
-                if island.wires:
+                if island.connections:
                     return
             del self._islands[number]
             if self._round is not None and number not in self._round.complete:
                 self._round.payloads.pop(number, None)
-            others = list(island.wires.values())
+            others = list(island.connections.values())
             self._all_left = left and not self._islands
             if not self._islands:
                 self._forget_all()
             self._changed.notify_all()
         for other in others:
-            if other is not wire:
+            if other is not connection:
                 other.close()
 
     def _forget_all(self) -> None:

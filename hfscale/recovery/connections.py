@@ -1,32 +1,23 @@
-"""Connections between the supervisors of a run's nodes: each message is one frame of JSON.
+"""Connections between the supervisors of a run's nodes: their token and their limits."""
 
-Both ends prove that they know the run's token (the HMAC challenge of `multiprocessing.connection`) before anything
-else is read. Nothing is unpickled.
-"""
-
-import json
 import os
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from contextlib import suppress
 from typing import Any
 
+from hfscale.core.connections import Address, Connection, WrongTokenError
 from hfscale.errors import UsageError
 
 TOKEN_VARIABLE = "HFSCALE_RUN_TOKEN"  # noqa: S105 - the name of a variable
 """Environment variable with the secret that all nodes of a run share."""
-MAX_MESSAGE = 2**30
 _BACKLOG = 4096
-# A node that has lost its power or network is noticed after 5 + 3 x 2 seconds without an answer (tcp(7)).
-_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
-_UNACKNOWLEDGED_MS = 11_000
 _CONNECT_S = 10.0
-_CHALLENGE_S = 60  # for the other end to prove that it knows the token
-
-Address = tuple[str, int]
+_LIMITS = {
+    "max_json_bytes": 2**30,  # manifests of all nodes
+    "lost_after_s": 11,  # a node that has lost its power or network
+}
 
 
 def read_token(environ: Mapping[str, str] = os.environ) -> bytes:
@@ -44,8 +35,8 @@ def read_token(environ: Mapping[str, str] = os.environ) -> bytes:
     return token.encode()
 
 
-def listen(address: Address, token: bytes, serve: Callable[[Connection], None]) -> Listener:
-    """Accept connections in the background, each in a thread of its own.
+class Server:
+    """Accepts connections in the background, each in a thread of its own.
 
     Args:
         address (`tuple[str, int]`): host and port; port 0 takes a free one.
@@ -55,29 +46,34 @@ def listen(address: Address, token: bytes, serve: Callable[[Connection], None]) 
     Raises:
         OSError: the address cannot be used.
     """
-    listener = Listener(address, backlog=_BACKLOG)
 
-    def handle(connection: Connection) -> None:
-        with connection:
-            try:
-                _set_options(connection, receive_within_s=_CHALLENGE_S)
-                deliver_challenge(connection, token)
-                answer_challenge(connection, token)
-                _set_options(connection)
-                serve(connection)
-            except (OSError, EOFError, AuthenticationError, ValueError):
-                return  # the other end is gone, or does not know the token
+    def __init__(self, address: Address, token: bytes, serve: Callable[[Connection], None]) -> None:
+        self._listener = socket.create_server(address, backlog=_BACKLOG)
+        self._token = token
+        self._serve = serve
+        host, port = self._listener.getsockname()[:2]
+        self.address: Address = (str(host), int(port))
+        """Where it listens."""
+        threading.Thread(target=self._accept, daemon=True, name="hfscale-accept").start()
 
-    def accept() -> None:
+    def close(self) -> None:
+        """Take no more connections."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread that accepts
+        self._listener.close()
+
+    def _accept(self) -> None:
         while True:
             try:
-                connection = listener.accept()
+                accepted, _ = self._listener.accept()
             except OSError:  # the listener was closed
                 return
-            threading.Thread(target=handle, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._handle, args=(accepted,), daemon=True).start()
 
-    threading.Thread(target=accept, daemon=True, name="hfscale-accept").start()
-    return listener
+    def _handle(self, accepted: socket.socket) -> None:
+        # An OSError or ValueError: the other end is gone, does not know the token, or breaks the protocol.
+        with suppress(OSError, ValueError), Connection(accepted, self._token, is_server=True, **_LIMITS) as connection:
+            self._serve(connection)
 
 
 def connect(address: Address, token: bytes) -> Connection:
@@ -91,54 +87,20 @@ def connect(address: Address, token: bytes) -> Connection:
         OSError: it does not answer.
         UsageError: it has another token.
     """
-    with socket.create_connection(address, timeout=_CONNECT_S) as opened:
-        opened.settimeout(None)
-        connection = Connection(opened.detach())
+    connected = socket.create_connection(address, timeout=_CONNECT_S)
     try:
-        _set_options(connection, receive_within_s=_CHALLENGE_S)
-        answer_challenge(connection, token)
-        deliver_challenge(connection, token)
-        _set_options(connection)
-    except AuthenticationError:
-        connection.close()
+        return Connection(connected, token, is_server=False, **_LIMITS)
+    except WrongTokenError:
         raise UsageError(f"{TOKEN_VARIABLE} is not that of the supervisor at {address[0]}:{address[1]}") from None
-    except EOFError:
-        connection.close()
-        raise ConnectionResetError(f"{address[0]}:{address[1]} has closed the connection") from None
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def local_host(connection: Connection) -> str:
-    """Return the address of this node by which the other end of a connection reaches it."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        return str(own.getsockname()[0])
-
-
-def send(connection: Connection, message: Mapping[str, Any]) -> None:
-    """Send one message."""
-    connection.send_bytes(json.dumps(message).encode())
 
 
 def receive(connection: Connection) -> dict[str, Any]:
-    """Wait for one message.
+    """Wait for one message without a payload.
+
+    Args:
+        connection (`Connection`): the connection to another supervisor.
 
     Raises:
-        EOFError: the connection was closed.
-        OSError: it is lost.
+        OSError: the connection is lost or was closed.
     """
-    message: dict[str, Any] = json.loads(connection.recv_bytes(MAX_MESSAGE))
-    return message
-
-
-def _set_options(connection: Connection, *, receive_within_s: int = 0) -> None:
-    """Have a lost machine be noticed, and limit the time of each read in seconds; 0: no limit."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", receive_within_s, 0))
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-        for option, value in _KEEP_ALIVE.items():
-            own.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection.receive(patient=True)[0]

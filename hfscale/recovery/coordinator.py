@@ -28,11 +28,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing.connection import Connection, Listener
 from typing import Any
 
+from hfscale.core.connections import Address, Connection
 from hfscale.core.rank_link import PREEMPTED
-from hfscale.recovery.connections import Address, listen, receive, send
+from hfscale.recovery.connections import Server, receive
 from hfscale.recovery.replicas import choose
 from hfscale.recovery.restarts import Failure, RestartPolicy
 
@@ -73,12 +73,12 @@ class Coordinator:
         self._connections: dict[int, Connection] = {}
         self._ready: dict[int, dict[str, Any]] = {}
         self._launches = self._rounds = 0
-        self._listener: Listener = listen(address, token, self._read)
+        self._server = Server(address, token, self._read)
         threading.Thread(target=self._run_and_report, daemon=True, name="hfscale-coordinator").start()
 
     def close(self) -> None:
         """Take no more connections."""
-        self._listener.close()
+        self._server.close()
 
     def _read(self, connection: Connection) -> None:
         """Pass on what one node says, until its connection ends."""
@@ -126,7 +126,7 @@ class Coordinator:
     @staticmethod
     def _tell(connection: Connection, **message: Any) -> None:
         with suppress(OSError):  # a lost node is noticed by its reader
-            send(connection, message)
+            connection.send(message)
 
     def _tell_all(self, **message: Any) -> None:
         for connection in list(self._connections.values()):

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
+from hfscale.core.connections import Address, Connection
 from hfscale.core.run_memory import NODES_VARIABLE, PARTS, RunMemory
 from hfscale.errors import UsageError
-from hfscale.recovery.connections import Address, connect, local_host, receive, send
+from hfscale.recovery.connections import connect, receive
 from hfscale.recovery.coordinator import Coordinator
 from hfscale.recovery.replicas import Pace, ReplicaServer, assemble, keep_only, list_parts, send_part
 from hfscale.recovery.restarts import Failure
@@ -182,7 +183,7 @@ class NodeGroup:
         except OSError:
             return False
         if self._server is None:
-            self._server = ReplicaServer(self._memory.folder, local_host(self.connection), self._settings.token)
+            self._server = ReplicaServer(self._memory.folder, self.connection.own_host, self._settings.token)
         return True
 
     def disconnect(self) -> None:
@@ -194,14 +195,14 @@ class NodeGroup:
     def _send(self, **message: Any) -> None:
         with self._lock, suppress(OSError):  # a lost connection is noticed when it is read
             if self.connection is not None:
-                send(self.connection, message)
+                self.connection.send(message)
 
     def receive(self) -> dict[str, Any] | None:
         """Read the next message of the coordinator; None if the connection is lost: then call `disconnect`."""
         assert self.connection is not None
         try:
             return receive(self.connection)
-        except (OSError, EOFError):
+        except OSError:
             return None
 
     def _next_of(self, *events: str, timeout_s: float | None = None) -> dict[str, Any] | None:
@@ -338,7 +339,7 @@ class NodeGroup:
                     sent = send_part(connection, self._memory.folder, folder, step, launch=launch, pace=pace)
                     problem = None
                     break
-                except (OSError, EOFError, UsageError) as error:
+                except (OSError, UsageError) as error:
                     problem, connected = error, None
                     time.sleep(_RETRY_S)
             if problem is None:

@@ -19,15 +19,15 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
 
+from hfscale.core.connections import Address, Connection
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.run_memory import PARTS, REPLICATED
-from hfscale.recovery.connections import Address, connect, listen, receive, send
+from hfscale.recovery.connections import Server, connect, receive
 
 REPLICAS = "replicas"
 COMPLETE = "."
@@ -140,10 +140,10 @@ def assemble(memory: Path, snapshot: dict[str, Any], token: bytes) -> str | None
                     if (host, port) not in connections:
                         connections[host, port] = connect((host, port), token)
                     wanted = {"event": "get", "folder": snapshot["folder"], "place": place, "snapshot": name}
-                    send(connections[host, port], wanted | {"file": file})
+                    connections[host, port].send(wanted | {"file": file})
                     if _receive_file(connections[host, port], path, record):
                         break
-                except (OSError, EOFError):
+                except OSError:
                     connections.pop((host, port), None)
             else:
                 return f"{name}/{file}"
@@ -188,13 +188,13 @@ class ReplicaServer:
         self._memory = memory
         self._changed = threading.Condition()
         self._launch = 0
-        self._listener: Listener = listen((host, 0), token, self._serve)
-        self.address: Address = (host, int(self._listener.address[1]))
+        self._server = Server((host, 0), token, self._serve)
+        self.address: Address = self._server.address
         """Where the others reach it."""
 
     def close(self) -> None:
         """Take no more connections."""
-        self._listener.close()
+        self._server.close()
 
     def begin(self, launch: int, folders: Iterable[str], snapshots: Iterable[tuple[str, int]]) -> None:
         """Call `adopt`, and take only parts of this launch from now on.
@@ -240,10 +240,10 @@ class ReplicaServer:
         target.mkdir(parents=True)
         files = manifest["files"]
         wanted = [name for name, record in files.items() if not _link(own / name, _inside(target, name), record)]
-        send(connection, {"files": wanted})
+        connection.send({"files": wanted})
         for name in wanted:
             if not _receive_file(connection, _inside(target, name), files[name]):
-                send(connection, {"problem": f"{name} has another content than its manifest says"})
+                connection.send({"problem": f"{name} has another content than its manifest says"})
                 return
         (target / MANIFEST_NAME).write_text(json.dumps(manifest), encoding="utf-8")
         with self._changed:
@@ -251,7 +251,7 @@ class ReplicaServer:
                 raise ConnectionAbortedError("the launch has ended")
             (folder / REPLICAS).mkdir(exist_ok=True)
             target.rename(folder / REPLICAS / snapshot)
-        send(connection, {"problem": None})
+        connection.send({"problem": None})
 
 
 def send_part(connection: Connection, memory: Path, folder: str, step: int, *, launch: int, pace: "Pace") -> int:
@@ -270,12 +270,11 @@ def send_part(connection: Connection, memory: Path, folder: str, step: int, *, l
 
     Raises:
         OSError: a file cannot be read, the connection is lost, or the partner could not take the part.
-        EOFError: the partner has closed the connection.
     """
     snapshot = memory / folder / PARTS / f"checkpoint-{step}"
     manifest = json.loads((snapshot / MANIFEST_NAME).read_text(encoding="utf-8"))
     part = {"folder": folder, "snapshot": snapshot.name, "manifest": manifest}
-    send(connection, {"event": "put", "launch": launch} | part)
+    connection.send({"event": "put", "launch": launch} | part)
     sent = 0
     for name in receive(connection)["files"]:
         sent += _send_file(connection, _inside(snapshot, name), pace)
@@ -315,11 +314,11 @@ def _send_file(connection: Connection, path: Path, pace: Pace) -> int:
         with path.open("rb") as file:
             while piece := file.read(_CHUNK_BYTES):
                 pace.wait(len(piece))
-                connection.send_bytes(piece)
+                connection.send({}, piece)
                 sent += len(piece)
     except FileNotFoundError:
         pass  # the receiver finds that the hash is another
-    connection.send_bytes(b"")
+    connection.send({})
     return sent
 
 
@@ -328,7 +327,7 @@ def _receive_file(connection: Connection, path: Path, record: dict[str, Any]) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     digest, length = xxhash.xxh3_128(), 0
     with path.open("wb") as file:
-        while piece := connection.recv_bytes(_CHUNK_BYTES):
+        while piece := connection.receive(_CHUNK_BYTES, patient=True)[1]:
             digest.update(piece)
             length += len(piece)
             file.write(piece)

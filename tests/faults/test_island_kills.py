@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.islands_kills import OUTCOMES, PHASES, STEPS, run_trial
-from hfscale.islands.wire import TOKEN_VARIABLE
+from hfscale.islands.rendezvous import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.faults
 

@@ -31,7 +31,7 @@ from results import machine
 from test_recovery import ARGUMENTS, PARALLEL, SERVER, server  # noqa: F401  a fixture
 
 from hfscale.core.run_memory import RunMemory
-from hfscale.recovery.connections import connect, receive, send
+from hfscale.recovery.connections import connect, receive
 from hfscale.recovery.coordinator import Coordinator
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
@@ -262,11 +262,11 @@ def test_128_nodes_of_8_ranks_agree_on_a_snapshot_whose_part_one_node_has_lost()
             connected.wait()
             parts = [part((index - 1) % nodes, "replicas"), *([part(index, "parts")] if index != 5 else [])]
             ready = {"node": index, "nodes": nodes, "address": ["127.0.0.1", 1], "parts": parts, "folders": ["f"]}
-            send(connection, {"event": "ready", "failure": None} | ready)
+            connection.send({"event": "ready", "failure": None} | ready)
             assemble = receive(connection)
             (snapshot,) = assemble["snapshots"]
             if len(snapshot["manifest"]["files"]) == nodes * ranks * files:
-                send(connection, {"event": "assembled", "round": assemble["round"], "failed": []})
+                connection.send({"event": "assembled", "round": assemble["round"], "failed": []})
                 assert receive(connection)["event"] == "start"
                 started[index] = time.monotonic()
 

@@ -9,7 +9,7 @@ from test_islands import largest_difference, run_islands
 from transformers import TrainerCallback
 
 from hfscale import DiLoCoCallback
-from hfscale.islands.wire import TOKEN_VARIABLE
+from hfscale.islands.rendezvous import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.faults
 

@@ -3,16 +3,14 @@
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
 from ports import free_port
 
+from hfscale.core.connections import _GREETING, _RANDOM_BYTES, Connection
 from hfscale.errors import HealthError, UsageError
-from hfscale.islands import wire
 from hfscale.islands.client import IslandClient
-from hfscale.islands.rendezvous import Rendezvous, listen
-from hfscale.islands.wire import _GREETING, _RANDOM_BYTES, TOKEN_VARIABLE, Wire
+from hfscale.islands.rendezvous import TOKEN_VARIABLE, Rendezvous, listen
 
 TOKEN = "a secret of the tests"  # noqa: S105
 TERMS = {"version": "1.0", "model": "Llama of 10", "tokenizer": "a", "--island_steps": 100, "compression": "32 bits"}
@@ -81,7 +79,7 @@ def test_an_island_tries_again_when_the_rendezvous_of_a_run_before_is_ending(mon
         during_the_proof.sendall(_GREETING + bytes(_RANDOM_BYTES))
         during_the_proof.recv(1, socket.MSG_PEEK)
         during_the_proof.close()
-        Wire(listener.accept()[0], TOKEN, is_server=True).close()
+        Connection(listener.accept()[0], TOKEN.encode(), is_server=True).close()
         Rendezvous(TOKEN).serve(listener)
 
     threading.Thread(target=serve, daemon=True).start()
@@ -117,27 +115,6 @@ def test_islands_with_one_anchor_at_different_steps_meet_at_the_later_one(monkey
     assert [(reply.kind, reply.anchor, reply.contributors) for reply in ahead] == [("round", 4, (0, 1))]
     number = 0 if first == 2 else 1  # of the island that was behind
     assert ahead[0].payloads == {number: bytes([10 + number])}
-
-
-def test_a_client_that_sends_a_byte_now_and_then_is_dropped(monkeypatch):
-    monkeypatch.setattr(wire, "SILENCE_S", 1.0)
-    listener = listen("127.0.0.1", 0)
-    dropped = threading.Event()
-
-    def serve():
-        try:
-            Wire(listener.accept()[0], TOKEN, is_server=True)
-        except OSError:
-            dropped.set()
-
-    threading.Thread(target=serve, daemon=True).start()
-    with socket.create_connection(listener.getsockname()) as client:
-        for number in range(len(_GREETING) + _RANDOM_BYTES - 1):  # the last byte is never sent
-            if dropped.wait(0.25):
-                break
-            with suppress(OSError):
-                client.sendall((_GREETING + bytes(_RANDOM_BYTES))[number : number + 1])
-        assert dropped.is_set()
 
 
 def test_a_round_needs_the_quorum_and_waits_for_a_late_island_until_the_deadline(monkeypatch):

@@ -8,14 +8,16 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 
 import psutil
 import pytest
 from conftest import REPOSITORY
 from ports import free_port
 
-from hfscale.recovery import connections
-from hfscale.recovery.connections import connect, listen, receive, send
+from hfscale.core import connections as core_connections
+from hfscale.errors import UsageError
+from hfscale.recovery.connections import Server, connect, receive
 from hfscale.recovery.coordinator import Coordinator
 
 RANK = REPOSITORY / "tests" / "workers" / "node_rank.py"
@@ -129,11 +131,11 @@ def test_a_coordinator_that_fails_ends_the_run_on_all_nodes():
     coordinator = Coordinator(address, b"secret", report=lambda text: None, **limits)
     first, broken = connect(address, b"secret"), connect(address, b"secret")
     ready = {"event": "ready", "node": 0, "nodes": 2, "address": address, "parts": [], "folders": [], "failure": None}
-    send(first, ready)
+    first.send(ready)
     while not coordinator._ready:
         time.sleep(0.01)
-    send(broken, {"event": "ready", "node": 1})  # without its other fields
-    assert first.poll(60)
+    broken.send({"event": "ready", "node": 1})  # without its other fields
+    assert wait([first], 60)
     message = receive(first)
     assert [message["event"], message["code"]] == ["end", 1]
     assert "KeyError: 'nodes'" in message["text"]
@@ -141,13 +143,23 @@ def test_a_coordinator_that_fails_ends_the_run_on_all_nodes():
 
 
 def test_an_end_that_never_proves_the_token_is_left_and_one_that_has_may_be_silent(monkeypatch):
-    monkeypatch.setattr(connections, "_CHALLENGE_S", 1)
-    listener = listen(("127.0.0.1", 0), b"secret", lambda connection: send(connection, receive(connection)))
-    known, silent = connect(listener.address, b"secret"), socket.create_connection(listener.address, timeout=60)
+    monkeypatch.setattr(core_connections, "CHALLENGE_S", 1.0)
+    monkeypatch.setattr(core_connections, "SILENCE_S", 1.0)
+    server = Server(("127.0.0.1", 0), b"secret", lambda connection: connection.send(receive(connection)))
+    known, silent = connect(server.address, b"secret"), socket.create_connection(server.address, timeout=60)
     with known, silent, silent.makefile("rb") as stream:
-        assert b"#CHALLENGE#" in stream.read()  # until the listener has closed it
-        send(known, {"after": "the time limit"})
-        assert receive(known) == {"after": "the time limit"}
-    listener.close()
-    with socket.create_server(("127.0.0.1", 0)) as never, pytest.raises(BlockingIOError):
+        assert stream.read().startswith(core_connections._GREETING)  # until the server has closed it
+        known.send({"after": "the time limits"})
+        assert receive(known) == {"after": "the time limits"}
+    server.close()
+    with socket.create_server(("127.0.0.1", 0)) as never, pytest.raises(TimeoutError):
         connect(never.getsockname(), b"secret")
+
+
+def test_another_token_is_named_with_the_supervisor_that_has_refused_it():
+    server = Server(("127.0.0.1", 0), b"secret", lambda connection: connection.send({"never": "sent"}))
+    with pytest.raises(UsageError, match=f"HFSCALE_RUN_TOKEN is not that of .* at 127.0.0.1:{server.address[1]}"):
+        connect(server.address, b"another")
+    server.close()
+    with pytest.raises(ConnectionRefusedError):  # the port is free again
+        connect(server.address, b"secret")

@@ -1,0 +1,207 @@
+"""Messages on a TCP connection whose two ends have proved that they know the same token; nothing is unpickled.
+
+A connection begins with a challenge in both directions (HMAC-SHA256 over two random numbers), of fixed length. Only
+then is a message read. A message is a JSON object and a payload of bytes, both with a length that is checked before it
+is read. The connection is not encrypted: use a tunnel (WireGuard, ssh) between sites.
+"""
+
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+Address = tuple[str, int]
+"""Host and port."""
+SILENCE_S = 60.0
+"""Seconds without a byte, in the middle of a message, after which the other end counts as lost."""
+CHALLENGE_S = 60.0
+"""Seconds that the other end has to prove that it knows the token."""
+MAX_JSON_BYTES = 1 << 20
+"""Longest JSON object that is accepted, unless the connection has another limit."""
+_GREETING = b"hfscale-connection-1"
+_RANDOM_BYTES = 32
+_PROOF_BYTES = 32
+_LENGTHS = struct.Struct(">IQ")  # of the JSON text, of the payload
+_CHUNK_BYTES = 1 << 20
+_KEEP_ALIVE_PROBES = 3
+
+
+class WrongTokenError(ConnectionError):
+    """The other end does not know the token."""
+
+
+class Connection:
+    """One authenticated connection. One thread may send while another one receives.
+
+    Args:
+        connected (`socket.socket`): a connected socket; it is closed if the other end fails the challenge.
+        token (`bytes`): the secret.
+        is_server (`bool`): whether this end has accepted the connection.
+        max_json_bytes (`int`): longest JSON object that is accepted.
+        lost_after_s (`int`): seconds after which the machine of the other end counts as lost if it does not answer
+            the probes of TCP. Without messages, a connection is kept as long as it answers them.
+
+    Raises:
+        WrongTokenError: the other end does not know the token.
+        OSError: it does not answer.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        token: bytes,
+        *,
+        is_server: bool,
+        max_json_bytes: int = MAX_JSON_BYTES,
+        lost_after_s: int = 60,
+    ) -> None:
+        self._socket = connected
+        self._max_json_bytes = max_json_bytes
+        self.sent_bytes = 0
+        """Bytes sent so far."""
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_keep_alive(connected, lost_after_s)
+            self._authenticate(token, is_server=is_server)
+        except BaseException:
+            connected.close()
+            raise
+        connected.settimeout(SILENCE_S)
+
+    def _authenticate(self, token: bytes, *, is_server: bool) -> None:
+        # One that sends a byte now and then would pass a time limit of each call.
+        until = time.monotonic() + CHALLENGE_S
+        self._socket.settimeout(CHALLENGE_S)
+        own = secrets.token_bytes(_RANDOM_BYTES)
+        self._send(_GREETING + own)
+        greeting = self._receive(len(_GREETING) + _RANDOM_BYTES, until)
+        if not greeting.startswith(_GREETING):
+            raise WrongTokenError("it is no rendezvous of this version of hfscale")
+        other = bytes(greeting[len(_GREETING) :])
+        roles = (b"server", b"client") if is_server else (b"client", b"server")
+        self._send(hmac.digest(token, roles[0] + own + other, "sha256"))
+        try:
+            proof = self._receive(_PROOF_BYTES, until)
+        except ConnectionError:
+            if not is_server:  # a server sends its proof whatever the client knows: this one has just ended
+                raise
+            raise WrongTokenError("it has refused the token") from None
+        if not hmac.compare_digest(proof, hmac.digest(token, roles[1] + other + own, "sha256")):
+            raise WrongTokenError("it does not know the token")
+
+    @property
+    def own_host(self) -> str:
+        """Address of this machine by which the other end reaches it."""
+        return str(self._socket.getsockname()[0])
+
+    def fileno(self) -> int:
+        """Return the file descriptor, for a selector; -1 after `close`."""
+        return self._socket.fileno()
+
+    def send(self, message: Mapping[str, Any], payload: Any = b"") -> None:
+        """Send a message.
+
+        Args:
+            message (`Mapping`): anything that JSON can represent.
+            payload (`bytes` or a buffer of bytes): sent after it.
+
+        Raises:
+            OSError: the connection is lost. It is closed then, since a part of the message may have been sent.
+        """
+        text = json.dumps(message).encode()
+        content = memoryview(payload).cast("B")
+        try:
+            for part in (memoryview(_LENGTHS.pack(len(text), len(content)) + text), content):
+                for start in range(0, len(part), _CHUNK_BYTES):  # the time-out of a socket is that of one call
+                    self._send(part[start : start + _CHUNK_BYTES])
+        except OSError:
+            self.close()
+            raise
+
+    def receive(self, max_payload_bytes: int = 0, *, patient: bool = False) -> tuple[dict[str, Any], bytearray]:
+        """Receive a message.
+
+        Args:
+            max_payload_bytes (`int`): longest payload that is accepted.
+            patient (`bool`): whether to wait without a limit for the first byte.
+
+        Returns:
+            `tuple[dict, bytearray]`: the JSON object and the payload.
+
+        Raises:
+            OSError: the connection is lost, or what comes is no message.
+        """
+        if patient:
+            self._wait_for_first_byte()
+        text_bytes, payload_bytes = _LENGTHS.unpack(self._receive(_LENGTHS.size))
+        if text_bytes > self._max_json_bytes or payload_bytes > max_payload_bytes:
+            raise ConnectionError(f"a message of {text_bytes} + {payload_bytes} bytes is too long")
+        try:
+            message = json.loads(self._receive(text_bytes))
+        except ValueError as error:
+            raise ConnectionError("a message is not JSON") from error
+        if not isinstance(message, dict):
+            raise ConnectionError("a message is no JSON object")
+        return message, self._receive(payload_bytes)
+
+    def close(self) -> None:
+        """Close the connection, also while another thread waits for it."""
+        with suppress(OSError):  # the other end has closed it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait_for_first_byte(self) -> None:
+        """Wait until there is something to read. The time limit of the socket stays: another thread may be sending."""
+        with selectors.PollSelector() as selector:
+            try:
+                selector.register(self._socket, selectors.EVENT_READ)
+            except ValueError:
+                raise ConnectionError("the connection is closed") from None
+            selector.select()
+
+    def _send(self, data: Any) -> None:
+        self._socket.sendall(data)
+        self.sent_bytes += len(data)
+
+    def _receive(self, length: int, until: float | None = None) -> bytearray:
+        """Return so many bytes.
+
+        Args:
+            length (`int`): the bytes.
+            until (`float`, *optional*): time of the monotonic clock by which they must have come.
+        """
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            if until is not None:
+                self._socket.settimeout(max(until - time.monotonic(), 0.001))
+            read = self._socket.recv_into(view)
+            if read == 0:
+                raise ConnectionError("the other end has closed the connection")
+            view = view[read:]
+        return data
+
+
+def _set_keep_alive(connected: socket.socket, lost_after_s: int) -> None:
+    """Have a connection end if the machine of the other end is lost: half of the time is silence, half are probes."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if not hasattr(socket, "TCP_KEEPIDLE"):  # not Linux
+        return
+    idle_s = lost_after_s // 2
+    interval_s = max((lost_after_s - idle_s) // _KEEP_ALIVE_PROBES, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVE_PROBES)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * lost_after_s)  # of what it was sent

@@ -1,0 +1,153 @@
+"""Connections that both ends have proved the token on, and what they do with ends that have not."""
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+
+import pytest
+
+from hfscale.core import connections
+from hfscale.core.connections import _GREETING, _RANDOM_BYTES, Connection, WrongTokenError
+
+TOKEN = b"a secret of the tests"
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def accepted(listener, token=TOKEN, **limits):
+    """Accept one connection on another thread; return a function that returns it, or raises why there is none."""
+    outcome = []
+
+    def accept():
+        try:
+            outcome.append(Connection(listener.accept()[0], token, is_server=True, **limits))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(60)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    return result
+
+
+@pytest.fixture
+def pair(listener):
+    """Both ends of a connection."""
+    server = accepted(listener)
+    client = Connection(socket.create_connection(listener.getsockname()), TOKEN, is_server=False)
+    with client, server() as accepted_end:
+        yield client, accepted_end
+
+
+def test_messages_and_their_payloads_arrive_in_both_directions(pair):
+    client, server = pair
+    payload = bytes(range(256)) * (3 << 12)  # more than one piece
+    sender = threading.Thread(target=client.send, args=({"round": 1}, payload))
+    sender.start()
+    assert server.receive(len(payload)) == ({"round": 1}, payload)
+    sender.join()
+    server.send({"done": True})
+    assert client.receive(patient=True) == ({"done": True}, b"")
+    assert client.own_host == "127.0.0.1"
+    assert client.sent_bytes > len(payload)
+
+
+@pytest.mark.parametrize(("servers", "clients"), [(TOKEN, b"another"), (b"another", TOKEN)])
+def test_nothing_is_read_from_a_connection_without_the_token(listener, servers, clients):
+    server = accepted(listener, servers)
+    with pytest.raises(WrongTokenError):
+        Connection(socket.create_connection(listener.getsockname()), clients, is_server=False)
+    with pytest.raises(WrongTokenError, match="token"):
+        server()
+
+
+def test_an_end_that_sends_a_byte_now_and_then_is_dropped(listener, monkeypatch):
+    monkeypatch.setattr(connections, "CHALLENGE_S", 1.0)
+    server, dropped = accepted(listener), threading.Event()
+
+    def wait():
+        with pytest.raises(TimeoutError):
+            server()
+        dropped.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    with socket.create_connection(listener.getsockname()) as client:
+        for number in range(len(_GREETING) + _RANDOM_BYTES - 1):  # the last byte is never sent
+            if dropped.wait(0.25):
+                break
+            with suppress(OSError):
+                client.sendall((_GREETING + bytes(_RANDOM_BYTES))[number : number + 1])
+        assert dropped.is_set()
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (struct.pack(">IQ", 101, 0), "too long"),
+        (struct.pack(">IQ", 2, 9) + b"{}", "too long"),
+        (struct.pack(">IQ", 4, 0) + b"\x80\x04K.", "not JSON"),  # a pickle
+        (struct.pack(">IQ", 2, 0) + b"[]", "no JSON object"),
+    ],
+)
+def test_what_is_no_message_ends_the_connection(listener, sent, reason):
+    server = accepted(listener, max_json_bytes=100)
+    with Connection(socket.create_connection(listener.getsockname()), TOKEN, is_server=False) as client:
+        client._send(sent)
+        with pytest.raises(ConnectionError, match=reason):
+            server().receive(8)
+
+
+def test_an_end_that_stops_within_a_message_is_lost_and_one_between_two_is_not(pair, monkeypatch):
+    client, server = pair
+    server._socket.settimeout(0.2)
+    client._send(struct.pack(">IQ", 2, 0) + b"{")
+    with pytest.raises(TimeoutError):
+        server.receive(patient=True)
+    client._socket.settimeout(0.2)
+    later = threading.Timer(1.0, server.send, ({},))
+    later.start()
+    assert client.receive(patient=True) == ({}, b"")
+    later.join()
+
+
+def test_a_connection_can_be_closed_while_another_thread_waits_for_it(pair):
+    client, _ = pair
+    is_waiting = threading.Event()
+    ended = threading.Event()
+
+    def wait():
+        is_waiting.set()
+        with pytest.raises(OSError, match=r"closed|descriptor"):
+            client.receive(patient=True)
+        ended.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    is_waiting.wait()
+    client.close()
+    thread.join(60)
+    assert ended.is_set()
+    with pytest.raises(ConnectionError, match="closed"):
+        client.receive(patient=True)
+
+
+def test_a_message_that_was_sent_in_part_is_not_followed_by_another(pair):
+    client, server = pair
+    client._socket.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        client.send({}, bytes(1 << 26))  # nobody reads
+    with pytest.raises(OSError, match="descriptor"):
+        client.send({})
+    with pytest.raises(ConnectionError):
+        server.receive(1 << 26)
