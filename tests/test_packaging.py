@@ -82,6 +82,7 @@ def test_the_wheel_has_the_package_and_what_people_copy(distributions):
     files = {name for name in names if ".dist-info/" not in name}
     expected = tracked_files("hfscale") | {f"hfscale/shipped/{name}" for name in tracked_files(*SHIPPED)}
     assert files == expected
+    assert "hfscale/py.typed" in files  # without it type checkers ignore the annotations of an installed hfscale
 
 
 def test_the_sdist_has_what_building_and_testing_need(distributions):

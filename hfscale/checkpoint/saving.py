@@ -51,8 +51,9 @@ from hfscale.core.run_files import UNFINISHED
 from hfscale.core.versions import is_peft_model, saves_safetensors
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.hub import push_checkpoint
+from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import global_batch_size
-from hfscale.trainer.strategy import is_parallel_trainer, running_strategy
+from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
 

@@ -151,7 +151,12 @@ class Channel:
         if not self._enter(name):
             return json.loads(json.dumps(function(row[None])))
         table = self._connect().gather_rows(row)
-        return self._from_rank_0(lambda: function(table))
+
+        def of_table() -> Any:
+            assert table is not None  # rank 0 has it
+            return function(table)
+
+        return self._from_rank_0(of_table)
 
     def maximum(self, name: str, numbers: Sequence[float]) -> list[float]:
         """Return the element-wise maximum over all ranks.
@@ -227,7 +232,9 @@ class Channel:
         if not self._enter(name):
             return function([value])[0]
         tree = self._connect()
-        values, items, raised = tree.gather_objects(value), None, None
+        values = tree.gather_objects(value)
+        items: list[tuple[Any, tuple[str, tuple[Any, ...], str] | None]] | None = None
+        raised: Exception | None = None
         if values is not None:
             try:
                 items = [(item, None) for item in function(values)]

@@ -192,7 +192,9 @@ class Tree:
         Wait before the next exchange.
         """
         if self._thread is None:
-            return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._levels[0].group, async_op=True).wait
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._levels[0].group, async_op=True)
+            wait: Callable[[], object] = work.wait
+            return wait
         return self._thread.submit(self._max, tensor).result
 
     def _max(self, tensor: torch.Tensor) -> None:

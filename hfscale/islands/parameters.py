@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from hfscale.trainer.strategy import is_parallel_trainer, running_strategy
+from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.strategy import running_strategy
 
 
 class PartOfParameters:

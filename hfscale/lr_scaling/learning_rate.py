@@ -183,4 +183,5 @@ def _deepspeed_config(trainer: Trainer) -> dict[str, Any]:
     """Return the DeepSpeed config of the Trainer; it is empty under another strategy."""
     if not trainer.is_deepspeed_enabled:
         return {}
-    return trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    config: dict[str, Any] = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    return config

@@ -6,7 +6,8 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from hfscale.metrics.tokens import BatchEntry
-from hfscale.trainer.strategy import is_parallel_trainer, unwrap_compiled
+from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.strategy import unwrap_compiled
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from hfscale.core.torch_internals import TorchDispatchMode, is_in_torch_dispatch
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.metrics.batches import is_compiled
 from hfscale.trainer.attention import attention_implementation
-from hfscale.trainer.strategy import is_parallel_trainer
+from hfscale.trainer.parallel_trainer import is_parallel_trainer
 
 if TYPE_CHECKING:
     from hfscale.metrics.tokens import TokenCounter

@@ -3,7 +3,8 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from hfscale.trainer.strategy import is_parallel_trainer, running_strategy
+from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -39,7 +39,7 @@ class StepCounter(TorchDispatchMode):
     """Counts what the operators of a step compute, move and send."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.matmul_flops = 0
         """FLOPs of matrix products and convolutions."""
         self.attention_flops = 0
@@ -85,7 +85,8 @@ class StepCounter(TorchDispatchMode):
 
 def storage(tensor: torch.Tensor) -> int:
     """Return a number that tells the memory of tensors apart."""
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -165,7 +166,7 @@ def main(ranks: int, precision: str, argv: list[str]) -> None:
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def without_weights(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    def without_weights(cls: type[Any], name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         if not isinstance(config, transformers.PreTrainedConfig):
             config = cls.config_class.from_pretrained(config or name)
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))

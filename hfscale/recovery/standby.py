@@ -179,10 +179,7 @@ def run_launcher(launcher: Sequence[str]) -> None:
         launcher (`Sequence[str]`): the launcher and its arguments, without `exit_code.py`.
     """
     if launcher[0] == "accelerate":
-        from accelerate.commands.launch import (  # type: ignore[import-untyped]
-            launch_command,
-            launch_command_parser,
-        )
+        from accelerate.commands.launch import launch_command, launch_command_parser
 
         parser, run, arguments = launch_command_parser(), launch_command, launcher[2:]
     else:

@@ -50,8 +50,8 @@ class TrainerAdapter:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._undo: dict[Any, Callable[[], None]] = {}  # of the running training, oldest first
-        self._undo_lasting: dict[Any, Callable[[], None]] = {}
+        self._undo: dict[Any, Callable[[], object]] = {}  # of the running training, oldest first
+        self._undo_lasting: dict[Any, Callable[[], object]] = {}
         self._preparations: list[Callable[[], None]] = []
         self._injector: MetricInjector | None = None
         self._fetch_hook: DataFetchHook | None = None
@@ -434,11 +434,11 @@ class TrainerAdapter:
             TRAINING.barrier("end")  # a rank that ends first makes the launcher end the others
             raise self._final_error
 
-    def at_training_end(self, call: Callable[[], None]) -> None:
+    def at_training_end(self, call: Callable[[], object]) -> None:
         """Have `call()` made when the training ends, also when it raises.
 
         Args:
-            call (`Callable`): called without arguments; the last one added is called first.
+            call (`Callable`): called without arguments; the last one added is called first. Its result is ignored.
         """
         self._watch_running_training()
         self._undo[call] = call
@@ -541,7 +541,7 @@ class TrainerAdapter:
         self._replace(self.trainer, "log", without_training)
 
     def _replace(
-        self, owner: Any, name: str, value: Any, *, undo: dict[Any, Callable[[], None]] | None = None
+        self, owner: Any, name: str, value: Any, *, undo: dict[Any, Callable[[], object]] | None = None
     ) -> None:
         """Set an attribute of an instance; the undo leaves it alone if other code has replaced it since."""
         if undo is None:
@@ -566,7 +566,7 @@ class TrainerAdapter:
         self._undo.pop(key, lambda: None)()
 
 
-def _call_all(undo: dict[Any, Callable[[], None]]) -> None:
+def _call_all(undo: dict[Any, Callable[[], object]]) -> None:
     """Call the last one first, and all of them even if one raises."""
     with ExitStack() as stack:
         for call in undo.values():

@@ -12,4 +12,5 @@ def attention_implementation(config: "PreTrainedConfig") -> str | None:
     Args:
         config (`PreTrainedConfig`): the config of a model.
     """
-    return config._attn_implementation
+    name: str | None = config._attn_implementation
+    return name

@@ -53,5 +53,6 @@ def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
     """
     trainer._push_from_checkpoint(str(checkpoint))
     if trainer.is_world_process_zero():
+        assert trainer.args.output_dir is not None  # TrainingArguments gives it a default
         for name in (MANIFEST_NAME, PARAMETERS_NAME):  # a subclass may copy all files of the checkpoint
             Path(trainer.args.output_dir, name).unlink(missing_ok=True)

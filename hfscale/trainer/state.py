@@ -26,7 +26,10 @@ def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
     Returns:
         `dict[str, Any]`: the live dictionary, not a copy; empty in a fresh run. Its values must be JSON values.
     """
-    return state.stateful_callbacks.setdefault(_STATE_KEY, {}).setdefault(name, {})
+    by_callback: Any = state.stateful_callbacks
+    assert isinstance(by_callback, dict)  # TrainerState makes it from the list of callbacks that it is given
+    saved: dict[str, Any] = by_callback.setdefault(_STATE_KEY, {}).setdefault(name, {})
+    return saved
 
 
 def global_batch_size(trainer: Trainer) -> int:
@@ -36,7 +39,8 @@ def global_batch_size(trainer: Trainer) -> int:
         trainer (`Trainer`): ranks that share a sequence or a matrix count as one data-parallel rank. With
             `split_batches` the ranks share a batch, which transformers counts once per rank.
     """
-    if trainer.args.accelerator_config.split_batches:
+    config: Any = trainer.args.accelerator_config  # an AcceleratorConfig: TrainingArguments converts the user's value
+    if config.split_batches:
         return trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
     if not has_epoch_methods() and "_train_batch_size" not in vars(trainer):
         trainer._train_batch_size = trainer.args.train_batch_size  # as Trainer does after `on_init_end`
@@ -66,6 +70,7 @@ def jump_to(trainer: Trainer, step: int) -> None:
     """
     missed = step - trainer.state.global_step
     scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # Accelerate's wraps the real one
+    assert scheduler is not None  # Trainer makes it before the first step
     if not isinstance(scheduler, ReduceLROnPlateau):  # it counts evaluations
         with warnings.catch_warnings():
             # The optimizer of an island that has just begun has taken no step yet; those of the others count.

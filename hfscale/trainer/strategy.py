@@ -7,7 +7,7 @@ two processes into one, or into two unrelated trainings that write one directory
 import importlib.util
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType
@@ -24,6 +24,7 @@ from hfscale.core.versions import (
     why_fsdp2_cannot_tie,
 )
 from hfscale.errors import MissingDependencyError, StrategyMismatchError
+from hfscale.trainer.parallel_trainer import is_parallel_trainer
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -66,6 +67,7 @@ def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = o
     """
     family = requested_family(args, environ)
     if family == "zero":
+        assert args.deepspeed_plugin is not None  # Accelerate or transformers makes it from the request
         return f"zero{args.deepspeed_plugin.zero_stage}"
     return f"fsdp{environ.get('FSDP_VERSION', '2')}" if family == "fsdp" else family
 
@@ -179,22 +181,11 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
     return runs
 
 
-def _ties_embeddings(model: object) -> bool:
+def _ties_embeddings(model: Any) -> bool:
     base = model.get_base_model() if is_peft_model(model) else model
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
         return False
     return bool(base.config.get_text_config().tie_word_embeddings)
-
-
-def is_parallel_trainer(trainer: "Trainer") -> bool:
-    """Return whether a Trainer is a `ParallelTrainer`, which itself returns what a checkpoint consists of.
-
-    It is recognised by a method, since its class is in a layer above this one.
-
-    Args:
-        trainer (`Trainer`): a Trainer or a subclass of it.
-    """
-    return hasattr(type(trainer), "sharded_state")
 
 
 def describe_strategy(trainer: "Trainer") -> str:
@@ -257,7 +248,8 @@ def _optimizer_share(module: nn.Module) -> float | None:
     if partitions is None:
         return None
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    return sum(partition.numel() for partition in partitions) / trained
+    kept: int = sum(partition.numel() for partition in partitions)
+    return kept / trained
 
 
 def _deepspeed_traits(trainer: "Trainer") -> list[str]:
@@ -280,13 +272,14 @@ def _fsdp_traits(trainer: "Trainer") -> list[str]:
     return []
 
 
-def unwrap_compiled(module: object) -> object:
+def unwrap_compiled(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` wrapped, or `module` itself if it is not compiled.
 
     Args:
-        module (`object`): a module, or another object that a Trainer trains, such as a DeepSpeed engine.
+        module (`nn.Module`): a module that a Trainer trains; the engine of DeepSpeed is one too.
     """
-    return getattr(module, "_orig_mod", module)
+    original: nn.Module = getattr(module, "_orig_mod", module)
+    return original
 
 
 def _wraps(strategy: str, module: object) -> bool:

@@ -454,7 +454,7 @@ def changes_of_a_trainer(trees):
     return [
         f"{module} changes {target}"
         for module, tree in trees.items()
-        if module.split(".")[1] not in TRAINER_IS_CHANGED_BY
+        if f"{module}.".split(".")[1] not in TRAINER_IS_CHANGED_BY
         for target in patched(tree)
     ]
 
@@ -526,7 +526,9 @@ def test_the_inventories_name_real_functions_and_real_tests():
     for package, inventory in inventories().items():
         for file, name in re.findall(r"Test: (test_\w+\.py)(?:, (\w+))?", inventory):
             assert name in files[file].read_text(encoding="utf-8"), f"{file} has no {name}"
-        own = {n for module, tree in trees.items() if module.split(".")[1] == package for n in defined_names(tree)}
+        own = {
+            n for module, tree in trees.items() if f"{module}.".split(".")[1] == package for n in defined_names(tree)
+        }
         for method in re.findall(r"By: ((?:`[\w.]+`(?:, )?)+)", inventory):
             for name in re.findall(r"`([\w.]+)`", method):
                 assert name.split(".")[-1] in own, f"{package} has no {name}"
