@@ -20,8 +20,9 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 What it touches inside other libraries, each in one module. Where no other test is named,
 test_parallel_plan.py fails when a new version moves them:
 
-- methods of `Trainer` with a leading underscore. By: `ParallelTrainer` and `ParallelCheckpointTrainer`, which override
-  them. Reason: Trainer has no public hooks for wrapping the model, the gradient norm, saving and resuming.
+- methods of `Trainer` with a leading underscore, of which it calls `_get_num_items_in_batch` and `_prepare_inputs`.
+  By: `ParallelTrainer` and `ParallelCheckpointTrainer`, which override them. Reason: Trainer has no public hooks for
+  wrapping the model, the gradient norm, saving and resuming.
 - `Trainer.is_distributed_loading_by_transformers`, set to True. By: `ParallelTrainer`. Reason: it is the only way to
   keep Trainer from wrapping and moving a model. Test: test_parallel.py.
 - `Accelerator.prepare_data_loader` (public), replaced on the instance, and `Accelerator._dataloaders`. By:
@@ -32,9 +33,9 @@ test_parallel_plan.py fails when a new version moves them:
   routers.
 - `PreTrainedModel._init_weights`. By: `draw_weights`. Reason: the public `initialize_weights` draws all modules from
   one stream of random numbers.
-- `_version` of tensors. By: `weights.py`. Reason: nothing public tells whether a tensor was written. Test:
+- `_version` of tensors. By: weights.py. Reason: nothing public tells whether a tensor was written. Test:
   test_parallel.py.
-- `_StridedShard` of DTensor. By: `mesh.py`. Reason: packed parameters have this placement, and torch exports it
+- `_StridedShard` of DTensor. By: mesh.py. Reason: packed parameters have this placement, and torch exports it
   nowhere.
 - `_modules` of `nn.Module`. By: `stage_view`. Reason: a shallow copy of a module shares its dict of child modules.
 """

@@ -18,7 +18,8 @@ Read, called, or set once
 
 - `PreTrainedModel._is_stateful`. By: `reason_not_to_cut`. Reason: nothing public tells that a model has layers that
   pass a state along the sequence. Test: test_packing.py, test_models_that_do_not_cut_are_refused.
-- `_scaled_dot_product_cudnn_attention` and the three other fused kernels of torch's attention. By: arguments.py.
+- `_scaled_dot_product_cudnn_attention`, `_scaled_dot_product_efficient_attention`,
+  `_scaled_dot_product_flash_attention` and `_scaled_dot_product_flash_attention_for_cpu` of torch. By: arguments.py.
   Reason: selective recomputation names the operators whose outputs it keeps. Test: test_recompute.py.
 """
 

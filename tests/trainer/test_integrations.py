@@ -425,9 +425,14 @@ def parsed():
     return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules()}
 
 
+def package_of(module):
+    """The package of a module, given by its whole path; "" for a module that is in none."""
+    return module.split(".")[1] if module.count(".") > 1 else ""
+
+
 def inventories():
     """What the `__init__.py` of each package says about the internals that the package touches."""
-    names = {name.split(".")[1] for name, _ in modules() if name.count(".") > 1}
+    names = {package_of(name) for name, _ in modules()} - {""}
     return {name: " ".join((importlib.import_module(f"hfscale.{name}").__doc__ or "").split()) for name in names}
 
 
@@ -436,7 +441,7 @@ def unlisted(trees, listed):
     anywhere = {name for tree in trees.values() for name in defined_names(tree)}
     found = []
     for module, tree in trees.items():
-        package = module.split(".")[1] if module.count(".") > 1 else ""
+        package = package_of(module)
         names = set(foreign_names(tree, anywhere))
         found += [f"{module} uses {name}" for name in sorted(names) if name not in listed.get(package, "")]
     return found
@@ -454,7 +459,7 @@ def changes_of_a_trainer(trees):
     return [
         f"{module} changes {target}"
         for module, tree in trees.items()
-        if f"{module}.".split(".")[1] not in TRAINER_IS_CHANGED_BY
+        if package_of(module) not in TRAINER_IS_CHANGED_BY
         for target in patched(tree)
     ]
 
@@ -526,9 +531,7 @@ def test_the_inventories_name_real_functions_and_real_tests():
     for package, inventory in inventories().items():
         for file, name in re.findall(r"Test: (test_\w+\.py)(?:, (\w+))?", inventory):
             assert name in files[file].read_text(encoding="utf-8"), f"{file} has no {name}"
-        own = {
-            n for module, tree in trees.items() if f"{module}.".split(".")[1] == package for n in defined_names(tree)
-        }
+        own = {n for module, tree in trees.items() if package_of(module) == package for n in defined_names(tree)}
         for method in re.findall(r"By: ((?:`[\w.]+`(?:, )?)+)", inventory):
             for name in re.findall(r"`([\w.]+)`", method):
                 assert name.split(".")[-1] in own, f"{package} has no {name}"

@@ -62,7 +62,7 @@ class TestCommand:
             (launch(launcher=("--num_machines", "2")), "2 machines"),
             (launch(launcher=("--num_procs", "2")), "--num_procs"),
             (launch(script="no.py"), "no.py"),
-            (launch(script=__file__.replace("test_tune", "conftest")), "neither a recipe"),
+            (launch(script=str(REPOSITORY / "tests" / "conftest.py")), "neither a recipe"),
             (launch("stray"), "'stray'"),
             (launch("--block_size", "many"), "many"),
             (launch(script=REPOSITORY / "recipes" / "grpo" / "train.py"), "GRPO"),
