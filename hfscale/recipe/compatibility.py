@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
-def check_pairs(
+def check_compatibility(
     model_args: ModelArguments, training_args: RecipeTrainingMixin, layout: ParallelLayout | None = None
 ) -> None:
     """Check that the training method, the strategy, the layout and the machine work together.

@@ -30,8 +30,8 @@ def save_final_model(trainer: "Trainer", *, merge_adapters: bool = False) -> Non
     a turn of the chat template.
 
     Parameters are gathered one at a time into the host memory of rank 0, never on one GPU. That machine needs memory
-    for the full model: 2 bytes per parameter after DeepSpeed in bf16, else 4. `check_pairs` has checked before the
-    training that a ZeRO-3 config allows the shards to be gathered.
+    for the full model: 2 bytes per parameter after DeepSpeed in bf16, else 4. `check_compatibility` has checked
+    before the training that a ZeRO-3 config allows the shards to be gathered.
 
     Args:
         trainer (`Trainer`): the trainer of the completed run.

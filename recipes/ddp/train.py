@@ -17,7 +17,7 @@ from hfscale.islands.flags import island_callbacks
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.metrics.progress import use_compact_progress
 from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
-from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.compression import compress_gradients, store_gradients_in_buckets
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
@@ -32,7 +32,7 @@ from hfscale.trainer.strategy import check_launch
 def main():
     model_args, data_args, scaling_args, training_args = parse_arguments()
     check_launch(training_args)
-    check_pairs(model_args, training_args)
+    check_compatibility(model_args, training_args)
     check_output_dir(training_args.output_dir)
     islands = island_callbacks(scaling_args)
     samples = sample_generation(data_args)

@@ -24,7 +24,7 @@ from hfscale.recipe.arguments import (
     sample_generation,
     scaling_callback,
 )
-from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.compression import store_gradients_in_buckets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
 from hfscale.recipe.layout import finish_on_cpu
@@ -67,7 +67,7 @@ def main():
     )
     check_launch(training_args)
     layout = set_up_data_parallelism(training_args)
-    check_pairs(model_args, training_args, layout)
+    check_compatibility(model_args, training_args, layout)
     check_reference(model_args, training_args)
     reward_functions = load_reward_functions(reward_args)
     check_output_dir(training_args.output_dir)

@@ -25,7 +25,7 @@ from hfscale.metrics.progress import use_compact_progress
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
-from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.data import load_packed_datasets
 from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
 from hfscale.recipe.models import add_lora, cut_document_attention, load_config, load_empty_model, load_tokenizer
@@ -60,7 +60,7 @@ def main():
         return
 
     check_launch(training_args)
-    check_pairs(model_args, training_args)
+    check_compatibility(model_args, training_args)
     sample_generation(data_args, is_split=True)  # refuses --sample_prompts: split models cannot generate
     check_output_dir(training_args.output_dir)
     islands = island_callbacks(scaling_args)

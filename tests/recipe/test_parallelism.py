@@ -9,7 +9,7 @@ from hfscale import ParallelArguments
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.recipe.arguments import ModelArguments
-from hfscale.recipe.compatibility import check_pairs
+from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.layout import check_model, distributed_config, set_up_parallelism
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -152,7 +152,7 @@ class TestPairs:
     def check(self, monkeypatch, environ, model, args, layout=None):
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        check_pairs(ModelArguments(**model), args, layout)
+        check_compatibility(ModelArguments(**model), args, layout)
 
     @pytest.fixture
     def gpu(self, monkeypatch):
