@@ -75,9 +75,8 @@ class CommHealthCallback(AdapterCallback):
             checkpoints after the last good log are archived and the run ends.
 
     Raises:
-        StrategyMismatchError: when the Trainer is created (number of processes) or training begins (strategy, wrapper,
-            ranks that disagree).
-        MissingDependencyError: the launcher requests Megatron-LM, which is not installed.
+        StrategyMismatchError: when the Trainer is created (number of processes, Megatron-LM) or training begins
+            (strategy, wrapper, ranks that disagree).
         HealthError: a rank is missing, or computes or communicates wrongly; with `stop`, the training is not healthy.
         UsageError: an argument has another value than those above.
     """

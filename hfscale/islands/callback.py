@@ -21,6 +21,7 @@ from hfscale.core.collectives import ISLANDS, Replicas
 from hfscale.core.logging import get_logger
 from hfscale.errors import CheckpointError, HealthError, UsageError
 from hfscale.facts.compression import Compression
+from hfscale.facts.support import Combination, check_support
 from hfscale.islands.client import IslandClient, Reply, on_thread, own_token, parse_address
 from hfscale.islands.data import continue_data_at, island_share, read_share_of_epoch
 from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
@@ -207,8 +208,7 @@ class DiLoCoCallback(AdapterCallback):
         if self.islands == 1:
             return
         self._adapter = adapter
-        if running_strategy(adapter.trainer) == "fsdp1":
-            raise UsageError("--islands needs FSDP2: convert the config with accelerate to-fsdp2")
+        check_support(Combination(strategy=running_strategy(adapter.trainer)))
         self._part = PartOfParameters(adapter.trainer, self.fragments)
         parameters = sum(parameter.numel() for parameter in adapter.trainer.model.parameters())
         # Of the largest pipeline stage: a number that all ranks have, and of which islands must have the same.

@@ -7,9 +7,10 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hfscale.core.flags import flag, require_positive
-from hfscale.errors import LayoutError, UsageError
+from hfscale.errors import LayoutError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
+from hfscale.facts.support import Combination, Speaker, check_support
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.strategy import requested_family
 
@@ -130,16 +131,6 @@ def plan_stages(
     return layout, plan
 
 
-_UNSUPPORTED_FLAGS = {
-    "fp16": "it scales the loss per rank, which pipeline stages cannot share; use --bf16",
-    "auto_find_batch_size": "the model cannot be sharded twice; set --per_device_train_batch_size",
-    "torch_compile": "compiled pipeline stages are not supported; leave the flag out",
-    "use_liger_kernel": "its kernels do not support pipeline stages; leave the flag out",
-    "neftune_noise_alpha": "later pipeline stages have no embeddings; leave the flag out",
-}
-"""Flags of `TrainingArguments` that must be off -> the reason, and what to do instead."""
-
-
 def check_arguments(
     args: TrainingArguments,
     *,
@@ -161,36 +152,38 @@ def check_arguments(
     Raises:
         UsageError: one of the arguments is not supported; the message names it and how to fix it.
     """
+    precision = "bf16" if args.bf16 else "fp32"
+    asked = Combination(
+        engine="parallel_trainer",
+        strategy=_strategy(args),
+        cp=cp,
+        precision="fp16" if args.fp16 else precision,
+        compile=bool(args.torch_compile),
+        fused_loss=bool(args.use_liger_kernel),
+        compression=getattr(args, "gradient_compression", "none"),
+        compute_metrics=bool(compute_metrics),
+        compute_loss_func=bool(compute_loss_func),
+        model_init=bool(model_init),
+        optimizers=bool(optimizers[0]),
+        average_tokens_across_devices=bool(args.average_tokens_across_devices),
+        auto_find_batch_size=bool(args.auto_find_batch_size),
+        neftune=args.neftune_noise_alpha,
+        tokens_seen=str(args.include_num_input_tokens_seen),
+        lr_scheduler=str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+    )
+    check_support(asked, speaker=speaker_of(args))
+
+
+def _strategy(args: TrainingArguments) -> str:
+    """The strategy of the launcher; without DeepSpeed and FSDP it leaves the distribution to this Trainer."""
     family = requested_family(args)
-    scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    compression = getattr(args, "gradient_compression", "none")
-    unsupported = {
-        "the launcher's config asks for DeepSpeed, but ParallelTrainer shards the model itself: launch with "
-        "accelerate_configs/tp_pp.yaml (ZeRO works with recipes/sharded)": family == "zero",
-        "the launcher's config asks for FSDP, but ParallelTrainer shards the model itself: launch with "
-        "accelerate_configs/tp_pp.yaml": family == "fsdp",
-        "compute_metrics is given: it needs logits, which stay on the last stage; evaluate by eval_loss": (
-            compute_metrics
-        ),
-        f"compute_loss_func is given with --cp_size {cp}: it needs complete sequences, of which each rank has a part; "
-        "set --cp_size 1": cp > 1 and compute_loss_func,
-        "model_init is given: its models would not be parallelized; give model, on the meta device if it is large": (
-            model_init
-        ),
-        "optimizers is given: an optimizer made before the model is sharded steps other parameters; choose one with "
-        "--optim": optimizers[0],
-        "--average_tokens_across_devices is false: ParallelTrainer always weighs every token equally; leave the flag "
-        "out": not args.average_tokens_across_devices,
-        **{f"--{name} is set: {reason}": getattr(args, name) for name, reason in _UNSUPPORTED_FLAGS.items()},
-        "--include_num_input_tokens_seen is set: it counts the tokens of each rank; use the metric "
-        "scaling/tokens_seen instead": args.include_num_input_tokens_seen != "no",
-        f"--lr_scheduler_type is {scheduler}: it cannot be resumed on another layout; use another one": (
-            scheduler in ("reduce_lr_on_plateau", "greedy")
-        ),
-        f"--gradient_compression is {compression}: it works on DDP's gradients only; leave the flag out": (
-            compression != "none"
-        ),
-    }
-    for message, is_requested in unsupported.items():
-        if is_requested:
-            raise UsageError(message)
+    return "parallel" if family in ("single", "ddp") else family
+
+
+def speaker_of(args: TrainingArguments) -> Speaker:
+    """Return who spells the parameters in an error: a recipe, whose arguments come from flags, or a Python program.
+
+    Args:
+        args (`TrainingArguments`): the run's arguments.
+    """
+    return "recipe" if getattr(args, "is_from_flags", False) else "python"

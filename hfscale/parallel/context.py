@@ -29,10 +29,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import find_packed_sequence_indices
 
 from hfscale.errors import UnsupportedModelError, UsageError
+from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.losses import IGNORED_LABEL
 from hfscale.trainer.attention import attention_implementation
 
-_IMPLEMENTATIONS = ("sdpa", "eager")
 _PACKED_POSITIONS = "packed_position_ids"  # positions of complete sequences, passed along with the model's keywords
 _INPUTS = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
 _kernel_numbers = count()
@@ -71,27 +71,6 @@ def restore_order(gathered: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
     return torch.cat([*early, *late], dim=dim)
 
 
-def check_attention_implementation(name: str | None, cp: int) -> str:
-    """Make sure that an attention implementation accepts masks that are made for it.
-
-    Args:
-        name (`str`, *optional*): name of the implementation; None, where a config names none, is not accepted.
-        cp (`int`): ranks that share one sequence, for the message.
-
-    Returns:
-        The name.
-
-    Raises:
-        UsageError: the implementation makes masks of its own.
-    """
-    if name not in _IMPLEMENTATIONS:
-        raise UsageError(
-            f"--attn_implementation is {name}: cp_size {cp} works with {' and '.join(_IMPLEMENTATIONS)} attention; "
-            "give --attn_implementation sdpa"
-        )
-    return name
-
-
 class ContextParallel:
     """Selects this rank's tokens from a step's inputs, and computes the model's attention for them.
 
@@ -113,7 +92,9 @@ class ContextParallel:
         """The length of every sequence, in tokens, has to be a multiple of this number."""
         self.kernel = f"context_parallel_{next(_kernel_numbers)}"
         """The name under which this attention is registered, one for each model."""
-        self._original = check_attention_implementation(attention_implementation(model.config), self.ranks)
+        self._original = str(attention_implementation(model.config))
+        asked = Combination(engine="parallel_trainer", cp=self.ranks, attention=self._original)
+        check_support(asked, "attention")  # others make masks of their own
         self._chunks = (self.rank, 2 * self.ranks - 1 - self.rank)
         self._causal_biases: dict[tuple[int, int], torch.Tensor] = {}
         self._packed_positions: torch.Tensor | None = None

@@ -22,6 +22,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
+from hfscale.parallel.arguments import speaker_of
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.mesh import local_tensor, make_mesh
 from hfscale.parallel.model import ParallelizedModel, parallelize_model
@@ -92,7 +93,8 @@ def dry_run(
     if dist.is_initialized():
         raise UsageError("--dry_run simulates all ranks in one process: start it with python, not accelerate launch")
     require("ParallelTrainer", "--dry_run")
-    check_config(make_model().config, layout, plan, sequence_parallel=sequence_parallel)
+    config = make_model().config
+    check_config(config, layout, plan, sequence_parallel=sequence_parallel, speaker=speaker_of(args))
     # Pipeline ranks whose stages have the same numbers of layers hold the same, so each kind is built once.
     built: dict[tuple[object, ...], ParallelizedModel] = {}
     specs: list[StageSpec] = []

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from hfscale.errors import UnsupportedModelError
+from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.partition import IdentityStage
 
 PARTIAL_GRADIENT_STYLE = "replicated_with_grad_allreduce"
@@ -47,11 +47,10 @@ def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]
     Raises:
         UnsupportedModelError: transformers has no plan for the model.
     """
-    if not model.tp_plan:
-        raise UnsupportedModelError(
-            f"--tp_size is {tp_size}: transformers has no tensor-parallel plan for {model.config.model_type}; set "
-            "--tp_size 1"
-        )
+    asked = Combination(
+        engine="parallel_trainer", tp=tp_size, family=model.config.model_type, tp_plan=bool(model.tp_plan)
+    )
+    check_support(asked, "tp_plan")
     # No public way: the expansion of a plan to this model's own modules. test_parallel_sequence.py fails when it
     # moves.
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=tp_size))

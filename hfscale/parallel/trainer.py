@@ -26,7 +26,7 @@ from hfscale.checkpoint.formats.parameter_names import trained_names
 from hfscale.core.versions import is_peft_model, require
 from hfscale.errors import UsageError
 from hfscale.parallel import gradients
-from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages
+from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages, speaker_of
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.losses import without_shifting
@@ -78,7 +78,13 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
         check_arguments(args, cp=self.layout.cp, **kwargs)
-        check_config(model.config, self.layout, self.stage_plan, sequence_parallel=parallel.sequence_parallel)
+        check_config(
+            model.config,
+            self.layout,
+            self.stage_plan,
+            sequence_parallel=parallel.sequence_parallel,
+            speaker=speaker_of(args),
+        )
         self.mesh = make_mesh(self.layout, args.device.type)
         causal_lm = model.get_base_model() if is_peft_model(model) else model
         self.parameter_counts = tuple(

@@ -11,6 +11,7 @@ from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SCHEDULES, rank_layers, schedule_name
+from hfscale.facts.support import Combination, check_support
 
 Recompute = Literal["none", "selective", "full"]
 """Which activations are dropped in the forward pass and computed again in the backward pass."""
@@ -313,19 +314,18 @@ class Job:
             )
 
     def _check_task(self) -> None:
-        if self.task == "text":
-            return
-        if self.framework != "hf":
-            raise UsageError(f"task is {self.task}, which TRL runs: use stack hf, not {self.framework}")
-        layout = self.layout
-        if layout.tp * layout.pp * layout.cp > 1:
-            raise LayoutError(
-                f"task is {self.task}, which is planned with data parallelism alone: use tp, pp and cp 1"
-            )
-        if self.fused_loss:
-            raise UsageError(f"task is {self.task}, and TRL fuses the loss itself: leave out fused_loss (--liger)")
-        if self.task != "sft" and self.offload != "none":
-            raise UsageError(f"task is {self.task}, which is planned without offload: use offload none")
+        asked = Combination(
+            planned=True,
+            engine=self.framework,
+            trl=self.task != "text",
+            task=self.task,
+            tp=self.layout.tp,
+            pp=self.layout.pp,
+            cp=self.layout.cp,
+            fused_loss=self.fused_loss,
+            offload=self.offload,
+        )
+        check_support(asked, "task", "trl", speaker="planner")
         if self.task == "grpo":
             self._check_generation()
 

@@ -9,8 +9,9 @@ from hfscale.errors import LayoutError
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
-from hfscale.facts.parallel_families import TENSOR_PARALLEL_PLAN_MISSING, TENSOR_PARALLEL_UNSUPPORTED
 from hfscale.facts.schedules import SPLIT_BACKWARD, schedule_name, supports
+from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING, Combination
+from hfscale.facts.support import why_not as explain
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import (
@@ -27,7 +28,7 @@ from hfscale.planner.job import (
     splits_activations,
     strategy_of,
 )
-from hfscale.planner.launchable import can_fuse_loss, why_no_stages
+from hfscale.planner.launchable import can_fuse_loss, engine_of, why_not
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
 from hfscale.planner.tasks import GENERATION_ROUNDS
 
@@ -210,12 +211,7 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
             rejected.append(found)
     if not fitting:
         fitting = _with_lower_precision(request, gpus, batch)
-    if request.task != "text" and gpus > 1:
-        rejected.append(_tasks_under_model_parallelism(gpus, request.task))
-    elif request.method != "full" and gpus > 1:
-        rejected.append(_adapters_under_model_parallelism(gpus))
-    if request.shape.moe is not None and request.framework == "hf":
-        rejected.append(_expert_parallelism(gpus))
+    rejected += _unsupported_kinds(request, gpus)
     return sorted(fitting, key=lambda estimate: estimate.time.total), rejected
 
 
@@ -278,8 +274,10 @@ def _with_lower_precision(request: PlanRequest, gpus: int, batch: int) -> list[E
 
 
 def _offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
-    """Layouts that keep states in the CPU's memory: ZeRO-2 and ZeRO-3 with offload, in the framework `hf` only."""
-    if request.framework == "hf" and request.task in ("text", "sft"):
+    """Layouts that keep states in the CPU's memory: ZeRO-2 and ZeRO-3 with offload, where that is planned."""
+    engine = engine_of(request.framework, pp=1)
+    offloaded = Combination(planned=True, engine=engine, task=request.task, offload="full")
+    if explain(offloaded, "offload") is None:
         yield ParallelLayout(dp_replicate=gpus), 2 if gpus > 1 else 0, "optimizer"
         yield ParallelLayout(dp_shard=gpus), 3, "full"
 
@@ -299,26 +297,40 @@ def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
         if heads % tp or (kv_heads % tp and tp % kv_heads) or gpus % tp:
             continue
         for pp in _pipeline_sizes(shape.layers, gpus // tp):
-            if (tp > 1 or pp > 1) and (request.method != "full" or request.task != "text"):
-                continue  # adapters and TRL are planned with data parallelism
-            if tp > 1 and request.framework == "hf" and not _has_tensor_parallelism(shape, tp, pp):
+            if tp > 1 and request.framework == "hf" and not _divides(shape, tp, pp):
                 continue
-            for cp in _powers_of_two(request.seq_len // MIN_TOKENS_PER_CP_RANK) if request.task == "text" else [1]:
-                if cp > 1 and request.framework == "hf" and tp > 1 and pp == 1:
-                    continue  # Accelerate combines context parallelism with FSDP2 alone, `ParallelTrainer` with all
+            for cp in _powers_of_two(request.seq_len // MIN_TOKENS_PER_CP_RANK):
+                if _why_not_split(request, tp=tp, pp=pp, cp=cp) is not None:
+                    continue
                 if (gpus // tp // pp) % cp or request.seq_len % (2 * cp):
                     continue
                 yield from _data_parallel(request, tp=tp, pp=pp, cp=cp, dp=gpus // tp // pp // cp)
 
 
-def _has_tensor_parallelism(shape: ModelShape, tp: int, pp: int) -> bool:
-    """Whether Hugging Face's stack can split the model's matrices over `tp` ranks.
+def _why_not_split(request: PlanRequest, *, tp: int, pp: int, cp: int) -> str | None:
+    """Why no layout of the request can have these sizes, whatever its data-parallel ranks shard; None if one can.
 
-    transformers has no plan for some families, and does not replicate key-value heads. `ParallelTrainer` also requires
-    that the vocabulary divides.
+    Rules that depend on what the ranks shard, or that concern pipelines alone, are applied to each layout (`_try`).
     """
-    if shape.model_type in TENSOR_PARALLEL_UNSUPPORTED or shape.model_type in TENSOR_PARALLEL_PLAN_MISSING:
-        return False
+    engine = engine_of(request.framework, pp=pp)
+    split = Combination(
+        planned=True,
+        engine=engine,
+        trl=request.task != "text",
+        method=request.method,
+        strategy="parallel" if engine == "trainer" and tp > 1 else None,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        family=request.shape.model_type,
+        tp_plan=request.shape.model_type not in TENSOR_PARALLEL_PLAN_MISSING,
+    )
+    return explain(split, "tp", "model_parallel", "ranks_per_replica", "strategy_family")
+
+
+def _divides(shape: ModelShape, tp: int, pp: int) -> bool:
+    """Whether the model's heads divide over `tp` ranks of Hugging Face's stack, which replicates none, and with
+    `ParallelTrainer` its vocabulary too."""
     if shape.attention.kv_heads % tp:
         return False
     return pp == 1 or shape.vocab % tp == 0
@@ -369,8 +381,10 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
     def because(reason: str) -> Rejected:
         return Rejected(layout=job.layout, strategy=strategy_of(job), reason=reason)
 
-    if job.layout.pp > 1 and job.framework == "hf" and (reason := why_no_stages(job)) is not None:
-        return because(f"{NO_PIPELINES}: {reason}")
+    if job.layout.pp > 1 and job.framework == "hf":
+        reason = why_not(job, "engine")  # not what only keeps a recipe from running it: it is estimated all the same
+        if reason is not None:
+            return because(f"{NO_PIPELINES}: {reason}")
     if job.global_batch % job.data_parallel:
         return because(
             f"global batch {job.global_batch} is not a multiple of its {job.data_parallel} data-parallel ranks: give "
@@ -540,28 +554,14 @@ def _too_large(job: Job, needed_gib: float) -> Rejected:
     return Rejected(layout=job.layout, strategy=name, reason=reason, needed_gib=needed_gib)
 
 
-def _adapters_under_model_parallelism(gpus: int) -> Rejected:
-    return Rejected(
-        layout=ParallelLayout(tp=gpus),
-        strategy="parallel",
-        reason="tensor and pipeline parallelism: adapters are planned with data parallelism alone, because peft "
-        "adapts unsplit matrices; --method qlora or more GPUs (FSDP2) reduce the memory per GPU",
-    )
-
-
-def _tasks_under_model_parallelism(gpus: int, task: Task) -> Rejected:
-    return Rejected(
-        layout=ParallelLayout(tp=gpus),
-        strategy="parallel",
-        reason=f"tensor, pipeline and context parallelism: the recipe of {task} runs TRL with DDP, ZeRO or FSDP2"
-        + ("; recipes/tp_pp trains on chats too (plan without --task)" if task == "sft" else ""),
-    )
-
-
-def _expert_parallelism(gpus: int) -> Rejected:
-    return Rejected(
-        layout=ParallelLayout(dp_shard=gpus),
-        strategy="expert parallel",
-        reason="expert parallelism: no recipe spreads experts over data-parallel ranks; tensor parallelism splits "
-        "each of them and FSDP2 gathers them (--stack megatron estimates what spreading them would give)",
-    )
+def _unsupported_kinds(request: PlanRequest, gpus: int) -> Iterator[Rejected]:
+    """The kinds of layouts of which none is tried, each as one row with an example."""
+    split = Combination(planned=True, trl=request.task != "text", method=request.method, tp=gpus, pp=1, cp=1)
+    reason = explain(split, "model_parallel", "ranks_per_replica", speaker="planner")
+    if reason is not None:
+        yield Rejected(layout=ParallelLayout(tp=gpus), strategy="parallel", reason=reason)
+    experts = request.shape.moe.experts if request.shape.moe is not None else 1
+    spread = Combination(planned=True, engine=engine_of(request.framework, pp=1), expert_parallel=experts)
+    reason = explain(spread, "expert_parallel", speaker="planner")
+    if reason is not None:
+        yield Rejected(layout=ParallelLayout(dp_shard=gpus), strategy="expert parallel", reason=reason)

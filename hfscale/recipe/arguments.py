@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils import DynamoBackend, parse_flag_from_env
@@ -25,6 +25,7 @@ from hfscale.core.versions import pass_activation_checkpointing, require
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.lr_rules import RULES
+from hfscale.facts.support import Combination, check_support
 from hfscale.health.callback import CommHealthCallback
 from hfscale.islands.flags import IslandArguments
 from hfscale.lr_scaling.callback import LRScalingCallback
@@ -100,11 +101,8 @@ class ModelArguments:
             raise UsageError(
                 "--merge_adapters merges the adapters of --use_peft into the model of --model_name_or_path: give both"
             )
-        if self.merge_adapters and self.load_in_4bit:
-            raise UsageError(
-                "--merge_adapters and --load_in_4bit: the adapters were trained for the 4-bit weights and not for "
-                "those of --model_name_or_path; leave --merge_adapters out and load base and adapter together"
-            )
+        method = "qlora" if self.load_in_4bit else None
+        check_support(Combination(method=method, merge_adapters=self.merge_adapters), speaker="recipe")
         require_positive(self, "lora_r", "lora_alpha")
         require_from_0(self, lora_dropout=1)
 
@@ -183,8 +181,8 @@ class DataArguments(SourceArguments):
         require_from_0(self, "show_samples")
         if self.chat_template and not Path(self.chat_template).is_file():
             raise UsageError(f"--chat_template {self.chat_template} is not a file: give one with a Jinja template")
-        if self.document_attention and self.packing == "none":
-            raise UsageError("--document_attention true and --packing none: its rows hold one document; leave it out")
+        rows = Combination(packing=self.packing, document_attention=self.document_attention)
+        check_support(rows, speaker="recipe")
 
 
 @dataclass(kw_only=True)
@@ -239,6 +237,9 @@ class RecipeTrainingMixin(_TrainingArguments):
         UsageError: a value is unknown or out of range, or two flags exclude each other.
         MissingDependencyError: `--deepspeed` is given and DeepSpeed is not installed.
     """
+
+    is_from_flags: ClassVar[bool] = True
+    """Whether errors name these arguments as flags (`--fp16`), see `hfscale.facts.support.Speaker`."""
 
     output_dir: str | None = flag("Folder for checkpoints, metrics and the model.", default="runs/default")
     logging_steps: float = flag("Steps between two logs.", default=10)
@@ -454,11 +455,10 @@ def sample_generation(
     """
     if args.sample_prompts is None:
         return []
-    if is_split or (layout is not None and layout.tp * layout.cp > 1):
-        raise UsageError(
-            f"--sample_prompts {args.sample_prompts}: tensor, pipeline and context parallelism cannot generate; leave "
-            "it out and generate from an exported checkpoint (hfscale checkpoints export)"
-        )
+    layout = layout or ParallelLayout()
+    engine = "parallel_trainer" if is_split else "trainer"
+    asked = Combination(engine=engine, tp=layout.tp, cp=layout.cp, sample_prompts=args.sample_prompts)
+    check_support(asked, "sample_prompts", speaker="recipe")
     return [SampleGenerationCallback(read_prompts(args.sample_prompts), every_steps=args.sample_steps)]
 
 

@@ -15,39 +15,16 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from hfscale.core.versions import is_distributed_by_transformers
-from hfscale.errors import UsageError
+from hfscale.facts.support import Combination, check_support
+from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 METHODS = ("none", "fp16", "bf16", "powersgd", "topk")
-
-
-def check_compression(method: str, *, is_ddp: bool, use_cpu: bool) -> None:
-    """Check that the run can compress its gradients with this method.
-
-    Args:
-        method (`str`): one of `METHODS`.
-        is_ddp (`bool`): whether the run is DDP on two processes or more.
-        use_cpu (`bool`): whether it runs on CPUs.
-
-    Raises:
-        UsageError: the run is not DDP, or a method for GPUs is requested on CPUs.
-    """
-    if method == "none":
-        return
-    if not is_ddp:
-        raise UsageError(
-            f"--gradient_compression {method} works on DDP's gradients: launch with accelerate_configs/ddp.yaml on "
-            "two processes or more, or leave it out (DeepSpeed has 1-bit Adam: accelerate_configs/onebit_adam.yaml)"
-        )
-    if method in ("bf16", "powersgd") and use_cpu:
-        # On gloo torch refuses bf16, and the collectives that PowerSGD chains in callbacks change their order.
-        raise UsageError(f"--gradient_compression {method} needs GPUs (torch's hook is for NCCL): give fp16 or topk")
 
 
 def store_gradients_in_buckets(trainer: "Trainer") -> None:
@@ -76,9 +53,9 @@ def compress_gradients(
     """
     if method == "none":
         return
-    ddp_types = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    is_ddp = trainer.accelerator.distributed_type in ddp_types and not is_distributed_by_transformers(trainer)
-    check_compression(method, is_ddp=is_ddp, use_cpu=trainer.args.use_cpu)
+    device = "cpu" if trainer.args.use_cpu else "gpu"
+    asked = Combination(compression=method, strategy=running_strategy(trainer), device=device)
+    check_support(asked, speaker="recipe")
     options = trainer.accelerator.ddp_handler.to_kwargs()
     if method == "topk":
         trainer.accelerator.ddp_handler = TopKKwargs(**options, fraction=topk_fraction, start_step=start_step)

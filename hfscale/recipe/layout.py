@@ -18,8 +18,9 @@ from transformers.trainer_utils import SaveStrategy
 
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import require
-from hfscale.errors import LayoutError, UsageError
+from hfscale.errors import LayoutError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.support import Combination, Speaker, check_support
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.trainer.strategy import let_fsdp_run_on_cpu, requested_family
 
@@ -52,16 +53,23 @@ def set_up_parallelism(
         LayoutError: the product of the sizes is not the number of processes.
         UsageError: the strategy does not support one of the sizes, or only recipes/tp_pp does.
     """
-    if (parallel.pp_size or 1) > 1 or parallel.dry_run or parallel.sequence_parallel:
-        flag = f"--dry_run {parallel.dry_run}" if parallel.dry_run else f"--pp_size {parallel.pp_size}"
-        flag = "--sequence_parallel" if parallel.sequence_parallel else flag
-        raise UsageError(f"{flag} needs recipes/tp_pp/train.py: launch it with accelerate_configs/tp_pp.yaml")
     family = requested_family(args, environ)
     if family in ("ddp", "single") and (parallel.tp_size or 1) > 1:
         family = "parallel"
         environ[_ENVIRONMENT.format("TP")] = str(parallel.tp_size)  # the request, for everything that reads it later
     layout = _layout(parallel, family, args.world_size, environ)
-    _check_family(layout, parallel, family, args)
+    asked = Combination(
+        engine="trainer",
+        strategy=family,
+        tp=layout.tp,
+        pp=parallel.pp_size,
+        cp=layout.cp,
+        sequence_parallel=parallel.sequence_parallel,
+        dry_run=parallel.dry_run,
+        dp_sizes=bool(parallel.dp_replicate_size or parallel.dp_shard_size),
+        device="cpu" if args.use_cpu else "gpu",
+    )
+    check_support(asked, speaker=_speaker(parallel))
     layout.check_world_size(args.world_size)
     if family == "zero" and layout.cp > 1:
         require("sequence parallelism of DeepSpeed", "cp_size")
@@ -103,28 +111,11 @@ def _layout(parallel: ParallelArguments, family: str, world_size: int, environ: 
     return ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
 
 
-def _check_family(layout: ParallelLayout, parallel: ParallelArguments, family: str, args: "TrainingArguments") -> None:
-    """Raise a UsageError for an axis that the strategy does not have."""
-    if layout.tp > 1 and family != "parallel":
-        raise UsageError(
-            f"tp_size {layout.tp} under {family.upper()}: transformers combines tensor parallelism only with its own "
-            "sharding; launch with accelerate_configs/fsdp2_tp.yaml"
-        )
-    if layout.cp > 1 and family not in ("fsdp", "zero"):
-        raise UsageError(
-            f"cp_size {layout.cp} needs FSDP2 or DeepSpeed: launch with accelerate_configs/fsdp2_cp.yaml or "
-            "accelerate_configs/zero3_sp.yaml"
-        )
-    if layout.cp > 1 and family == "fsdp" and args.use_cpu:
-        raise UsageError(
-            f"cp_size {layout.cp} under FSDP2 on a CPU: torch has ring attention for GPUs only; launch with "
-            "accelerate_configs/zero3_sp.yaml, run recipes/tp_pp/train.py, or leave cp_size out"
-        )
-    if family in ("ddp", "single", "zero") and (parallel.dp_replicate_size or parallel.dp_shard_size):
-        raise UsageError(
-            f"--dp_replicate_size and --dp_shard_size are FSDP2's, not {family.upper()}'s: launch with "
-            "accelerate_configs/fsdp2_hsdp.yaml (under DeepSpeed, zero3_hpz.yaml keeps replicas)"
-        )
+def _speaker(parallel: ParallelArguments) -> Speaker:
+    """Who gives the sizes: the launcher's config where no flag does."""
+    flags = (parallel.tp_size, parallel.cp_size, parallel.pp_size, parallel.dp_replicate_size, parallel.dp_shard_size)
+    has_flags = any(flag is not None for flag in flags) or parallel.sequence_parallel or parallel.dry_run is not None
+    return "recipe" if has_flags else "launcher"
 
 
 def _changes_another_axis(parallel: ParallelArguments) -> bool:
@@ -189,11 +180,13 @@ def check_model(
 
     Raises:
         LayoutError: the heads or the sequence are not divisible; the message names the sizes that fit.
-        UsageError: transformers has no tensor-parallel plan for the model.
+        UsageError: tensor parallelism does not work with the model's family.
     """
     text = config.get_text_config()
-    if layout.tp > 1 and not text.base_model_tp_plan:
-        raise UsageError(f"tp_size {layout.tp}: transformers has no tensor-parallel plan for {config.model_type}")
+    asked = Combination(
+        engine="trainer", tp=layout.tp, family=config.model_type, tp_plan=bool(text.base_model_tp_plan)
+    )
+    check_support(asked, speaker="recipe")
     if layout.tp == layout.cp == 1:
         return
     heads = text.num_attention_heads

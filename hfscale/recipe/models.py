@@ -23,6 +23,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.versions import is_fsdp_enabled, recomputes_activations, require
 from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments, ModelArguments, errors_name_flag
@@ -219,12 +220,13 @@ def cut_document_attention(
         UsageError: the attention implementation does not cut, or ranks that share a sequence cannot.
         UnsupportedModelError: the architecture cannot be cut.
     """
-    if layout is not None and layout.cp > 1 and (data_args.document_attention or data_args.packing != "concat"):
-        raise UsageError(
-            f"--packing {data_args.packing} and cp_size {layout.cp}: the ranks of a sequence neither cut attention "
-            "between documents nor leave out padding; give --packing concat --document_attention false, or use "
-            "recipes/tp_pp/train.py with --cp_size"
-        )
+    rows = Combination(
+        engine="trainer",
+        cp=layout.cp if layout is not None else 1,
+        packing=data_args.packing,
+        document_attention=data_args.document_attention,
+    )
+    check_support(rows, "cp", speaker="recipe")
     if not data_args.document_attention:
         return
     name = cut_attention(model)

@@ -15,6 +15,7 @@ from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.versions import is_fsdp_enabled, require_for_import
 from hfscale.errors import DataError, LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.parallel.weights import draw_weights
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin, SourceArguments, one_line
@@ -108,11 +109,8 @@ def set_up_data_parallelism(args: "TrainingArguments") -> ParallelLayout:
         LayoutError: its sizes do not fit the number of processes.
     """
     layout = set_up_parallelism(ParallelArguments(), args)
-    if layout.cp > 1 or layout.tp > 1:
-        raise UsageError(
-            f"cp_size {layout.cp} and tp_size {layout.tp} in the launcher's config: the recipes for TRL are data "
-            "parallel; launch with accelerate_configs/fsdp2.yaml or zero3.yaml, or run recipes/sharded/train.py"
-        )
+    asked = Combination(engine="trainer", trl=True, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    check_support(asked, "trl", speaker="launcher")
     return layout
 
 

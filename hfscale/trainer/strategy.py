@@ -4,7 +4,6 @@ transformers and Accelerate silently turn several requests into something else: 
 two processes into one, or into two unrelated trainings that write one directory.
 """
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from hfscale.core.versions import (
     why_fsdp2_cannot_tie,
 )
 from hfscale.errors import MissingDependencyError, StrategyMismatchError
+from hfscale.facts.support import Combination, check_support
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 
 if TYPE_CHECKING:
@@ -112,10 +112,9 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
     Raises:
         StrategyMismatchError: the launcher started another number of processes than this run has, or it requests
             Megatron-LM, which transformers' Trainer does not support.
-        MissingDependencyError: it requests Megatron-LM, which is not installed.
     """
     if _is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
-        _refuse_megatron()
+        check_support(Combination(strategy="megatron_lm"))  # Accelerate would give the Trainer a model it cannot step
     launched = int(environ.get("WORLD_SIZE", "1"))
     if launched != args.world_size:
         raise StrategyMismatchError(
@@ -129,21 +128,6 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
             "the accelerate config asks for several CPU processes but its launcher started one: "
             "use distributed_type MULTI_GPU with use_cpu false, which starts them on a CPU machine too"
         )
-
-
-def _refuse_megatron() -> None:
-    """Reject Megatron-LM with a message that says what to do.
-
-    Accelerate would raise without saying where to get it, or give the Trainer a model that it cannot step.
-    """
-    ours = "launch with accelerate_configs/tp_pp.yaml for tensor and pipeline parallelism by torch"
-    if importlib.util.find_spec("megatron") is None:
-        raise MissingDependencyError(
-            f"the accelerate config asks for Megatron-LM, which is not installed: pip install megatron-core, or {ours}"
-        )
-    raise StrategyMismatchError(
-        f"the accelerate config asks for Megatron-LM, which a Trainer cannot drive (accelerate's own loop can): {ours}"
-    )
 
 
 def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) -> str:

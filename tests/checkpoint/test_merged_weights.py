@@ -11,7 +11,7 @@ from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.formats.merged import merge, split
 from hfscale.checkpoint.formats.view import TensorRef
 from hfscale.errors import CheckpointError
-from hfscale.facts.parallel_families import PIPELINE_TESTED
+from hfscale.facts.support import PIPELINE_TESTED
 from hfscale.parallel.weights import build_model
 
 ORDINARY = ("mixtral", "qwen3_moe", "llama")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hfscale.checkpoint.formats.parallel import read_parallel_metadata
 from hfscale.checkpoint.store import latest_checkpoint, verify
-from hfscale.facts.parallel_families import PIPELINE_TESTED, TENSOR_PARALLEL_UNSUPPORTED
+from hfscale.facts.support import PIPELINE_TESTED, TENSOR_PARALLEL_UNSUPPORTED
 from hfscale.parallel.mesh import ParallelMesh
 
 FIRST, LATER = 5e-6, 5e-4

@@ -9,10 +9,10 @@ from transformers import LlamaConfig, TrainingArguments
 
 from hfscale import ParallelArguments
 from hfscale.errors import LayoutError, UsageError
-from hfscale.facts.parallel_families import CONTEXT_PARALLEL_TESTED
+from hfscale.facts.support import CONTEXT_PARALLEL_TESTED
 from hfscale.parallel import context
 from hfscale.parallel.arguments import SCHEDULES, check_arguments, decide_layout, plan_stages
-from hfscale.parallel.checks import check_config, check_context_family
+from hfscale.parallel.checks import check_config
 from hfscale.parallel.context import ContextParallel, local_positions, restore_order
 from hfscale.parallel.mesh import ParallelMesh, make_mesh
 from hfscale.parallel.stages import StagePlan
@@ -180,16 +180,16 @@ def test_unsupported_models_and_arguments_are_refused(tmp_path):
     assert (layout.dp_shard, layout.cp, layout.tp) == (2, 2, 2)
     with pytest.raises(LayoutError, match=r"cp_size 3 .* set --cp_size (2|4), or start"):
         decide_layout(8, cp=3)
-    with pytest.raises(UsageError, match=r"--cp_size is 2.*mamba.*--cp_size 1"):
-        check_context_family(tiny_config("mamba"), 2)
-    with pytest.raises(UsageError, match=r"jamba.*carry a state.*--cp_size 1"):
-        check_context_family(tiny_config("jamba"), 2)
+    with pytest.raises(UsageError, match=r"cp_size=2.*mamba.*cp_size=1"):
+        check_config(tiny_config("mamba"), decide_layout(2, cp=2), StagePlan())
+    with pytest.raises(UsageError, match=r"jamba.*carry a state.*cp_size=1"):
+        check_config(tiny_config("jamba"), decide_layout(2, cp=2), StagePlan())
     long = LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(UsageError, match=r"rope_type dynamic.*--cp_size 1"):
-        check_context_family(long, 2)
+    with pytest.raises(UsageError, match=r"rope_type dynamic.*cp_size=1"):
+        check_config(long, decide_layout(2, cp=2), StagePlan())
     flash = LlamaConfig(attn_implementation="flash_attention_2")
-    with pytest.raises(UsageError, match=r"flash_attention_2.*--attn_implementation sdpa"):
+    with pytest.raises(UsageError, match=r"flash_attention_2.*attn_implementation='sdpa'"):
         check_config(flash, decide_layout(2, cp=2), StagePlan())
     check_arguments(args, compute_loss_func=len)
-    with pytest.raises(UsageError, match=r"compute_loss_func.*--cp_size 1"):
+    with pytest.raises(UsageError, match=r"compute_loss_func.*cp_size=1"):
         check_arguments(args, cp=2, compute_loss_func=len)

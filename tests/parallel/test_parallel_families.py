@@ -7,10 +7,12 @@ from parallel_world import VOCAB
 from transformers import AutoModelForCausalLM
 
 from hfscale.errors import UsageError
-from hfscale.facts.parallel_families import PIPELINE_TESTED, PIPELINE_UNSUPPORTED
-from hfscale.parallel.checks import check_pipeline_family
+from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.support import PIPELINE_TESTED, PIPELINE_UNSUPPORTED
+from hfscale.parallel.checks import check_config
 from hfscale.parallel.partition import ModelStructure, layer_costs, partition_by_cost, stage_view
 from hfscale.parallel.pipeline import Stage
+from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.weights import build_model
 
 NOT_SMALL = {
@@ -70,10 +72,16 @@ def test_stages_compute_what_the_unsplit_model_does(family):
     assert gradient_norm(model) == pytest.approx(expected, rel=1e-5)
 
 
+def check_two_stages(family):
+    config = small_config("llama")
+    config.model_type = family
+    check_config(config, ParallelLayout(pp=2), StagePlan(pp=2))
+
+
 def test_an_unsupported_family_is_refused_and_an_untested_one_is_logged(caplog):
     with pytest.raises(UsageError, match="nanochat"):
-        check_pipeline_family("nanochat")
-    check_pipeline_family("llama")
+        check_two_stages("nanochat")
+    check_two_stages("llama")
     assert not caplog.records
     with caplog.at_level("WARNING"):
-        check_pipeline_family("of_tomorrow")
+        check_two_stages("of_tomorrow")

@@ -1,5 +1,7 @@
 """Sequence parallelism and the loss over a sharded vocabulary: training is the same, and no rank has full tensors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,9 +12,14 @@ from transformers import AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hfscale.errors import UnsupportedModelError, UsageError
-from hfscale.facts.parallel_families import PIPELINE_TESTED, SEQUENCE_PARALLEL_TESTED, TENSOR_PARALLEL_UNSUPPORTED
-from hfscale.parallel.checks import check_sequence_family, check_tensor_family
+from hfscale.errors import UnsupportedModelError
+from hfscale.facts.support import (
+    PIPELINE_TESTED,
+    SEQUENCE_PARALLEL_TESTED,
+    TENSOR_PARALLEL_UNSUPPORTED,
+    Combination,
+    why_not,
+)
 from hfscale.parallel.losses import VocabParallelLoss, keep_logits_sharded
 from hfscale.parallel.partition import ModelStructure
 from hfscale.parallel.sequence import plan_sequence_parallel
@@ -150,12 +157,11 @@ def test_the_plan_tells_sharded_and_replicated_blocks_and_parameters_of_local_to
 
 
 def test_unsupported_families_are_refused():
-    with pytest.raises(UsageError, match=r"--tp_size is 2: .* doge .*; set --tp_size 1"):
-        check_tensor_family("doge", 2)
-    check_tensor_family("doge", 1)
+    trained = Combination(engine="parallel_trainer")
+    assert "set tp_size=1" in why_not(replace(trained, family="doge", tp=2))
+    assert why_not(replace(trained, family="doge", tp=1)) is None
     assert TENSOR_PARALLEL_UNSUPPORTED.keys() <= PIPELINE_TESTED
-    with pytest.raises(UsageError, match="--tp_size, which is 1"):
-        check_sequence_family("llama", 1)
-    with pytest.raises(UsageError, match=r"--sequence_parallel.*mamba"):
-        check_sequence_family("mamba", 2)
-    check_sequence_family("llama", 2)
+    split = replace(trained, sequence_parallel=True)
+    assert "tp_size=1 leaves one" in why_not(replace(split, family="llama", tp=1))
+    assert "not tested with mamba" in why_not(replace(split, family="mamba", tp=2))
+    assert why_not(replace(split, family="llama", tp=2)) is None

@@ -17,7 +17,7 @@ from hfscale import ParallelArguments, estimate, plan
 from hfscale.cli import main
 from hfscale.errors import UsageError
 from hfscale.facts.families import FAMILIES as SHAPES
-from hfscale.facts.parallel_families import TENSOR_PARALLEL_PLAN_MISSING
+from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run
 from hfscale.planner.activations import kept_and_working, layers_in_flight
@@ -264,7 +264,9 @@ class TestSearchOffersOnlyWhatRecipesSupport:
             "sequences of 8200 tokens do not divide into the 32 parts"
         )
         bloom = estimate("bloom-176b", gpu="H100-80GB", **asked).job
-        assert why_not(bloom) == "context parallelism was not tested with bloom"
+        assert "no tensor-parallel plan for bloom" in why_not(bloom)
+        alone = replace(bloom, layout=replace(bloom.layout, tp=1), sequence_parallel=False)
+        assert "context parallelism was not tested with bloom" in why_not(alone)
 
     def test_context_parallel_stages_keep_keys_and_values_of_all_ranks(self):
         asked = {"layout": {"pp": 2, "cp": 4}, "zero": 3, "seq_len": 8192}

@@ -12,13 +12,13 @@ from hfscale import plan
 from hfscale.errors import LayoutError
 from hfscale.facts.families import FAMILIES
 from hfscale.facts.models import find_model
-from hfscale.facts.parallel_families import (
+from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name, stage_layers
+from hfscale.facts.support import (
     PIPELINE_UNSUPPORTED,
     SEQUENCE_PARALLEL_TESTED,
     TENSOR_PARALLEL_PLAN_MISSING,
     TENSOR_PARALLEL_UNSUPPORTED,
 )
-from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name, stage_layers
 from hfscale.parallel.partition import ModelStructure, layer_costs, partition_by_cost
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner.activations import kept_and_working, layer_bytes, layers_in_flight, micro_batches_in_flight

@@ -1,0 +1,356 @@
+"""What works with what: `why_not` explains why a combination of options does not work.
+
+The rules stand in `support.toml`, and nowhere else. The planner, the checks of the recipes and `ParallelTrainer` each
+describe what they are asked for as a `Combination`, with the properties that they know; a property that they do not
+know is None, and no rule that depends on it applies. They all refuse with the sentence of the first rule that applies,
+in which parameters are spelled as the caller writes them (`Speaker`).
+"""
+
+import string
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal
+
+from hfscale import errors
+from hfscale.core.tables import read_table
+
+_TABLE: Mapping[str, Any] = read_table("facts/support.toml")
+
+Speaker = Literal["recipe", "launcher", "python", "planner"]
+"""Who spells the parameters: a recipe (`--tp_size 2`), the launcher's config (`parallelism_config_tp_size: 2`), a
+Python program (`tp_size=2`), or the planner's command line (`--tp 2`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """Describes what is asked for. None means that the property is not known, or does not exist here."""
+
+    planned: bool | None = None
+    """Whether the planner asks: it offers less than what runs, such as nothing that no test has compared."""
+    engine: str | None = None
+    """What trains: `trainer` (Trainer and Accelerate, TRL's Trainers included), `parallel_trainer`, or another stack
+    that the planner estimates, `titan` or `megatron`."""
+    trl: bool | None = None
+    """Whether the Trainer is one of TRL."""
+    task: str | None = None
+    """What a step trains on: `text`, `sft`, `dpo` or `grpo`."""
+    strategy: str | None = None
+    """How Accelerate distributes: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3`, `parallel` (transformers' own
+    tensor parallelism and sharding), `megatron_lm`; `fsdp` and `zero` where the version or stage is not known."""
+    zero: int | None = None
+    """What data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    tp: int | None = None
+    """Ranks that share each matrix."""
+    pp: int | None = None
+    """Ranks that share the layers."""
+    cp: int | None = None
+    """Ranks that share each sequence."""
+    expert_parallel: int | None = None
+    """Ranks that share the experts of a layer."""
+    dp_sizes: bool | None = None
+    """Whether sizes of the data-parallel axes are given."""
+    sequence_parallel: bool | None = None
+    """Whether the ranks of tensor parallelism split sequences between the matrices."""
+    loss_parallel: bool | None = None
+    """Whether the loss is computed on logits that stay split over the ranks of tensor parallelism."""
+    reshard: bool | None = None
+    """Whether gathered parameters are freed after the forward pass."""
+    dry_run: int | None = None
+    """Ranks of a simulated run."""
+    family: str | None = None
+    """The model's family, transformers' `model_type`."""
+    tp_plan: bool | None = None
+    """Whether transformers has a tensor-parallel plan for the family."""
+    rope_type: str | None = None
+    """How rotary angles are computed."""
+    quantized: bool | None = None
+    """Whether the checkpoint has quantised weights."""
+    attention: str | None = None
+    """The attention implementation that is asked for."""
+    launcher_attention: str | None = None
+    """The attention implementation with which the launcher splits sequences."""
+    precision: str | None = None
+    """Format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`."""
+    pure: bool | None = None
+    """Whether parameters, gradients and optimizer states are in that format too."""
+    compile: bool | None = None
+    """Whether the model runs under torch.compile."""
+    fused_loss: bool | None = None
+    """Whether the loss never holds all logits at once (Liger Kernel)."""
+    method: str | None = None
+    """Which parameters train: `full`, `lora` or `qlora`."""
+    merge_adapters: bool | None = None
+    """Whether the adapters are merged into the model at the end."""
+    optimizer: str | None = None
+    """The planner's name of the optimizer."""
+    deepspeed_optimizer: str | None = None
+    """The type of the optimizer in the DeepSpeed config."""
+    offload: str | None = None
+    """What is kept in the CPU's memory: `none`, `optimizer` or `full`."""
+    param_device: str | None = None
+    """Where ZeRO-3 offloads parameters: `none`, `cpu` or `nvme`."""
+    gathers_weights: bool | None = None
+    """Whether the DeepSpeed config gathers the weights of stage 3 for a save."""
+    autotp: int | None = None
+    """Ranks of DeepSpeed's AutoTP."""
+    compression: str | None = None
+    """How gradients are compressed: `none`, `fp16`, `bf16`, `powersgd` or `topk`."""
+    device: str | None = None
+    """Where the run computes: `cpu` or `gpu`."""
+    has_cuda: bool | None = None
+    """Whether the machine has a CUDA GPU."""
+    packing: str | None = None
+    """How documents become rows: `none`, `concat` or `bestfit`."""
+    document_attention: bool | None = None
+    """Whether attention is cut between the documents of a row."""
+    sample_prompts: str | None = None
+    """A file with prompts to generate from during the training."""
+    resume_from: str | None = None
+    """The checkpoint to resume from: a path, `true` for the newest, or `false`."""
+    compute_metrics: bool | None = None
+    """Whether the Trainer was given this function."""
+    compute_loss_func: bool | None = None
+    """Whether the Trainer was given this function."""
+    model_init: bool | None = None
+    """Whether the Trainer was given this function."""
+    optimizers: bool | None = None
+    """Whether the Trainer was given an optimizer."""
+    average_tokens_across_devices: bool | None = None
+    """The argument of the Trainer."""
+    auto_find_batch_size: bool | None = None
+    """The argument of the Trainer."""
+    neftune: float | None = None
+    """The noise that is added to embeddings, `neftune_noise_alpha`."""
+    tokens_seen: str | None = None
+    """Which input tokens the Trainer counts, `include_num_input_tokens_seen`."""
+    lr_scheduler: str | None = None
+    """The learning rate schedule."""
+
+    @property
+    def strategy_family(self) -> str | None:
+        """The strategy without version and stage: `single`, `ddp`, `fsdp`, `zero` or `parallel`."""
+        return None if self.strategy is None else self.strategy.rstrip("0123")
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that share the weights of a replica by tensor and pipeline parallelism."""
+        return (self.tp or 1) * (self.pp or 1)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.model_parallel * (self.cp or 1)
+
+    @property
+    def one_bit(self) -> bool | None:
+        """Whether DeepSpeed's optimizer sends one bit per gradient element."""
+        return None if self.deepspeed_optimizer is None else self.deepspeed_optimizer.lower() in _ONE_BIT
+
+
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+
+PROPERTIES = tuple(field.name for field in fields(Combination))
+"""Names of the properties that a consumer gives."""
+_DERIVED = ("strategy_family", "model_parallel", "ranks_per_replica", "one_bit")
+_TYPES = {field.name: str(field.type) for field in fields(Combination)}
+
+
+# -- lists of families and optimizers ---------------------------------------------------------------------------------
+
+_LISTS: Mapping[str, Any] = _TABLE["lists"]
+
+PIPELINE_TESTED: frozenset[str] = frozenset(_LISTS["pipeline_tested"])
+"""Families whose pipeline stages compute the same as the model in one piece (test_parallel_families.py)."""
+
+PIPELINE_UNSUPPORTED: Mapping[str, str] = _LISTS["pipeline_unsupported"]
+"""Families with a tensor-parallel plan whose stages would not compute the same as the model in one piece -> the
+reason."""
+
+TENSOR_PARALLEL_UNSUPPORTED: Mapping[str, str] = _LISTS["tensor_parallel_unsupported"]
+"""Families whose tensor-parallel plan in transformers 5.23 fails or computes something else than the model in one
+piece -> the reason."""
+
+TENSOR_PARALLEL_PLAN_MISSING: frozenset[str] = frozenset(_LISTS["tensor_parallel_plan_missing"])
+"""Families of `hfscale.facts.families` whose config class in transformers 5.23 has no `base_model_tp_plan`."""
+
+SEQUENCE_PARALLEL_TESTED = PIPELINE_TESTED - TENSOR_PARALLEL_UNSUPPORTED.keys()
+"""Families that compute the same with sequence parallelism (test_parallel_sequence.py)."""
+
+CONTEXT_PARALLEL_UNSUPPORTED: Mapping[str, str] = _LISTS["context_parallel_unsupported"]
+"""Families that do not compute the same when each rank has a part of every sequence -> the reason."""
+
+CONTEXT_PARALLEL_TESTED = (PIPELINE_TESTED | {"gpt2", "gpt_bigcode"}) - CONTEXT_PARALLEL_UNSUPPORTED.keys()
+"""Families that compute the same with context parallelism (test_parallel_context.py)."""
+
+LISTS: Mapping[str, Collection[str]] = {
+    **_LISTS,
+    "sequence_parallel_tested": sorted(SEQUENCE_PARALLEL_TESTED),
+    "context_parallel_tested": sorted(CONTEXT_PARALLEL_TESTED),
+}
+"""The lists that conditions of rules name."""
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A row of the table: which combinations do not work, and why."""
+
+    name: str
+    """What does not work with what, for the documentation."""
+    when: Mapping[str, Any]
+    """Property -> condition; the rule applies where all hold."""
+    why: str
+    """The reason with how to fix it; `{tp}` stands for the parameter as its caller writes it (`_Parameter`)."""
+    error: str = "UsageError"
+    """The class of `hfscale.errors` with which it is refused."""
+
+    def applies(self, combination: Combination) -> bool:
+        """Return whether a combination fulfils all conditions.
+
+        Args:
+            combination (`Combination`): what is asked for.
+        """
+        return all(_holds(condition, name, combination) for name, condition in self.when.items())
+
+    def text(self, combination: Combination, speaker: Speaker) -> str:
+        """Return the sentence for a combination.
+
+        Args:
+            combination (`Combination`): what is asked for.
+            speaker (`str`): how parameters are spelled.
+        """
+        values: dict[str, Any] = {
+            name: _Parameter(name, getattr(combination, name), speaker) for name in (*PROPERTIES, *_DERIVED)
+        }
+        for condition in self.when.values():
+            if isinstance(condition, dict) and "listed" in condition:
+                values["reason"] = LISTS[condition["listed"]].get(combination.family, "REASON")  # type: ignore[attr-defined]
+        values |= {name: ", ".join(names) for name, names in LISTS.items()}
+        return string.Formatter().vformat(self.why, (), values)
+
+
+def _holds(condition: Any, name: str, combination: Combination) -> bool:
+    """Whether a condition holds for a property: a value, a list of values, or one of the forms of `support.toml`."""
+    value = getattr(combination, name)
+    if value is None:
+        return False
+    if not isinstance(condition, dict):
+        return bool(value in condition if isinstance(condition, list) else value == condition)
+    [(form, wanted)] = condition.items()
+    if form == "above":
+        return bool(value > wanted)
+    if form == "not":
+        return value not in (wanted if isinstance(wanted, list) else [wanted])
+    if form == "listed":
+        return value in LISTS[wanted]
+    if form == "not_listed":
+        return value not in LISTS[wanted]
+    if form == "differs_from":
+        other = getattr(combination, wanted)
+        return other is not None and value != other
+    raise AssertionError(f"support.toml: unknown condition {form}")
+
+
+class _Parameter:
+    """A property in a sentence: `{tp}` becomes `--tp_size 2`, `{tp:=1}` `--tp_size 1`, `{tp:name}` `--tp_size`,
+    `{tp:value}` `2` and `{tp:upper}` the value in capital letters."""
+
+    def __init__(self, name: str, value: Any, speaker: Speaker) -> None:
+        self._name = name
+        self._value = value
+        self._spelling: Mapping[str, Any] = _TABLE["spelling"][speaker]
+
+    def __format__(self, spec: str) -> str:
+        if spec == "value":
+            return _plain(self._shown)
+        if spec == "upper":
+            return _plain(self._shown).upper()
+        if spec == "name":
+            return self._spell(None).strip()
+        return self._spell(spec[1:] if spec.startswith("=") else self._shown)
+
+    @property
+    def _shown(self) -> Any:
+        """The value; a placeholder where it is not known, in the documentation."""
+        if self._value is not None:
+            return self._value
+        return "N" if "int" in _TYPES.get(self._name, "int") else self._name.upper()
+
+    def _spell(self, value: Any) -> str:
+        known = self._spelling["names"].get(self._name, self._name)
+        if isinstance(known, dict):  # values that have parameters of their own
+            return str(known.get(_plain(value), known.get("other", self._name)))
+        if value is None:
+            return self._spelling["form"].partition("{value}")[0].format(name=known).rstrip(" =:")
+        shown = _literal(value) if self._spelling.get("literals") else _plain(value)
+        if shown == "true" and self._spelling.get("switches"):
+            return f"--{known}"
+        return str(self._spelling["form"].format(name=known, value=shown))
+
+
+def _literal(value: Any) -> str:
+    """A value as it stands in a Python program; `{compile:=true}` and `{tp:=1}` give it as text."""
+    text = _plain(value)
+    if text in ("true", "false"):
+        return text.capitalize()
+    return text if not isinstance(value, str) or text.isdigit() else repr(text)
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """Return the rules, in the order in which they are applied."""
+    return tuple(Rule(**row) for row in _TABLE["rule"])
+
+
+@cache
+def _rules_about(about: tuple[str, ...]) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules() if not about or any(name in rule.when for name in about))
+
+
+def find_rule(combination: Combination, *about: str) -> Rule | None:
+    """Return the first rule that a combination breaks; None if it works as far as is known.
+
+    Args:
+        combination (`Combination`): what is asked for.
+        about (`str`): only rules with a condition on one of these properties are applied; all where none is given.
+    """
+    return next((rule for rule in _rules_about(about) if rule.applies(combination)), None)
+
+
+def why_not(combination: Combination, *about: str, speaker: Speaker = "python") -> str | None:
+    """Explain why a combination does not work.
+
+    Args:
+        combination (`Combination`): what is asked for.
+        about (`str`): only rules with a condition on one of these properties are applied; all where none is given.
+        speaker (`str`): how parameters are spelled.
+
+    Returns:
+        `str`, *optional*: the reason, one sentence; None if it works as far as is known.
+    """
+    rule = find_rule(combination, *about)
+    return None if rule is None else rule.text(combination, speaker)
+
+
+def check_support(combination: Combination, *about: str, speaker: Speaker = "python") -> None:
+    """Refuse a combination that does not work.
+
+    Args:
+        combination (`Combination`): what is asked for.
+        about (`str`): only rules with a condition on one of these properties are applied; all where none is given.
+        speaker (`str`): how parameters are spelled.
+
+    Raises:
+        HfScaleError: it does not work; the class is that of the rule, most often `UsageError`.
+    """
+    rule = find_rule(combination, *about)
+    if rule is not None:
+        kind: type[errors.HfScaleError] = getattr(errors, rule.error)
+        raise kind(rule.text(combination, speaker))
