@@ -243,7 +243,7 @@ def test_other_recipes_refuse_pipelines(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(UsageError, match=r"--pp_size 2 needs recipes/tp_pp/train\.py"):
         set_up_parallelism(ParallelArguments(pp_size=2), args, {})
-    with pytest.raises(UsageError, match="--sequence_parallel needs recipes/tp_pp"):
+    with pytest.raises(UsageError, match="--sequence_parallel true needs recipes/tp_pp"):
         set_up_parallelism(ParallelArguments(tp_size=2, sequence_parallel=True), args, {})
     with pytest.raises(
         LayoutError, match=r"--gradient_accumulation_steps is 1: .* set --gradient_accumulation_steps 2"

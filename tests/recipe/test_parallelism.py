@@ -166,7 +166,7 @@ class TestPairs:
         monkeypatch.setattr("hfscale.core.versions.is_at_least", lambda package, minimum: True)
 
     def test_qlora_without_a_gpu(self, monkeypatch):
-        with pytest.raises(UsageError, match="--load_in_4bit needs a CUDA GPU"):
+        with pytest.raises(UsageError, match="--load_in_4bit true needs a CUDA GPU"):
             self.check(monkeypatch, FSDP, QLORA, arguments())
 
     def test_qlora_without_adapters(self):
@@ -175,11 +175,11 @@ class TestPairs:
 
     def test_qlora_on_nvme(self, monkeypatch, gpu, tmp_path):
         args = arguments(deepspeed_plugin=deepspeed(**offload("nvme", str(tmp_path))))
-        with pytest.raises(UsageError, match=r"--load_in_4bit and ZeRO-3 .* on NVMe: .*zero3_offload.yaml"):
+        with pytest.raises(UsageError, match=r"--load_in_4bit true and ZeRO-3 .* on NVMe: .*zero3_offload.yaml"):
             self.check(monkeypatch, ZERO, QLORA, args)
 
     def test_qlora_under_tensor_parallelism(self, monkeypatch, gpu):
-        with pytest.raises(UsageError, match="--load_in_4bit and tp_size 2: "):
+        with pytest.raises(UsageError, match="--load_in_4bit true and --tp_size 2: "):
             self.check(monkeypatch, DDP, QLORA, arguments(), ParallelLayout(tp=2))
 
     def test_qlora_with_its_requirements_passes(self, monkeypatch, gpu):
@@ -191,11 +191,12 @@ class TestPairs:
 
     @pytest.mark.parametrize(("environ", "layout"), [(FSDP, None), (ZERO, None), (DDP, ParallelLayout(tp=2))])
     def test_compressed_gradients_without_ddp(self, monkeypatch, environ, layout):
+        compressed = arguments(gradient_compression="topk", deepspeed_plugin=deepspeed())
         with pytest.raises(UsageError, match="--gradient_compression topk works on DDP's gradients: launch with"):
-            self.check(monkeypatch, environ, {}, arguments(gradient_compression="topk"), layout)
+            self.check(monkeypatch, environ, {}, compressed, layout)
 
     def test_lora_under_tensor_parallelism(self, monkeypatch):
-        with pytest.raises(UsageError, match="--use_peft and tensor parallelism: "):
+        with pytest.raises(UsageError, match=r"--use_peft true and tensor parallelism .*: "):
             self.check(monkeypatch, DDP, {"use_peft": True}, arguments(), ParallelLayout(tp=2))
 
     def test_a_checkpoint_under_tensor_parallelism(self, monkeypatch):
