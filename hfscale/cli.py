@@ -77,7 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage_message(error: TyperException) -> str:
-    """typer's message in one line. It leaves out the value of an option, which is in the exception it comes from."""
+    """Return typer's message in one line.
+
+    It leaves out the value of an option, which is in the exception that caused it.
+    """
     message = " ".join(error.format_message().split())
     option = re.match(r"Invalid value for '([^']+)'", message)
     if option is None or error.__cause__ is None:
@@ -124,7 +127,7 @@ def _global_options(
         False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
     ),
 ) -> None:
-    """Options that are given before the command."""
+    """Read the options that are given before the command."""
 
 
 def _not_loaded() -> None:

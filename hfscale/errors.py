@@ -2,6 +2,7 @@
 
     HfScaleError                       exit code 1: the request cannot be carried out
     ├── UsageError (ValueError)        exit code 2: a flag, value or file of the user is wrong
+    │   ├── ParameterError             a parameter has a value that it cannot have
     │   ├── ConfigFileError            a YAML, JSON or TOML file is missing, unreadable, invalid or has an unknown key
     │   ├── DataError                  training data is missing, unreadable, empty or not in the format of its name
     │   ├── OutputDirInUseError        exit code 75: another machine still holds the output directory; try again later
@@ -32,6 +33,28 @@ class UsageError(HfScaleError, ValueError):
     """A flag, a value or a file of the user is wrong."""
 
     exit_code = 2
+
+
+class ParameterError(UsageError):
+    """A parameter has a value that it cannot have.
+
+    The message names the parameter as it is written in Python. Where the value came from a flag,
+    `hfscale.core.flags.parameters_are_flags` makes it name that flag.
+
+    Args:
+        parameter (`str`): the name of the parameter.
+        value (`object`): its value.
+        rule (`str`): which values it may have, or what to do.
+    """
+
+    def __init__(self, parameter: str, value: object, rule: str) -> None:
+        super().__init__(parameter, value, rule)
+        self.parameter = parameter
+        self.value = value
+        self.rule = rule
+
+    def __str__(self) -> str:
+        return f"{self.parameter} is {self.value!r}: {self.rule}"
 
 
 class ConfigFileError(UsageError):

@@ -6,7 +6,7 @@ from transformers import TrainerState, TrainingArguments
 
 from hfscale.core.collectives import StepAgreement
 from hfscale.core.run_state import ResetOnCopy
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError
 
 DEFAULT_EVERY_STEPS = 500
 DEFAULT_EVERY_MINUTES = 15.0
@@ -22,13 +22,13 @@ class SaveCadence(ResetOnCopy):
         every_minutes (`float`, *optional*): minutes between saves; None: steps only.
 
     Raises:
-        UsageError: one of them is not positive.
+        ParameterError: one of them is not positive.
     """
 
     def __init__(self, *, every_steps: int | None, every_minutes: float | None) -> None:
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
             if value is not None and value <= 0:
-                raise UsageError(f"{name} is {value}: it must be greater than 0, or None")
+                raise ParameterError(name, value, "it must be greater than 0, or None")
         self.every_steps = every_steps
         self.every_minutes = every_minutes
         self._begin_run()

@@ -45,7 +45,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import connect
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.versions import uses_jit_checkpoint
-from hfscale.errors import CheckpointError, StorageError, UsageError
+from hfscale.errors import CheckpointError, ParameterError, StorageError, UsageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.state import saved_state
@@ -136,9 +136,9 @@ class SpotCheckpointCallback(AdapterCallback):
         memory_interval_steps: int | None = None,
     ) -> None:
         if memory_interval_steps is not None and memory_interval_steps < 1:
-            raise UsageError(f"memory_interval_steps is {memory_interval_steps}: it must be 1 or greater")
+            raise ParameterError("memory_interval_steps", memory_interval_steps, "it must be 1 or greater")
         if on_preemption not in ("exit", "return"):
-            raise UsageError(f"on_preemption is {on_preemption!r}: use exit or return")
+            raise ParameterError("on_preemption", on_preemption, "use exit or return")
         self.on_preemption = on_preemption
         self.cadence = SaveCadence(every_steps=every_steps, every_minutes=every_minutes)
         self.asynchronous = asynchronous

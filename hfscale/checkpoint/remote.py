@@ -27,7 +27,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
 from hfscale.core.versions import require
-from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, StorageError, UsageError
+from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, ParameterError, StorageError
 
 logger = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class RemoteStore:
         first_pause_s (`float`): seconds before the second attempt; each later pause is twice as long.
 
     Raises:
-        UsageError: the URL is not valid, has an unknown protocol, or contains credentials.
+        ParameterError: the URL is not valid, has an unknown protocol, or contains credentials.
         MissingDependencyError: the package for this protocol is not installed.
     """
 
@@ -213,14 +213,13 @@ class RemoteStore:
 def _open(url: str) -> tuple[Any, str]:
     protocol, separator, rest = url.partition("://")
     if not separator or not rest:
-        raise UsageError(
-            f"the remote '{url}' is not a URL: give one like s3://bucket/run, gs://bucket/run or file:///path"
-        )
+        raise ParameterError("remote", url, "give a URL like s3://bucket/run, gs://bucket/run or file:///path")
     if "@" in rest.split("/", 1)[0] or "?" in rest:
-        raise UsageError(
-            f"the remote {protocol}://… has credentials or options in it: put those into the environment or the "
-            "provider's own file, and give only the bucket and the path"
+        rule = (
+            "it has credentials or options in it, which belong into the environment or the provider's own file: give "
+            "only the bucket and the path"
         )
+        raise ParameterError("remote", f"{protocol}://…", rule)
     from fsspec.core import url_to_fs
 
     try:
@@ -228,11 +227,10 @@ def _open(url: str) -> tuple[Any, str]:
     except ImportError:
         if protocol in _FEATURES:
             require(_FEATURES[protocol])
-        raise MissingDependencyError(f"the remote {url}: install the fsspec package for {protocol}://") from None
+        raise MissingDependencyError(f"remote {url}: install the fsspec package for {protocol}://") from None
     except ValueError:
-        raise UsageError(
-            f"the remote {url} has the protocol {protocol}://, which fsspec does not know: use s3, gs, file or memory"
-        ) from None
+        rule = f"fsspec does not know the protocol {protocol}://: use s3, gs, file or memory"
+        raise ParameterError("remote", url, rule) from None
     return filesystem, root.rstrip("/")
 
 

@@ -265,9 +265,8 @@ class CheckpointWriter:
 def current_gpu() -> int | None:
     """Return the index of this thread's CUDA device; None if the process has not used CUDA.
 
-    The current device belongs to a thread, and a new thread has device 0. There every rank of a node would open a
-    context, of hundreds of MiB, as soon as torch's distributed checkpointing asks for the current stream
-    (`_OverlappingCpuLoader`).
+    A new thread starts on device 0. Without this index each rank of a node would create a CUDA context (hundreds of
+    MiB) on GPU 0, as soon as torch's distributed checkpointing asks for the current stream (`_OverlappingCpuLoader`).
     """
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

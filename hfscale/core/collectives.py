@@ -196,7 +196,7 @@ class Channel:
     def combine_outcomes(
         self, name: str, outcome: Any, function: Callable[[list[Any]], Any], *, error: Exception | None
     ) -> Any:
-        """`combine` for the outcomes of what every rank has just done, where it may have failed on some.
+        """Combine the outcomes of what every rank has just done, where it may have failed on some, as `combine` does.
 
         A rank with an error waits `PATIENCE_S` seconds for the others, and raises its error if they have not come.
 
@@ -306,7 +306,10 @@ class Channel:
     def _enter(self, name: str) -> bool:
         """Begin the exchange `name`; return whether there are other ranks."""
         if self._within is not None:
-            raise RuntimeError(f"exchange {name!r} inside of {self._within!r}: a rank that fails before it hangs all")
+            raise RuntimeError(
+                f"exchange {name!r} is nested in the agreed block {self._within!r}: if one rank raises before "
+                f"{name!r}, all others wait forever; move it out of the block"
+            )
         if not is_distributed():
             return False
         self._entered += 1
@@ -413,7 +416,9 @@ def _first_failure(outcomes: list[Any]) -> tuple[int, Any] | None:
 def _described(error: Exception) -> tuple[str, tuple[Any, ...], str]:
     """Return the type, the values and the traceback of an error, for the other ranks."""
     values = (error.errno, error.strerror, str(error.filename)) if isinstance(error, OSError) else (str(error),)
-    return type(error).__name__, values, "".join(traceback.format_exception(error))
+    # The other ranks get the message, from which a ParameterError cannot be made.
+    kind = errors.UsageError if isinstance(error, errors.ParameterError) else type(error)
+    return kind.__name__, values, "".join(traceback.format_exception(error))
 
 
 def _rebuilt(failed: int, kind: str, values: Sequence[Any], trace: str) -> Exception:

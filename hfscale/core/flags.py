@@ -3,14 +3,15 @@
 import difflib
 import json
 import re
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hfscale.errors import ConfigFileError, UsageError
+from hfscale.errors import ConfigFileError, ParameterError, UsageError
 
 
 def flag(help: str, default: object = None, **metadata: object) -> object:
@@ -29,15 +30,15 @@ def require_positive(arguments: object, *names: str) -> None:
 
     Args:
         arguments (`object`): an object with these fields.
-        names (`str`): names of the fields, which are also the names of their flags; by default all with a number.
+        names (`str`): names of the fields; by default all with a number.
 
     Raises:
-        UsageError: a field is not greater than 0.
+        ParameterError: a field is not greater than 0.
     """
     for name in names or [name for name, value in vars(arguments).items() if type(value) in (int, float)]:
         value = getattr(arguments, name)
         if value is not None and not value > 0:  # so that nan does not pass
-            raise UsageError(f"--{name} is {value}: it must be greater than 0")
+            raise ParameterError(name, value, "it must be greater than 0")
 
 
 def require_from_0(arguments: object, *names: str, **limits: float) -> None:
@@ -45,17 +46,34 @@ def require_from_0(arguments: object, *names: str, **limits: float) -> None:
 
     Args:
         arguments (`object`): an object with these fields.
-        names (`str`): names of fields without an upper limit, which are also the names of their flags.
+        names (`str`): names of fields without an upper limit.
         limits (`float`): further fields with their upper limits, which they must stay below.
 
     Raises:
-        UsageError: a field is less than 0 or not less than its limit.
+        ParameterError: a field is less than 0 or not less than its limit.
     """
     for name, limit in (dict.fromkeys(names) | limits).items():
         value = getattr(arguments, name)
         if value is not None and not (value >= 0 and (limit is None or value < limit)):
             below = f" and less than {limit}" if limit else ""
-            raise UsageError(f"--{name} is {value}: it must be at least 0{below}")
+            raise ParameterError(name, value, f"it must be at least 0{below}")
+
+
+@contextmanager
+def parameters_are_flags(**flags: str) -> Iterator[None]:
+    """Let errors about parameters name the flags from which these have their values.
+
+    Args:
+        flags (`str`): for a parameter, the name of its flag without dashes; by default the flag has the same name.
+
+    Raises:
+        UsageError: the code inside has raised a ParameterError.
+    """
+    try:
+        yield
+    except ParameterError as error:
+        flag = flags.get(error.parameter, error.parameter)
+        raise UsageError(f"--{flag} is {plain_value(error.value)}: {error.rule}") from error
 
 
 def read_yaml(path: str, flag: str = "--config") -> Any:
@@ -219,17 +237,17 @@ _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_bandwidth(text: str, option: str = "--island-bandwidth") -> float:
-    """Parses a bandwidth in bits per second such as `1Gbps`, `100Mbit/s` or `2.5 Gbit`.
+    """Parse a bandwidth in bits per second such as `1Gbps`, `100Mbit/s` or `2.5 Gbit`.
 
     Args:
-        text (`str`): The bandwidth; K, M, G and T are powers of 1000.
-        option (`str`): Its flag, for the error.
+        text (`str`): the bandwidth; K, M, G and T are powers of 1000.
+        option (`str`): its flag, for the error.
 
     Returns:
-        `float`: Bytes per second.
+        `float`: bytes per second.
 
     Raises:
-        `UsageError`: It has no unit, or is not above 0.
+        UsageError: it has no unit, or is not above 0.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KkMmGgTt])(?:bps|bit|bit/s)", text.strip())
     bits = 0.0 if found is None else float(found[1]) * _BITS[found[2].lower()]

@@ -19,7 +19,7 @@ further. If one is given, every rule limits both batches to it.
 import math
 from dataclasses import dataclass
 
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError
 
 RULES = ("auto", "linear", "sqrt", "rubric", "none")
 
@@ -87,11 +87,11 @@ def scale_learning_rate(
         warmup_scale (`float`): Factor of the warm-up steps; the rule `rubric` multiplies it by 5.
 
     Raises:
-        `UsageError`: The rule or the optimizer is unknown, a size is not positive, or a length that the rule needs is
-            missing.
+        `ParameterError`: The rule or the optimizer is unknown, a size is not positive, or a length that the rule needs
+            is missing.
     """
     if rule not in RULES:
-        raise UsageError(f"--lr_scaling_rule is {rule!r}: use one of {', '.join(RULES)}")
+        raise ParameterError("rule", rule, f"use one of {', '.join(RULES)}")
     sizes = {
         "global_batch_size": global_batch_size,
         "base_global_batch_size": base_global_batch_size,
@@ -102,7 +102,7 @@ def scale_learning_rate(
     }
     for name, size in sizes.items():
         if size is not None and size <= 0:
-            raise UsageError(f"--{name} is {size}: it must be greater than 0")
+            raise ParameterError(name, size, "it must be greater than 0")
     if rule == "none":
         return LRScaling(rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason="rule 'none'")
     if base_global_batch_size is None:
@@ -123,7 +123,7 @@ def scale_learning_rate(
 
     if rule == "rubric":
         if block_size is None:
-            raise UsageError("--lr_scaling_rule rubric needs the tokens per step: give --block_size")
+            raise ParameterError("rule", rule, "it needs the tokens per step: give block_size too")
         factor = _rubric_factor(capped_batch * block_size, kappa)
         warmup = warmup_scale * (RUBRIC_WARMUP_FACTOR if kappa > 1 else 1.0)
         reason = f"{batches}, rubric: linear up to {RUBRIC_TOKENS_PER_STEP:,} tokens per step, square root beyond"
@@ -145,10 +145,8 @@ def _resolve_rule(rule: str, optimizer: str) -> str:
         return "sqrt"
     if any(part in name for part in _PLAIN):
         return "linear"
-    raise UsageError(
-        f"--lr_scaling_rule is auto, and no rule is known for optimizer {optimizer!r}: use linear, sqrt, rubric or "
-        "none"
-    )
+    reason = f"no rule is known for the optimizer {optimizer!r}: use linear, sqrt, rubric or none"
+    raise ParameterError("rule", rule, reason)
 
 
 def _length_ratio(block_size: int | None, base_block_size: int | None) -> float:
@@ -156,7 +154,7 @@ def _length_ratio(block_size: int | None, base_block_size: int | None) -> float:
     if base_block_size is None:
         return 1.0
     if block_size is None:
-        raise UsageError(f"base_block_size is {base_block_size}, without block_size: give both or neither")
+        raise ParameterError("base_block_size", base_block_size, "it needs block_size: give both or neither")
     return block_size / base_block_size
 
 

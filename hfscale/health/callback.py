@@ -24,7 +24,7 @@ from hfscale.core.findings import Finding, blamed_hosts, join_errors
 from hfscale.core.logging import get_logger, is_main_process
 from hfscale.core.rank_link import connect
 from hfscale.core.records import RankLines
-from hfscale.errors import HealthError, StrategyMismatchError, UsageError
+from hfscale.errors import HealthError, ParameterError, StrategyMismatchError
 from hfscale.health import node, preflight
 from hfscale.health.gpu import GpuWatch, sensor_of
 from hfscale.health.hang import HangWatchdog, Limits
@@ -78,7 +78,7 @@ class CommHealthCallback(AdapterCallback):
         StrategyMismatchError: when the Trainer is created (number of processes, Megatron-LM) or training begins
             (strategy, wrapper, ranks that disagree).
         HealthError: a rank is missing, or computes or communicates wrongly; with `stop`, the training is not healthy.
-        UsageError: an argument has another value than those above.
+        ParameterError: an argument has another value than those above.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class CommHealthCallback(AdapterCallback):
         on_bad_training: Literal["warn", "stop"] = "warn",
     ) -> None:
         if hang_after_s is not None and hang_after_s <= 0:
-            raise UsageError(f"hang_after_s is {hang_after_s}: it must be greater than 0, or None")
+            raise ParameterError("hang_after_s", hang_after_s, "it must be greater than 0, or None")
         if on_hang not in ("report", "abort"):
-            raise UsageError(f"on_hang is {on_hang!r}: use report or abort")
+            raise ParameterError("on_hang", on_hang, "use report or abort")
         if on_bad_training not in ("warn", "stop"):
-            raise UsageError(f"on_bad_training is {on_bad_training!r}: use warn or stop")
+            raise ParameterError("on_bad_training", on_bad_training, "use warn or stop")
         self.preflight = preflight
         self.hang_after_s = hang_after_s
         self.on_hang = on_hang

@@ -230,7 +230,7 @@ class _ArgumentRestorer(TrainerCallback):
 
 
 def restore_arguments(adapter: TrainerAdapter) -> None:
-    """Give the training arguments that scaling has changed the user's values again.
+    """Restore the user's values of the training arguments that scaling has changed.
 
     Args:
         adapter (`TrainerAdapter`): the adapter of the Trainer.

@@ -13,7 +13,7 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.records import last_logged_step
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError
 from hfscale.metrics.batches import batch_entries
 from hfscale.metrics.meters import (
     Columns,
@@ -78,7 +78,7 @@ class ScalingMetricsCallback(AdapterCallback):
             fifty. It is off by default, because it puts hooks on the parameters or, under FSDP2, on the communication.
 
     Raises:
-        UsageError: A peak or a price is not positive.
+        ParameterError: A peak or a price is not positive.
         ConfigFileError: When training begins: the baselines file or the price list cannot be read.
     """
 
@@ -95,7 +95,7 @@ class ScalingMetricsCallback(AdapterCallback):
             ("usd_per_gpu_hour", usd_per_gpu_hour, "USD"),
         ):
             if value is not None and not value > 0:
-                raise UsageError(f"{name} is {value}: it must be greater than 0, in {unit}")
+                raise ParameterError(name, value, f"it must be greater than 0, in {unit}")
         self.peak_tflops = peak_tflops
         self.usd_per_gpu_hour = usd_per_gpu_hour
         self.baseline = Path(baseline) if baseline is not None else None

@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfscale.core.best_effort import best_effort
 from hfscale.core.logging import get_logger
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError
 
 logger = get_logger(__name__)
 
@@ -25,13 +25,13 @@ class ProfilerCallback(TrainerCallback):
         steps (`Sequence[int]`): Numbers of the optimizer steps to profile, counted from 1.
 
     Raises:
-        UsageError: A step is below 1.
+        ParameterError: A step is below 1.
     """
 
     def __init__(self, steps: Sequence[int]) -> None:
         for step in steps:
             if step < 1:
-                raise UsageError(f"--profile_steps has {step}: steps are counted from 1")
+                raise ParameterError("steps", list(steps), f"{step} is below 1, and steps are counted from 1")
         self.steps = frozenset(steps)
         self._profile: profile | None = None
 

@@ -18,7 +18,7 @@ from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.records import append_record, begin_lines
-from hfscale.errors import DataError, HfScaleError, UsageError
+from hfscale.errors import DataError, HfScaleError, ParameterError, UsageError
 from hfscale.metrics.wandb_run import log_samples
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.generation import (
@@ -73,12 +73,12 @@ class SampleGenerationCallback(AdapterCallback):
         seed: int = 0,
     ) -> None:
         if isinstance(prompts, str) or not prompts:
-            raise UsageError(f"prompts is {prompts!r}: give a list with one prompt or more")
-        for name, value, least in (("every_steps", every_steps, 1), ("max_new_tokens", max_new_tokens, 1)):
-            if value < least:
-                raise UsageError(f"{name} is {value}: it must be {least} or more")
+            raise ParameterError("prompts", prompts, "give a list with one prompt or more")
+        for name, value in (("every_steps", every_steps), ("max_new_tokens", max_new_tokens)):
+            if value < 1:
+                raise ParameterError(name, value, "it must be 1 or more")
         if temperature < 0:
-            raise UsageError(f"temperature is {temperature}: it must be 0 (no sampling) or more")
+            raise ParameterError("temperature", temperature, "it must be 0 (no sampling) or more")
         self.prompts = list(prompts)
         self.every_steps = every_steps
         self.max_new_tokens = max_new_tokens

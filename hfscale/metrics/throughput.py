@@ -98,7 +98,7 @@ def _check_adapters(model: nn.Module) -> None:
     """Raise if something besides LoRA matrices is trained, such as a new head, or a copy of the embedding."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and ".lora_A." not in name and ".lora_B." not in name:
-            raise UnsupportedModelError(f"{name} is trained in addition to LoRA matrices, or instead of them")
+            raise UnsupportedModelError(f"no FLOPs formula: {name} is trained besides the LoRA adapters")
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -20,7 +20,7 @@ class ParallelArguments:
     """Sizes of the parallel axes, where they differ from the launcher's config.
 
     Raises:
-        UsageError: a size is not greater than 0.
+        ParameterError: a size is not greater than 0.
     """
 
     dp_replicate_size: int | None = flag("Replicas of the sharded model (HSDP).")

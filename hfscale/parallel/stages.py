@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from hfscale.errors import LayoutError, UsageError
+from hfscale.errors import LayoutError, ParameterError
 from hfscale.facts.schedules import SCHEDULES, bubble_fraction, in_flight, rank_of_stage, supports
 
 
@@ -12,7 +12,7 @@ class StagePlan:
     """The number of pipeline stages, and which rank holds which.
 
     Raises:
-        UsageError: the schedule is unknown, or does not support this number of stages per rank.
+        ParameterError: the schedule is unknown, or does not support this number of stages per rank.
     """
 
     schedule: str = "1F1B"
@@ -24,15 +24,15 @@ class StagePlan:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise UsageError(f"--pipeline_schedule is {self.schedule}: use one of {', '.join(SCHEDULES)}")
+            raise ParameterError("pipeline_schedule", self.schedule, f"use one of {', '.join(SCHEDULES)}")
         asked = self.virtual_stages
         if asked is None:
             return
         placement = SCHEDULES[self.schedule]
         if asked < 1 or (placement == "line" and asked != 1) or (placement == "v" and asked != 2):
             has = {"line": "one stage", "v": "two stages", "loop": "one or more stages"}[placement]
-            fix = "use --pipeline_schedule Interleaved1F1B" if placement == "line" else "leave --virtual_stages out"
-            raise UsageError(f"--virtual_stages is {asked}, but {self.schedule} has {has} per rank: {fix}")
+            fix = "use pipeline_schedule Interleaved1F1B" if placement == "line" else "leave virtual_stages out"
+            raise ParameterError("virtual_stages", asked, f"{self.schedule} has {has} per rank; {fix}")
 
     @property
     def per_rank(self) -> int:

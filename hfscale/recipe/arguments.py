@@ -20,7 +20,7 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from hfscale.checkpoint.callback import SpotCheckpointCallback
-from hfscale.core.flags import flag, require_from_0, require_positive
+from hfscale.core.flags import flag, parameters_are_flags, require_from_0, require_positive
 from hfscale.core.versions import pass_activation_checkpointing, require
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.layout import ParallelLayout
@@ -47,6 +47,16 @@ LOSS_ON = ("assistant", "completion", "all")
 """Values of `--loss_on`."""
 PACKINGS = ("none", "concat", "bestfit")
 """Values of `--packing`."""
+
+CALLBACK_FLAGS = {
+    "rule": "lr_scaling_rule",
+    "every_minutes": "save_minutes",
+    "asynchronous": "asynchronous_save",
+    "remote": "checkpoint_remote",
+    "baseline": "scaling_baseline",
+    "steps": "profile_steps",
+}
+"""Parameter of a callback -> the flag of the recipes that gives its value, where it has another name."""
 
 JSON_FLAGS = (
     "lr_scheduler_kwargs",
@@ -459,7 +469,8 @@ def sample_generation(
     engine = "parallel_trainer" if is_split else "trainer"
     asked = Combination(engine=engine, tp=layout.tp, cp=layout.cp, sample_prompts=args.sample_prompts)
     check_support(asked, "sample_prompts", speaker="recipe")
-    return [SampleGenerationCallback(read_prompts(args.sample_prompts), every_steps=args.sample_steps)]
+    with parameters_are_flags(every_steps="sample_steps", prompts="sample_prompts"):
+        return [SampleGenerationCallback(read_prompts(args.sample_prompts), every_steps=args.sample_steps)]
 
 
 _aten = torch.ops.aten

@@ -27,10 +27,12 @@ from hfscale.checkpoint.preemption import PeerWatch, Preempted, end_workers, sib
 from hfscale.core import distributed
 from hfscale.core.build_locks import remove_abandoned_locks
 from hfscale.core.disk_errors import storage_error
+from hfscale.core.flags import parameters_are_flags
 from hfscale.core.logging import is_main_process
 from hfscale.core.rank_link import connect
 from hfscale.core.run_files import JSONL_NAME
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
+from hfscale.recipe.arguments import CALLBACK_FLAGS
 from hfscale.recipe.export import save_final_model as save_final_model  # recipes import it from here
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def run(main: Callable[[], None]) -> None:
     preempted = None
     transformers.utils.logging.disable_progress_bar()  # one bar per saved file would interrupt the training's own bar
     try:
-        with watch.restored_by_an_error():
+        with watch.restored_by_an_error(), parameters_are_flags(**CALLBACK_FLAGS):
             main()
     except Preempted as ended:
         preempted = ended

@@ -11,7 +11,14 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from hfscale.core.flags import nearest, plain_value, read_yaml_mapping, split_off_config, to_argv
+from hfscale.core.flags import (
+    nearest,
+    parameters_are_flags,
+    plain_value,
+    read_yaml_mapping,
+    split_off_config,
+    to_argv,
+)
 from hfscale.core.logging import is_main_process
 from hfscale.core.tables import read_table
 from hfscale.errors import HfScaleError, UsageError
@@ -84,7 +91,8 @@ def parse_arguments(
             raise UsageError(f"unknown flag {flag}{fix}")
     tokens = _embedded_defaults([*from_file, *rest], embedded) + from_file + rest
     try:
-        *parsed, left = parser.parse_args_into_dataclasses(args=tokens, return_remaining_strings=True)
+        with parameters_are_flags():
+            *parsed, left = parser.parse_args_into_dataclasses(args=tokens, return_remaining_strings=True)
     except HfScaleError:
         raise
     except (ValueError, TypeError, OSError, ImportError) as error:  # raised by TrainingArguments

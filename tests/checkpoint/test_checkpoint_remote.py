@@ -181,8 +181,8 @@ class TestUserErrors:
     @pytest.mark.parametrize(
         ("url", "part"),
         [
-            ("runs/out", "is not a URL"),
-            ("s3://", "is not a URL"),
+            ("runs/out", "give a URL"),
+            ("s3://", "give a URL"),
             ("s3://key:secret@bucket/run", "credentials"),
             ("s3://bucket/run?secret=1", "credentials"),
             ("nosuch://bucket/run", "nosuch://"),

@@ -160,7 +160,10 @@ def test_a_rank_that_fails_before_a_collective_of_another_library_raises_though_
 
 
 def test_an_exchange_within_an_agreed_block_is_refused():
-    with pytest.raises(RuntimeError, match="'log' inside of 'prepare'"), TRAINING.agreed("prepare"):
+    with (
+        pytest.raises(RuntimeError, match="'log' is nested in the agreed block 'prepare'"),
+        TRAINING.agreed("prepare"),
+    ):
         TRAINING.barrier("log")
 
 

@@ -313,7 +313,7 @@ def test_logs_once_what_it_did_and_why(tmp_path, caplog):
 
 
 def test_an_unknown_rule_is_an_error_when_the_trainer_is_made(tmp_path):
-    with pytest.raises(UsageError, match="--lr_scaling_rule is 'cubic'"):
+    with pytest.raises(UsageError, match=r"^rule is 'cubic'"):
         tiny_trainer(tmp_path, LRScalingCallback(rule="cubic"))
 
 

@@ -38,7 +38,7 @@ CASES = {
     ),
     "no plan": (OPT, "--tp_size 2", "tensor-parallel plan for opt; set --tp_size 1"),
     "no contexts": (OPT, "--cp_size 2", "--cp_size 2.*opt.*--cp_size 1"),
-    "schedule": (EVEN, "--pp_size 2 --pipeline_schedule ZBV --virtual_stages 1", "--virtual_stages is 1, .*ZBV"),
+    "schedule": (EVEN, "--pp_size 2 --pipeline_schedule ZBV --virtual_stages 1", "--virtual_stages is 1: ZBV"),
     "no schedule": (EVEN, "--pipeline_schedule 2F2B", "--pipeline_schedule.*2F2B.*GPipe.*1F1B"),
     "quantised": (
         LlamaConfig(**TINY, **QUANTISED),

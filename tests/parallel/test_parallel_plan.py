@@ -181,7 +181,7 @@ def test_a_model_without_a_tensor_parallel_plan_is_refused():
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1F1B", 2), ("ZBV", 3), ("DualPipeV", 1)])
 def test_a_wrong_number_of_stages_per_rank_is_refused(schedule, virtual):
-    with pytest.raises(UsageError, match=f"--virtual_stages is {virtual}, .*{schedule}"):
+    with pytest.raises(UsageError, match=rf"^virtual_stages is {virtual}: {schedule}"):
         StagePlan(schedule=schedule, pp=2, virtual_stages=virtual)
 
 

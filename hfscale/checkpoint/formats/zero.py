@@ -224,7 +224,10 @@ def _groups(optimizer: Mapping[str, Any], names: list[list[str]], checkpoint: Pa
     for group in _base_state(optimizer)["param_groups"]:
         groups.append(ParameterGroup.of(group, [name for part in group["params"] for name in names[part]]))
     if sum(len(group.names) for group in groups) != sum(map(len, names)):
-        raise CheckpointError(f"{checkpoint}: DeepSpeed's files do not say which group each parameter belongs to")
+        raise CheckpointError(
+            f"{checkpoint}: DeepSpeed's files do not say which group each parameter belongs to: resume from it under "
+            "ZeRO with DeepSpeed 0.19.8 or later, and convert the checkpoint that this run saves"
+        )
     return groups
 
 

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from hfscale.checkpoint.preemption.notice import AWS, AZURE, GCP, NOTICES, Notice, PreemptionNotices
 from hfscale.core.logging import get_logger
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError, UsageError
 
 logger = get_logger(__name__)
 
@@ -288,10 +288,10 @@ def check_cloud(cloud: str | None) -> None:
     """Check that `cloud` is one of `CLOUDS`, "auto" or None.
 
     Raises:
-        UsageError: it is none of these.
+        ParameterError: it is none of these.
     """
     if cloud not in (None, "auto", *CLOUDS):
-        raise UsageError(f"cloud is '{cloud}': give auto, {', '.join(CLOUDS)}, or None")
+        raise ParameterError("cloud", cloud, f"use auto, {', '.join(CLOUDS)}, or None")
 
 
 def watch_cloud(

@@ -48,7 +48,7 @@ from hfscale.core.collectives import TRAINING, StepAgreement
 from hfscale.core.logging import get_logger
 from hfscale.core.processes import describe_process
 from hfscale.core.run_state import ResetOnCopy
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.frames import is_training_in
 
@@ -131,7 +131,7 @@ class PreemptionStop(ResetOnCopy):
         notices (`PreemptionNotices`): where notices are added.
 
     Raises:
-        UsageError: `notice_s` is not positive, or the cloud is unknown.
+        ParameterError: `notice_s` is not positive, or the cloud is unknown.
     """
 
     exchange_every_s = EXCHANGE_EVERY_S
@@ -145,7 +145,7 @@ class PreemptionStop(ResetOnCopy):
         notices: PreemptionNotices = NOTICES,
     ) -> None:
         if notice_s is not None and not notice_s > 0:
-            raise UsageError(f"notice_s is {notice_s}: it must be greater than 0, in seconds, or None")
+            raise ParameterError("notice_s", notice_s, "it must be greater than 0, in seconds, or None")
         check_cloud(cloud)
         self.notice_s = notice_s
         self.cloud = cloud

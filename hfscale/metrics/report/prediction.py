@@ -175,7 +175,10 @@ def _job(run: Run) -> Job:
         raise UnknownHardwareError(f"steps of {trainer} are not estimated from what a run records")
     names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {"adamw_torch": "adamw"}
     if own["optimizer"] not in names:
-        raise UnknownHardwareError("the planner does not know the optimizer of the run")
+        known = ", ".join(sorted(names.values()))
+        raise UnknownHardwareError(
+            f"optimizer {own['optimizer']!r} of the run is unknown to the planner: it knows {known}"
+        )
     stages = int(own["virtual_stages"])
     layout = ParallelLayout(
         **{axis: int(own["layout"][axis]) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}

@@ -1,0 +1,142 @@
+"""An error about a value names the parameter in Python and the flag on a command line."""
+
+import copy
+import inspect
+import re
+
+import pytest
+from conftest import REPOSITORY
+from tiny import tiny_trainer
+
+from hfscale import (
+    CommHealthCallback,
+    LRScalingCallback,
+    ParallelArguments,
+    SampleGenerationCallback,
+    ScalingMetricsCallback,
+    SpotCheckpointCallback,
+)
+from hfscale.core.flags import parameters_are_flags
+from hfscale.errors import ParameterError, UsageError
+from hfscale.metrics.profiler import ProfilerCallback
+from hfscale.parallel.stages import StagePlan
+from hfscale.recipe.arguments import CALLBACK_FLAGS, sample_generation
+from hfscale.recipe.parsing import parse_arguments
+
+BAD_VALUES = [
+    (SpotCheckpointCallback, {"every_steps": 0}),
+    (SpotCheckpointCallback, {"every_minutes": -1.0}),
+    (SpotCheckpointCallback, {"notice_s": 0}),
+    (SpotCheckpointCallback, {"cloud": "nimbus"}),
+    (SpotCheckpointCallback, {"on_preemption": "stay"}),
+    (SpotCheckpointCallback, {"remote": "runs/out"}),
+    (SpotCheckpointCallback, {"remote": "s3://key:secret@bucket/run"}),
+    (SpotCheckpointCallback, {"remote": "nosuch://bucket/run"}),
+    (SpotCheckpointCallback, {"memory_interval_steps": 0}),
+    (CommHealthCallback, {"hang_after_s": 0}),
+    (CommHealthCallback, {"on_hang": "kill"}),
+    (CommHealthCallback, {"on_bad_training": "cry"}),
+    (LRScalingCallback, {"rule": "cubic"}),
+    (LRScalingCallback, {"base_global_batch_size": 0}),
+    (LRScalingCallback, {"block_size": 0}),
+    (LRScalingCallback, {"base_block_size": 0}),
+    (LRScalingCallback, {"base_block_size": 8, "base_global_batch_size": 1}),
+    (LRScalingCallback, {"critical_batch_size": 0}),
+    (LRScalingCallback, {"warmup_scale": 0}),
+    (ScalingMetricsCallback, {"peak_tflops": 0}),
+    (ScalingMetricsCallback, {"usd_per_gpu_hour": -2}),
+    (SampleGenerationCallback, {"prompts": []}),
+    (SampleGenerationCallback, {"prompts": ["a"], "every_steps": 0}),
+    (SampleGenerationCallback, {"prompts": ["a"], "max_new_tokens": 0}),
+    (SampleGenerationCallback, {"prompts": ["a"], "temperature": -1}),
+    (ProfilerCallback, {"steps": [0]}),
+    (ParallelArguments, {"tp_size": 0}),
+    (ParallelArguments, {"dry_run": -8}),
+]
+"""A class, and parameters of which one has a bad value: the last one of `prompts` and others, else the first."""
+
+BAD_FLAGS = [
+    ("base_global_batch_size", "0"),
+    ("base_block_size", "0"),
+    ("critical_batch_size", "0"),
+    ("warmup_scale", "0"),
+    ("save_minutes", "0"),
+    ("notice_s", "0"),
+    ("peak_tflops", "0"),
+    ("usd_per_gpu_hour", "0"),
+    ("sample_steps", "0"),
+    ("lora_r", "0"),
+    ("block_size", "0"),
+    ("powersgd_rank", "0"),
+    ("tp_size", "0"),
+]
+
+
+def case_name(value):
+    return value.__name__ if isinstance(value, type) else "-".join(map(str, value)) if value else ""
+
+
+@pytest.mark.parametrize(("kind", "given"), BAD_VALUES, ids=case_name)
+def test_an_error_names_the_parameter_as_it_is_written_in_python(kind, given, tmp_path):
+    name = [*given][-1] if "prompts" in given else next(iter(given))
+    with pytest.raises(ParameterError) as caught:
+        tiny_trainer(tmp_path, kind(**given))  # those of the learning rate are checked when the Trainer is made
+    assert caught.value.parameter == name
+    assert name in inspect.signature(kind).parameters
+    assert str(caught.value).startswith(f"{name} is ")
+    assert "--" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_errors_of_a_schedule_name_the_fields_of_parallel_arguments():
+    with pytest.raises(ParameterError, match=r"^pipeline_schedule is '2F2B': "):
+        StagePlan(schedule="2F2B")
+    with pytest.raises(ParameterError, match=r"^virtual_stages is 3: ZBV .*; leave virtual_stages out$"):
+        StagePlan(schedule="ZBV", pp=2, virtual_stages=3)
+    assert {"pipeline_schedule", "virtual_stages"} <= set(inspect.signature(ParallelArguments).parameters)
+
+
+@pytest.mark.parametrize(("flag", "value"), BAD_FLAGS)
+def test_an_error_of_a_recipe_names_the_flag(flag, value):
+    with pytest.raises(UsageError, match=rf"^--{flag} is {value}"):
+        parse_arguments([f"--{flag}", value], also=[ParallelArguments])
+
+
+def test_the_prompts_of_a_recipe_are_called_by_their_flag(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once\n")
+    _, data_args, *_ = parse_arguments(["--sample_prompts", str(prompts)])
+    data_args.sample_steps = 0
+    with pytest.raises(UsageError, match=r"^--sample_steps is 0: "):
+        sample_generation(data_args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--checkpoint_remote", "runs/out"], "--checkpoint_remote is runs/out: give a URL"),
+        (["--profile_steps", "3", "0"], "--profile_steps is [3, 0]: 0 is below 1"),
+    ],
+)
+def test_an_error_of_a_callback_in_a_recipe_names_the_flag(flags, line, python):
+    done = python(REPOSITORY / "recipes" / "ddp" / "train.py", "--output_dir", "out", *flags)
+    assert done.code == 2, done.err[-2000:]
+    assert [found.removeprefix("hfscale: error: ")[: len(line)] for found in done.lines("hfscale: error")] == [line]
+
+
+def test_the_flags_of_callbacks_are_flags_of_the_recipes():
+    groups = parse_arguments([])
+    flags = {name for group in groups for name in vars(group)}
+    assert set(CALLBACK_FLAGS.values()) <= flags
+    assert not set(CALLBACK_FLAGS) & flags
+
+
+def test_a_flag_has_the_name_of_its_parameter_unless_another_is_given():
+    for flags, message in (({}, "--quorum is true: no"), ({"quorum": "island_quorum"}, "--island_quorum is true: no")):
+        with pytest.raises(UsageError, match=f"^{re.escape(message)}$"), parameters_are_flags(**flags):
+            raise ParameterError("quorum", True, "no")
+
+
+def test_the_error_of_a_parameter_can_be_copied():
+    error = copy.copy(ParameterError("rule", "cubic", "use sqrt"))
+    assert (str(error), error.parameter) == ("rule is 'cubic': use sqrt", "rule")
