@@ -24,5 +24,5 @@ def test_without_steps_no_folder_is_made(tmp_path):
 
 
 def test_steps_are_counted_from_1():
-    with pytest.raises(UsageError, match="profile_steps has 0"):
+    with pytest.raises(UsageError, match=r"^steps is \[0\]: 0 is below 1"):
         ProfilerCallback([0])
