@@ -10,6 +10,7 @@ import pytest
 import yaml
 from conftest import LONG_FILES, REPOSITORY
 
+CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
 MAKEFILE = REPOSITORY / "Makefile"
 WORKFLOW = REPOSITORY / ".github" / "workflows" / "ci.yml"
 STEPS = REPOSITORY / ".ci" / "run"
@@ -92,6 +93,18 @@ def test_make_test_succeeds_where_a_folder_has_no_timing_test():
     done = subprocess.run(["bash", "-c", timing], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
     assert "deselected" in done.stdout
+
+
+def test_the_guide_says_which_tests_each_package_needs():
+    guide = CONTRIBUTING.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \| (.*`make [^|]+) \|", guide, re.MULTILINE)
+    packages = {path.parent.name for path in (REPOSITORY / "hfscale").glob("*/__init__.py")}
+    named = {name for changed, _ in rows for name in re.findall(r"`(\w+)`", changed)}
+    assert sorted(packages - named) == []
+    commands = " ".join(command for _, command in rows)
+    folders = re.findall(r"tests/[\w/.]+", commands)
+    assert [folder for folder in folders if not (REPOSITORY / folder).exists()] == []
+    assert {target for target in targets() if target.startswith("test")} <= set(re.findall(r"make ([\w-]+)", guide))
 
 
 def test_the_files_that_run_first_exist():

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def is_parallel_trainer(trainer: "Trainer") -> "TypeGuard[SelfShardedTrainer]":
     """Return whether a Trainer is a `ParallelTrainer`, which itself returns what a checkpoint consists of.
 
-    It is recognised by a method, since its class is in a layer above this one.
+    It is recognised by a method, since its class is in a package that imports this one.
 
     Args:
         trainer (`Trainer`): a Trainer or a subclass of it.

@@ -520,7 +520,7 @@ def test_each_internal_is_used_in_one_module():
 
 
 def test_no_class_or_module_of_a_library_is_patched():
-    """Not in the layers that may touch internals either."""
+    """Not in the packages that may touch internals either."""
     found = [line for tree in parsed().values() for line in patched(tree)]
     assert [line for line in found if "trainer" not in line.split(":")[0]] == []
 
