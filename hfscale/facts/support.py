@@ -191,6 +191,13 @@ LISTS: Mapping[str, Collection[str]] = {
 """The lists that conditions of rules name."""
 
 
+TESTED: Mapping[str, Collection[str]] = {method: frozenset(names) for method, names in _TABLE["tested"].items()}
+"""Method -> the configs of accelerate_configs/ under which the recipes were tested with it, on CPUs."""
+
+CONFIGS: Mapping[str, Combination] = {name: Combination(**row) for name, row in _TABLE["configs"].items()}
+"""What each config of accelerate_configs/ asks for."""
+
+
 # -- rules ------------------------------------------------------------------------------------------------------------
 
 
@@ -277,7 +284,7 @@ class _Parameter:
         """The value; a placeholder where it is not known, in the documentation."""
         if self._value is not None:
             return self._value
-        return "N" if "int" in _TYPES.get(self._name, "int") else self._name.upper()
+        return "N" if "int" in _TYPES.get(self._name, "str") else self._name.upper()
 
     def _spell(self, value: Any) -> str:
         known = self._spelling["names"].get(self._name, self._name)

@@ -1,0 +1,371 @@
+"""The planner, the recipes and `ParallelTrainer` refuse the same combinations with the same sentences."""
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+import hfscale
+from hfscale import ParallelArguments
+from hfscale.errors import HfScaleError, UnsupportedModelError
+from hfscale.facts.hardware import accelerator
+from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.models import find_model
+from hfscale.facts.support import LISTS, Combination, check_support, rules, why_not
+from hfscale.parallel.arguments import check_arguments
+from hfscale.parallel.checks import check_config
+from hfscale.parallel.stages import StagePlan
+from hfscale.planner import launchable
+from hfscale.planner.job import Job
+from hfscale.recipe.arguments import DataArguments, ModelArguments, sample_generation
+from hfscale.recipe.compatibility import check_compatibility
+from hfscale.recipe.compression import compress_gradients
+from hfscale.recipe.layout import check_model, set_up_parallelism
+from hfscale.recipe.models import cut_document_attention
+from hfscale.trainer.strategy import check_launch
+
+DDP = {"WORLD_SIZE": "8"}
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
+QLORA = {"use_peft": True, "load_in_4bit": True, "model_name_or_path": "some/model"}
+
+
+# -- the consumers: each returns its message, or None ---------------------------------------------------------------
+
+
+def message_of(check, *args, **kwargs):
+    try:
+        check(*args, **kwargs)
+    except HfScaleError as error:
+        return str(error)
+    return None
+
+
+def planned(stack="hf", family="llama", layout=None, **options):
+    """The planner's reason for a job."""
+    shape = replace(find_model("llama-3.1-8b"), model_type=family)
+    sizes = {"seq_len": 8192, "micro_batch": 1, "global_batch": 64}
+    stacks = {"framework": stack} if "framework" in Job.__dataclass_fields__ else {"stack": stack}
+    layout = ParallelLayout(**(layout or {"dp_shard": 8}))
+    splits = {"sequence_parallel": layout.tp > 1}
+    return launchable.why_not(
+        Job(shape=shape, gpu=accelerator("H100"), layout=layout, **stacks, **sizes | splits | options)
+    )
+
+
+@pytest.fixture
+def consumers(monkeypatch):
+    """The checks of the recipes and of `ParallelTrainer`, with the launcher's environment as it is given."""
+
+    def arguments(environ, **changes):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        changes["deepspeed_plugin"] = SimpleNamespace(hf_ds_config=SimpleNamespace(config=changes.pop("ds", {})))
+        defaults = {
+            "world_size": 8,
+            "use_cpu": False,
+            "deepspeed": None,
+            "fsdp": None,
+            "parallelism_config": None,
+            "save_strategy": "no",
+            "resume_from_checkpoint": "true",
+            "gradient_compression": "none",
+            "lr_scheduler_type": "linear",
+            "average_tokens_across_devices": True,
+            "fp16": False,
+            "bf16": True,
+            "auto_find_batch_size": False,
+            "torch_compile": False,
+            "use_liger_kernel": False,
+            "neftune_noise_alpha": None,
+            "include_num_input_tokens_seen": "no",
+        }
+        return SimpleNamespace(**defaults | changes)
+
+    def recipe(environ=DDP, model=None, layout=None, **changes):
+        layout = ParallelLayout(**layout) if layout else None
+        return message_of(check_compatibility, ModelArguments(**model or {}), arguments(environ, **changes), layout)
+
+    def sizes(environ=DDP, use_cpu=False, **flags):
+        args = arguments({}, use_cpu=use_cpu)
+        return message_of(set_up_parallelism, ParallelArguments(**flags), args, dict(environ))
+
+    def recipe_model(config, **layout):
+        args = arguments(DDP)
+        return message_of(check_model, ParallelLayout(**layout), config, args, block_size=64)
+
+    def trainer(environ=DDP, cp=1, given=None, **changes):
+        return message_of(check_arguments, arguments(environ, **changes), cp=cp, **given or {})
+
+    def trainer_model(family="llama", sequence_parallel=False, rope=None, attention=None, quantised=False, **layout):
+        config = LlamaConfig(**SMALL, vocab_size=96, rope_parameters=rope)
+        config = GPT2Config() if family == "gpt2" else config
+        config.model_type = family
+        if attention is not None:
+            config._attn_implementation = attention
+        if quantised:
+            config.quantization_config = {"quant_method": "gptq"}
+        layout = ParallelLayout(**layout)
+        return message_of(check_config, config, layout, StagePlan(pp=layout.pp), sequence_parallel=sequence_parallel)
+
+    def rows(cp=2, **data):
+        return message_of(cut_document_attention, None, SimpleNamespace(**data), None, ParallelLayout(cp=cp))
+
+    def samples(layout=None, is_split=False):
+        prompts = SimpleNamespace(sample_prompts="prompts.txt", sample_steps=None)
+        return message_of(sample_generation, prompts, ParallelLayout(**layout or {}), is_split=is_split)
+
+    def compressed(method):
+        state = SimpleNamespace(distributed_type=None)
+        args = SimpleNamespace(world_size=1, use_cpu=True)
+        run = SimpleNamespace(model=None, args=args, accelerator=SimpleNamespace(state=state))
+        return message_of(compress_gradients, run, method, powersgd_rank=1, topk_fraction=0.1, start_step=2)
+
+    def launch():
+        return message_of(check_launch, arguments({}, world_size=1), {"ACCELERATE_USE_MEGATRON_LM": "true"})
+
+    return SimpleNamespace(**locals())
+
+
+PIPELINE = {"pp": 2, "dp_shard": 4}
+TENSOR = {"tp": 2, "dp_shard": 4}
+CASES = {
+    "TRL's tasks on another stack": lambda c: [planned("titan", task="dpo")],
+    "launching another stack": lambda c: [planned("megatron")],
+    "TRL with tensor, pipeline or context parallelism": lambda c: [planned(task="dpo", layout=TENSOR)],
+    "a fused loss beside TRL's own": lambda c: [planned(task="sft", fused_loss=True)],
+    "DPO or GRPO with offload": lambda c: [planned(task="dpo", offload="full", zero=3)],
+    "FSDP1": lambda c: [c.recipe(FSDP | {"FSDP_VERSION": "1"})],
+    "a Trainer under Megatron-LM": lambda c: [c.launch()],
+    "plans of `ParallelTrainer` with ZeRO stages 1 and 2": lambda c: [planned(layout=PIPELINE, zero=2)],
+    "`ParallelTrainer` under DeepSpeed": lambda c: [planned(layout=PIPELINE, zero=3, offload="full"), c.trainer(ZERO)],
+    "`ParallelTrainer` under FSDP": lambda c: [c.trainer(FSDP)],
+    "sequence parallelism outside `ParallelTrainer`": lambda c: [c.sizes(sequence_parallel=True)],
+    "a dry run outside `ParallelTrainer`": lambda c: [c.sizes(dry_run=8)],
+    "pipeline parallelism outside `ParallelTrainer`": lambda c: [c.sizes(pp_size=2)],
+    "tensor parallelism under FSDP or DeepSpeed": lambda c: [
+        planned(layout=TENSOR, zero=2),
+        c.sizes(FSDP, tp_size=2),
+        c.recipe(ZERO, layout=TENSOR),
+    ],
+    "context parallelism without FSDP2 or DeepSpeed": lambda c: [
+        planned(layout={"cp": 2, "dp_replicate": 4}, zero=0),
+        planned(layout={"cp": 2, "tp": 2, "dp_shard": 2}, zero=3),
+        c.sizes(cp_size=2),
+    ],
+    "ring attention on a CPU": lambda c: [c.sizes(FSDP, use_cpu=True, cp_size=2)],
+    "sizes of data-parallel axes without FSDP2": lambda c: [
+        c.sizes(dp_replicate_size=2),
+        c.sizes(ZERO, dp_shard_size=2),
+    ],
+    "expert parallelism": lambda c: [planned(expert_parallel=8, zero=3)],
+    "AutoTP of DeepSpeed": lambda c: [c.recipe(ZERO, ds={"tensor_parallel": {"autotp_size": 2}})],
+    "QLoRA without a CUDA GPU": lambda c: [c.recipe(model=QLORA)],
+    "merging the adapters of QLoRA": lambda c: [message_of(ModelArguments, **QLORA, merge_adapters=True)],
+    "LoRA with transformers' tensor parallelism": lambda c: [
+        planned(method="lora", layout=TENSOR, zero=3),
+        c.recipe(model={"use_peft": True}, layout=TENSOR),
+    ],
+    "plans of adapters with tensor or pipeline parallelism": lambda c: [
+        planned(method="lora", layout=PIPELINE, zero=3)
+    ],
+    "1-bit optimizers on a CPU": lambda c: [c.recipe(ZERO, use_cpu=True, ds={"optimizer": {"type": "OneBitAdam"}})],
+    "1-bit optimizers with ZeRO stages 2 and 3": lambda c: [
+        c.recipe(ZERO, ds={"optimizer": {"type": "onebitlamb"}, "zero_optimization": {"stage": 2}})
+    ],
+    "ZeRO-3 that does not gather the weights for a save": lambda c: [
+        c.recipe(ZERO, ds={"zero_optimization": {"stage": 3}})
+    ],
+    "fp8 under DeepSpeed": lambda c: [planned(precision="fp8", zero=2)],
+    "offload with another optimizer than AdamW": lambda c: [planned(offload="full", zero=3, optimizer="sgd")],
+    "optimizers that Trainer does not have": lambda c: [planned(optimizer="muon", zero=3)],
+    "other optimizers than AdamW and SGD with pipeline stages": lambda c: [
+        planned(optimizer="adafactor", layout=PIPELINE, zero=3)
+    ],
+    "parameters in bf16": lambda c: [planned(pure=True, zero=3)],
+    "fp8 with pipeline stages": lambda c: [planned(precision="fp8", layout=PIPELINE, zero=3)],
+    "fp16 with `ParallelTrainer`": lambda c: [
+        planned(precision="fp16", layout=PIPELINE, zero=3),
+        c.trainer(fp16=True),
+    ],
+    "torch.compile with `ParallelTrainer`": lambda c: [
+        planned(compile=True, layout=PIPELINE, zero=3),
+        c.trainer(torch_compile=True),
+    ],
+    "Liger Kernel with `ParallelTrainer`": lambda c: [
+        planned(fused_loss=True, layout=PIPELINE, zero=3),
+        c.trainer(use_liger_kernel=True),
+    ],
+    "a fused loss with tensor or context parallelism": lambda c: [planned(fused_loss=True, layout=TENSOR, zero=3)],
+    "a fused loss for a family that Liger does not fuse by default": lambda c: [
+        planned(fused_loss=True, family="granite", zero=3)
+    ],
+    "compressed gradients without DDP": lambda c: [
+        c.trainer(gradient_compression="topk"),
+        c.compressed("topk"),
+        c.recipe(FSDP, gradient_compression="topk"),
+    ],
+    "gradients compressed by NCCL's hooks on a CPU": lambda c: [
+        c.recipe(use_cpu=True, gradient_compression="powersgd")
+    ],
+    "quantised checkpoints in `ParallelTrainer`": lambda c: [c.trainer_model(quantised=True, pp=2)],
+    "pipeline stages of some families": lambda c: [
+        planned(family="nanochat", layout=PIPELINE, zero=3),
+        c.trainer_model("nanochat", pp=2),
+    ],
+    "tensor parallelism of some families": lambda c: [
+        planned(family="doge", layout=TENSOR, zero=3),
+        c.recipe_model(renamed("doge"), tp=2),
+        c.trainer_model("doge", tp=2),
+    ],
+    "tensor parallelism of families without a plan in transformers": lambda c: [
+        planned(family="gpt2", layout=TENSOR, zero=3),
+        planned(family="gpt2", layout={"tp": 2, "pp": 2, "dp_shard": 2}, zero=3),
+        c.recipe_model(GPT2Config(), tp=2),
+        c.trainer_model("gpt2", tp=2),
+    ],
+    "context parallelism of some families": lambda c: [
+        planned(family="jamba", layout={"cp": 2, "pp": 2, "dp_shard": 2}, zero=3),
+        c.trainer_model("jamba", cp=2),
+    ],
+    "context parallelism of families that no test has compared": lambda c: [
+        planned(family="opt", layout={"cp": 2, "pp": 2, "dp_shard": 2}, zero=3),
+        c.trainer_model("opt", cp=2),
+    ],
+    "context parallelism with rotary angles that depend on the longest position": lambda c: [
+        c.trainer_model(rope={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, cp=2)
+    ],
+    "plans of context parallelism in `ParallelTrainer` without sharded states": lambda c: [
+        planned(layout={"cp": 2, "pp": 2, "dp_replicate": 2}, zero=0)
+    ],
+    "context parallelism in `ParallelTrainer` with another attention than SDPA and eager": lambda c: [
+        c.trainer_model(attention="flash_attention_2", cp=2)
+    ],
+    "context parallelism of Accelerate with another attention than the launcher's": lambda c: [
+        c.recipe(FSDP, model={"attn_implementation": "eager"}, layout={"cp": 2})
+    ],
+    "sequence parallelism without tensor parallelism": lambda c: [
+        planned(sequence_parallel=True, layout=PIPELINE, zero=3),
+        c.trainer_model(sequence_parallel=True, pp=2),
+    ],
+    "sequence parallelism of families that no test has compared": lambda c: [
+        planned(family="of_tomorrow", sequence_parallel=True, layout={"tp": 2, "pp": 2}, zero=3),
+        c.trainer_model("of_tomorrow", sequence_parallel=True, tp=2),
+    ],
+    "`ParallelTrainer` with gathered logits": lambda c: [
+        planned(loss_parallel=False, layout={"tp": 2, "pp": 2, "dp_shard": 2}, zero=3)
+    ],
+    "`ParallelTrainer` with a choice of when parameters are gathered": lambda c: [
+        planned(reshard=False, layout=PIPELINE, zero=3)
+    ],
+    "attention between documents with rows of one document": lambda c: [
+        message_of(DataArguments, document_attention=True, packing="none")
+    ],
+    "context parallelism of Accelerate with rows that need a mask": lambda c: [
+        c.rows(packing="bestfit", document_attention=None)
+    ],
+    "context parallelism of Accelerate with attention that is cut between documents": lambda c: [
+        c.rows(packing="concat", document_attention=True)
+    ],
+    "generating from prompts with tensor or context parallelism": lambda c: [
+        c.samples({"cp": 2}),
+        c.samples({"tp": 2}),
+    ],
+    "generating from prompts in `ParallelTrainer`": lambda c: [c.samples(is_split=True)],
+    "resuming from a path under transformers' tensor parallelism": lambda c: [
+        c.recipe(layout=TENSOR, resume_from_checkpoint="out/checkpoint-5")
+    ],
+    "`ParallelTrainer` with compute_metrics": lambda c: [c.trainer(given={"compute_metrics": len})],
+    "`ParallelTrainer` with compute_loss_func and context parallelism": lambda c: [
+        c.trainer(cp=2, given={"compute_loss_func": len})
+    ],
+    "`ParallelTrainer` with model_init": lambda c: [c.trainer(given={"model_init": len})],
+    "`ParallelTrainer` with an optimizer object": lambda c: [c.trainer(given={"optimizers": (object(), None)})],
+    "`ParallelTrainer` without average_tokens_across_devices": lambda c: [
+        c.trainer(average_tokens_across_devices=False)
+    ],
+    "`ParallelTrainer` with auto_find_batch_size": lambda c: [c.trainer(auto_find_batch_size=True)],
+    "`ParallelTrainer` with NEFTune": lambda c: [c.trainer(neftune_noise_alpha=5.0)],
+    "`ParallelTrainer` with include_num_input_tokens_seen": lambda c: [c.trainer(include_num_input_tokens_seen="all")],
+    "`ParallelTrainer` with learning rates that depend on the losses": lambda c: [
+        c.trainer(lr_scheduler_type="greedy")
+    ],
+}
+"""Rule -> what its consumers say to an example of it."""
+
+ELSEWHERE = {
+    "offload on another stack": "no other stack is launched; the rule only limits what the search tries",
+    "QLoRA with tensor parallelism": "needs a GPU or a simulated one: tests/recipe/test_parallelism.py",
+    "QLoRA with parameters on NVMe": "the same",
+    "plans of context parallelism for Phi-3 (its published configs have angles that depend on the longest position)": (
+        "ParallelTrainer looks at the config itself"
+    ),
+}
+"""Rules without an example here -> why."""
+
+
+def renamed(family):
+    config = LlamaConfig(**SMALL)
+    config.model_type = family
+    return config
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_consumers_refuse_with_the_sentence_of_the_table(name, consumers):
+    rule = next(rule for rule in rules() if rule.name == name)
+    sentence = re.sub(r"\\\{[^}]*\\\}", ".*", re.escape(rule.why))
+    for message in CASES[name](consumers):
+        assert message is not None
+        assert re.fullmatch(sentence, message), message
+
+
+def test_every_rule_has_an_example():
+    names = [rule.name for rule in rules()]
+    assert len(set(names)) == len(names)
+    assert {*CASES, *ELSEWHERE} == set(names)
+
+
+def test_what_is_not_known_fulfils_no_condition():
+    assert why_not(Combination()) is None
+    assert why_not(Combination(engine="parallel_trainer", tp=2)) is None
+    assert why_not(Combination(engine="parallel_trainer", tp=2, tp_plan=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("speaker", "spelled"),
+    [
+        ("recipe", "--tp_size 2: .* set --tp_size 1"),
+        ("launcher", "parallelism_config_tp_size: 2: .* set parallelism_config_tp_size: 1"),
+        ("python", "tp_size=2: .* set tp_size=1"),
+        ("planner", "--tp 2: .* set --tp 1"),
+    ],
+)
+def test_parameters_are_spelled_as_the_caller_writes_them(speaker, spelled):
+    asked = Combination(engine="trainer", tp=2, tp_plan=False, family="bamba")
+    with pytest.raises(UnsupportedModelError, match=f"^{spelled}$"):
+        check_support(asked, speaker=speaker)
+    assert why_not(asked, "cp", speaker=speaker) is None
+
+
+def test_the_list_of_optimizers_is_that_of_the_planner():
+    assert LISTS["trainer_optimizers"] == list(launchable.TRAINER_OPTIMIZERS)
+
+
+def test_no_sentence_of_the_table_is_written_anywhere_else():
+    package = Path(hfscale.__file__).parent
+    sources = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
+    texts = {path: " ".join(node.value for node in ast.walk(tree) if is_text(node)) for path, tree in sources.items()}
+    for rule in rules():
+        for part in re.split(r"\{[^}]*\}", rule.why):
+            words = " ".join(part.split()[:7])
+            if len(words) > 25:
+                assert [str(path) for path, text in texts.items() if words in text] == [], rule.name
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)

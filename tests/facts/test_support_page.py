@@ -1,0 +1,77 @@
+"""docs/strategies.md lists what works with what; run this file to rewrite its tables."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from hfscale.facts.support import CONFIGS, PROPERTIES, TESTED, Combination, Rule, rules, why_not
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "strategies.md"
+BEGIN = "<!-- generated from hfscale/facts/support.toml by tests/facts/test_support_page.py -->\n"
+END = "<!-- end of what is generated -->\n"
+METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+
+
+def cell(config: str, method: str) -> str:
+    """Return what is known about training with a method under a config."""
+    if why_not(replace(CONFIGS[config], method=method)) is not None:
+        return "refused"
+    return "tested" if config in TESTED[method] else "not tested"
+
+
+def matrix() -> str:
+    """Return the table of methods and configs."""
+    rows = [f"| `{config}` | {' | '.join(cell(config, method) for method in METHODS)} |\n" for config in CONFIGS]
+    return f"| config | {' | '.join(METHODS.values())} |\n|---|{'---|' * len(METHODS)}\n{''.join(rows)}"
+
+
+def example(rule: Rule) -> Combination:
+    """Return a combination with the values that a rule names, and placeholders for the others."""
+    values = {}
+    for name, condition in rule.when.items():
+        name = {"strategy_family": "strategy"}.get(name, name)
+        if name in PROPERTIES and not isinstance(condition, dict):
+            values[name] = condition[0] if isinstance(condition, list) else condition
+    return Combination(**values)
+
+
+def refused(is_planned: bool) -> str:
+    """Return the table of the rules, of those for plans alone or of the others."""
+    rows = [
+        f"| {rule.name} | {rule.text(example(rule), 'planner' if is_planned else 'recipe')} |\n"
+        for rule in rules()
+        if bool(rule.when.get("planned")) == is_planned
+    ]
+    return f"| what | why not |\n|---|---|\n{''.join(rows)}"
+
+
+def generated() -> str:
+    """Return the part of the page that this file writes."""
+    return (
+        f"{BEGIN}\n{matrix()}\n"
+        "Refused with one line, before anything is loaded (N is a number, capital letters are your value):\n\n"
+        f"{refused(is_planned=False)}\n"
+        "`hfscale plan` offers no such layouts, although some of them run:\n\n"
+        f"{refused(is_planned=True)}\n{END}"
+    )
+
+
+def test_the_page_is_generated_from_the_table():
+    assert generated() in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_table_knows_every_config():
+    assert set(CONFIGS) == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert set().union(*TESTED.values()) <= set(CONFIGS)
+
+
+def test_no_combination_is_both_tested_and_refused():
+    for method, configs in TESTED.items():
+        for config in configs:
+            assert why_not(replace(CONFIGS[config], method=method)) is None
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(re.escape(BEGIN) + r".*" + re.escape(END), lambda _: generated(), page, flags=re.S))
