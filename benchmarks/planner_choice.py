@@ -67,7 +67,7 @@ def _without_layout(job: Job) -> Job:
         layout=ParallelLayout(dp_replicate=job.layout.world_size),
         micro_batch=1,
         zero=0,
-        recompute="none",
+        activation_checkpointing="none",
         virtual_stages=1,
         sequence_parallel=False,
         loss_parallel=False,
@@ -75,7 +75,7 @@ def _without_layout(job: Job) -> Job:
         reshard=True,
         expert_parallel=1,
         overlapped_experts=False,
-        pure=False,
+        pure_bf16=False,
         rowwise_fp8=False,
     )
 

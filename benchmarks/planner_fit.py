@@ -108,7 +108,7 @@ def to_constants(vector: np.ndarray, constants: Constants) -> dict[str, Framewor
 def predicted(run: Run, constants: Constants) -> float:
     """Predicted tokens per second and GPU of a run."""
     job = run.job
-    time = step_time(job, constants[job.framework], constants["shared"])
+    time = step_time(job, constants[job.stack], constants["shared"])
     return job.global_batch * job.seq_len / time.total / job.layout.world_size
 
 
@@ -233,7 +233,7 @@ def uncertainties(
 
 def _quantile(errors: list[tuple[Run, float]], framework: str, part: float) -> float:
     """The error, in logarithm, that `part` of a framework's rows keep, where every source has the same weight."""
-    own = [(run, size) for run, size in errors if run.job.framework == framework]
+    own = [(run, size) for run, size in errors if run.job.stack == framework]
     chosen = own if len({run.source for run, _ in own}) >= 3 else errors
     rows: dict[str, int] = defaultdict(int)
     for run, _ in chosen:

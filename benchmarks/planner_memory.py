@@ -41,7 +41,7 @@ def error(run: Run, constants: Constants) -> float:
     For a run that gives no peak it is the predicted peak relative to the device's memory.
     """
     shared = constants["shared"]
-    stack = constants[run.job.framework]
+    stack = constants[run.job.stack]
     memory = memory_of(run.job, stack, shared)
     measured = run.memory_gib or run.job.gpu.memory_gib
     return (allocated_gib(memory, shared) if run.is_allocated else memory.total) / measured - 1

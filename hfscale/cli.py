@@ -1,7 +1,8 @@
 """The command line: a table of the subcommands. The module of one is imported only when its command runs.
 
 To add a subcommand, write `NAME_command.py` in the package of its capability, with `COMMAND`: a function with typer's
-annotations, or a dictionary of such functions by the names of their subcommands. Then add lines to `COMMANDS` and
+annotations, or a dictionary of such functions by the names of their subcommands; `EXAMPLES`, if there is one, is shown
+at the end of its help. Then add lines to `COMMANDS` and
 `_MODULES`. Exit codes: 0 done, 1 the thing checked is bad, 2 wrong usage.
 """
 
@@ -9,8 +10,10 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
 from hfscale import __version__
@@ -105,15 +108,38 @@ def _build(requested: str) -> typer.Typer:
     )
     app.callback()(_global_options)
     for name, summary in COMMANDS.items():
-        command = import_module(_MODULES[name]).COMMAND if name == requested else _not_loaded
+        module = import_module(_MODULES[name]) if name == requested else None
+        command = _not_loaded if module is None else module.COMMAND
         if callable(command):
-            app.command(name, help=summary)(command)
+            examples = "\n".join(getattr(module, "EXAMPLES", ()))
+            app.command(name, cls=_Command, help=summary, epilog=examples)(command)
             continue
         group = typer.Typer(rich_markup_mode=None)
         for subcommand, function in command.items():
             group.command(subcommand)(function)
         app.add_typer(group, name=name, help=summary)
     return app
+
+
+class _Command(TyperCommand):
+    """A command whose help shows its options by groups, and then the examples of its module, one a line."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            is_argument = parameter.param_type_name == "argument"
+            group = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None) or "Options"
+            if record is not None:
+                groups.setdefault(group, []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records, col_max=34)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if self.epilog:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {line}\n" for line in self.epilog.splitlines()))
 
 
 def _print_version(requested: bool) -> None:

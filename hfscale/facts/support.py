@@ -17,7 +17,7 @@ from hfscale.core.tables import read_table
 
 _TABLE: Mapping[str, Any] = read_table("facts/support.toml")
 
-Speaker = Literal["recipe", "launcher", "python", "planner"]
+Speaker = Literal["recipe", "launcher", "python", "planner", "planner_python"]
 """Who spells the parameters: a recipe (`--tp_size 2`), the launcher's config (`parallelism_config_tp_size: 2`), a
 Python program (`tp_size=2`), or the planner's command line (`--tp 2`)."""
 

@@ -162,7 +162,7 @@ def _memory(
         global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size,
         zero=3,  # bf16 weights, as `parallelize_model` gathers them
         precision="bf16" if args.bf16 else "fp32",
-        recompute="full" if recomputes_activations(args) else "none",
+        activation_checkpointing="full" if recomputes_activations(args) else "none",
         sequence_parallel=sequence_parallel,
         loss_parallel=parallelized.vocab_loss is not None,
     )

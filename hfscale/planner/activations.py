@@ -39,10 +39,10 @@ def regime_of(job: Job) -> Regime:
         job (`Job`): the run.
     """
     if job.method != "full":
-        return "lora" if job.zero == 0 and not job.pure else "lora_bf16"
+        return "lora" if job.zero == 0 and not job.pure_bf16 else "lora_bf16"
     if job.precision == "fp32":
         return "fp32"
-    if job.pure or job.zero in (1, 2) or job.offload != "none":
+    if job.pure_bf16 or job.zero in (1, 2) or job.offload != "none":
         return "bf16"
     return "autocast" if job.zero == 0 and job.layout.tp * job.layout.pp == 1 else "mixed"
 
@@ -104,7 +104,7 @@ def end_activations(job: Job, framework: Framework) -> float:
     if framework.kept is not None:
         return 0.0
     split = job.layout.tp if job.sequence_parallel else 1
-    return job.tokens * _per_token(job, job.recompute).ends / split
+    return job.tokens * _per_token(job, job.activation_checkpointing).ends / split
 
 
 def selective_bytes(job: Job, framework: Framework) -> float:
@@ -170,9 +170,9 @@ def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
     scores = _score_bytes(job, framework)
     residual = 4.0 if framework.kept is None and regime_of(job) in ("fp32", "autocast") else 2.0
     boundary = residual * job.tokens * shape.hidden / (tp if job.sequence_parallel else 1)
-    if job.recompute == "none":
+    if job.activation_checkpointing == "none":
         return all_activations + scores, 0.0
-    if job.recompute == "full":
+    if job.activation_checkpointing == "full":
         return boundary, all_activations + scores
     if framework.name == "megatron":
         return all_activations - _megatron_dropped(job, framework), scores
@@ -261,7 +261,7 @@ def loss_bytes(job: Job, framework: Framework) -> float:
         tile = width * min(job.tokens, LOSS_TILE[0]) * min(shape.vocab, LOSS_TILE[1])
         return tile + (4.0 + width) * (job.tokens * shape.hidden + head)
     logits = job.tokens * shape.vocab / (job.layout.tp if job.loss_parallel else 1)
-    if job.fused_loss:
+    if job.liger:
         return _fused_loss_bytes(job)
     if job.loss_kernel:
         return LOSS_KERNEL_BYTES * logits

@@ -173,7 +173,7 @@ def simplicity(estimate: Estimate) -> tuple[int, ...]:
         min(layout.dp_replicate, layout.dp_shard) > 1
     )
     software = 3 if job.offload != "none" else (0, 2, 2, 1)[job.zero]
-    return axes, software, layout.pp * job.virtual_stages, int(job.fused_loss)
+    return axes, software, layout.pp * job.virtual_stages, int(job.liger)
 
 
 def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
@@ -212,7 +212,7 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
     if gpu.achieved_link_gb_s:
         link = f"{gpu.achieved_link_gb_s:g} GB/s measured"
     found = [
-        f"framework {request.framework}: {find_framework(request.framework).about}",
+        f"framework {request.stack}: {find_framework(request.stack).about}",
         f"nodes of {request.gpus_per_node} GPUs: {link} inside a node, {network:g} GB/s per GPU and direction between "
         f"nodes ({origin})",
         f"{request.precision} matrix products, {request.optimizer} states, {_rows(request)}",
@@ -223,11 +223,11 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         unit = {"dpo": "pairs", "grpo": "completions"}.get(request.task, "sequences")
         found.append(f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})")
         found += _of_the_task(job)
-    if job is not None and job.fused_loss and job.framework == "hf":
+    if job is not None and job.liger and job.stack == "hf":
         found.append("the fused loss needs Liger Kernel (pip install 'hfscale[gpu]'); --no-liger plans without it")
-    if job is not None and (job.optimizer, job.pure) != (request.optimizer, request.pure):
+    if job is not None and (job.optimizer, job.pure_bf16) != (request.optimizer, request.pure_bf16):
         bits = [f"optimizer {job.optimizer}"] if job.optimizer != request.optimizer else []
-        bits += ["parameters and states in bf16"] if job.pure != request.pure else []
+        bits += ["parameters and states in bf16"] if job.pure_bf16 != request.pure_bf16 else []
         found.append(f"nothing fits otherwise: {', '.join(bits)}, which change the training's results")
     if job is not None and job.overlapped_experts:
         found.append(

@@ -68,9 +68,9 @@ def _chosen(plan: Plan, number: int) -> Choice:
     """The choice of this number, after checking that it can be launched."""
     if not plan.choices:
         raise UsageError("--emit: no layout fits, so there is nothing to write; plan for more GPUs")
-    if plan.request.framework != "hf":
+    if plan.request.stack != "hf":
         raise UsageError(
-            f"--emit writes files for stack hf only, and --stack is {plan.request.framework}: plan with --stack hf"
+            f"--emit writes files for stack hf only, and --stack is {plan.request.stack}: plan with --stack hf"
         )
     if not 1 <= number <= len(plan.choices):
         raise UsageError(
@@ -245,7 +245,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         values["tf32"] = True
     if job.compile:
         values["torch_compile"] = True
-    if job.fused_loss:
+    if job.liger:
         values["use_liger_kernel"] = True
     if job.method != "full":
         values |= {"use_peft": True, "lora_r": job.lora_rank}
@@ -277,9 +277,9 @@ def layout_flags(job: Job) -> dict[str, Any]:
     flags["gradient_accumulation_steps"] = job.micro_batches
     if job.zero == 3 and job.layout.pp == 1 and job.micro_batches > 1 and not uses_deepspeed(job):
         flags["accelerator_config"] = SYNC_EACH_BATCH
-    if job.recompute != "none" or job.task != "text":  # TRL's default is to recompute
-        flags["activation_checkpointing"] = job.recompute != "none"
-    if job.recompute == "selective":
+    if job.activation_checkpointing != "none" or job.task != "text":  # TRL's default is to recompute
+        flags["activation_checkpointing"] = job.activation_checkpointing != "none"
+    if job.activation_checkpointing == "selective":
         flags["recompute"] = "selective"
     return flags
 

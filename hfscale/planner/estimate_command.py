@@ -4,7 +4,7 @@ import csv
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,136 +13,94 @@ import typer
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
-from hfscale.planner.estimate import Estimate, estimate, estimate_job
-from hfscale.planner.job import MAX_RANKS, Method, Offload, Optimizer, Precision, Recompute, Schedule, check_pure
+from hfscale.planner.command_line import make_command
+from hfscale.planner.estimate import Estimate, estimate_job, estimate_with
+from hfscale.planner.job import check_pure
 from hfscale.planner.memory import GIB, allocated_gib
+from hfscale.planner.options import (
+    MAX_RANKS,
+    AxisOptions,
+    EstimateInput,
+    EstimateOptions,
+    GpusOption,
+    a_zero_stage,
+    at_most,
+    check_options,
+    make_options,
+    spelling,
+)
 from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
 
 
 def run(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json.")
-    ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="-- ARGS …", help="With --script: the script's arguments.")
-    ] = None,
-    script: Annotated[
-        Path | None, typer.Option(help="Trace a step of this training script instead, which calls Trainer.train.")
-    ] = None,
-    table: Annotated[Path | None, typer.Option(help="A CSV file of runs instead; prints a JSON line per row.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="A GPU of hardware.toml, or a calibrated one: H100-80GB.")] = None,
-    gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
-    dp_replicate: Annotated[int | None, typer.Option(help="Replicas of the parameters.")] = None,
-    dp_shard: Annotated[int | None, typer.Option(help="Ranks that share one replica (FSDP2, ZeRO-3).")] = None,
-    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    virtual_stages: Annotated[int, typer.Option(help="Pipeline stages per rank.")] = 1,
-    schedule: Annotated[Schedule, typer.Option(help="Pipeline schedule.")] = "1f1b",
-    zero: Annotated[int | None, typer.Option(help="ZeRO stage: 0, 1, 2, 3 (FSDP2 is 3).")] = None,
-    micro_batch: Annotated[int, typer.Option(help="Sequences per data-parallel rank and micro-batch.")] = 1,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
-    activation_checkpointing: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = "none",
-    precision: Annotated[Precision, typer.Option(help="Format of the matrix products.")] = "bf16",
-    pure_bf16: Annotated[
-        bool, typer.Option("--pure-bf16", help="Parameters, gradients and optimizer states are in bf16.")
-    ] = False,
-    liger: Annotated[bool, typer.Option("--liger", help="The loss is fused (use_liger_kernel).")] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="The model runs under torch.compile.")] = False,
-    stack: Annotated[str, typer.Option(help="Training framework: hf, titan or megatron.")] = "hf",
-    method: Annotated[Method, typer.Option(help="Which parameters train.")] = "full",
-    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
-    optimizer: Annotated[Optimizer, typer.Option(help="The optimizer.")] = "adamw",
-    expert_parallel: Annotated[int, typer.Option(help="Ranks that share the experts of a layer.")] = 1,
-    overlapped_experts: Annotated[
-        bool,
-        typer.Option("--overlapped-experts", help="Tokens are sent to experts while another micro-batch is computed."),
-    ] = False,
-    offload: Annotated[Offload, typer.Option(help="States kept in the CPU's memory.")] = "none",
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs that NVLink or PCIe connects.")] = 8,
-    network_gb_s: Annotated[float | None, typer.Option(help="GB/s per GPU between nodes, one direction.")] = None,
-    hardware: Annotated[Path | None, typer.Option(help="A file written by `hfscale plan --calibrate`.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Print memory and time of one layout, or of every row of a table."""
-    if table is not None:
+    model: str | None,
+    arguments: list[str] | None,
+    axis_flags: dict[str, Any],
+    given: dict[str, Any],
+    gpu_flags: dict[str, Any],
+    input_flags: dict[str, Any],
+) -> int:
+    """Print memory and time of one layout, or of every row of a table; return the exit code.
+
+    Args:
+        model (`str`, *optional*): the model; with `--script` its first argument.
+        arguments (`list[str]`, *optional*): with `--script` its other arguments.
+        axis_flags (`dict[str, Any]`): the flags of `AxisOptions`.
+        given (`dict[str, Any]`): the flags of `EstimateOptions`.
+        gpu_flags (`dict[str, Any]`): the flag of `GpusOption`.
+        input_flags (`dict[str, Any]`): the flags of `EstimateInput`.
+    """
+    source = EstimateInput(**input_flags)
+    if source.table is not None:
         if model is not None:
-            raise UsageError(f"give a MODEL ({model}) or --table ({table}), not both")
-        _run_table(table)
-        return
-    if script is not None:
-        argv = [str(script), *([] if model is None else [model]), *(arguments or [])]
-        axes = {"--cp": cp, "--tp": tp, "--pp": pp}
-        stage = (3 if dp_shard is not None and dp_shard > 1 else 0) if zero is None else zero
-        _run_script(argv, gpu, gpus, axes, stage, precision, gpus_per_node, network_gb_s, hardware, as_json=as_json)
-        return
+            raise UsageError(f"give a MODEL ({model}) or --table ({source.table}), not both")
+        with spelling(str):  # an error of a row names its column
+            _run_table(source.table)
+        return 0
+    gpu = given["gpu"]
+    gpus = gpu_flags["gpus"]
+    axes = AxisOptions(**axis_flags)
+    check_options(axes)
+    zero = given["zero"]
+    if source.script is not None:
+        argv = [str(source.script), *([] if model is None else [model]), *(arguments or [])]
+        if zero is None:
+            zero = 3 if (axes.dp_shard or 1) > 1 else 0
+        _run_script(argv, gpus, axes, given | {"zero": zero}, as_json=source.as_json)
+        return 0
     if arguments:
         raise UsageError(f"'{arguments[0]}' belongs to no option: give one MODEL, or --script FILE -- ARGS")
     if model is None or gpu is None:
         raise UsageError("give a MODEL and --gpu, such as llama-3.1-8b --gpu H100-80GB, or --table FILE.csv")
-    check_pure(pure_bf16, precision)
-    layout = _fill_layout(gpus, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, zero=zero)
-    result = estimate(
-        model,
-        gpu=gpu,
-        layout=layout,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        global_batch=global_batch,
-        virtual_stages=virtual_stages,
-        schedule=schedule,
-        zero=(3 if layout.dp_shard > 1 else 0) if zero is None else zero,
-        recompute=activation_checkpointing,
-        precision=precision,
-        pure=pure_bf16,
-        fused_loss=liger,
-        compile=compile,
-        stack=stack,
-        method=method,
-        lora_rank=lora_rank,
-        optimizer=optimizer,
-        expert_parallel=expert_parallel,
-        overlapped_experts=overlapped_experts,
-        offload=offload,
-        gpus_per_node=gpus_per_node,
-        network_gb_s=network_gb_s,
-        hardware=hardware,
-    )
-    if as_json:
+    at_most(MAX_RANKS)("--gpus", gpus)
+    check_pure(given["pure_bf16"], given["precision"])
+    layout = _fill_layout(gpus, axes, zero)
+    if zero is None:
+        zero = 3 if layout.dp_shard > 1 else 0
+    result = estimate_with(model, make_options(EstimateOptions, "estimate", given | {"layout": layout, "zero": zero}))
+    if source.as_json:
         print(json.dumps(result.to_dict()))
     else:
         _print_estimate(result)
+    return 0
 
 
-def _run_script(
-    argv: Sequence[str],
-    gpu: str | None,
-    gpus: int,
-    axes: Mapping[str, int],
-    zero: int,
-    precision: Precision,
-    gpus_per_node: int,
-    network_gb_s: float | None,
-    hardware: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def _run_script(argv: Sequence[str], gpus: int, axes: AxisOptions, given: Mapping[str, Any], *, as_json: bool) -> None:
     """Trace a script and print its estimate, with data parallelism over all GPUs."""
     from hfscale.planner.script import estimate_script, trace_script
 
-    if gpu is None:
+    if given["gpu"] is None:
         raise UsageError("--script needs --gpu, such as H100-80GB")
     if not Path(argv[0]).is_file():
         raise UsageError(f"--script {argv[0]} is not a file: give a training script")
-    if zero not in (0, 1, 2, 3):
-        raise UsageError(f"--zero is {zero}: use a ZeRO stage of 0, 1, 2 or 3")
-    if not 1 <= gpus <= MAX_RANKS:
-        raise UsageError(f"--gpus is {gpus}: give a number from 1 to {MAX_RANKS:,}")
-    for name, size in axes.items():
-        if size > 1:
-            raise UsageError(f"--script is estimated with data parallelism alone: leave {name} out")
-    row = find_accelerator(gpu, hardware)
+    zero = given["zero"]
+    precision = given["precision"]
+    a_zero_stage("--zero", zero)
+    at_most(MAX_RANKS)("--gpus", gpus)
+    for name in ("cp", "tp", "pp"):
+        if getattr(axes, name) > 1:
+            raise UsageError(f"--script is estimated with data parallelism alone: leave --{name} out")
+    row = find_accelerator(given["gpu"], given["hardware"])
     counts = trace_script(argv, gpus=gpus, precision="bf16" if precision == "fp8" else precision)
     found = estimate_script(
         counts,
@@ -150,8 +108,8 @@ def _run_script(
         gpus=gpus,
         zero=zero,
         precision=precision,
-        gpus_per_node=gpus_per_node,
-        network_gb_s=network_gb_s,
+        gpus_per_node=given["gpus_per_node"],
+        network_gb_s=given["network_gb_s"],
     )
     if as_json:
         print(json.dumps(found.to_dict()))
@@ -172,22 +130,14 @@ def _run_script(
     print(f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
 
 
-def _fill_layout(
-    gpus: int, *, dp_replicate: int | None, dp_shard: int | None, cp: int, tp: int, pp: int, zero: int | None
-) -> ParallelLayout:
+def _fill_layout(gpus: int, axes: AxisOptions, zero: int | None) -> ParallelLayout:
     """Complete the given axes: remaining ranks shard the parameters; with a ZeRO stage below 3 they are replicas."""
-    named = ParallelLayout(
-        dp_replicate=1 if dp_replicate is None else dp_replicate,
-        dp_shard=1 if dp_shard is None else dp_shard,
-        cp=cp,
-        tp=tp,
-        pp=pp,
-    )
+    named = ParallelLayout(**{name: size or 1 for name, size in asdict(axes).items()})
     remaining, over = divmod(gpus, named.world_size)
     if remaining > 1 and not over:
-        if dp_shard is None and zero in (None, 3):
+        if axes.dp_shard is None and zero in (None, 3):
             named = replace(named, dp_shard=remaining)
-        elif dp_replicate is None:
+        elif axes.dp_replicate is None:
             named = replace(named, dp_replicate=remaining)
     named.check_world_size(gpus)
     return named
@@ -263,4 +213,24 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-COMMAND = run
+COMMAND = make_command(
+    run,
+    AxisOptions,
+    EstimateOptions,
+    GpusOption,
+    EstimateInput,
+    function="estimate",
+    arguments={
+        "model": Annotated[
+            str | None, typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json.")
+        ],
+        "arguments": Annotated[
+            list[str] | None, typer.Argument(metavar="-- ARGS …", help="With --script: the script's arguments.")
+        ],
+    },
+    defaults={"zero": None},
+)
+EXAMPLES = (
+    "hfscale estimate llama-3.1-8b --gpu H100-80GB --gpus 8 --activation-checkpointing full --global-batch 64",
+    "hfscale estimate --table runs.csv",
+)

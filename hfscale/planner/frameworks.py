@@ -12,6 +12,7 @@ from typing import Any
 
 from hfscale.core.tables import read_table
 from hfscale.errors import UsageError
+from hfscale.planner.options import spelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ def find_framework(name: str) -> Framework:
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UsageError(f"--stack is {name!r}, which is not known{hint}: use one of {', '.join(names)}")
+        raise UsageError(f"{spelled('stack')} is {name!r}, which is not known{hint}: use one of {', '.join(names)}")
     return Framework(name=name, **_TABLE[name])
 
 

@@ -5,8 +5,9 @@ from typing import Any, get_args
 
 from hfscale.errors import HfScaleError
 from hfscale.planner.estimate import Estimate, estimate_job
-from hfscale.planner.job import Job, Offload, Optimizer, Recompute, strategy_of
+from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.launchable import can_fuse_loss, why_not
+from hfscale.planner.options import ActivationCheckpointing, Offload, Optimizer
 from hfscale.planner.search import PlanRequest, best_of_layout, can_hold_states, lower_precision, search
 
 MAX_GPU_DOUBLINGS = 6
@@ -54,7 +55,8 @@ def improvements(request: PlanRequest, best: Estimate | None) -> list[Improvemen
 def _described(change: str, found: Estimate, best: Estimate | None, *, changes_results: bool = False) -> Improvement:
     job = found.job
     offload = f", {job.offload} offload" if job.offload != "none" else ""
-    run = f"{strategy_of(job)}{offload}, {job.layout.words}, micro-batch {job.micro_batch}, {job.recompute}"
+    batch = f"micro-batch {job.micro_batch}"
+    run = f"{strategy_of(job)}{offload}, {job.layout.words}, {batch}, {job.activation_checkpointing}"
     return Improvement(
         change=change,
         run=run,
@@ -73,20 +75,20 @@ def _faster(best: Estimate) -> list[Improvement]:
     """Changes with which the layout of the first choice, with the best micro-batch and recomputation, is faster."""
     job = best.job
     tried: list[tuple[str, Job, bool]] = []
-    if not job.fused_loss and can_fuse_loss(job):
-        tried.append(("fused loss: --liger", replace(job, fused_loss=True), False))
+    if not job.liger and can_fuse_loss(job):
+        tried.append(("fused loss: --liger", replace(job, liger=True), False))
     if not job.compile and job.layout.pp == 1:
         tried.append(("torch.compile: --compile", replace(job, compile=True), False))
     if job.precision == "bf16" and job.gpu.fp8_tflops:
         tried.append(("fp8 matrix products: --precision fp8", replace(job, precision="fp8"), True))
     if job.method == "full" and job.optimizer == "adamw":
         tried.append(("8-bit optimizer: --optimizer adamw_8bit", replace(job, optimizer="adamw_8bit"), True))
-        if not job.pure and job.precision == "bf16" and job.framework != "megatron":
-            tried.append(("bf16 parameters and states: --pure-bf16", replace(job, pure=True), True))
+        if not job.pure_bf16 and job.precision == "bf16" and job.stack != "megatron":
+            tried.append(("bf16 parameters and states: --pure-bf16", replace(job, pure_bf16=True), True))
     tried.append((f"twice the batch: --global-batch {2 * job.global_batch}", _with_batch(job, 2), True))
     found = []
     for change, trial, changes_results in tried:
-        if why_not(trial) is not None and why_not(job) is None and not trial.pure:
+        if why_not(trial) is not None and why_not(job) is None and not trial.pure_bf16:
             continue
         estimate = best_of_layout(trial, fused=False)[0]
         if estimate is not None and estimate.tokens_per_s_per_gpu > best.tokens_per_s_per_gpu * (1 + MIN_GAIN):
@@ -102,16 +104,17 @@ def _smaller(best: Estimate) -> list[Improvement]:
     """Changes with which the first choice, unchanged otherwise, needs less memory."""
     job = best.job
     tried: list[tuple[str, Job]] = []
-    if not job.fused_loss and can_fuse_loss(job):
-        tried.append(("fused loss: --liger", replace(job, fused_loss=True)))
+    if not job.liger and can_fuse_loss(job):
+        tried.append(("fused loss: --liger", replace(job, liger=True)))
     if job.micro_batch > 1:
         tried.append(
             (f"fewer sequences at once: {job.micro_batch // 2}", replace(job, micro_batch=job.micro_batch // 2))
         )
-    order = get_args(Recompute)
-    for recompute in order[order.index(job.recompute) + 1 :]:
-        tried.append((f"recomputation {recompute}", replace(job, recompute=recompute, overlapped_experts=False)))
-    if job.framework == "hf" and job.offload == "none" and job.layout.ranks_per_replica == 1 and job.task == "text":
+    order = get_args(ActivationCheckpointing)
+    for more in order[order.index(job.activation_checkpointing) + 1 :]:
+        recomputed = replace(job, activation_checkpointing=more, overlapped_experts=False)
+        tried.append((f"recomputation {more}", recomputed))
+    if job.stack == "hf" and job.offload == "none" and job.layout.ranks_per_replica == 1 and job.task == "text":
         offload: Offload = "full" if job.zero == 3 else "optimizer"
         tried.append((f"offload of {_offloaded(offload)}", replace(job, offload=offload, zero=job.zero or 2)))
     found = []
@@ -140,7 +143,7 @@ def _to_fit(request: PlanRequest) -> list[Improvement]:
         found_with_it = _first(replace(request, global_batch=batch), gpus)
         tried.append((f"larger batch: --global-batch {batch}", found_with_it, True))
     if request.method == "full" and request.task == "text":
-        adapters = replace(request, method="lora", fused_loss=None)
+        adapters = replace(request, method="lora", liger=None)
         tried.append(("adapters: --method lora", _first(adapters, gpus), True))
         tried.append(("adapters: --method qlora", _first(replace(adapters, method="qlora"), gpus), True))
     tried.append(("shorter sequences", _with_shorter_sequences(request), True))
@@ -153,13 +156,14 @@ def _to_fit(request: PlanRequest) -> list[Improvement]:
             change = f"more GPUs: --gpus {estimate.job.layout.world_size}"
         elif estimate.job.seq_len != request.seq_len:
             change = f"shorter sequences: --seq-len {estimate.job.seq_len}"
-        changes_results = changes_results or _has_lower_precision(request, estimate.job.optimizer, estimate.job.pure)
+        job = estimate.job
+        changes_results = changes_results or _has_lower_precision(request, job.optimizer, job.pure_bf16)
         found.append(_described(change, estimate, None, changes_results=changes_results))
     return found
 
 
 def _has_lower_precision(request: PlanRequest, optimizer: Optimizer, pure: bool) -> bool:
-    return any((changed.optimizer, changed.pure) == (optimizer, pure) for changed in lower_precision(request))
+    return any((changed.optimizer, changed.pure_bf16) == (optimizer, pure) for changed in lower_precision(request))
 
 
 def _first(request: PlanRequest, gpus: int) -> Estimate | None:

@@ -17,6 +17,7 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, trained_parameters
 from hfscale.planner.network import exposed_s
+from hfscale.planner.options import IslandOptions, spelled
 
 GAIN = 1.05
 """Least speed relative to the next best way at which islands are said to pay; less is within the errors."""
@@ -32,27 +33,32 @@ class Islands:
     """Number of islands, at least 2; each has the GPUs and the batch of the plan."""
     link_bytes_s: float
     """Bandwidth between an island and the others, one direction, bytes/s."""
-    steps: int = 100
+    steps: int = IslandOptions.island_steps
     """Optimizer steps between two exchanges (H)."""
     compression: Compression = field(default_factory=Compression)
     """How pseudo-gradients are sent."""
-    overlap_steps: int = 0
+    overlap_steps: int = IslandOptions.island_overlap_steps
     """Steps that train while a round exchanges."""
-    fragments: int = 1
+    fragments: int = IslandOptions.island_fragments
     """Parts of the parameters, of whole layers, that have rounds of their own."""
 
     def __post_init__(self) -> None:
         if self.count < 2:
-            raise UsageError(f"--islands is {self.count}: give at least 2, or leave it out to plan for one place")
+            raise UsageError(
+                f"{spelled('islands')} is {self.count}: give at least 2, or leave it out to plan for one place"
+            )
         if self.steps < 1:
-            raise UsageError(f"--island-steps is {self.steps}: give a number of steps of at least 1, such as 100")
+            raise UsageError(
+                f"{spelled('island_steps')} is {self.steps}: give a number of steps of at least 1, such as 100"
+            )
         if not 1 <= self.fragments <= self.steps:
             raise UsageError(
-                f"--island-fragments is {self.fragments}: give at least 1 and at most --island-steps ({self.steps})"
+                f"{spelled('island_fragments')} is {self.fragments}: give at least 1 and at most "
+                f"{spelled('island_steps')} ({self.steps})"
             )
         if not 0 <= self.overlap_steps < self.steps // self.fragments:
             raise UsageError(
-                f"--island-overlap-steps is {self.overlap_steps}: give at least 0 and less than the "
+                f"{spelled('island_overlap_steps')} is {self.overlap_steps}: give at least 0 and less than the "
                 f"{self.steps // self.fragments} steps between two rounds"
             )
 
@@ -120,8 +126,8 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
     period_s = islands.steps * step_s + waits_s
     all_tokens = count * job.tokens_per_step
 
-    overlap = find_framework(job.framework).overlap_dp
-    gradient = find_framework(job.framework).gradient_bytes * trained
+    overlap = find_framework(job.stack).overlap_dp
+    gradient = find_framework(job.stack).gradient_bytes * trained
     # An all-reduce in a ring of islands; it overlaps with the backward pass of the last micro-batch, two thirds of it.
     reduced = 2 * (count - 1) / count * gradient
     backward_s = estimate.time.compute / job.micro_batches * 2 / 3
@@ -169,7 +175,9 @@ def _fragments(job: Job, trained: int, fragments: int) -> list[int]:
     """Return the values of each fragment f: the layers f modulo `fragments`, and in the last one all else."""
     layers = job.shape.layers
     if fragments > layers:
-        raise UsageError(f"--island-fragments is {fragments}: the model has {layers} layers; give at most as many")
+        raise UsageError(
+            f"{spelled('island_fragments')} is {fragments}: the model has {layers} layers; give at most as many"
+        )
     in_layers = job.shape.layers_parameters if job.method == "full" else trained
     sizes = [in_layers * len(range(fragment, layers, fragments)) // layers for fragment in range(fragments)]
     return [*sizes[:-1], trained - sum(sizes[:-1])]

@@ -1,8 +1,8 @@
 """A run to estimate: a model on GPUs, its batch, its layout, and how it uses memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any
 
 from hfscale.core.tables import read_table
 from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
@@ -12,45 +12,14 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SCHEDULES, rank_layers, schedule_name
 from hfscale.facts.support import Combination, check_support
-
-Recompute = Literal["none", "selective", "full"]
-"""Which activations are dropped in the forward pass and computed again in the backward pass."""
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
-"""Format of the matrix products; states are in fp32 unless `Job.pure`."""
-Method = Literal["full", "lora", "qlora"]
-"""Which parameters train; `qlora` keeps the frozen ones in 4 bits."""
-Optimizer = Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "sgd_momentum", "adafactor", "muon"]
-"""Optimizers, which differ in the size of their states."""
-Offload = Literal["none", "optimizer", "full"]
-"""What is kept in the CPU's memory: with `optimizer` the optimizer states, which are updated there; with `full` also
-parameters and gradients."""
-Task = Literal["text", "sft", "dpo", "grpo"]
-"""What a step trains on: packed sequences of text or chats (`text`); with TRL chats or completions (`sft`), pairs of a
-chosen and a rejected sequence (`dpo`), or completions that the model generates in the step (`grpo`)."""
-Schedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"]
-"""Pipeline schedules; `1f1b` with several virtual stages is the interleaved one. See `hfscale.facts.schedules`."""
-
-MAX_SIZE = 10**9
-"""Largest size of a run that is not taken for a typing mistake."""
-MAX_RANKS = 10**6
-"""Largest number of ranks that is not taken for a typing mistake."""
+from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision, check_options, names_are_flags, spelled
 
 OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
 """What is known about each `Optimizer`: `state_bytes`, `traffic_bytes`, and its name in Trainer, `trainer`, if any."""
 
-CHOICES = {
-    "recompute": get_args(Recompute),
-    "precision": get_args(Precision),
-    "method": get_args(Method),
-    "optimizer": get_args(Optimizer),
-    "offload": get_args(Offload),
-    "schedule": get_args(Schedule),
-    "task": get_args(Task),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(LayoutOptions):
     """Describes one run to estimate. `check` tests whether its sizes fit together."""
 
     shape: ModelShape
@@ -59,78 +28,19 @@ class Job:
     """The device, one per rank."""
     layout: ParallelLayout
     """Ranks along each axis."""
-    seq_len: int
-    """Tokens per sequence."""
-    micro_batch: int
-    """Sequences per data-parallel rank and micro-batch; pairs of sequences with the task `dpo`."""
-    global_batch: int
-    """Sequences (pairs with `dpo`) per optimizer step, over all ranks."""
-    framework: str = "hf"
-    """The training framework whose constants are used: `hf`, `titan` or `megatron`."""
-    zero: int = 0
-    """What data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (FSDP)."""
-    recompute: Recompute = "none"
-    """Activation recomputation."""
-    precision: Precision = "bf16"
-    """Format of the matrix products."""
-    pure: bool = False
-    """Whether parameters, gradients and optimizer states are all in the format of the matrix products."""
-    compile: bool = False
-    """Whether torch.compile fuses element-wise operations."""
-    method: Method = "full"
-    """Which parameters train."""
-    lora_rank: int = 16
-    """Rank of the adapters, with `lora` and `qlora`."""
-    optimizer: Optimizer = "adamw"
-    """The optimizer."""
-    offload: Offload = "none"
-    """What is kept in the CPU's memory."""
-    virtual_stages: int = 1
-    """Pipeline stages per rank."""
-    schedule: Schedule = "1f1b"
-    """Pipeline schedule."""
+    # These options are inherited, and never None in a job.
+    seq_len: int = field()
+    micro_batch: int = field()
+    global_batch: int = field()
+    liger: bool = False
     sequence_parallel: bool = True
-    """Whether tensor parallelism also splits norms and residuals along the sequence."""
     loss_parallel: bool = True
-    """Whether the loss is computed on logits that stay split over the tensor-parallel ranks."""
-    expert_parallel: int = 1
-    """Ranks that share the experts of a layer."""
-    overlapped_experts: bool = False
-    """Whether tokens are sent to their experts and back while another micro-batch is computed
-    (`throughput.expert_exchange_s`)."""
-    reshard: bool = True
-    """Whether ZeRO-3 frees gathered parameters after the forward pass."""
-    flash_attention: bool = True
-    """Whether attention scores are never written to memory."""
-    fused_loss: bool = False
-    """Whether the loss never holds all logits at once (Liger, chunked cross-entropy)."""
-    compiled_loss: bool = True
-    """Whether torch.compile, if used, compiles the loss too: Hugging Face's models compute it in their forward pass,
-    torchtitan has compiled it since 2025."""
     loss_kernel: bool = False
     """Whether one kernel computes the loss, which keeps nothing but bf16 logits and their gradient (flash-attn's
     cross-entropy, the default of llm-foundry)."""
     norm_kernel: bool = False
     """Whether one kernel computes each norm, which keeps nothing but its input and its output (torchtitan's Triton
     kernel of 2024)."""
-    rowwise_fp8: bool = False
-    """Whether fp8 scales are per row instead of per tensor."""
-    task: Task = "text"
-    """What a step trains on."""
-    num_generations: int = 8
-    """Completions per prompt, with the task `grpo` (TRL's default)."""
-    max_completion_length: int = 512
-    """Tokens of a sequence that are generated, with the task `grpo` (TRL's default)."""
-    beta: float = 0.0
-    """Coefficient of the KL divergence from the reference model, with the task `grpo` (TRL's default: none)."""
-    precompute_ref_log_probs: bool = False
-    """Whether the reference's log-probabilities are computed before the training, with the task `dpo`."""
-    generation_rounds: int = 1
-    """Rounds in which the completions of a step are generated, with the task `grpo`."""
-    gpus_per_node: int = 8
-    """Ranks that NVLink or PCIe connects."""
-    network_gb_s: float | None = None
-    """Bandwidth between nodes per GPU and direction, GB/s; by default that of the vendor's reference node."""
 
     @cached_property
     def data_parallel(self) -> int:
@@ -151,7 +61,7 @@ class Job:
     def writes_scores(self) -> bool:
         """Whether attention scores are written to memory: without flash attention, and in Hugging Face's families that
         support neither it nor SDPA."""
-        return not self.flash_attention or (self.framework == "hf" and has_scores(self.shape.model_type))
+        return not self.flash_attention or (self.stack == "hf" and has_scores(self.shape.model_type))
 
     @property
     def sequences_per_example(self) -> int:
@@ -177,7 +87,7 @@ class Job:
     def is_megatron_deepspeed(self) -> bool:
         """Whether the framework is Megatron-DeepSpeed of 2021 and 2022, with which BLOOM and MT-NLG were trained: it
         sharded optimizer states before flash attention existed, when Megatron-LM itself did not."""
-        return self.framework == "megatron" and self.zero == 1 and not self.flash_attention
+        return self.stack == "megatron" and self.zero == 1 and not self.flash_attention
 
     @cached_property
     def schedule_name(self) -> str:
@@ -220,14 +130,14 @@ class Job:
         """Layers that the pipeline's stages divide; two more where the embedding and the head count as a layer
         each."""
         layers = self.shape.layers
-        is_counted = self.framework != "hf" and layers % self.layout.pp and (layers + 2) % self.layout.pp == 0
+        is_counted = self.stack != "hf" and layers % self.layout.pp and (layers + 2) % self.layout.pp == 0
         return layers + 2 if is_counted else layers
 
     @cached_property
     def rank_layers(self) -> tuple[int, ...] | None:
         """Number of layers of each pipeline rank of `ParallelTrainer`; None without pipeline and for other
         frameworks."""
-        if self.framework != "hf" or self.layout.pp == 1:
+        if self.stack != "hf" or self.layout.pp == 1:
             return None
         head = self.shape.head_layers
         return rank_layers(self.shape.layers, head, self.layout.pp, self.virtual_stages, self.schedule_name)
@@ -240,32 +150,28 @@ class Job:
             UnsupportedModelError: the key-value heads do not divide the attention heads.
             UsageError: an option is unknown, or the device does not support the precision.
         """
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(known)}")
-        for name in ("seq_len", "micro_batch", "global_batch", "virtual_stages", "expert_parallel", "gpus_per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise LayoutError(f"{name} is {value!r}: it must be an integer of at least 1")
-            if value > MAX_SIZE:
-                raise LayoutError(f"{name} is {value}: it must be at most {MAX_SIZE:,}")
+        check_options(self)
         if self.layout.world_size > MAX_RANKS:
             raise LayoutError(f"layout {self.layout} has {self.layout.world_size:,} ranks: use at most {MAX_RANKS:,}")
-        if self.zero not in (0, 1, 2, 3):
-            raise LayoutError(f"zero is {self.zero!r}: use a ZeRO stage of 0, 1, 2 or 3")
         if self.precision == "fp8" and self.gpu.fp8_tflops is None:
-            raise UsageError(f"precision is fp8, but no fp8 peak of {self.gpu.name} is known: use precision bf16")
+            raise UsageError(
+                f"{spelled('precision')} is fp8, but no fp8 peak of {self.gpu.name} is known: use "
+                f"{spelled('precision')} bf16"
+            )
         if self.precision == "bf16" and self.gpu.bf16_tflops is None:
             other = "fp16" if self.gpu.fp16_tflops else "fp32"
-            raise UsageError(f"precision is bf16, but {self.gpu.name} does not support it: use precision {other}")
+            raise UsageError(
+                f"{spelled('precision')} is bf16, but {self.gpu.name} does not support it: use "
+                f"{spelled('precision')} {other}"
+            )
         self._check_model()
         self._check_task()
         share = self.data_parallel * self.micro_batch
         if self.global_batch % share:
             fit = max(share, round(self.global_batch / share) * share)
             raise LayoutError(
-                f"global_batch is {self.global_batch}, which is not a multiple of {self.data_parallel} data-parallel "
-                f"ranks x micro_batch {self.micro_batch}: use {fit}"
+                f"{spelled('global_batch')} is {self.global_batch}, which is not a multiple of {self.data_parallel} "
+                f"data-parallel ranks x {spelled('micro_batch')} {self.micro_batch}: use {fit}"
             )
 
     def _check_model(self) -> None:
@@ -281,74 +187,95 @@ class Job:
                 f"of {heads} in the model's config"
             )
         if heads % tp:
-            raise LayoutError(f"tp is {tp}, which does not divide {heads} attention heads: use {_divisor(heads, tp)}")
+            raise LayoutError(
+                f"{spelled('tp')} is {tp}, which does not divide {heads} attention heads: use {_divisor(heads, tp)}"
+            )
         if kv_heads % tp and tp % kv_heads:
             raise LayoutError(
-                f"tp is {tp}, which does not divide {kv_heads} key-value heads: use {_divisor(kv_heads, tp)}"
+                f"{spelled('tp')} is {tp}, which does not divide {kv_heads} key-value heads: use "
+                f"{_divisor(kv_heads, tp)}"
             )
         if pp * self.virtual_stages > self.stage_units:
             raise LayoutError(
-                f"pp {pp} x virtual_stages {self.virtual_stages} needs {pp * self.virtual_stages} layers, and the "
-                f"model has {shape.layers}: use pp of at most {shape.layers // self.virtual_stages}"
+                f"{spelled('pp')} {pp} x {spelled('virtual_stages')} {self.virtual_stages} needs "
+                f"{pp * self.virtual_stages} layers, and the model has {shape.layers}: use {spelled('pp')} of at most "
+                f"{shape.layers // self.virtual_stages}"
             )
         if self.virtual_stages > 1 and pp == 1:
-            raise LayoutError(f"virtual_stages is {self.virtual_stages}, which needs a pipeline: set pp above 1")
+            raise LayoutError(
+                f"{spelled('virtual_stages')} is {self.virtual_stages}, which needs a pipeline: set {spelled('pp')} "
+                "above 1"
+            )
         if self.is_v_shaped and self.virtual_stages != 2 and pp > 1:
             raise LayoutError(
-                f"virtual_stages is {self.virtual_stages}, but schedule {self.schedule} has 2 stages per rank: use 2"
+                f"{spelled('virtual_stages')} is {self.virtual_stages}, but {spelled('schedule')} {self.schedule} "
+                "has 2 stages "
+                "per rank: use 2"
             )
         if self.seq_len % (2 * cp if cp > 1 else 1):
             raise LayoutError(
-                f"cp is {cp}, which splits sequences into {2 * cp} parts, and seq_len {self.seq_len} does not divide "
-                f"by that: use {self.seq_len // (2 * cp) * 2 * cp or 2 * cp}"
+                f"{spelled('cp')} is {cp}, which splits sequences into {2 * cp} parts, and {spelled('seq_len')} "
+                f"{self.seq_len} "
+                f"does not divide by that: use {self.seq_len // (2 * cp) * 2 * cp or 2 * cp}"
             )
+        if self.method != "full" and self.lora_rank < 1:
+            raise UsageError(f"{spelled('lora_rank')} is {self.lora_rank}: give a rank of at least 1, such as 16")
         if self.expert_parallel > 1 and (shape.moe is None or shape.moe.experts % self.expert_parallel):
             experts = shape.moe.experts if shape.moe else 0
             raise LayoutError(
-                f"expert_parallel is {self.expert_parallel}, which does not divide {experts} experts: use 1"
+                f"{spelled('expert_parallel')} is {self.expert_parallel}, which does not divide {experts} experts: "
+                "use 1"
             )
         if self.overlapped_experts and not can_overlap_experts(self):
             raise LayoutError(
-                "overlapped_experts needs stack megatron, expert_parallel above 1, at least two micro-batches, no "
-                "full recomputation, and in a pipeline virtual_stages above 1: set these, or leave it out"
+                f"{spelled('overlapped_experts')} needs {spelled('stack')} megatron, {spelled('expert_parallel')} "
+                "above 1, at "
+                "least two micro-batches, no full recomputation, and in a pipeline "
+                f"{spelled('virtual_stages')} above 1: set these, or leave it out"
             )
 
     def _check_task(self) -> None:
         asked = Combination(
             planned=True,
-            engine=self.framework,
+            engine=self.stack,
             trl=self.task != "text",
             task=self.task,
             tp=self.layout.tp,
             pp=self.layout.pp,
             cp=self.layout.cp,
-            fused_loss=self.fused_loss,
+            fused_loss=self.liger,
             offload=self.offload,
         )
-        check_support(asked, "task", "trl", speaker="planner")
+        check_support(asked, "task", "trl", speaker="planner" if names_are_flags() else "planner_python")
         if self.task == "grpo":
             self._check_generation()
 
     def _check_generation(self) -> None:
         if self.num_generations < 2:
-            raise LayoutError(f"num_generations is {self.num_generations}: a group needs at least 2 completions")
+            raise LayoutError(
+                f"{spelled('num_generations')} is {self.num_generations}: a group needs at least 2 completions"
+            )
         if not 1 <= self.max_completion_length < self.seq_len:
             raise LayoutError(
-                f"max_completion_length is {self.max_completion_length}, and seq_len, which includes the prompt, is "
-                f"{self.seq_len}: give a completion length from 1 to {self.seq_len - 1}, or a larger seq_len"
+                f"{spelled('max_completion_length')} is {self.max_completion_length}, and {spelled('seq_len')}, "
+                "which includes "
+                f"the prompt, is {self.seq_len}: give a completion length from 1 to {self.seq_len - 1}, or a "
+                f"larger {spelled('seq_len')}"
             )
         if not 0 <= self.beta < float("inf"):
-            raise UsageError(f"beta is {self.beta}: it must be a finite number of at least 0")
+            raise UsageError(f"{spelled('beta')} is {self.beta}: it must be a finite number of at least 0")
         if self.micro_batches % self.generation_rounds:
             raise LayoutError(
-                f"generation_rounds is {self.generation_rounds}, which does not divide {self.micro_batches} "
+                f"{spelled('generation_rounds')} is {self.generation_rounds}, which does not divide "
+                f"{self.micro_batches} "
                 "micro-batches: use a divisor"
             )
         if self.global_batch // self.generation_rounds % self.num_generations:
             near = max(1, round(self.global_batch / self.num_generations)) * self.num_generations
             raise LayoutError(
-                f"global_batch is {self.global_batch} completions in {self.generation_rounds} rounds, not a multiple "
-                f"of num_generations {self.num_generations}: use a global batch such as {near}"
+                f"{spelled('global_batch')} is {self.global_batch} completions in {self.generation_rounds} rounds, "
+                "not a multiple "
+                f"of {spelled('num_generations')} {self.num_generations}: use a global batch such as {near}"
             )
 
 
@@ -359,7 +286,10 @@ def check_pure(pure_bf16: bool, precision: Precision) -> None:
         UsageError: the matrix products are in fp16 or fp32.
     """
     if pure_bf16 and precision not in ("bf16", "fp8"):
-        raise UsageError(f"--pure-bf16 is given with --precision {precision}: use --precision bf16, or leave it out")
+        raise UsageError(
+            f"{spelled('pure_bf16')} is given with {spelled('precision')} {precision}: use {spelled('precision')} "
+            "bf16, or leave it out"
+        )
 
 
 FINE_GRAINED = 64
@@ -380,7 +310,9 @@ def can_overlap_experts(job: Job) -> bool:
     """
     is_interleaved = job.layout.pp == 1 or job.virtual_stages > 1
     has_two_micro_batches = job.expert_parallel > 1 and job.micro_batches > 1
-    return job.framework == "megatron" and has_two_micro_batches and job.recompute != "full" and is_interleaved
+    return (
+        job.stack == "megatron" and has_two_micro_batches and job.activation_checkpointing != "full" and is_interleaved
+    )
 
 
 def _divisor(number: int, near: int) -> int:

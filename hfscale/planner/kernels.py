@@ -11,7 +11,8 @@ from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
 from hfscale.facts.model_shape import LayerKind
 from hfscale.planner.frameworks import Framework, SharedConstants
-from hfscale.planner.job import Job, Precision
+from hfscale.planner.job import Job
+from hfscale.planner.options import Precision, spelled
 
 DEFAULT_ACHIEVED = 0.8
 """Rate of the best matrix product relative to the peak, where none was measured: 80% on H100, 87% on A100 (Bekman, ML
@@ -127,7 +128,7 @@ def _bf16_like_peak(job: Work) -> float:
         formats: tuple[Dtype, ...] = ("bf16", "fp16", "fp8")
         has = [name for name in formats if peak_tflops(gpu, name)]
         raise UsageError(
-            f"--precision is {job.precision}, but no {job.precision} peak of {gpu.name} is known: use "
+            f"{spelled('precision')} is {job.precision}, but no {job.precision} peak of {gpu.name} is known: use "
             f"{' or '.join(has)}"
         )
     return peak
@@ -223,7 +224,7 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
     scores = heads * tokens * seq_len
     is_odd = attention.head_dim % TENSOR_CORE_WIDTH != 0 and job.gpu.fp32_tflops is not None
     rate = job.gpu.fp32_tflops * 1e12 if is_odd and job.gpu.fp32_tflops else rates.bf16_matmul
-    is_eager = job.framework == "hf"
+    is_eager = job.stack == "hf"
     moved = EAGER_SCORE_BYTES + SOFTCAP_BYTES.get(job.shape.model_type, 0.0) if is_eager else SCORE_BYTES
     return 2 * widths * seq_len * tokens / rate + moved * scores / rates.memory
 

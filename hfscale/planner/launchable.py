@@ -17,7 +17,7 @@ def describe(job: Job) -> Combination:
     Args:
         job (`Job`): the run.
     """
-    engine = engine_of(job.framework, pp=job.layout.pp)
+    engine = engine_of(job.stack, pp=job.layout.pp)
     runs_parallel_trainer = engine == "parallel_trainer"
     return Combination(
         planned=True,
@@ -36,9 +36,9 @@ def describe(job: Job) -> Combination:
         family=job.shape.model_type,
         tp_plan=job.shape.model_type not in TENSOR_PARALLEL_PLAN_MISSING,
         precision=job.precision,
-        pure=job.pure,
+        pure=job.pure_bf16,
         compile=job.compile,
-        fused_loss=job.fused_loss,
+        fused_loss=job.liger,
         method=job.method,
         optimizer=job.optimizer,
         offload=job.offload,
@@ -65,7 +65,7 @@ def can_fuse_loss(job: Job) -> bool:
         job (`Job`): the run.
     """
     fused = replace(describe(job), fused_loss=True)
-    return job.framework == "hf" and support.why_not(fused, "fused_loss") is None
+    return job.stack == "hf" and support.why_not(fused, "fused_loss") is None
 
 
 def uses_deepspeed(job: Job) -> bool:
@@ -105,7 +105,7 @@ def why_not(job: Job, *about: str) -> str | None:
 
 
 def _why_sequence_does_not_divide(job: Job) -> str | None:
-    if job.framework != "hf" or job.layout.pp == 1 or job.layout.cp == 1:
+    if job.stack != "hf" or job.layout.pp == 1 or job.layout.cp == 1:
         return None
     parts = job.layout.cp * math.lcm(2, job.layout.tp if job.sequence_parallel else 1)
     if job.seq_len % parts:

@@ -131,7 +131,7 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
         gradient_share = share_of(all_replicas) if job.zero == 2 else 1.0
         optimizer_share = share_of(all_replicas) if job.zero >= 1 else 1.0
     weight, gradient, master = _formats(job, framework)
-    moments = OPTIMIZERS[job.optimizer]["state_bytes"] / (2 if job.pure and job.optimizer == "adamw" else 1)
+    moments = OPTIMIZERS[job.optimizer]["state_bytes"] / (2 if job.pure_bf16 and job.optimizer == "adamw" else 1)
     frozen = FROZEN_BYTES[job.method]
     trained = share * local
     parameters = (frozen * local + weight * trained) * parameter_share
@@ -160,7 +160,7 @@ def _formats(job: Job, framework: Framework) -> tuple[float, float, float]:
     """Bytes per trained parameter of the parameter itself, its gradient and its master copy."""
     if job.precision == "fp32":
         return 4.0, 4.0, 0.0
-    if job.pure:
+    if job.pure_bf16:
         return 2.0, 2.0, 0.0
     if framework.name == "megatron" or (job.zero in (1, 2) and framework.name == "hf"):
         # DeepSpeed and Megatron hold low-precision parameters, and a master copy with the moments. At the update fp16
@@ -421,7 +421,7 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
     elif (
         framework.name != "megatron"
         and job.zero == 0
-        and not job.pure
+        and not job.pure_bf16
         and job.precision != "fp32"
         and job.method == "full"
     ):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.planner.frameworks import SharedConstants
+from hfscale.planner.options import spelled
 
 
 def exposed_s(traffic: float, compute: float, overlap: float) -> float:
@@ -91,7 +92,8 @@ class Network:
         """
         if network_gb_s is not None and not 0 < network_gb_s < math.inf:
             raise UsageError(
-                f"--network-gb-s is {network_gb_s}: give the bandwidth per GPU and direction, above 0 and finite"
+                f"{spelled('network_gb_s')} is {network_gb_s}: give the bandwidth per GPU and direction, above 0 and "
+                "finite"
             )
         link = gpu.link_gb_s or (gpu.host_gb_s or 16.0) * PEER_TO_PEER_PCIE
         card = network_gb_s or datasheet_network_gb_s(gpu, node_size)

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from hfscale.errors import LayoutError, UnknownHardwareError, UsageError
-from hfscale.facts.hardware import Accelerator, find_accelerator
+from hfscale.errors import UnknownHardwareError, UsageError
+from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
@@ -18,16 +17,20 @@ from hfscale.planner.cost import Cost, compare, cost, reliability
 from hfscale.planner.estimate import Estimate, spread
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.improvements import Improvement, improvements
-from hfscale.planner.job import Method, Optimizer, Precision, Task, strategy_of
+from hfscale.planner.job import strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
+from hfscale.planner.options import (
+    MAX_GPUS,
+    Objective,
+    PlanOptions,
+    RunOptions,
+    at_most,
+    options_of,
+    python_options,
+    spelled,
+    with_options,
+)
 from hfscale.planner.search import PlanRequest, Rejected, search
-
-Objective = Literal["time", "cost", "gpus"]
-"""What choices are ranked by."""
-MAX_GPUS = 131_072
-"""Largest number of GPUs that is searched."""
-MAX_INTERRUPTIONS = 60.0
-"""Largest number of preemptions per spot node and hour that is not taken for a typing mistake: one a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class Choice:
 
     def scaled(self, value: float) -> tuple[float, float]:
         """Return the range of a value that is proportional to the step's duration, such as hours or dollars."""
-        return spread(value, find_framework(self.estimate.job.framework).time_range)
+        return spread(value, find_framework(self.estimate.job.stack).time_range)
 
     @property
     def hours_range(self) -> tuple[float, float]:
@@ -77,13 +80,13 @@ class Choice:
             "expert_parallel": job.expert_parallel,
             "overlapped_experts": job.overlapped_experts,
             "offload": job.offload,
-            "activation_checkpointing": job.recompute,
+            "activation_checkpointing": job.activation_checkpointing,
             **({"generation_rounds": job.generation_rounds} if job.task == "grpo" else {}),
             "recipe": recipe_of(job),
             **self.estimate.to_dict(),
-            "fused_loss": job.fused_loss,
+            "fused_loss": job.liger,
             "optimizer": job.optimizer,
-            "pure": job.pure,
+            "pure": job.pure_bf16,
             "hours": self.hours,
             "hours_range": None if self.hours is None else list(self.hours_range),
             "gpu_hours": self.gpu_hours,
@@ -130,7 +133,7 @@ class Plan:
     def unlaunchable(self) -> list[str]:
         """A line for each reason why no recipe can run some of the choices; empty for frameworks without recipes."""
         found: dict[str, list[str]] = {}
-        if self.request.framework == "hf":
+        if self.request.stack == "hf":
             for number, choice in enumerate(self.choices, 1):
                 reason = why_not(choice.estimate.job)
                 if reason is not None:
@@ -176,82 +179,13 @@ def task_options(request: PlanRequest) -> dict[str, Any]:
     return {"name": request.task, **{name: getattr(request, name) for name in names}}
 
 
-def plan(
-    model: str | ModelShape,
-    *,
-    gpu: str | Accelerator,
-    gpus: int,
-    tokens: float | None = None,
-    objective: Objective = "time",
-    top: int = 5,
-    min_gpus: bool = False,
-    deadline_hours: float | None = None,
-    budget_usd: float | None = None,
-    usd_per_gpu_hour: float | None = None,
-    spot_interruptions: float | None = None,
-    prices: Path | None = None,
-    hardware: Path | None = None,
-    gpus_per_node: int = 8,
-    seq_len: int = 4096,
-    global_batch: int | None = None,
-    method: Method = "full",
-    lora_rank: int = 16,
-    stack: str = "hf",
-    precision: Precision = "bf16",
-    optimizer: Optimizer = "adamw",
-    pure: bool = False,
-    compile: bool = False,
-    fused_loss: bool | None = None,
-    network_gb_s: float | None = None,
-    task: Task = "text",
-    num_generations: int | None = None,
-    max_completion_length: int | None = None,
-    beta: float | None = None,
-    precompute_ref_log_probs: bool = False,
-) -> Plan:
-    """Rank the layouts for training `model` on `gpus` GPUs.
+@with_options(PlanOptions)
+def plan(model: str | ModelShape, **options: Any) -> Plan:
+    """Rank the layouts for training `model` on a number of GPUs.
 
     Args:
         model (`str` or `ModelShape`): a built-in name, a hub id, a `config.json` or its folder; or a shape.
-        gpu (`str` or `Accelerator`): a name of `hardware.toml` or of the user's hardware file; or an accelerator.
-        gpus (`int`): number of GPUs, at most 131,072; with `objective` `cost` or `gpus` the largest number to use.
-        tokens (`float`, *optional*): tokens to train on; without it no duration and no cost is given.
-        objective (`str`): what to rank by: `time`, `cost` or `gpus` (fewest).
-        top (`int`): number of choices to return.
-        min_gpus (`bool`): whether to search for the fewest GPUs too.
-        deadline_hours (`float`, *optional*): longest duration of the run, hours; choices that take longer are left
-            out.
-        budget_usd (`float`, *optional*): highest cost of the run, USD; choices that cost more, or whose cost is not
-            known, are left out.
-        usd_per_gpu_hour (`float`, *optional*): your price, USD per GPU and hour, used instead of the providers'.
-        spot_interruptions (`float`, *optional*): preemptions per spot node and hour; by default
-            `hfscale.planner.cost.SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
-        prices (`Path`, *optional*): a price list of your own; by default `hfscale.facts.prices.user_price_file()`, if
-            it exists.
-        hardware (`Path`, *optional*): a file written by `hfscale plan --calibrate`; by default the user's own.
-        gpus_per_node (`int`): GPUs that NVLink or PCIe connects.
-        seq_len (`int`): tokens per sequence.
-        global_batch (`int`, *optional*): sequences per step; by default `hfscale.planner.search.usual_batch`.
-        method (`str`): which parameters train: `full`, `lora` or `qlora`.
-        lora_rank (`int`): rank of the adapters.
-        stack (`str`): the training framework whose constants are used: `hf`, `titan` or `megatron`.
-        precision (`str`): format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`.
-        optimizer (`str`): `adamw`, `adamw_bf16`, `adamw_8bit`, `sgd`, `sgd_momentum`, `adafactor` or `muon`.
-        pure (`bool`): whether parameters, gradients and optimizer states are in the format of the matrix products.
-        compile (`bool`): whether the model runs under torch.compile.
-        fused_loss (`bool`, *optional*): whether the loss never holds all logits at once (Liger); by default both are
-            tried where a recipe can.
-        network_gb_s (`float`, *optional*): bandwidth between nodes per GPU and direction, GB/s; by default that of the
-            vendor's reference node.
-        task (`str`): what a step trains on: `text` (text or chats, with the recipes of `ddp`, `sharded` and `tp_pp`),
-            or with TRL `sft`, `dpo` (the batch counts pairs) or `grpo` (it counts completions, and `seq_len` includes
-            prompt and completion).
-        num_generations (`int`, *optional*): completions per prompt with `grpo`; by default 8 as in TRL.
-        max_completion_length (`int`, *optional*): tokens to generate with `grpo`; by default 512 as in TRL.
-        beta (`float`, *optional*): coefficient of the KL divergence with `grpo`; by default 0 as in TRL, without a
-            reference model.
-        precompute_ref_log_probs (`bool`): whether the reference's log-probabilities are computed before the training,
-            with `dpo`.
+        **options: the options, see below.
 
     Raises:
         UsageError: an option is unknown or out of range, or belongs to another task, or the number of tokens is
@@ -262,96 +196,73 @@ def plan(
         ConfigFileError: the model config, the price list or the hardware file cannot be read, or is wrong.
         MissingDependencyError: the model is on the hub, and huggingface_hub is not installed.
     """
-    if objective not in get_args(Objective):
-        raise UsageError(f"--objective is {objective!r}: use one of {', '.join(get_args(Objective))}")
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= MAX_GPUS:
-        raise LayoutError(f"--gpus is {gpus}: give a number from 1 to {MAX_GPUS:,}")
-    _check_amounts(tokens=tokens, deadline=deadline_hours, budget=budget_usd, usd_per_gpu_hour=usd_per_gpu_hour)
-    if spot_interruptions is not None and not 0 <= spot_interruptions <= MAX_INTERRUPTIONS:
-        raise UsageError(
-            f"--spot-interruptions is {spot_interruptions}: give preemptions per spot node and hour, from 0 to "
-            f"{MAX_INTERRUPTIONS:g}, such as 0.02 for one in two days"
-        )
-    if tokens is None and (objective == "cost" or deadline_hours or budget_usd):
-        raise UsageError("hours and costs need the number of tokens to train on: give --tokens, such as 1T or 500M")
-    if task not in get_args(Task):
-        raise UsageError(f"--task is {task}: use one of {', '.join(get_args(Task))}")
-    of_grpo = {"num_generations": num_generations, "max_completion_length": max_completion_length, "beta": beta}
-    _check_task(task, of_grpo, precompute_ref_log_probs, method)
-    request = PlanRequest(
-        shape=find_model(model) if isinstance(model, str) else model,
-        gpu=find_accelerator(gpu, hardware) if isinstance(gpu, str) else gpu,
-        gpus=gpus,
-        gpus_per_node=gpus_per_node,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        method=method,
-        lora_rank=lora_rank,
-        framework=stack,
-        precision=precision,
-        optimizer=optimizer,
-        pure=pure,
-        compile=compile,
-        fused_loss=fused_loss,
-        network_gb_s=network_gb_s,
-        task=task,
-        precompute_ref_log_probs=precompute_ref_log_probs,
-        num_generations=PlanRequest.num_generations if num_generations is None else num_generations,
-        max_completion_length=(
-            PlanRequest.max_completion_length if max_completion_length is None else max_completion_length
-        ),
-        beta=PlanRequest.beta if beta is None else beta,
-    )
-    find_framework(request.framework)
-    _check_request(request)
-    offers, warnings = _offers(request, all_prices(prices))
-    pricing = _Pricing(
-        tokens=tokens,
-        offers=offers,
-        egress=all_egress(prices),
-        usd_per_gpu_hour=usd_per_gpu_hour,
-        spot_interruptions=spot_interruptions,
-        deadline_hours=deadline_hours,
-        budget_usd=budget_usd,
-    )
+    with python_options(PlanOptions, "plan", options) as chosen:
+        return plan_with(model, chosen)
 
-    estimates, rejected = search(request, gpus)
+
+def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
+    """Rank the layouts as `plan`, whose options were checked (`options.make_options`)."""
+    at_most(MAX_GPUS)(spelled("gpus"), options.gpus)
+    needs_tokens = options.objective == "cost" or options.deadline or options.budget
+    if options.tokens is None and needs_tokens:
+        raise UsageError(
+            f"hours and costs need the number of tokens to train on: give {spelled('tokens')}, such as 1T or 500M"
+        )
+    if options.precompute_ref_log_probs and options.method != "full":
+        raise UsageError(
+            f"{spelled('precompute_ref_log_probs')} saves a reference model, and {spelled('method')} "
+            f"{options.method} needs none: leave it out"
+        )
+    gpu = options.gpu
+    request = PlanRequest(
+        **{name: getattr(options, name) for name in options_of(RunOptions)},
+        shape=find_model(model) if isinstance(model, str) else model,
+        gpu=find_accelerator(gpu, options.hardware) if isinstance(gpu, str) else gpu,
+        gpus=options.gpus,
+    )
+    find_framework(request.stack)
+    _check_request(request)
+    offers, warnings = _offers(request, all_prices(options.prices))
+    pricing = _Pricing(options=options, offers=offers, egress=all_egress(options.prices))
+    objective = options.objective
+
+    estimates, rejected = search(request, options.gpus)
     choices = pricing.choices(estimates)
     if estimates and not choices:
         rejected.append(pricing.over_the_limits(estimates))
     fewest = None
-    if objective != "time" or min_gpus:
+    if objective != "time" or options.min_gpus:
         fewest, on_fewer_gpus = _search_fewer_gpus(request, pricing, stop_at_first=objective == "time")
         choices += on_fewer_gpus
-        if fewest is None and min_gpus and choices:
-            fewest = gpus
-    error = find_framework(request.framework).time_error
-    choices = _ranked(choices, objective, error)[:top]
+        if fewest is None and options.min_gpus and choices:
+            fewest = options.gpus
+    error = find_framework(request.stack).time_error
+    choices = _ranked(choices, objective, error)[: options.top]
     best = choices[0].estimate if choices else None
     return Plan(
         model=model if isinstance(model, str) else model.model_type,
         request=request,
-        tokens=tokens,
+        tokens=options.tokens,
         choices=tuple(choices),
         order=_order(choices, objective, error),
         rejected=tuple(rejected),
         min_gpus=fewest,
         improvements=tuple(improvements(request, best) if best or not estimates else ()),
         advice=tuple(advice(best, [choice.estimate for choice in choices])) if best else (),
-        assumptions=tuple(assumptions(request, best.job if best else None, tokens)),
-        warnings=tuple(warnings if tokens is not None and usd_per_gpu_hour is None else ()),
+        assumptions=tuple(assumptions(request, best.job if best else None, options.tokens)),
+        warnings=tuple(warnings if options.tokens is not None and options.usd_per_gpu_hour is None else ()),
     )
 
 
 def plan_gpu_types(
-    model: str | ModelShape, *, gpu_types: Sequence[str], **options: Any
+    model: str | ModelShape, gpu_types: Sequence[str], options: PlanOptions
 ) -> tuple[list[Plan], dict[str, str]]:
     """Plan a training on each of several types of GPU.
 
     Args:
         model (`str` or `ModelShape`): as in `plan`.
         gpu_types (`Sequence[str]`): names of GPUs.
-        options: the other arguments of `plan`.
+        options (`PlanOptions`): the options; their GPU is not used.
 
     Returns:
         `tuple[list[Plan], dict[str, str]]`: the plans, best first: by the cost of the first choice with the objective
@@ -365,7 +276,7 @@ def plan_gpu_types(
     failed: dict[str, str] = {}
     for name in gpu_types:
         try:
-            plans.append(plan(model, gpu=name, **options))
+            plans.append(plan_with(model, replace(options, gpu=name)))
         except UnknownHardwareError:
             raise
         except UsageError as error:
@@ -379,29 +290,9 @@ def plan_gpu_types(
         first = found.choices[0]
         usd = first.usd if first.usd is not None else math.inf
         seconds = _time_per_token(first)
-        return (usd, seconds) if options.get("objective") == "cost" else (seconds, usd)
+        return (usd, seconds) if options.objective == "cost" else (seconds, usd)
 
     return sorted(plans, key=order), failed
-
-
-def _check_amounts(**amounts: float | None) -> None:
-    for name, value in amounts.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be a finite number above 0")
-
-
-def _check_task(task: Task, of_grpo: Mapping[str, float | None], precompute: bool, method: Method) -> None:
-    """Check that the options of a task are given for this task only."""
-    for name, value in of_grpo.items():
-        if task != "grpo" and value is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} belongs to --task grpo, and the task is {task}: leave it out")
-    if precompute and task != "dpo":
-        raise UsageError(f"--precompute-ref-log-probs belongs to --task dpo, and the task is {task}: leave it out")
-    if precompute and method != "full":
-        raise UsageError(
-            f"--precompute-ref-log-probs saves a reference model, and --method {method} needs none: leave it out"
-        )
 
 
 def _check_request(request: PlanRequest) -> None:
@@ -409,62 +300,57 @@ def _check_request(request: PlanRequest) -> None:
     smallest = request.num_generations if request.task == "grpo" else 1
     batch = smallest if request.global_batch is None else request.global_batch
     request.job(ParallelLayout(), global_batch=batch).check()
-    if request.method != "full" and request.lora_rank < 1:
-        raise UsageError(f"--lora-rank is {request.lora_rank}: give a rank of at least 1, such as 16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pricing:
-    """The cost of a choice, and the limits it must keep. Fields without a docstring are arguments of `plan`."""
+    """The cost of a choice, and the limits it must keep."""
 
-    tokens: float | None
+    options: PlanOptions
+    """What the caller of `plan` asked for."""
     offers: tuple[Price, ...]
     """Prices of the GPU."""
     egress: Mapping[str, Egress]
     """Prices of data that leaves a provider, by provider."""
-    usd_per_gpu_hour: float | None
-    spot_interruptions: float | None
-    deadline_hours: float | None
-    budget_usd: float | None
 
     def choices(self, estimates: Sequence[Estimate]) -> list[Choice]:
         """Compute the costs of the estimates, and leaves out those over the limits."""
         return [choice for choice in map(self._choice, estimates) if self._keeps_limits(choice)]
 
     def _choice(self, item: Estimate) -> Choice:
-        if self.tokens is None:
+        if self.options.tokens is None:
             return Choice(estimate=item)
         job = item.job
         rate = item.tokens_per_s_per_gpu * job.layout.world_size
-        if self.usd_per_gpu_hour is not None:
+        if self.options.usd_per_gpu_hour is not None:
             own = cost(
                 job,
-                tokens=self.tokens,
+                tokens=self.options.tokens,
                 tokens_per_s=rate,
-                usd_per_gpu_hour=self.usd_per_gpu_hour,
+                usd_per_gpu_hour=self.options.usd_per_gpu_hour,
                 provider="your price",
             )
             return Choice(estimate=item, hours=own.hours, costs=(own,))
         costs = compare(
             job,
             self.offers,
-            tokens=self.tokens,
+            tokens=self.options.tokens,
             tokens_per_s=rate,
-            interruptions_per_node_hour=self.spot_interruptions,
+            interruptions_per_node_hour=self.options.spot_interruptions,
             egress=self.egress,
         )
-        hours = costs[0].hours if costs else self.tokens / rate / 3600 / reliability(job, spot=False).goodput
+        hours = costs[0].hours if costs else self.options.tokens / rate / 3600 / reliability(job, spot=False).goodput
         return Choice(estimate=item, hours=hours, costs=tuple(costs))
 
     def _keeps_limits(self, choice: Choice) -> bool:
-        if self.deadline_hours is not None and (choice.hours or 0.0) > self.deadline_hours:
+        if self.options.deadline is not None and (choice.hours or 0.0) > self.options.deadline:
             return False
-        return self.budget_usd is None or (choice.usd is not None and choice.usd <= self.budget_usd)
+        return self.options.budget is None or (choice.usd is not None and choice.usd <= self.options.budget)
 
     def over_the_limits(self, estimates: Sequence[Estimate]) -> Rejected:
         """Explain why none of the layouts that fit is a choice."""
-        limits = [f"the deadline of {self.deadline_hours:g} hours"] if self.deadline_hours is not None else []
-        limits += [f"the budget of {self.budget_usd:,.0f} USD"] if self.budget_usd is not None else []
+        limits = [f"the deadline of {self.options.deadline:g} hours"] if self.options.deadline is not None else []
+        limits += [f"the budget of {self.options.budget:,.0f} USD"] if self.options.budget is not None else []
         best = estimates[0].job
         reason = f"fits in memory, but exceeds {' or '.join(limits)}, as do all {len(estimates)} layouts that fit"
         return Rejected(layout=best.layout, strategy=strategy_of(best), reason=reason)

@@ -33,7 +33,7 @@ def show(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = N
     request = plan.request
     console.print(
         f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {request.gpus} x {request.gpu.name}, "
-        f"sequences of {request.seq_len}, {request.method}, framework {request.framework}"
+        f"sequences of {request.seq_len}, {request.method}, framework {request.stack}"
         + ("" if request.task == "text" else f", task {request.task}")
     )
     if plan.choices:
@@ -77,7 +77,7 @@ def show_gpu_types(plans: Sequence[Plan], failed: Mapping[str, str]) -> None:
     first = plans[0].request
     console.print(
         f"{plans[0].model}: {first.shape.total_parameters / 1e9:.2f}B parameters, {first.gpus} GPUs, sequences of "
-        f"{first.seq_len}, {first.method}, framework {first.framework}"
+        f"{first.seq_len}, {first.method}, framework {first.stack}"
     )
     has_hours = plans[0].tokens is not None
     numbers = ["batch", "recompute", "GiB", "fits", "tokens/s/GPU", *(["days", "USD"] if has_hours else [])]
@@ -91,7 +91,7 @@ def show_gpu_types(plans: Sequence[Plan], failed: Mapping[str, str]) -> None:
         job = estimate.job
         row = [
             f"{job.micro_batch} x {job.micro_batches}",
-            job.recompute,
+            job.activation_checkpointing,
             f"{estimate.memory.total:.0f} of {job.gpu.memory_gib:.0f}",
             estimate.fits_word,
             f"{estimate.tokens_per_s_per_gpu:,.0f}",
@@ -126,9 +126,9 @@ def _layout(choice: Choice) -> str:
 def _strategy(job: Job, request: PlanRequest) -> str:
     """The strategy, and what the run uses in addition to what was asked for."""
     more = [f"{job.offload} offload"] if job.offload != "none" else []
-    more += ["fused loss"] if job.fused_loss and not request.fused_loss else []
+    more += ["fused loss"] if job.liger and not request.liger else []
     more += [job.optimizer] if job.optimizer != request.optimizer else []
-    more += ["bf16 states"] if job.pure and not request.pure else []
+    more += ["bf16 states"] if job.pure_bf16 and not request.pure_bf16 else []
     return ", ".join([strategy_of(job), *more])
 
 
@@ -150,7 +150,7 @@ def _choices(plan: Plan) -> Table:
             _layout(choice) + stages,
             str(job.zero),
             f"{job.micro_batch} x {job.micro_batches}{rounds}",
-            job.recompute,
+            job.activation_checkpointing,
             f"{estimate.memory.total:.0f}",
             estimate.fits_word,
             f"{estimate.time.total:.2f}",

@@ -16,11 +16,12 @@ from typing import Any
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.planner.frameworks import find_framework, shared_constants
-from hfscale.planner.job import OPTIMIZERS, Precision
+from hfscale.planner.job import OPTIMIZERS
 from hfscale.planner.kernels import Rates
 from hfscale.planner.launchable import TRAINER_OPTIMIZERS
 from hfscale.planner.memory import GIB, Memory
 from hfscale.planner.network import Group, Network
+from hfscale.planner.options import Precision
 from hfscale.planner.throughput import StepTime
 
 TRACER = "hfscale.planner.trace"

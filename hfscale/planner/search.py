@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from hfscale.errors import LayoutError
@@ -14,22 +14,17 @@ from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING, Combination
 from hfscale.facts.support import why_not as explain
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.frameworks import find_framework
-from hfscale.planner.job import (
-    Job,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    Recompute,
-    Schedule,
-    Task,
-    can_overlap_experts,
-    is_fine_grained,
-    splits_activations,
-    strategy_of,
-)
+from hfscale.planner.job import Job, can_overlap_experts, is_fine_grained, splits_activations, strategy_of
 from hfscale.planner.launchable import can_fuse_loss, engine_of, why_not
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
+from hfscale.planner.options import (
+    ActivationCheckpointing,
+    Offload,
+    RunOptions,
+    Schedule,
+    options_of,
+    spelled,
+)
 from hfscale.planner.tasks import GENERATION_ROUNDS
 
 USABLE_MEMORY_FRACTION = 0.94
@@ -61,12 +56,8 @@ Candidate = tuple[ParallelLayout, int, Offload]
 """A layout, its ZeRO stage and what it offloads."""
 
 
-_OF_THE_PLAN = ("gpus", "global_batch", "fused_loss")
-"""Fields of a `PlanRequest` that a `Job` does not have, or not in the same way."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
+class PlanRequest(RunOptions):
     """Describes what is to be planned for."""
 
     shape: ModelShape
@@ -75,40 +66,6 @@ class PlanRequest:
     """The device."""
     gpus: int
     """Number of devices."""
-    gpus_per_node: int = 8
-    """Devices that NVLink or PCIe connects."""
-    seq_len: int = 4096
-    """Tokens per sequence."""
-    global_batch: int | None = None
-    """Sequences per step; by default `usual_batch`."""
-    method: Method = "full"
-    """Which parameters train."""
-    lora_rank: int = 16
-    """Rank of the adapters."""
-    framework: str = "hf"
-    """Training framework whose constants are used."""
-    precision: Precision = "bf16"
-    """Format of the matrix products."""
-    optimizer: Optimizer = "adamw"
-    """The optimizer."""
-    pure: bool = False
-    """Whether parameters, gradients and optimizer states are in the format of the matrix products."""
-    compile: bool = False
-    """Whether the model runs under torch.compile."""
-    fused_loss: bool | None = None
-    """Whether the loss never holds all logits at once (Liger); None to try both where the recipes can."""
-    network_gb_s: float | None = None
-    """Bandwidth between nodes per device, GB/s; by default that of the vendor's reference node."""
-    task: Task = "text"
-    """What a step trains on."""
-    num_generations: int = 8
-    """Completions per prompt, with the task `grpo`."""
-    max_completion_length: int = 512
-    """Tokens of a sequence that are generated, with the task `grpo`."""
-    beta: float = 0.0
-    """Coefficient of the KL divergence from the reference model, with the task `grpo`."""
-    precompute_ref_log_probs: bool = False
-    """Whether the reference's log-probabilities are computed before the training, with the task `dpo`."""
 
     def job(self, layout: ParallelLayout, *, global_batch: int, zero: int = 0, offload: Offload = "none") -> Job:
         """Return the run of a layout with micro-batches of one sequence.
@@ -119,17 +76,18 @@ class PlanRequest:
             zero (`int`): what data-parallel ranks shard.
             offload (`str`): what is kept in the CPU's memory.
         """
-        shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_THE_PLAN}
+        options = {name: getattr(self, name) for name in options_of(RunOptions)}
+        options |= {"liger": bool(self.liger), "global_batch": global_batch}
         return Job(
-            **shared,
-            fused_loss=bool(self.fused_loss),
+            **options,
+            shape=self.shape,
+            gpu=self.gpu,
             layout=layout,
             micro_batch=1,
-            global_batch=global_batch,
             zero=zero,
             offload=offload,
-            sequence_parallel=splits_activations(self.framework, layout),
-            loss_parallel=splits_activations(self.framework, layout),
+            sequence_parallel=splits_activations(self.stack, layout),
+            loss_parallel=splits_activations(self.stack, layout),
         )
 
 
@@ -196,8 +154,9 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
     if gpus > request.gpus_per_node and gpus % request.gpus_per_node:
         down = gpus // request.gpus_per_node * request.gpus_per_node
         raise LayoutError(
-            f"--gpus is {gpus}, which is not a multiple of {request.gpus_per_node} GPUs per node: use {down} or "
-            f"{down + request.gpus_per_node}, or set --gpus-per-node"
+            f"{spelled('gpus')} is {gpus}, which is not a multiple of {request.gpus_per_node} GPUs per node: use "
+            f"{down} "
+            f"or {down + request.gpus_per_node}, or set {spelled('gpus_per_node')}"
         )
     batch = request.global_batch or usual_batch(request, gpus)
     fitting: list[Estimate] = []
@@ -224,7 +183,7 @@ def can_hold_states(request: PlanRequest, gpus: int) -> bool:
         request (`PlanRequest`): what is planned for; its own number of GPUs is not used.
         gpus (`int`): number of GPUs.
     """
-    framework = find_framework(request.framework)
+    framework = find_framework(request.stack)
     limit = request.gpu.memory_gib * USABLE_MEMORY_FRACTION
     spread: Candidate = (ParallelLayout(dp_shard=gpus), 3, "none")
     tried = [(changed, spread) for changed in (request, *lower_precision(request))]
@@ -252,12 +211,12 @@ def lower_precision(request: PlanRequest) -> list[PlanRequest]:
     Args:
         request (`PlanRequest`): what is planned for.
     """
-    if request.method != "full" or request.optimizer != "adamw" or request.pure or request.framework == "megatron":
+    if request.method != "full" or request.optimizer != "adamw" or request.pure_bf16 or request.stack == "megatron":
         return []
     eight_bits = replace(request, optimizer="adamw_8bit")
     if request.precision not in ("bf16", "fp8"):
         return [eight_bits]
-    return [eight_bits, replace(request, pure=True), replace(eight_bits, pure=True)]
+    return [eight_bits, replace(request, pure_bf16=True), replace(eight_bits, pure_bf16=True)]
 
 
 def _with_lower_precision(request: PlanRequest, gpus: int, batch: int) -> list[Estimate]:
@@ -275,7 +234,7 @@ def _with_lower_precision(request: PlanRequest, gpus: int, batch: int) -> list[E
 
 def _offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
     """Layouts that keep states in the CPU's memory: ZeRO-2 and ZeRO-3 with offload, where that is planned."""
-    engine = engine_of(request.framework, pp=1)
+    engine = engine_of(request.stack, pp=1)
     offloaded = Combination(planned=True, engine=engine, task=request.task, offload="full")
     if explain(offloaded, "offload") is None:
         yield ParallelLayout(dp_replicate=gpus), 2 if gpus > 1 else 0, "optimizer"
@@ -297,7 +256,7 @@ def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
         if heads % tp or (kv_heads % tp and tp % kv_heads) or gpus % tp:
             continue
         for pp in _pipeline_sizes(shape.layers, gpus // tp):
-            if tp > 1 and request.framework == "hf" and not _divides(shape, tp, pp):
+            if tp > 1 and request.stack == "hf" and not _divides(shape, tp, pp):
                 continue
             for cp in _powers_of_two(request.seq_len // MIN_TOKENS_PER_CP_RANK):
                 if _why_not_split(request, tp=tp, pp=pp, cp=cp) is not None:
@@ -312,7 +271,7 @@ def _why_not_split(request: PlanRequest, *, tp: int, pp: int, cp: int) -> str | 
 
     Rules that depend on what the ranks shard, or that concern pipelines alone, are applied to each layout (`_try`).
     """
-    engine = engine_of(request.framework, pp=pp)
+    engine = engine_of(request.stack, pp=pp)
     split = Combination(
         planned=True,
         engine=engine,
@@ -359,11 +318,11 @@ def _data_parallel(request: PlanRequest, *, tp: int, pp: int, cp: int, dp: int) 
         yield layout(1), 0, "none"
         yield layout(1), 1, "none"
         yield layout(1), 2, "none"
-    elif request.framework == "megatron":
+    elif request.stack == "megatron":
         yield layout(1), 1, "none"
     elif pp > 1 and cp == 1:
         yield layout(1), 0, "none"  # replicated stages: FSDP2 whose shard axis has one rank
-    if pp > 1 and request.framework == "megatron":
+    if pp > 1 and request.stack == "megatron":
         return
     yield layout(dp), 3, "none"
     inside = max(1, request.gpus_per_node // (tp * cp))
@@ -381,7 +340,7 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
     def because(reason: str) -> Rejected:
         return Rejected(layout=job.layout, strategy=strategy_of(job), reason=reason)
 
-    if job.layout.pp > 1 and job.framework == "hf":
+    if job.layout.pp > 1 and job.stack == "hf":
         reason = why_not(job, "engine")  # not what only keeps a recipe from running it: it is estimated all the same
         if reason is not None:
             return because(f"{NO_PIPELINES}: {reason}")
@@ -393,7 +352,7 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
     host_memory = _host_memory(request)
     if (needed := host_gib(job)) > host_memory:
         return because(f"offload needs {needed:.0f} GiB of CPU memory per GPU, and {host_memory:.0f} are assumed")
-    best, least_gib = best_of_layout(job, fused=request.fused_loss is None and can_fuse_loss(job))
+    best, least_gib = best_of_layout(job, fused=request.liger is None and can_fuse_loss(job))
     if best is not None:
         return best
     if least_gib is None:
@@ -420,13 +379,13 @@ def best_of_layout(job: Job, *, fused: bool) -> tuple[Estimate | None, float | N
     """The best estimate of each loss and schedule, the simplest first."""
     least_gib: float | None = None
     is_limited = True
-    for fused_loss in (job.fused_loss, True) if fused and not job.fused_loss else (job.fused_loss,):
+    for liger in (job.liger, True) if fused and not job.liger else (job.liger,):
         if not is_limited:
             break  # all micro-batches fit without recomputation
         is_limited = False
         for schedule, stages in _schedules(job):
             best: Estimate | None = None
-            for variants in _variants(job, schedule, stages, fused_loss):
+            for variants in _variants(job, schedule, stages, liger):
                 is_too_large = True
                 for variant in variants:
                     fitting, needed, is_cut = _fitting_micro_batches(variant)
@@ -443,7 +402,7 @@ def best_of_layout(job: Job, *, fused: bool) -> tuple[Estimate | None, float | N
                     break  # less recomputation needs more memory
             if best is not None:
                 fastest.append(best)
-                if best.time.bubble < TIE_TOLERANCE * best.time.total and best.job.recompute == "none":
+                if best.time.bubble < TIE_TOLERANCE * best.time.total and best.job.activation_checkpointing == "none":
                     break  # another schedule can only shorten the bubble
     if not fastest:
         return None, least_gib
@@ -454,7 +413,7 @@ def best_of_layout(job: Job, *, fused: bool) -> tuple[Estimate | None, float | N
 def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]:
     """The jobs with each of `MICRO_BATCHES` whose memory fits; the least memory that any needs, GiB, which is None if
     the schedule runs with no number of micro-batches; and whether memory rules out a larger micro-batch."""
-    framework = find_framework(variant.framework)
+    framework = find_framework(variant.stack)
     limit = variant.gpu.memory_gib * USABLE_MEMORY_FRACTION
     fitting: list[Job] = []
     least_gib: float | None = None
@@ -466,7 +425,7 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
             break
         if trial.overlapped_experts and not can_overlap_experts(trial):  # only one micro-batch is left
             trial = replace(trial, overlapped_experts=False)
-        if trial.framework == "hf" and not _schedule_runs(trial):
+        if trial.stack == "hf" and not _schedule_runs(trial):
             continue
         needed = memory_of(trial, framework).total
         least_gib = needed if least_gib is None else min(least_gib, needed)
@@ -485,13 +444,19 @@ def _schedule_runs(job: Job) -> bool:
     )
 
 
-def _variants(job: Job, schedule: Schedule, stages: int, fused_loss: bool) -> Iterator[list[Job]]:
+def _variants(job: Job, schedule: Schedule, stages: int, liger: bool) -> Iterator[list[Job]]:
     """The job with a schedule and a loss: for each recomputation, that with the least memory first, its variants."""
-    for recompute in reversed(get_args(Recompute)):
+    for checkpointing in reversed(get_args(ActivationCheckpointing)):
         # A schedule that delays the weights' gradients keeps what they need, so recomputation saves nothing.
-        if recompute != "none" and schedule_name(schedule, stages) in SPLIT_BACKWARD:
+        if checkpointing != "none" and schedule_name(schedule, stages) in SPLIT_BACKWARD:
             continue
-        variant = replace(job, fused_loss=fused_loss, recompute=recompute, schedule=schedule, virtual_stages=stages)
+        variant = replace(
+            job,
+            liger=liger,
+            activation_checkpointing=checkpointing,
+            schedule=schedule,
+            virtual_stages=stages,
+        )
         if job.task == "grpo":
             yield list(_generation_rounds(variant))
         else:
@@ -517,7 +482,7 @@ def _schedules(job: Job) -> list[tuple[Schedule, int]]:
     """Schedules with their stages per rank: those of `ParallelTrainer`, or 1F1B as other frameworks interleave it."""
     pp = job.layout.pp
     layers = job.shape.layers
-    if pp == 1 or job.framework != "hf":
+    if pp == 1 or job.stack != "hf":
         return [("1f1b", stages) for stages in _interleavings(job)]
     looped: list[tuple[Schedule, int]] = [("1f1b", 2), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
     looped += [("1f1b", stages) for stages in (3, 4, 6, 8)]
@@ -535,7 +500,7 @@ def _interleavings(job: Job) -> list[int]:
 
 def _expert_groups(job: Job) -> list[int]:
     """Numbers of ranks that may share the experts of a layer; Trainer has no expert parallelism."""
-    if job.shape.moe is None or job.framework == "hf":
+    if job.shape.moe is None or job.stack == "hf":
         return [1]
     ranks = job.data_parallel * job.layout.cp
     return [size for size in (1, 8, 64) if job.shape.moe.experts % size == 0 and ranks % size == 0]
@@ -561,7 +526,7 @@ def _unsupported_kinds(request: PlanRequest, gpus: int) -> Iterator[Rejected]:
     if reason is not None:
         yield Rejected(layout=ParallelLayout(tp=gpus), strategy="parallel", reason=reason)
     experts = request.shape.moe.experts if request.shape.moe is not None else 1
-    spread = Combination(planned=True, engine=engine_of(request.framework, pp=1), expert_parallel=experts)
+    spread = Combination(planned=True, engine=engine_of(request.stack, pp=1), expert_parallel=experts)
     reason = explain(spread, "expert_parallel", speaker="planner")
     if reason is not None:
         yield Rejected(layout=ParallelLayout(dp_shard=gpus), strategy="expert parallel", reason=reason)

@@ -29,10 +29,11 @@ from hfscale.facts.hardware import Accelerator, accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import catalogue, catalogue_shape
-from hfscale.planner.estimate import with_recompute_that_fits
+from hfscale.planner.estimate import with_least_checkpointing
 from hfscale.planner.frameworks import find_framework
-from hfscale.planner.job import Job, Method, Precision, Recompute, can_overlap_experts, is_fine_grained
+from hfscale.planner.job import Job, can_overlap_experts, is_fine_grained
 from hfscale.planner.memory import GIB, memory_of, state_bytes
+from hfscale.planner.options import ActivationCheckpointing, Method, Precision
 
 # -- the model's shape ------------------------------------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ def _usual_heads(hidden: int, tp: int) -> int:
 # -- one column at a time ---------------------------------------------------------------------------------------------
 
 
-RECOMPUTE_WORDS: Mapping[str, Recompute] = {
+RECOMPUTE_WORDS: Mapping[str, ActivationCheckpointing] = {
     "full": "full",
     "block": "full",
     "uniform": "full",
@@ -273,7 +274,7 @@ def _precision_of(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
     raise UsageError(f"precision is {text!r}: use bf16, fp16, fp8 or fp32, with -mixed or -pure")
 
 
-def _recompute_of(row: Mapping[str, str]) -> Recompute | None:
+def _recompute_of(row: Mapping[str, str]) -> ActivationCheckpointing | None:
     """Activation recomputation of a row; None where the column is blank."""
     text = text_of(row, "ac").lower()
     if not text:
@@ -409,16 +410,16 @@ def job_of(row: Mapping[str, str]) -> Job:
         seq_len=seq_len,
         micro_batch=micro,
         global_batch=integer(row, "global_batch_seqs") or micro * layout.data_parallel_size,
-        framework=framework,
+        stack=framework,
         zero=zero,
         precision=precision,
-        pure=pure,
+        pure_bf16=pure,
         rowwise_fp8=rowwise,
         compile=compiled,
         compiled_loss=framework == "hf" or text_of(row, "loss").lower() == "compiled",
         loss_kernel=text_of(row, "loss").lower() == "kernel",
         norm_kernel=text_of(row, "norm").lower() == "kernel",
-        recompute=_recompute_of(row) or "none",
+        activation_checkpointing=_recompute_of(row) or "none",
         method=method_of(row)[0],
         virtual_stages=stages,
         sequence_parallel=(not old and framework != "hf") or "sp" in text_of(row, "ac").lower().split("+"),
@@ -435,7 +436,7 @@ def job_of(row: Mapping[str, str]) -> Job:
         job = _largest_micro_batch(job)
     if is_fine_grained(job.shape) and can_overlap_experts(job):  # as DeepSeek-V3 in Megatron
         job = replace(job, overlapped_experts=True)
-    return job if _recompute_of(row) else with_recompute_that_fits(job)
+    return job if _recompute_of(row) else with_least_checkpointing(job)
 
 
 # -- one column at a time ---------------------------------------------------------------------------------------------
@@ -527,7 +528,7 @@ def _sharded_if_needed(job: Job) -> Job:
     replicas."""
     if job.zero == 3 or job.data_parallel == 1 or job.layout.pp > 1:
         return job
-    states = state_bytes(job, find_framework(job.framework))
+    states = state_bytes(job, find_framework(job.stack))
     if (states.parameters + states.gradients + states.optimizer) / GIB <= job.gpu.memory_gib:
         return job
     return replace(job, zero=3, layout=replace(job.layout, dp_replicate=1, dp_shard=job.data_parallel))
@@ -537,7 +538,7 @@ def _largest_micro_batch(job: Job) -> Job:
     """The job with the largest micro-batch, a power of two up to 16, that fits; with a pipeline it is unchanged."""
     if job.layout.pp > 1:
         return job
-    constants = find_framework(job.framework)
+    constants = find_framework(job.stack)
     per_rank = job.global_batch // job.data_parallel
     best = job
     for micro in (2, 4, 8, 16):

@@ -120,7 +120,8 @@ def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[fl
     """Forward and backward pass of a layer, recomputation included, and at least the time to launch its kernels."""
     products = 2.0 if job.method == "full" else 1.0  # frozen weights need no gradient
     attention = 2.0 if job.writes_scores else BACKWARD_ATTENTION
-    again = {"none": 0.0, "full": layer.total, "selective": _selective_s(job, layer, framework)}[job.recompute]
+    recomputed = {"none": 0.0, "full": layer.total, "selective": _selective_s(job, layer, framework)}
+    again = recomputed[job.activation_checkpointing]
     backward = products * layer.matmul + attention * layer.attention + 2 * (layer.elementwise + layer.routing) + again
     launch = framework.launch_s * (0.5 if job.compile else 1.0)
     forward, backward = max(layer.total, launch), max(backward, 1.5 * launch + (launch if again else 0.0))
@@ -146,7 +147,7 @@ def _layer_traffic(job: Job, framework: Framework, network: Network, layer: Laye
     shape = job.shape
     tp = job.layout.tp
     cp = job.layout.cp
-    passes = 3 if job.recompute == "full" else 2  # a recomputed forward pass communicates again
+    passes = 3 if job.activation_checkpointing == "full" else 2  # a recomputed forward pass communicates again
     seconds = 0.0
     if tp > 1:
         # Attention and MLP each gather and scatter the activation, forward and backward (Korthikanti et al., fig. 5).
@@ -160,7 +161,7 @@ def _layer_traffic(job: Job, framework: Framework, network: Network, layer: Laye
         if framework.name == "hf" and job.layout.pp > 1:
             # `ParallelTrainer` gathers keys and values before attention (Llama Team, arXiv 2407.21783, section 3.3.2),
             # gathers them again where a layer is recomputed, and reduces their gradients.
-            return seconds + (2 if job.recompute == "none" else 3) * ring
+            return seconds + (2 if job.activation_checkpointing == "none" else 3) * ring
         # Keys and values are sent around the ring during attention (Liu et al., arXiv 2310.01889), and their gradients
         # are sent back.
         seconds += max(0.0, ring - layer.attention) + max(0.0, 2 * ring - BACKWARD_ATTENTION * layer.attention)
@@ -227,7 +228,7 @@ def _weight_bytes(job: Job) -> float:
 
 def _gradient_bytes(job: Job, framework: Framework) -> float:
     """Bytes per reduced gradient."""
-    return 2.0 if job.pure else framework.gradient_bytes
+    return 2.0 if job.pure_bf16 else framework.gradient_bytes
 
 
 def _pipeline_sends(job: Job, network: Network) -> float:
@@ -281,7 +282,7 @@ def _optimizer_s(job: Job, rates: Rates) -> float:
     if job.zero:
         trained /= (layout.dp_shard * layout.cp) if job.zero == 3 else job.data_parallel * layout.cp
     traffic: float = OPTIMIZERS[job.optimizer]["traffic_bytes"]
-    if job.pure and job.optimizer == "adamw":
+    if job.pure_bf16 and job.optimizer == "adamw":
         traffic *= 0.5
     if job.offload == "none":
         return trained * traffic / rates.memory
@@ -326,7 +327,7 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
     group = Group(size=size, stride=tp * job.layout.cp)
     element = 2.0 * job.tokens * shape.hidden / tp
     if not job.overlapped_experts:
-        passes = 3 if job.recompute == "full" else 2  # a recomputed forward pass communicates again
+        passes = 3 if job.activation_checkpointing == "full" else 2  # a recomputed forward pass communicates again
         return shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
     nodes = nodes_of_a_token(shape, size / network.per_node(group))
     packed = (1 + FP8_SCALE_BYTES) / 2 if job.precision == "fp8" else 1.0

@@ -86,7 +86,7 @@ def name_of(job: Job) -> str:
     if layout.pp > 1:
         parts.append(job.schedule_name.lower())
     parts.append(f"mb{job.micro_batch}")
-    parts += [job.recompute] if job.recompute != "none" else []
+    parts += [job.activation_checkpointing] if job.activation_checkpointing != "none" else []
     parts += [f"{job.offload}-offload"] if job.offload != "none" else []
     return "-".join(parts)
 

@@ -18,8 +18,8 @@ from hfscale.core.flags import read_yaml, read_yaml_mapping, split_off_config
 from hfscale.errors import UsageError
 from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.arguments import ParallelArguments
-from hfscale.planner.job import Method, Optimizer, Precision, Task
 from hfscale.planner.launchable import TRAINER_OPTIMIZERS
+from hfscale.planner.options import Method, Optimizer, Precision, Task
 from hfscale.recipe.parsing import read_flags
 
 PASSED_ON = ("gpu_ids", "num_cpu_threads_per_process", "main_process_port")

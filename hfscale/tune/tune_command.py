@@ -19,6 +19,8 @@ from hfscale.core.disk_errors import writing
 from hfscale.core.shipped import find_config, shipped_root
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import Accelerator, find_accelerator, user_hardware_file
+from hfscale.planner.command_line import make_command
+from hfscale.planner.options import HARDWARE, OUTPUT, SEARCH, JsonOption, a_count, an_amount, check_options, option
 from hfscale.planner.plan import Plan, plan
 from hfscale.tune.decisions import Candidate, Correction, candidates, correct, number_of_runs, successive_halving
 
@@ -31,51 +33,87 @@ ALL_CHOICES = 10_000
 """More than a plan has: micro-batches of the choices are compared before some are left out."""
 
 
-def run(
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND …", help="accelerate launch … recipes/…/train.py …")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps to measure in the first round.")] = 10,
-    top: Annotated[int, typer.Option(help="Number of configurations to run.")] = 5,
-    gpu: Annotated[
-        str | None, typer.Option(help="Hardware to plan with first (default: this machine is measured).")
-    ] = None,
-    deadline: Annotated[float, typer.Option(help="Hours that all runs together may take.")] = 1.0,
-    budget: Annotated[float | None, typer.Option(help="USD that all runs together may cost.")] = None,
-    usd_per_gpu_hour: Annotated[float | None, typer.Option(help="Your price, for --budget.")] = None,
-    output_dir: Annotated[Path, typer.Option(help="Where measurements and configs are kept.")] = Path("runs/tune"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> int:
-    """Run the best configurations of a plan; returns the exit code, 1 if none could be measured."""
-    for name, value in (("steps", steps), ("top", top)):
-        if value < 1:
-            raise UsageError(f"--{name} is {value}: it must be at least 1")
-    for name, amount in (("deadline", deadline), ("budget", budget), ("usd-per-gpu-hour", usd_per_gpu_hour)):
-        if amount is not None and not 0 < amount < float("inf"):
-            raise UsageError(f"--{name} is {amount}: it must be a finite number above 0")
-    if (budget is None) != (usd_per_gpu_hour is None):
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(JsonOption):
+    """The flags of `hfscale tune`."""
+
+    gpu: str | None = option(
+        None,
+        group=HARDWARE,
+        flag_of=("tune",),
+        help="Hardware to plan with first",
+        unset="this machine, which is measured",
+    )
+    steps: int = option(
+        10,
+        group=SEARCH,
+        flag_of=("tune",),
+        check=a_count("a number of steps"),
+        help="Optimizer steps to measure in the first round",
+    )
+    top: int = option(
+        5,
+        group=SEARCH,
+        flag_of=("tune",),
+        check=a_count("a number of configurations"),
+        help="Number of configurations to run",
+    )
+    deadline: float = option(
+        1.0,
+        group=SEARCH,
+        flag_of=("tune",),
+        unit="hours",
+        check=an_amount,
+        help="Duration that all runs together may take",
+    )
+    budget: float | None = option(
+        None,
+        group=SEARCH,
+        flag_of=("tune",),
+        unit="USD",
+        check=an_amount,
+        help="Cost that all runs together may have",
+    )
+    usd_per_gpu_hour: float | None = option(
+        None, group=SEARCH, flag_of=("tune",), unit="USD", check=an_amount, help="Your price, for --budget"
+    )
+    output_dir: Path = option(
+        Path("runs/tune"), group=OUTPUT, flag_of=("tune",), help="Where measurements and configs are kept"
+    )
+
+
+def run(command: list[str] | None, flags: dict[str, Any]) -> int:
+    """Run the best configurations of a plan; return the exit code, 1 if none could be measured.
+
+    Args:
+        command (`list[str]`, *optional*): the launch command of a recipe.
+        flags (`dict[str, Any]`): the flags of `TuneOptions`.
+    """
+    options = TuneOptions(**flags)
+    check_options(options)
+    if (options.budget is None) != (options.usd_per_gpu_hour is None):
         raise UsageError("--budget and --usd-per-gpu-hour belong together: give both or neither")
     from hfscale.tune.launch_command import read_command
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of a run are ended on the way out
     asked = read_command(command or [])
-    seconds = deadline * 3600
-    if budget is not None and usd_per_gpu_hour is not None:
-        seconds = min(seconds, budget / usd_per_gpu_hour / asked.processes * 3600)
+    seconds = options.deadline * 3600
+    if options.budget is not None and options.usd_per_gpu_hour is not None:
+        seconds = min(seconds, options.budget / options.usd_per_gpu_hour / asked.processes * 3600)
     ends = time.monotonic() + seconds
-    row = find_accelerator(gpu) if gpu is not None else _measure_machine(asked.processes)
+    row = _measure_machine(asked.processes) if options.gpu is None else find_accelerator(options.gpu)
     found = plan_command(asked, row)
-    tuning = Tuning(command=asked, plan=found, output_dir=output_dir, ends=ends)
-    tuning.choose(top)
-    tuning.run(steps)
+    tuning = Tuning(command=asked, plan=found, output_dir=options.output_dir, ends=ends)
+    tuning.choose(options.top)
+    tuning.run(options.steps)
     chosen = tuning.chosen
     answer = tuning.to_dict()
     if chosen is not None:
         answer["files"] = [str(path) for path in tuning.write_best(chosen)]
         answer["hardware"] = _correct(tuning, row)
-    with writing(f"--output-dir {output_dir}", "give another folder"):
-        (output_dir / "tune.json").write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
-    if as_json:
+    with writing(f"--output-dir {options.output_dir}", "give another folder"):
+        (options.output_dir / "tune.json").write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+    if options.as_json:
         print(json.dumps(answer))
     else:
         _show(answer)
@@ -104,7 +142,7 @@ def plan_command(asked: "RecipeCommand", row: Accelerator) -> Plan:
         precision=asked.precision(has_bf16=row.bf16_tflops is not None),
         optimizer=asked.optimizer,
         compile=asked.flags.torch_compile,
-        fused_loss=asked.flags.use_liger_kernel if asked.task == "text" else False,
+        liger=asked.flags.use_liger_kernel if asked.task == "text" else False,
         task=asked.task,
         top=ALL_CHOICES,
     )
@@ -211,7 +249,7 @@ class Tuning:
 
         if uses_deepspeed(job) and find_spec("deepspeed") is None:
             return False
-        if (job.optimizer, job.pure) != (self.command.optimizer, False):
+        if (job.optimizer, job.pure_bf16) != (self.command.optimizer, False):
             return False  # they change what is learnt, which the command decides
         layout = job.layout
         return self._is_shipped or layout.tp * layout.pp * layout.cp == 1
@@ -447,4 +485,18 @@ def _show(answer: dict[str, Any]) -> None:
     )
 
 
-COMMAND = run
+COMMAND = make_command(
+    run,
+    TuneOptions,
+    function="tune",
+    arguments={
+        "command": Annotated[
+            list[str] | None, typer.Argument(metavar="-- COMMAND …", help="accelerate launch … recipes/…/train.py …")
+        ]
+    },
+)
+EXAMPLES = (
+    "hfscale tune -- accelerate launch --num_processes 2 recipes/ddp/train.py",
+    "hfscale tune --steps 10 --top 5 --deadline 1 -- accelerate launch --num_processes 8 recipes/sharded/train.py "
+    "--config recipes/sharded/llama-3.1-8b-full.yaml",
+)

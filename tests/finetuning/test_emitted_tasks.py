@@ -20,7 +20,13 @@ pytestmark = pytest.mark.finetuning
 ROWS = {"dpo": corpus.preference_records, "grpo": corpus.prompt_records}
 FLAGS = {"dpo": (), "grpo": ("--reward_functions", "hfscale.recipe.rewards:similarity_to_answer")}
 OPTIONS = {
-    "dpo": {"layout": {"dp_shard": 2}, "zero": 3, "recompute": "full", "micro_batch": 1, "global_batch": 4},
+    "dpo": {
+        "layout": {"dp_shard": 2},
+        "zero": 3,
+        "activation_checkpointing": "full",
+        "micro_batch": 1,
+        "global_batch": 4,
+    },
     "grpo": {
         "layout": {"dp_replicate": 2},
         "micro_batch": 2,

@@ -137,8 +137,8 @@ class TestHostMemory:
 
 def test_the_fullest_rank_of_a_pipeline_is_the_first_or_the_last():
     stack = find_framework("megatron")
-    many = job(framework="megatron", pp=4, zero=1)
-    few = job(framework="megatron", pp=4, zero=1, global_batch=1, recompute="full")
+    many = job(stack="megatron", pp=4, zero=1)
+    few = job(stack="megatron", pp=4, zero=1, global_batch=1, activation_checkpointing="full")
     assert peak_of(many, stack).rank == "first pipeline rank"
     assert peak_of(few, stack).rank == "last pipeline rank"
     assert peak_of(job(), find_framework("hf")).rank == "every rank"

@@ -75,7 +75,7 @@ class TestPlan:
         lines = run(capsys, *argv).out.splitlines()
         rows = [line.split()[0] for line in lines if line.startswith(("A10G", "H100"))]
         assert rows == ["H100-80GB", "A10G"]
-        assert any("T4: precision is bf16" in line for line in lines)
+        assert any("T4: --precision is bf16" in line for line in lines)
         found = json.loads(run(capsys, *argv, "--json").out)
         assert [one["hardware"]["gpu"] for one in found["plans"]] == rows
         assert set(found["failed"]) == {"T4"}
@@ -319,15 +319,15 @@ class TestEstimate:
     @pytest.mark.parametrize(
         ("argv", "part"),
         [
-            (["--gpus", "0"], "the world has 0"),
-            (["--gpus", "8", "--dp-shard", "0"], "dp_shard is 0"),
-            (["--gpus", "99999999999999999999"], "at most 1,000,000,000"),
-            (["--gpus", "8", "--tp", "-2"], "tp is -2"),
-            (["--gpus", "8", "--seq-len", "1000000000000"], "seq_len is 1000000000000: it must be at most"),
-            (["--gpus", "8", "--micro-batch", "1000000000000"], "micro_batch is 1000000000000: it must be at most"),
-            (["--gpus", "4194304", "--micro-batch", "1"], "at most 1,000,000"),
+            (["--gpus", "0"], "--gpus is 0"),
+            (["--gpus", "8", "--dp-shard", "0"], "--dp-shard is 0"),
+            (["--gpus", "99999999999999999999"], "from 1 to 1,000,000"),
+            (["--gpus", "8", "--tp", "-2"], "--tp is -2"),
+            (["--gpus", "8", "--seq-len", "1000000000000"], "--seq-len is 1000000000000: it must be at most"),
+            (["--gpus", "8", "--micro-batch", "1000000000000"], "--micro-batch is 1000000000000: it must be at most"),
+            (["--gpus", "4194304", "--micro-batch", "1"], "from 1 to 1,000,000"),
             (["--gpus", "8", "--network-gb-s", "inf"], "above 0 and finite"),
-            (["--gpus", "8", "--overlapped-experts"], "overlapped_experts needs stack megatron"),
+            (["--gpus", "8", "--overlapped-experts"], "--overlapped-experts needs --stack megatron"),
             (["--gpus", "8", "--expert-parallel", "2"], "does not divide 0 experts: use 1"),
         ],
     )

@@ -34,9 +34,9 @@ BLOCK = 32
 LINE = "the quick brown fox jumps over the lazy dog\n"
 FAMILIES = {
     "ddp": {"layout": {"dp_replicate": 2}},
-    "fsdp2": {"layout": {"dp_shard": 2}, "zero": 3, "recompute": "full"},
+    "fsdp2": {"layout": {"dp_shard": 2}, "zero": 3, "activation_checkpointing": "full"},
     "fsdp2_grad_op": {"layout": {"dp_shard": 2}, "zero": 3, "reshard": False},
-    "fsdp2_hsdp": {"layout": {"dp_replicate": 2, "dp_shard": 2}, "zero": 3, "recompute": "selective"},
+    "fsdp2_hsdp": {"layout": {"dp_replicate": 2, "dp_shard": 2}, "zero": 3, "activation_checkpointing": "selective"},
     "fsdp2_tp": {"layout": {"dp_shard": 2, "tp": 2}, "zero": 3},
     "tp_pp": {"layout": {"dp_shard": 2, "tp": 2, "pp": 2}, "zero": 3, "global_batch": 16},
     "fsdp2_cp": {"layout": {"dp_shard": 2, "cp": 4}, "zero": 3},
@@ -44,7 +44,7 @@ FAMILIES = {
     "zero1": {"layout": {"dp_replicate": 2}, "zero": 1, "optimizer": "adamw_8bit"},
     "zero2": {"layout": {"dp_replicate": 2}, "zero": 2, "optimizer": "sgd"},
     "zero2_offload": {"layout": {"dp_replicate": 2}, "zero": 2, "offload": "optimizer"},
-    "zero3_offload": {"layout": {"dp_shard": 2}, "zero": 3, "offload": "full", "fused_loss": True},
+    "zero3_offload": {"layout": {"dp_shard": 2}, "zero": 3, "offload": "full", "liger": True},
 }
 """A job for every shipped config that the planner's search can choose, by the config's name."""
 SYNCED = ("fsdp2", "fsdp2_grad_op", "fsdp2_hsdp", "fsdp2_tp", "fsdp2_cp", "fp8")
@@ -110,8 +110,8 @@ def test_the_recipe_accepts_every_flag(model, tmp_path, name):
     model_args, data_args, _, args, _ = groups
     assert (model_args.config_name, model_args.model_name_or_path) == (str(model), None)
     assert (data_args.block_size, args.per_device_train_batch_size) == (BLOCK, 2)
-    assert args.activation_checkpointing == ("recompute" in FAMILIES[name])
-    assert args.recompute == FAMILIES[name].get("recompute", "full")
+    assert args.activation_checkpointing == ("activation_checkpointing" in FAMILIES[name])
+    assert args.recompute == FAMILIES[name].get("activation_checkpointing", "full")
     assert args.torch_compile == (name == "fp8")
     accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
     assert accumulation.get("sync_each_batch", False) == (options.get("zero") == 3 and name in SYNCED)
@@ -161,7 +161,7 @@ def test_mesh_and_schedule_of_a_pipeline_are_written_as_flags(model, tmp_path):
         global_batch=32,
         schedule="1f1b",
         virtual_stages=1,
-        recompute="full",
+        activation_checkpointing="full",
     )
     emit(found, tmp_path)
     groups = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], also=[ParallelArguments])
@@ -232,7 +232,7 @@ class TestSearchOffersOnlyWhatRecipesSupport:
         from hfscale.facts.hardware import accelerator
         from hfscale.facts.models import find_model
 
-        asked = PlanRequest(shape=find_model(name), gpu=accelerator("H100"), gpus=gpus, framework=stack, method=method)
+        asked = PlanRequest(shape=find_model(name), gpu=accelerator("H100"), gpus=gpus, stack=stack, method=method)
         return [(layout, zero) for layout, zero, _ in layouts(asked, gpus)]
 
     def test_no_tensor_parallelism_with_deepspeed_ddp_or_adapters(self):
@@ -359,7 +359,7 @@ def test_the_dry_run_of_an_emitted_pipeline_needs_the_planned_memory(tmp_path, s
         global_batch=64,
         schedule=schedule[0],
         virtual_stages=schedule[1],
-        recompute="full" if schedule[0] == "1f1b" else "none",
+        activation_checkpointing="full" if schedule[0] == "1f1b" else "none",
     )
     emit(found, tmp_path)
     _, data_args, _, args, parallel = parse_arguments(

@@ -25,7 +25,7 @@ DEEPSEEK = find_model("deepseek-v3")
 def deepseek(**changes):
     """DeepSeek-V3 as Megatron would run its published layout: 16 stages, experts over 64 ranks."""
     options = {"dp_replicate": 128, "pp": 16, "virtual_stages": 2, "expert_parallel": 64, "zero": 1}
-    options |= {"framework": "megatron", "global_batch": 15360, "overlapped_experts": True, "shape": DEEPSEEK}
+    options |= {"stack": "megatron", "global_batch": 15360, "overlapped_experts": True, "shape": DEEPSEEK}
     return job(gpu=accelerator("H800"), **{**options, **changes})
 
 
@@ -67,9 +67,9 @@ class TestExchange:
         "changes",
         [
             {"virtual_stages": 1},
-            {"recompute": "full"},
+            {"activation_checkpointing": "full"},
             {"expert_parallel": 1},
-            {"framework": "titan"},
+            {"stack": "titan"},
             {"global_batch": 128},
         ],
     )
@@ -93,14 +93,15 @@ class TestExchange:
 
 def test_selective_recomputation_of_experts_drops_norms_activations_and_expanded_latents():
     whole, kept = (
-        kept_and_working(deepseek(recompute=kind), find_framework("megatron"))[0] for kind in ("none", "selective")
+        kept_and_working(deepseek(activation_checkpointing=kind), find_framework("megatron"))[0]
+        for kind in ("none", "selective")
     )
     inner = 2 * (58 * (8 + 1) * 2048 + 3 * 18432) / 61
     latent = 2 * 128 * 128 + 2 * 128 * (192 + 128) - 2 * (1536 + 512)
     assert (whole - kept) / 4096 == pytest.approx(4 * 7168 + inner * 58 / 61 + latent, rel=1e-3)
-    dense = job(framework="megatron", recompute="selective")
+    dense = job(stack="megatron", activation_checkpointing="selective")
     assert kept_and_working(dense, find_framework("megatron")) == kept_and_working(
-        replace(dense, recompute="none"), find_framework("megatron")
+        replace(dense, activation_checkpointing="none"), find_framework("megatron")
     )
 
 
@@ -113,7 +114,7 @@ class TestUnevenPipelines:
         assert deepseek().layer_split == (4, 3)
         shape = replace(find_model("llama-3.1-8b"), vocab=8)  # the head would make the last stage slower
         even, odd = (
-            estimate_job(job(shape=with_layers(shape, layers), pp=8, zero=0, framework="megatron", global_batch=64))
+            estimate_job(job(shape=with_layers(shape, layers), pp=8, zero=0, stack="megatron", global_batch=64))
             for layers in (32, 29)
         )
         assert (even.job.layer_split, odd.job.layer_split) == ((4, 4), (4, 3))
@@ -129,6 +130,6 @@ class TestUnevenPipelines:
         assert any(text.startswith("61 layers") for text in assumptions(found.request, uneven[0], None))
         assert {4, 8, 16} <= stages
         shape = with_layers(find_model("llama-3.1-8b"), 27)
-        few = PlanRequest(shape=shape, gpu=accelerator("H100-80GB"), gpus=64, framework="megatron")
+        few = PlanRequest(shape=shape, gpu=accelerator("H100-80GB"), gpus=64, stack="megatron")
         # 28 places for 27 layers on 2 and on 4 ranks, 32 on 8 and on 16.
         assert {layout.pp for layout, _, _ in layouts(few, 64)} == {1, 2, 4}

@@ -75,7 +75,7 @@ def test_fragments_and_overlap_by_hand(estimate):
     )
     hidden = judge_islands(estimate, replace(islands, overlap_steps=2))
     assert hidden.stall_fraction == pytest.approx(0.0, abs=1e-9)
-    with pytest.raises(UsageError, match="--island-fragments is 17"):
+    with pytest.raises(UsageError, match="island_fragments is 17"):
         judge_islands(estimate, replace(islands, fragments=17))
 
 

@@ -28,7 +28,7 @@ def states(name="hf", **changes):
 
 
 def memory(name="hf", **changes):
-    run = job(framework=name, **changes)
+    run = job(stack=name, **changes)
     return memory_of(run, find_framework(name))
 
 
@@ -61,7 +61,7 @@ class TestStates:
         # An end of a pipeline holds half the layers and one of the two ends; cut by cost, the head's end fewer layers.
         shape = find_model("llama-3.1-8b")
         half = shape.layers_parameters / 2 + shape.embedding_parameters
-        assert states("megatron", zero=0, pp=2, framework="megatron").parameters == pytest.approx(2 * half, rel=1e-4)
+        assert states("megatron", zero=0, pp=2, stack="megatron").parameters == pytest.approx(2 * half, rel=1e-4)
         more = 17 / 32 * shape.layers_parameters + shape.embedding_parameters
         assert states(zero=0, pp=2).parameters == pytest.approx(4 * more, rel=1e-4)
 
@@ -77,7 +77,7 @@ class TestStates:
 
     def test_megatron_deepspeed_accumulates_bf16_gradients_in_fp32(self):
         """BLOOM's notes: 4 bytes per parameter more than with fp16, which are not sharded."""
-        options = {"framework": "megatron", "zero": 1, "dp_replicate": 8}
+        options = {"stack": "megatron", "zero": 1, "dp_replicate": 8}
         half = states("megatron", flash_attention=False, precision="fp16", **options)
         summed = states("megatron", flash_attention=False, **options)
         assert summed.gradients - half.gradients == pytest.approx(4 * N)
@@ -126,7 +126,7 @@ class TestActivations:
         tokens = 256
         real = saved_bytes(config, 3, tokens) - saved_bytes(config, 2, tokens)
         shape = type(TINY).from_config({**config, "model_type": "llama", "num_hidden_layers": 2})
-        run = job(shape=shape, seq_len=tokens, zero=0, dp_replicate=1, pure=True)
+        run = job(shape=shape, seq_len=tokens, zero=0, dp_replicate=1, pure_bf16=True)
         assert layer_bytes(run, find_framework("hf")) == pytest.approx(real, rel=0.02)
 
     def test_a_norm_kernel_keeps_its_input_and_output(self, monkeypatch):
@@ -141,7 +141,7 @@ class TestActivations:
         config = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 4, "vocab_size": 128}
         real = saved_bytes(config, 3, 256) - saved_bytes(config, 2, 256)
         shape = type(TINY).from_config({**config, "model_type": "llama", "num_hidden_layers": 2})
-        run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1, pure=True, framework="titan", norm_kernel=True)
+        run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1, pure_bf16=True, stack="titan", norm_kernel=True)
         assert layer_bytes(run, find_framework("titan")) == pytest.approx(real, rel=0.02)
 
     @pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (8, 4)])
@@ -158,7 +158,7 @@ class TestActivations:
         }
         real = saved_bytes(config, 3, 256, MixtralConfig) - saved_bytes(config, 2, 256, MixtralConfig)
         shape = type(TINY).from_config({**config, "model_type": "mixtral", "num_hidden_layers": 2})
-        run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1, pure=True)
+        run = job(shape=shape, seq_len=256, zero=0, dp_replicate=1, pure_bf16=True)
         assert layer_bytes(run, find_framework("hf")) == pytest.approx(real, rel=0.02)
 
     @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ class TestActivations:
         assert micro_batches_in_flight(job(pp=4, virtual_stages=2), last=True) == pytest.approx(2.5)
 
     def test_recomputation_keeps_less(self):
-        none, selective, full = (memory(recompute=kind) for kind in RECOMPUTE)
+        none, selective, full = (memory(activation_checkpointing=kind) for kind in RECOMPUTE)
         assert none.activations > selective.activations > full.activations
         # Full: one bf16 vector per token and layer, and the layer at work.
-        run = job(recompute="full")
+        run = job(activation_checkpointing="full")
         whole = layer_bytes(run, find_framework("hf"))
         ends = end_activations(run, find_framework("hf"))
         assert full.activations * GIB <= 32 * 2 * 4096 * 4096 + ends + whole
@@ -191,7 +191,7 @@ class TestActivations:
     def test_the_loss_takes_14_bytes_per_logit_and_a_fused_loss_less(self):
         run = job()
         assert loss_bytes(run, find_framework("hf")) == pytest.approx(14 * 128256 * 4096)
-        assert memory(fused_loss=True).loss < memory().loss / 4
+        assert memory(liger=True).loss < memory().loss / 4
 
     @pytest.mark.parametrize(
         ("changes", "chunk", "head"),
@@ -204,12 +204,12 @@ class TestActivations:
         ],
     )
     def test_a_fused_loss_holds_the_logits_of_a_chunk_and_two_gradients(self, changes, chunk, head):
-        run = job(fused_loss=True, **changes)
+        run = job(liger=True, **changes)
         expected = 2 * chunk * 128256 + 2 * run.tokens * 4096 + head * 128256 * 4096
         assert loss_bytes(run, find_framework("hf")) == expected
 
     def test_a_compiled_loss_keeps_logits_and_gradient_in_two_bytes(self):
-        run = job(framework="titan", compile=True)
+        run = job(stack="titan", compile=True)
         assert loss_bytes(run, find_framework("titan")) == pytest.approx(4 * 128256 * 4096)
         apart = replace(run, compiled_loss=False)
         assert loss_bytes(apart, find_framework("titan")) == pytest.approx(14 * 128256 * 4096)
@@ -273,7 +273,7 @@ def test_deepseek_v3_is_not_rejected_where_it_was_trained(overlapped):
         expert_parallel=64,
         schedule="dualpipev",
         virtual_stages=2,
-        recompute="selective",
+        activation_checkpointing="selective",
         precision="fp8",
         optimizer="adamw_bf16",
         overlapped_experts=overlapped,
@@ -298,7 +298,7 @@ class TestPeak:
     def test_the_loss_on_split_logits(self):
         """torch's loss_parallel keeps 18 bytes and hfscale's own loss 14 bytes per logit of a rank's part."""
         for name, kept in (("titan", 18), ("hf", 14), ("megatron", 10)):
-            run = job(tp=4, zero=0, dp_replicate=1, framework=name)
+            run = job(tp=4, zero=0, dp_replicate=1, stack=name)
             assert loss_bytes(run, find_framework(name)) == pytest.approx(kept * 128256 * 4096 / 4)
 
     def test_every_process_group_has_buffers(self):
@@ -310,7 +310,7 @@ class TestPeak:
         """Per token of Llama 3.1 8B: input and attention output, queries, half of keys and values, the gate, and the
         last product; compiled, not that."""
         kept = 4096 + 4096 + 4096 + 1024 + 14336 + 4096
-        eager, compiled = (job(recompute="selective", compile=on) for on in (False, True))
+        eager, compiled = (job(activation_checkpointing="selective", compile=on) for on in (False, True))
         titan = find_framework("titan")
         assert selective_bytes(eager, titan) == 4096 * 2 * kept
         assert selective_bytes(compiled, titan) == 4096 * 2 * (kept - 4096)
@@ -345,7 +345,7 @@ class TestPeak:
     def test_the_fullest_pipeline_rank_has_the_loss_or_most_activations(self):
         many = memory("megatron", pp=4, zero=1)
         assert many.loss == 0
-        few = memory("megatron", pp=4, zero=1, global_batch=1, recompute="full")
+        few = memory("megatron", pp=4, zero=1, global_batch=1, activation_checkpointing="full")
         assert few.loss > 0
 
 
@@ -364,6 +364,6 @@ def test_lora_peaks_equal_those_measured_by_litgpt(model, micro_batch, allocated
         micro_batch=micro_batch,
         zero=0,
         dp_replicate=1,
-        pure=True,
+        pure_bf16=True,
     )
     assert allocated_gib(found) * GIB / 1e9 == pytest.approx(allocated_gb, rel=0.03)

@@ -24,8 +24,8 @@ from hfscale.parallel.stages import StagePlan
 from hfscale.planner.activations import kept_and_working, layer_bytes, layers_in_flight, micro_batches_in_flight
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
-from hfscale.planner.job import Schedule
 from hfscale.planner.memory import local_parameters, memory_of
+from hfscale.planner.options import Schedule
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
 """The planner's schedules with stages per rank."""
@@ -97,26 +97,26 @@ class TestMemory:
         whole = v.rank_layers[0] * shape.mean_layer_parameters + shape.embedding_parameters + shape.head_parameters
         assert local_parameters(v) == pytest.approx(whole)
         assert local_parameters(line) < whole
-        v = job(pp=4, zero=0, schedule="zbv", virtual_stages=2, recompute="full")
+        v = job(pp=4, zero=0, schedule="zbv", virtual_stages=2, activation_checkpointing="full")
         assert memory_of(v, find_framework("hf")).loss > 0
 
     def test_logits_are_gathered_unless_the_loss_is_parallel(self):
-        options = {"tp": 4, "pp": 2, "global_batch": 2, "recompute": "full", "zero": 0}
+        options = {"tp": 4, "pp": 2, "global_batch": 2, "activation_checkpointing": "full", "zero": 0}
         gathered, split = (estimate_job(job(loss_parallel=on, **options)) for on in (False, True))
         assert gathered.memory.loss == pytest.approx(4 * split.memory.loss)
         assert gathered.time.total > split.time.total
 
     def test_sequence_parallelism_keeps_gathered_inputs(self):
         """The inputs of attention and MLP of a layer are kept in full, not a quarter of them."""
-        options = {"tp": 4, "zero": 0, "dp_replicate": 1, "framework": "hf"}
+        options = {"tp": 4, "zero": 0, "dp_replicate": 1, "stack": "hf"}
         run = job(**options)
         kept, _ = kept_and_working(run, find_framework("hf"))
         assert kept - layer_bytes(run, find_framework("hf")) == 2 * 2 * 4096 * 4096 * 3 / 4
-        full = job(**options, recompute="full")
+        full = job(**options, activation_checkpointing="full")
         boundary, working = kept_and_working(full, find_framework("hf"))
         assert boundary == 2 * 4096 * 4096 / 4
         assert working == kept
-        theirs = job(**{**options, "framework": "megatron"})
+        theirs = job(**{**options, "stack": "megatron"})
         assert kept_and_working(theirs, find_framework("megatron"))[0] == layer_bytes(
             theirs, find_framework("megatron")
         )
@@ -149,7 +149,7 @@ class TestSearch:
             assert run.layout.cp == 1
             assert run.sequence_parallel == (run.layout.tp > 1)
             assert run.loss_parallel == (run.layout.tp > 1)
-            assert run.recompute == "none" or run.schedule == "1f1b"
+            assert run.activation_checkpointing == "none" or run.schedule == "1f1b"
         assert not any("no pipelines" in row.reason for row in found.rejected)
 
     def test_a_schedule_with_a_smaller_bubble_is_chosen_where_it_matters(self):

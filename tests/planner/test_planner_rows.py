@@ -116,7 +116,7 @@ def test_the_exchange_of_many_small_experts_is_overlapped():
     }
     many = job_of(row(model="DeepSeek-V3", params_b="671", **widths, **changes))
     assert (many.layer_split[0], many.virtual_stages) == (8, 4)  # eight chunks per rank would be more than layers
-    assert (many.framework, many.expert_parallel, many.overlapped_experts) == ("megatron", 64, True)
+    assert (many.stack, many.expert_parallel, many.overlapped_experts) == ("megatron", 64, True)
     assert not job_of(row(model="Grok1-314B(MoE 8e top2)", **{**changes, "tp": "8", "pp": "2"})).overlapped_experts
 
 
@@ -150,20 +150,20 @@ def test_missing_widths_are_inferred_from_the_parameter_count():
     ],
 )
 def test_the_framework_is_inferred_from_the_columns(changes, framework):
-    assert job_of(row(**changes)).framework == framework
+    assert job_of(row(**changes)).stack == framework
 
 
 @pytest.mark.parametrize(
     ("changes", "field", "value"),
     [
         ({"precision": "bfloat16"}, "precision", "bf16"),
-        ({"precision": "BF16-pure"}, "pure", True),
+        ({"precision": "BF16-pure"}, "pure_bf16", True),
         ({"precision": "fp16/bf16-mixed"}, "precision", "fp16"),
         ({"precision": "float8-rowwise"}, "rowwise_fp8", True),
         ({"precision": ""}, "precision", "bf16"),
-        ({"ac": "block"}, "recompute", "full"),
-        ({"ac": "selective-layer"}, "recompute", "selective"),
-        ({"ac": "None"}, "recompute", "none"),
+        ({"ac": "block"}, "activation_checkpointing", "full"),
+        ({"ac": "selective-layer"}, "activation_checkpointing", "selective"),
+        ({"ac": "None"}, "activation_checkpointing", "none"),
         ({"gpus": ""}, "zero", 3),
         ({"zero": "0", "dp_shard": "1", "dp_replicate": "8"}, "zero", 0),
         ({"method": "LoRA"}, "method", "lora"),
@@ -225,15 +225,15 @@ def test_how_the_loss_is_computed():
 
 def test_states_in_bf16_and_norms_in_one_kernel():
     plain, changed = (job_of(row(stack="megatron", **more)) for more in ({}, {"states": "bf16", "norm": "kernel"}))
-    assert (plain.pure, plain.norm_kernel) == (False, False)
-    assert (changed.pure, changed.norm_kernel) == (True, True)
+    assert (plain.pure_bf16, plain.norm_kernel) == (False, False)
+    assert (changed.pure_bf16, changed.norm_kernel) == (True, True)
 
 
 def test_published_runs_are_not_said_not_to_fit():
     """Runs of which only the speed was published fitted into the memory of their GPUs."""
     runs, _ = load()
     needed = [
-        (run.row, run.source, memory_of(run.job, find_framework(run.job.framework)).total / run.job.gpu.memory_gib)
+        (run.row, run.source, memory_of(run.job, find_framework(run.job.stack)).total / run.job.gpu.memory_gib)
         for run in only_ran(runs)
     ]
     assert len(needed) > 400
@@ -248,8 +248,8 @@ def test_blank_data_parallel_axes_get_the_remaining_ranks():
 
 def test_a_blank_recomputation_is_the_least_that_fits():
     small, large = row(ac="", seq_len="4096"), row(ac="", micro_batch="8", global_batch_seqs="64")
-    assert job_of(small).recompute == "none"
-    assert job_of(large).recompute != "none"
+    assert job_of(small).activation_checkpointing == "none"
+    assert job_of(large).activation_checkpointing != "none"
 
 
 def test_old_megatron_has_no_flash_attention():
@@ -297,7 +297,7 @@ def test_interconnects(text, gb_s):
         ({"gpu_type": "H1000"}, "GPU 'H1000'"),
         ({"precision": "int3"}, "precision is 'int3'"),
         ({"ac": "maybe"}, "ac is 'maybe'"),
-        ({"stack": "mine"}, "--stack is 'mine'"),
+        ({"stack": "mine"}, "stack is 'mine'"),
         (
             {"dp_shard": "1", "tp": "8", "heads": "12", "kv_heads": "4"},
             "tp is 8, which does not divide 12 attention heads",

@@ -18,6 +18,7 @@ from hfscale.planner.advice import simplicity
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import strategy_of
+from hfscale.planner.options import PlanOptions, make_options
 from hfscale.planner.plan import plan_gpu_types
 from hfscale.planner.search import (
     TIE_TOLERANCE,
@@ -35,6 +36,10 @@ def request(model="llama-3.1-8b", gpu="H100-80GB", gpus=8, **options):
     return PlanRequest(shape=find_model(model), gpu=accelerator(gpu), gpus=gpus, **options)
 
 
+def plan_options(**options):
+    return make_options(PlanOptions, "plan", {"gpu": "H100-80GB", "gpus": 1, **options})
+
+
 def strategies(result):
     return [strategy_of(choice.estimate.job) for choice in result.choices]
 
@@ -43,7 +48,7 @@ class TestSearch:
     @pytest.mark.parametrize("framework", ["hf", "titan", "megatron"])
     @pytest.mark.parametrize(("model", "gpus"), [("llama-3.1-70b", 64), ("mixtral-8x7b", 16), ("gemma-3-4b", 24)])
     def test_every_choice_fits_adds_up_and_is_valid(self, model, gpus, framework):
-        asked = request(model, gpus=gpus, framework=framework)
+        asked = request(model, gpus=gpus, stack=framework)
         chosen, _ = search(asked, gpus)
         assert chosen
         for estimate in chosen:
@@ -83,24 +88,24 @@ class TestSearch:
 
     def test_a_fused_loss_is_tried_where_liger_supports_the_family(self):
         asked = {"gpu": "L40S", "gpus": 8, "top": 1000}
-        fused = [c.estimate for c in plan("qwen3-8b", **asked).choices if c.estimate.job.fused_loss]
-        without = [c.estimate for c in plan("qwen3-8b", **asked, fused_loss=False).choices]
+        fused = [c.estimate for c in plan("qwen3-8b", **asked).choices if c.estimate.job.liger]
+        without = [c.estimate for c in plan("qwen3-8b", **asked, liger=False).choices]
         assert fused
-        assert not any(estimate.job.fused_loss for estimate in without)
+        assert not any(estimate.job.liger for estimate in without)
         for estimate in fused:
             same = [e for e in without if (e.job.layout, e.job.offload) == (estimate.job.layout, estimate.job.offload)]
             assert all(estimate.time.total * (1 + TIE_TOLERANCE) < e.time.total for e in same)
         other = plan("pythia-1.4b", gpu="H100-80GB", gpus=8, top=100)
-        assert not any(choice.estimate.job.fused_loss for choice in other.choices)
+        assert not any(choice.estimate.job.liger for choice in other.choices)
 
     def test_lower_precision_is_the_last_resort(self):
         fits = plan("qwen3-1.7b", gpu="H100-80GB", gpus=1, top=100)
-        assert {(c.estimate.job.optimizer, c.estimate.job.pure) for c in fits.choices} == {("adamw", False)}
+        assert {(c.estimate.job.optimizer, c.estimate.job.pure_bf16) for c in fits.choices} == {("adamw", False)}
         found = plan("qwen3-1.7b", gpu="T4", gpus=1, precision="fp16", top=100)
         assert {choice.estimate.job.offload for choice in found.choices} <= {"optimizer", "full"}
         small = plan("llama-3.2-3b", gpu="L40S", gpus=1, seq_len=2048, top=100, stack="titan")
         assert any("which change the training's results" in text for text in small.assumptions)
-        assert {(c.estimate.job.optimizer, c.estimate.job.pure) for c in small.choices} <= {
+        assert {(c.estimate.job.optimizer, c.estimate.job.pure_bf16) for c in small.choices} <= {
             ("adamw_8bit", False),
             ("adamw", True),
             ("adamw_8bit", True),
@@ -108,7 +113,7 @@ class TestSearch:
 
     def test_stages_divide_layers_and_the_two_ends(self):
         """126 layers on 16 ranks: with embedding and head 128 units, eight per rank, in up to eight stages."""
-        asked = request("llama-3.1-405b", gpus=1024, seq_len=8192, framework="megatron")
+        asked = request("llama-3.1-405b", gpus=1024, seq_len=8192, stack="megatron")
         chosen, _ = search(asked, 1024)
         stages = {e.job.virtual_stages for e in chosen if e.job.layout.pp == 16}
         assert stages & {4, 8}
@@ -120,7 +125,7 @@ class TestSearch:
         assert any("GiB of CPU memory per GPU, and 64 are assumed" in row.reason for row in result.rejected)
 
     def test_a_number_of_gpus_that_does_not_fill_its_nodes_is_refused(self):
-        with pytest.raises(LayoutError, match=r"--gpus is 12, .* 8 GPUs per node: use 8 or 16"):
+        with pytest.raises(LayoutError, match=r"gpus is 12, .* 8 GPUs per node: use 8 or 16"):
             plan("llama-3.1-8b", gpu="H100-80GB", gpus=12)
 
     def test_a_batch_that_no_layout_divides_is_reported(self):
@@ -171,9 +176,7 @@ class TestRanking:
 
     def test_published_layouts_are_no_better_than_the_first_choice(self):
         """NeMo's published layout of Llama 3.1 405B: the first choice is at most 5% slower by the same estimate."""
-        chosen, _ = search(
-            request("llama-3.1-405b", gpus=576, seq_len=8192, framework="megatron", global_batch=252), 576
-        )
+        chosen, _ = search(request("llama-3.1-405b", gpus=576, seq_len=8192, stack="megatron", global_batch=252), 576)
         published = [e for e in chosen if (e.job.layout.tp, e.job.layout.cp, e.job.layout.pp) == (8, 2, 9)]
         assert published
         assert chosen[0].time.total <= published[0].time.total
@@ -191,16 +194,14 @@ class TestRanking:
         cheapest = min(cheap.choices, key=lambda choice: choice.usd)  # the simplest within the error comes first
         assert cheap.choices[0].usd <= cheapest.usd * math.exp(find_framework("hf").time_error)
         slowest = cheapest.hours
-        quick = plan(
-            "llama-3.1-8b", gpu="H100-80GB", gpus=64, tokens=1e10, objective="cost", deadline_hours=slowest / 2
-        )
+        quick = plan("llama-3.1-8b", gpu="H100-80GB", gpus=64, tokens=1e10, objective="cost", deadline=slowest / 2)
         assert all(choice.hours <= slowest / 2 for choice in quick.choices)
         assert quick.choices[0].estimate.job.layout.world_size > cheapest.estimate.job.layout.world_size
 
     def test_a_budget_or_deadline_that_nothing_meets_is_reported(self):
         for limit, words in (
-            ({"budget_usd": 1.0}, "the budget of 1 USD"),
-            ({"deadline_hours": 0.1}, "deadline of 0.1"),
+            ({"budget": 1.0}, "the budget of 1 USD"),
+            ({"deadline": 0.1}, "deadline of 0.1"),
         ):
             result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, tokens=1e9, **limit)
             assert not result.choices
@@ -251,7 +252,7 @@ class TestUncertainty:
         assert first.time.total <= min(e.time.total for e in close) * (1 + find_framework("hf").time_error)
 
     def test_data_parallel_ranks_are_not_an_axis_that_makes_a_layout_complicated(self):
-        asked = request("llama-3.1-405b", gpus=1024, seq_len=8192, framework="megatron")
+        asked = request("llama-3.1-405b", gpus=1024, seq_len=8192, stack="megatron")
         by_pp = {e.job.layout.pp: e for e in search(asked, 1024)[0] if (e.job.layout.tp, e.job.layout.cp) == (8, 2)}
         assert simplicity(by_pp[16]) < simplicity(by_pp[64])
 
@@ -266,7 +267,7 @@ class TestImprovements:
             assert faster or item.memory_gib < first.memory.total, item
             assert item.speedup == pytest.approx(item.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu)
         full = next(item for item in result.improvements if item.change == "recomputation full")
-        job = replace(first.job, recompute="full")
+        job = replace(first.job, activation_checkpointing="full")
         assert full.memory_gib == pytest.approx(estimate_job(job).memory.total)
         assert {item.change for item in result.improvements if item.changes_results} >= {
             "fp8 matrix products: --precision fp8"
@@ -289,23 +290,23 @@ class TestImprovements:
 class TestGpuTypes:
     def test_plans_are_sorted_by_time_or_cost(self):
         names = ["A100-80GB", "L40S", "H100-80GB"]
-        plans, failed = plan_gpu_types("llama-3.1-8b", gpu_types=names, gpus=8, tokens=1e9)
+        plans, failed = plan_gpu_types("llama-3.1-8b", names, plan_options(gpus=8, tokens=1e9))
         hours = [found.choices[0].hours for found in plans]
         assert hours == sorted(hours)
         assert {found.request.gpu.name for found in plans} == set(names)
         assert not failed
-        cheap, _ = plan_gpu_types("llama-3.1-8b", gpu_types=names, gpus=8, tokens=1e9, objective="cost")
+        cheap, _ = plan_gpu_types("llama-3.1-8b", names, plan_options(gpus=8, tokens=1e9, objective="cost"))
         costs = [found.choices[0].usd for found in cheap]
         assert costs == sorted(costs)
 
     def test_a_gpu_that_does_not_support_the_precision_is_left_out(self):
-        plans, failed = plan_gpu_types("qwen3-0.6b", gpu_types=["T4", "L4"], gpus=1)
+        plans, failed = plan_gpu_types("qwen3-0.6b", ["T4", "L4"], plan_options())
         assert [found.request.gpu.name for found in plans] == ["L4"]
         assert "use precision fp16" in failed["T4"]
         with pytest.raises(UsageError, match="fp16"):
-            plan_gpu_types("qwen3-0.6b", gpu_types=["T4"], gpus=1)
+            plan_gpu_types("qwen3-0.6b", ["T4"], plan_options())
         with pytest.raises(UsageError, match="H1000"):
-            plan_gpu_types("qwen3-0.6b", gpu_types=["L4", "H1000"], gpus=1)
+            plan_gpu_types("qwen3-0.6b", ["L4", "H1000"], plan_options())
 
 
 class TestPlan:
@@ -346,18 +347,18 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"gpus": 0}, "--gpus is 0"),
-            ({"gpus": 131073}, "--gpus is 131073"),
-            ({"spot_interruptions": -1.0}, "--spot-interruptions is -1.0"),
-            ({"spot_interruptions": float("nan")}, "--spot-interruptions is nan"),
-            ({"spot_interruptions": 1e9}, "--spot-interruptions is 1000000000.0"),
-            ({"objective": "fun"}, "--objective is 'fun'"),
-            ({"deadline_hours": 3.0}, "need the number of tokens"),
-            ({"tokens": -1.0}, "--tokens is -1.0"),
+            ({"gpus": 0}, "gpus is 0"),
+            ({"gpus": 131073}, "gpus is 131073"),
+            ({"spot_interruptions": -1.0}, "spot_interruptions is -1.0"),
+            ({"spot_interruptions": float("nan")}, "spot_interruptions is nan"),
+            ({"spot_interruptions": 1e9}, "spot_interruptions is 1000000000.0"),
+            ({"objective": "fun"}, "objective is 'fun'"),
+            ({"deadline": 3.0}, "need the number of tokens"),
+            ({"tokens": -1.0}, "tokens is -1.0"),
             ({"seq_len": 0}, "seq_len is 0"),
             ({"precision": "fp4"}, "precision is 'fp4'"),
-            ({"stack": "jax"}, "--stack is 'jax'"),
-            ({"method": "lora", "lora_rank": 0}, "--lora-rank is 0"),
+            ({"stack": "jax"}, "stack is 'jax'"),
+            ({"method": "lora", "lora_rank": 0}, "lora_rank is 0"),
         ],
     )
     def test_wrong_usage_is_one_line(self, options, message):
@@ -372,7 +373,7 @@ def test_gpu_hours_of_a_model_outside_the_catalogue():
     sizes = {"hidden_size": 7680, "n_layer": 70, "n_head": 40, "vocab_size": 131072}
     shape = ModelShape.from_config({"model_type": "bloom", **sizes})
     found = plan(shape, gpu="A100-40GB", gpus=512, seq_len=2048, global_batch=2048).choices[0].estimate
-    assert (found.job.zero, found.job.recompute) == (3, "full")
+    assert (found.job.zero, found.job.activation_checkpointing) == (3, "full")
     assert 0.5 <= 569e9 / found.tokens_per_s_per_gpu / 3600 / 651_264 <= 1.1
 
 
@@ -438,10 +439,10 @@ def test_a_layout_that_full_recomputation_does_not_make_fit_is_not_tried_with_le
     asked = request("llama-3.1-405b", gpu="RTX4090", gpus=64)
     job = asked.job(ParallelLayout(tp=8, pp=8), global_batch=64)
     assert best_of_layout(job, fused=True)[0] is None
-    ways = [(one.fused_loss, one.schedule, one.virtual_stages) for one in tried]
+    ways = [(one.liger, one.schedule, one.virtual_stages) for one in tried]
     assert len(set(ways)) == len(ways)
     assert {one.micro_batch for one in tried} == {1}
-    assert {one.recompute for one in tried if one.schedule == "1f1b"} == {"full"}
+    assert {one.activation_checkpointing for one in tried if one.schedule == "1f1b"} == {"full"}
 
 
 @pytest.mark.timing

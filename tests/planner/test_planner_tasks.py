@@ -42,7 +42,9 @@ PLAN = {"gpu": "H100-80GB", "gpus": 8, "seq_len": 2048}
 
 def tuned(task, strategy="fsdp2", **changes):
     """A run of Llama 3.1 8B with a task on eight GPUs."""
-    return job(**{"task": task, "recompute": "full", "seq_len": 2048, **STRATEGIES[strategy], **changes})
+    return job(
+        **{"task": task, "activation_checkpointing": "full", "seq_len": 2048, **STRATEGIES[strategy], **changes}
+    )
 
 
 def test_sft_differs_from_plain_training_in_the_loss_alone():
@@ -87,7 +89,7 @@ def test_a_pair_is_two_sequences():
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_the_reference_costs_a_forward_pass(method):
     """It takes a third of the FLOPs of full training without recomputation, and half of those of adapters'."""
-    run = tuned("dpo", "ddp", recompute="none", method=method)
+    run = tuned("dpo", "ddp", activation_checkpointing="none", method=method)
     found = estimate_job(run)
     assert found.time.reference / found.time.compute == pytest.approx({"full": 1 / 3, "lora": 1 / 2}[method], rel=0.2)
 
@@ -215,7 +217,7 @@ def test_the_emitted_files_hold_the_flags_of_the_task(tmp_path, task, method):
     run = found.choices[0].estimate.job
     assert "block_size" not in flags
     assert flags["per_device_train_batch_size"] == run.micro_batch
-    assert flags["activation_checkpointing"] == (run.recompute != "none")
+    assert flags["activation_checkpointing"] == (run.activation_checkpointing != "none")
     assert flags["max_steps"] == -(-1e9 // run.tokens_per_step)
     lengths = {"max_completion_length": 512, "num_generations": 8} if task == "grpo" else {"max_length": 2048}
     assert lengths.items() <= flags.items()
@@ -225,7 +227,7 @@ def test_the_emitted_files_hold_the_flags_of_the_task(tmp_path, task, method):
     *_, training = parse_arguments(
         ["--config", str(files["recipe.yaml"]), *rewards], data=SourceArguments, training=TRAINING[task], also=also
     )[:4]
-    assert training.gradient_checkpointing == (run.recompute != "none")
+    assert training.gradient_checkpointing == (run.activation_checkpointing != "none")
     if task == "grpo":
         assert training.steps_per_generation == run.micro_batches // run.generation_rounds
 

@@ -64,9 +64,9 @@ class TestNetwork:
         assert network(shared_constants()).exchange_s(1e9, Group(size=1)) == 0.0
 
     def test_a_bandwidth_must_be_positive_and_finite(self):
-        with pytest.raises(UsageError, match=r"--network-gb-s is -1\.0"):
+        with pytest.raises(UsageError, match=r"network_gb_s is -1\.0"):
             network(network_gb_s=-1.0)
-        with pytest.raises(UsageError, match="--network-gb-s is inf"):
+        with pytest.raises(UsageError, match="network_gb_s is inf"):
             network(network_gb_s=math.inf)
 
 
@@ -98,7 +98,7 @@ class TestStep:
         """(p-1)/m of the ideal time with equal stages (Narayanan et al.); a head on the last stage makes them unequal,
         so it is made small here."""
         shape = replace(job().shape, vocab=8)
-        run = job(shape=shape, pp=stages, zero=1, framework="megatron", global_batch=micro_batches)
+        run = job(shape=shape, pp=stages, zero=1, stack="megatron", global_batch=micro_batches)
         time = estimate_job(run).time
         assert time.bubble / (time.compute + time.communication) == pytest.approx(
             (stages - 1) / micro_batches, rel=0.08
@@ -122,14 +122,14 @@ class TestStep:
 
     def test_full_recomputation_costs_about_a_third(self):
         """One more forward pass: 8/6 of the layers' FLOPs (Korthikanti et al.), without the head."""
-        none, full = (estimate_job(job(recompute=kind)).time.compute for kind in ("none", "full"))
+        none, full = (estimate_job(job(activation_checkpointing=kind)).time.compute for kind in ("none", "full"))
         assert 1.25 < full / none < 1.34
 
     @pytest.mark.parametrize(
         ("slower", "faster"),
         [
-            ({"recompute": "full"}, {"recompute": "selective"}),
-            ({"recompute": "selective"}, {"recompute": "none"}),
+            ({"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}),
+            ({"activation_checkpointing": "selective"}, {"activation_checkpointing": "none"}),
             ({"compile": False}, {"compile": True}),
             ({"precision": "bf16"}, {"precision": "fp8"}),
             ({"precision": "fp32"}, {"precision": "bf16"}),
@@ -176,11 +176,11 @@ class TestStep:
         assert times[0].attention > scores
         assert times[0].attention > 2 * times[1].attention
         assert times[0].matmul == times[1].matmul
-        other_stack = replace(eager, framework="titan")
+        other_stack = replace(eager, stack="titan")
         assert not other_stack.writes_scores
 
     def test_megatron_deepspeed_reduces_gradients_without_overlap(self):
-        old = {"framework": "megatron", "flash_attention": False, "recompute": "full", "network_gb_s": 3.0}
+        old = {"stack": "megatron", "flash_attention": False, "activation_checkpointing": "full", "network_gb_s": 3.0}
         own, shared_states = (job(zero=zero, dp_replicate=64, global_batch=64, **old) for zero in (0, 1))
         assert (own.is_megatron_deepspeed, shared_states.is_megatron_deepspeed) == (False, True)
         before, after = (estimate_job(run).time for run in (own, shared_states))
@@ -230,8 +230,8 @@ class TestChecks:
             job(gpu=accelerator(gpu), precision=precision).check()
 
     def test_options_must_be_known(self):
-        with pytest.raises(UsageError, match="recompute is 'some': use one of none, selective, full"):
-            job(recompute="some").check()
+        with pytest.raises(UsageError, match="activation_checkpointing is 'some': use one of none, selective, full"):
+            job(activation_checkpointing="some").check()
         with pytest.raises(UsageError, match="did you mean titan"):
             find_framework("tittan")
 
@@ -356,7 +356,7 @@ def test_qlora_dequantises_every_matrix_in_every_pass():
     memory = plain.job.gpu.memory_tb_s * 1e12 * shared_constants().memory_rate
     expected = 2 * (0.5 + 1 / 16 + 2) * in_layers / memory
     assert quantised.time.compute - plain.time.compute == pytest.approx(expected, rel=0.01)
-    recomputed = estimate_job(replace(quantised.job, recompute="full")).time.compute
-    assert recomputed - estimate_job(replace(plain.job, recompute="full")).time.compute == pytest.approx(
-        1.5 * expected, rel=0.01
-    )
+    recomputed = estimate_job(replace(quantised.job, activation_checkpointing="full")).time.compute
+    assert recomputed - estimate_job(
+        replace(plain.job, activation_checkpointing="full")
+    ).time.compute == pytest.approx(1.5 * expected, rel=0.01)

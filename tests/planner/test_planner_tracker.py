@@ -84,7 +84,7 @@ def planned_bytes(config, recompute, *, micro_batches, reshard=True):
         zero=3,
         seq_len=TOKENS,
         global_batch=RANKS * micro_batches,
-        recompute=recompute,
+        activation_checkpointing=recompute,
         reshard=reshard,
     )
     memory = memory_of(run, find_framework("hf"))

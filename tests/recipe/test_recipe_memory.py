@@ -57,10 +57,10 @@ def predicted_gb(recipe, **changes):
         zero=ZERO_STAGE[config],
         method=method,
         optimizer="adamw_8bit" if "8bit" in flags.get("optim", "") else "adamw",
-        recompute="full" if flags.get("activation_checkpointing") else "none",
+        activation_checkpointing="full" if flags.get("activation_checkpointing") else "none",
         virtual_stages=flags.get("virtual_stages", 1),
         sequence_parallel=False,
-        fused_loss=bool(flags.get("use_liger_kernel")),
+        liger=bool(flags.get("use_liger_kernel")),
         **lora,
     )
     return found.memory.total * 2**30 / 1e9

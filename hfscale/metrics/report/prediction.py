@@ -11,9 +11,10 @@ from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import schedule_name
 from hfscale.metrics.report.run_data import Run
 from hfscale.planner.estimate import Estimate, estimate_job
-from hfscale.planner.job import Job, Schedule
+from hfscale.planner.job import Job
 from hfscale.planner.launchable import TRAINER_OPTIMIZERS
 from hfscale.planner.memory import allocated_gib
+from hfscale.planner.options import Schedule
 
 CLOSE = 0.1
 """Relative error up to which an estimate is as good as it is expected to be: about its median error against published
@@ -192,13 +193,13 @@ def _job(run: Run) -> Job:
         micro_batch=int(own["micro_batch"]),
         global_batch=int(facts["global_batch_size"]),
         zero=int(own["zero"]) if layout.data_parallel_size * layout.cp > 1 else 0,
-        recompute=facts["recompute"],
+        activation_checkpointing=facts["recompute"],
         precision="fp32" if precision == "tf32" else precision,  # type: ignore[arg-type]
         method=own["method"],
         lora_rank=int(own["lora_rank"]),
         optimizer=names[own["optimizer"]],  # type: ignore[arg-type]
         compile=bool(own["compile"]),
-        fused_loss=bool(own["fused_loss"]),
+        liger=bool(own["fused_loss"]),
         offload=own["offload"],
         gpus_per_node=int(own["gpus_per_node"]),
         virtual_stages=stages,

@@ -1,0 +1,783 @@
+"""Each option of `hfscale plan`, `hfscale estimate` and their functions, declared once.
+
+A field is an option: its name is that of the flag (`lora_rank` is `--lora-rank`), and its metadata are the help text,
+the unit, the group, the check of its values and other names under which it is known. Derived from the fields are the
+signatures and docstrings of `hfscale.plan` and `hfscale.estimate`, the flags of the commands and their help, the table
+of docs/api.md, the checks, and how an error names an option: as its caller wrote it (`spelled`).
+
+A `Job` and a `PlanRequest` inherit the options that formulas use.
+"""
+
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import MISSING, dataclass, field
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.hardware import Accelerator
+from hfscale.facts.layout import ParallelLayout
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+"""Which activations are dropped in the forward pass and computed again in the backward pass."""
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+"""Format of the matrix products; states are in fp32 unless `pure_bf16`."""
+Method = Literal["full", "lora", "qlora"]
+"""Which parameters train; `qlora` keeps the frozen ones in 4 bits."""
+Optimizer = Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "sgd_momentum", "adafactor", "muon"]
+"""Optimizers, which differ in the size of their states."""
+Offload = Literal["none", "optimizer", "full"]
+"""What is kept in the CPU's memory: with `optimizer` the optimizer states, which are updated there; with `full` also
+parameters and gradients."""
+Task = Literal["text", "sft", "dpo", "grpo"]
+"""What a step trains on: packed sequences of text or chats (`text`); with TRL chats or completions (`sft`), pairs of a
+chosen and a rejected sequence (`dpo`), or completions that the model generates in the step (`grpo`)."""
+Schedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"]
+"""Pipeline schedules; `1f1b` with several virtual stages is the interleaved one. See `hfscale.facts.schedules`."""
+Objective = Literal["time", "cost", "gpus"]
+"""What choices are ranked by."""
+
+MAX_GPUS = 131_072
+"""Largest number of GPUs that is searched."""
+MAX_RANKS = 10**6
+"""Largest number of ranks that is not taken for a typing mistake."""
+MAX_SIZE = 10**9
+"""Largest size of a run that is not taken for a typing mistake."""
+MAX_INTERRUPTIONS = 60.0
+"""Largest number of preemptions per spot node and hour that is not taken for a typing mistake: one a minute."""
+
+MODEL = "Model and training"
+HARDWARE = "Hardware"
+METHOD = "Precision, optimizer and memory"
+LAYOUT = "Layout"
+SEARCH = "Search and limits"
+ISLANDS = "Islands (DiLoCo)"
+INPUT = "Other inputs"
+OUTPUT = "Output"
+GROUPS = (MODEL, HARDWARE, METHOD, LAYOUT, SEARCH, ISLANDS, INPUT, OUTPUT)
+"""The groups of options, in the order in which help shows them."""
+
+Check = Callable[[str, Any], None]
+"""A check of an option's value, which gets the option's name as its caller spells it."""
+
+
+# -- what an option is ------------------------------------------------------------------------------------------------
+
+
+REQUIRED = inspect.Parameter.empty
+"""The default of an option that must be given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """The metadata of a field that is an option."""
+
+    help: str
+    """What it is, for `--help` and docstrings, without the full stop."""
+    group: str
+    """One of `GROUPS`."""
+    unit: str | None = None
+    """Unit of a number; help shows it in place of the type."""
+    unset: str | None = None
+    """What None stands for, as the rest of a sentence that begins with "by default"."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What `plan` or `estimate` adds to the help text."""
+    check: Check | None = None
+    """The check of values other than None."""
+    aliases: tuple[str, ...] = ()
+    """Further keywords of the Python functions that mean the same."""
+    task: str | None = None
+    """The task to which it belongs; `hfscale plan` rejects it with others."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of `plan` and `estimate` where they differ from the field's; None where the field's is looked up."""
+    flag: str | None = None
+    """Its flag, where that does not follow from its name."""
+    text: bool = False
+    """Whether the command line takes it as text, which the command parses."""
+    flag_of: tuple[str, ...] = ("plan", "estimate")
+    """The commands that have a flag for it."""
+
+    def text_in(self, function: str, *, has_default: bool) -> str:
+        """Return the help text of `plan` or `estimate`, without the full stop.
+
+        Args:
+            function (`str`): `plan` or `estimate`.
+            has_default (`bool`): whether the default is another value than None.
+        """
+        parts = [self.help]
+        if function in self.notes:
+            parts.append(self.notes[function])
+        if self.unset is not None and not has_default:
+            parts.append(f"by default {self.unset}")
+        return "; ".join(parts)
+
+
+def option(
+    default: Any = MISSING,
+    *,
+    help: str,
+    group: str,
+    plan: Any = MISSING,
+    estimate: Any = MISSING,
+    **metadata: Any,
+) -> Any:
+    """Return a dataclass field that is an option.
+
+    Args:
+        default (`Any`, *optional*): the field's default.
+        help (`str`): see `Option`.
+        group (`str`): see `Option`.
+        plan (`Any`, *optional*): the default of `plan`, where it is another one.
+        estimate (`Any`, *optional*): the default of `estimate`, where it is another one.
+        metadata (`Any`): the other fields of `Option`.
+    """
+    defaults = {name: value for name, value in (("plan", plan), ("estimate", estimate)) if value is not MISSING}
+    declared = Option(help=help, group=group, defaults=defaults, **metadata)
+    return field(default=default, metadata={"option": declared})
+
+
+@cache
+def options_of(cls: Any) -> dict[str, Option]:
+    """Return the options among the fields of a dataclass, by name.
+
+    Args:
+        cls (`type`): the dataclass. A field that narrows the type of an inherited option stays this option.
+    """
+    found: dict[str, Option] = {}
+    for base in reversed(cls.__mro__):
+        for one in vars(base).get("__dataclass_fields__", {}).values():
+            if "option" in one.metadata:
+                found[one.name] = one.metadata["option"]
+    return found
+
+
+# -- how an error names an option -------------------------------------------------------------------------------------
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option or of another parameter, such as `--lora-rank` of `lora_rank`."""
+    return f"--{name.replace('_', '-')}"
+
+
+_spelling: ContextVar[Callable[[str], str]] = ContextVar("_spelling", default=str)
+
+
+def spelled(name: str) -> str:
+    """Return an option's name as its caller wrote it: a keyword in Python, a flag on the command line.
+
+    Args:
+        name (`str`): the option's name.
+    """
+    return _spelling.get()(name)
+
+
+def names_are_flags() -> bool:
+    """Return whether the caller is a command, so that errors name flags."""
+    return _spelling.get() is flag_of
+
+
+@contextmanager
+def spelling(names: Callable[[str], str]) -> Iterator[None]:
+    """Let errors spell the names of options in this way while the context lasts.
+
+    Args:
+        names (`Callable[[str], str]`): the spelling of a name; `flag_of` for a command.
+    """
+    token = _spelling.set(names)
+    try:
+        yield
+    finally:
+        _spelling.reset(token)
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, and not a truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def a_size(name: str, value: Any) -> None:
+    """Check that a size is an integer from 1 to `MAX_SIZE`."""
+    if not is_integer(value) or value < 1:
+        raise LayoutError(f"{name} is {value!r}: it must be an integer of at least 1")
+    if value > MAX_SIZE:
+        raise LayoutError(f"{name} is {value}: it must be at most {MAX_SIZE:,}")
+
+
+def an_amount(name: str, value: Any) -> None:
+    """Check that an amount is above 0 and finite."""
+    if not 0 < value < math.inf:
+        raise UsageError(f"{name} is {value}: it must be a finite number above 0")
+
+
+def at_most(limit: int) -> Check:
+    """Return the check that a number of GPUs is an integer from 1 to `limit`."""
+
+    def check(name: str, value: Any) -> None:
+        if not is_integer(value) or not 1 <= value <= limit:
+            raise LayoutError(f"{name} is {value}: give a number from 1 to {limit:,}")
+
+    return check
+
+
+def a_zero_stage(name: str, value: Any) -> None:
+    """Check that a value is a stage of ZeRO."""
+    if value not in (0, 1, 2, 3):
+        raise LayoutError(f"{name} is {value!r}: use a ZeRO stage of 0, 1, 2 or 3")
+
+
+def interruptions(name: str, value: Any) -> None:
+    """Check a number of preemptions per spot node and hour."""
+    if not 0 <= value <= MAX_INTERRUPTIONS:
+        raise UsageError(
+            f"{name} is {value}: give preemptions per spot node and hour, from 0 to {MAX_INTERRUPTIONS:g}, such as "
+            "0.02 for one in two days"
+        )
+
+
+def a_count(what: str) -> Check:
+    """Return the check that there is at least one of something."""
+
+    def check(name: str, value: Any) -> None:
+        if value < 1:
+            raise UsageError(f"{name} is {value}: give {what} of at least 1")
+
+    return check
+
+
+@cache
+def _checks(cls: type) -> list[tuple[str, tuple[Any, ...], Check | None, bool]]:
+    """Name, allowed values (empty where there is no list of them), check, and whether it may be None, of each option
+    whose values are checked."""
+    types = get_type_hints(cls)
+    found = []
+    for name, declared in options_of(cls).items():
+        allowed = get_args(types[name]) if get_origin(types[name]) is Literal else ()
+        if allowed or declared.check is not None:
+            found.append((name, allowed, declared.check, NoneType in get_args(types[name])))
+    return found
+
+
+def check_options(values: Any) -> None:
+    """Check each option of an object by itself.
+
+    Args:
+        values (`Any`): an instance of a dataclass with options. Those that are None are not checked if they may be.
+
+    Raises:
+        LayoutError: a size is not an integer, or out of range.
+        UsageError: another value is unknown or out of range.
+    """
+    cls: Any = type(values)
+    for name, allowed, check, is_optional in _checks(cls):
+        value = getattr(values, name)
+        if allowed and value not in allowed:
+            raise UsageError(f"{spelled(name)} is {value!r}: use one of {', '.join(map(str, allowed))}")
+        if check is not None and not (value is None and is_optional):
+            check(spelled(name), value)
+
+
+# -- the options ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of a run that `plan` and `estimate` share."""
+
+    task: Task = option(
+        "text",
+        group=MODEL,
+        help="What a step trains on: text (or chats), or with TRL sft, dpo (the batch counts pairs) or grpo (it "
+        "counts completions)",
+        flag_of=("plan",),
+    )
+    seq_len: int = option(
+        4096,
+        estimate=REQUIRED,
+        group=MODEL,
+        unit="tokens",
+        check=a_size,
+        help="Tokens per sequence; with grpo prompt and completion",
+    )
+    global_batch: int | None = option(
+        None,
+        group=MODEL,
+        unit="sequences",
+        check=a_size,
+        help="Sequences per step; dpo: pairs, grpo: completions",
+        notes={
+            "plan": "by default a usual batch for this training",
+            "estimate": "by default one micro-batch per data-parallel rank",
+        },
+    )
+    num_generations: int = option(
+        8,
+        plan=None,
+        group=MODEL,
+        task="grpo",
+        help="Completions per prompt with grpo",
+        unset="8, as in TRL",
+        flag_of=("plan",),
+    )
+    max_completion_length: int = option(
+        512,
+        plan=None,
+        group=MODEL,
+        unit="tokens",
+        task="grpo",
+        help="Tokens of a sequence to generate with grpo",
+        unset="512, as in TRL",
+        flag_of=("plan",),
+    )
+    beta: float = option(
+        0.0,
+        plan=None,
+        group=MODEL,
+        task="grpo",
+        help="Coefficient of the KL divergence with grpo; above 0 a reference model is kept",
+        unset="0, as in TRL",
+        flag_of=("plan",),
+    )
+    precompute_ref_log_probs: bool = option(
+        False,
+        group=MODEL,
+        task="dpo",
+        help="With dpo the reference's log-probabilities are computed before the training, which keeps no reference "
+        "model",
+        flag_of=("plan",),
+    )
+    stack: str = option(
+        "hf",
+        group=MODEL,
+        help="Training framework whose constants are used: hf, titan or megatron",
+    )
+    method: Method = option("full", group=METHOD, help="Which parameters train")
+    lora_rank: int = option(16, group=METHOD, help="Rank of the adapters")
+    precision: Precision = option("bf16", group=METHOD, help="Format of the matrix products")
+    pure_bf16: bool = option(
+        False,
+        group=METHOD,
+        aliases=("pure",),
+        help="Parameters, gradients and optimizer states are in bf16, as the matrix products",
+    )
+    optimizer: Optimizer = option("adamw", group=METHOD, help="The optimizer")
+    compile: bool = option(False, group=METHOD, help="The model runs under torch.compile")
+    liger: bool | None = option(
+        None,
+        estimate=False,
+        group=METHOD,
+        aliases=("fused_loss",),
+        help="The loss is fused and never holds all logits at once (use_liger_kernel)",
+        unset="both are tried where a recipe can",
+    )
+    gpus_per_node: int = option(8, group=HARDWARE, check=a_size, help="GPUs that NVLink or PCIe connects")
+    network_gb_s: float | None = option(
+        None,
+        group=HARDWARE,
+        unit="GB/s",
+        help="Bandwidth between nodes per GPU, one direction",
+        unset="that of the vendor's reference node",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions(RunOptions):
+    """Options of a run whose layout is given."""
+
+    micro_batch: int = option(
+        1,
+        group=LAYOUT,
+        unit="sequences",
+        check=a_size,
+        help="Sequences per data-parallel rank and micro-batch",
+    )
+    zero: int = option(
+        0,
+        group=LAYOUT,
+        check=a_zero_stage,
+        help="ZeRO stage, what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also "
+        "parameters (FSDP2)",
+    )
+    activation_checkpointing: ActivationCheckpointing = option(
+        "none",
+        group=METHOD,
+        aliases=("recompute",),
+        help="Activation recomputation",
+    )
+    offload: Offload = option("none", group=METHOD, help="States kept in the CPU's memory")
+    virtual_stages: int = option(1, group=LAYOUT, check=a_size, help="Pipeline stages per rank")
+    schedule: Schedule = option("1f1b", group=LAYOUT, help="Pipeline schedule")
+    expert_parallel: int = option(1, group=LAYOUT, check=a_size, help="Ranks that share the experts of a layer")
+    overlapped_experts: bool = option(
+        False,
+        group=LAYOUT,
+        help="Tokens are sent to their experts while another micro-batch is computed",
+    )
+    sequence_parallel: bool | None = option(
+        None,
+        group=LAYOUT,
+        help="Tensor-parallel ranks also split norms and residuals along the sequence",
+        unset="what the framework does with this layout",
+        flag_of=(),
+    )
+    loss_parallel: bool | None = option(
+        None,
+        group=LAYOUT,
+        help="The loss is computed on logits that stay split over the tensor-parallel ranks",
+        unset="what the framework does with this layout",
+        flag_of=(),
+    )
+    reshard: bool = option(
+        True, group=LAYOUT, help="ZeRO-3 frees gathered parameters after the forward pass", flag_of=()
+    )
+    flash_attention: bool = option(True, group=METHOD, help="Attention scores are never written to memory", flag_of=())
+    compiled_loss: bool = option(
+        True,
+        group=METHOD,
+        help="torch.compile, if used, compiles the loss too, as in Hugging Face's models and torchtitan since 2025",
+        flag_of=(),
+    )
+    rowwise_fp8: bool = option(False, group=METHOD, help="fp8 scales are per row instead of per tensor", flag_of=())
+    generation_rounds: int = option(
+        1, group=MODEL, help="Rounds in which the completions of a step are generated, with grpo", flag_of=()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions:
+    """Options that name the hardware."""
+
+    gpu: str | Accelerator = option(
+        group=HARDWARE,
+        text=True,
+        help="A GPU of hardware.toml, or a calibrated one: H100-80GB",
+        notes={"plan": "on the command line also several: H100-80GB,A100-80GB"},
+    )
+    hardware: Path | None = option(
+        None,
+        group=HARDWARE,
+        help="A file written by hfscale plan --calibrate",
+        unset="~/.config/hfscale/hardware.toml",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpusOption:
+    """The number of GPUs, which `plan` and both commands have; `estimate` gets a layout instead."""
+
+    gpus: int = option(
+        1,
+        plan=REQUIRED,
+        group=HARDWARE,
+        help="Number of GPUs",
+        notes={"plan": "with the objective cost or gpus, the most to use"},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions, GpusOption, HardwareOptions):
+    """Options of `hfscale.plan`."""
+
+    tokens: float | None = option(
+        None,
+        group=SEARCH,
+        unit="tokens",
+        check=an_amount,
+        text=True,
+        help="Tokens to train on, such as 500M or 1T on the command line; hours and cost need them",
+    )
+    objective: Objective = option("time", group=SEARCH, help="What to rank by; gpus: fewest")
+    top: int = option(5, group=SEARCH, check=a_count("a number of choices"), help="Number of choices to show")
+    min_gpus: bool = option(False, group=SEARCH, help="The fewest GPUs are searched for too")
+    deadline: float | None = option(
+        None,
+        group=SEARCH,
+        unit="hours",
+        check=an_amount,
+        aliases=("deadline_hours",),
+        help="Longest duration of the run; choices that take longer are left out",
+    )
+    budget: float | None = option(
+        None,
+        group=SEARCH,
+        unit="USD",
+        check=an_amount,
+        aliases=("budget_usd",),
+        help="Highest cost of the run; choices that cost more, or whose cost is not known, are left out",
+    )
+    usd_per_gpu_hour: float | None = option(
+        None, group=SEARCH, unit="USD", check=an_amount, help="Your price, instead of the providers'"
+    )
+    spot_interruptions: float | None = option(
+        None,
+        group=SEARCH,
+        check=interruptions,
+        help="Preemptions per spot node and hour",
+        unset="an assumed rate, which the plan prints",
+    )
+    prices: Path | None = option(
+        None,
+        group=SEARCH,
+        help="Your price list, with rows as in hfscale/facts/prices.toml",
+        unset="the user's own, if it exists",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions(LayoutOptions, HardwareOptions):
+    """Options of `hfscale.estimate`."""
+
+    layout: ParallelLayout | Mapping[str, int] = option(
+        group=LAYOUT, help="Ranks along each axis: dp_replicate, dp_shard, cp, tp and pp", flag_of=()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisOptions:
+    """The flags of `hfscale estimate` for the axes of the layout; `estimate` has `layout` instead."""
+
+    dp_replicate: int | None = option(None, group=LAYOUT, check=a_size, help="Replicas of the parameters")
+    dp_shard: int | None = option(
+        None,
+        group=LAYOUT,
+        check=a_size,
+        help="Ranks that share one replica (FSDP2, ZeRO-3)",
+        unset="the remaining GPUs",
+    )
+    cp: int = option(1, group=LAYOUT, check=a_size, help="Context-parallel ranks")
+    tp: int = option(1, group=LAYOUT, check=a_size, help="Tensor-parallel ranks")
+    pp: int = option(1, group=LAYOUT, check=a_size, help="Pipeline stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandOptions:
+    """The flags of `hfscale plan` for islands."""
+
+    islands: int | None = option(
+        None,
+        group=ISLANDS,
+        help="Number of places that exchange now and then (DiLoCo), each with as many GPUs as --gpus says",
+    )
+    island_bandwidth: str | None = option(
+        None, group=ISLANDS, help="Link between islands, one direction: 1Gbps", text=True
+    )
+    island_steps: int = option(100, group=ISLANDS, help="Steps between two exchanges of the islands")
+    island_overlap_steps: int = option(
+        0, group=ISLANDS, help="Steps that train while a round of the islands exchanges"
+    )
+    island_fragments: int = option(
+        1, group=ISLANDS, help="Parts of the parameters, of whole layers, that have rounds in turn"
+    )
+    island_bits: int = option(
+        32, group=ISLANDS, help="Bits per value that islands exchange: 32, 8, 4; with a density 2"
+    )
+    island_density: float | None = option(
+        None, group=ISLANDS, help="Fraction of the values that islands exchange (top-k): 0.0156", unset="all of them"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    """How a command prints."""
+
+    as_json: bool = option(
+        False, group=OUTPUT, flag="--json", help="Print one JSON object", flag_of=("plan", "estimate", "tune")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOutput(JsonOption):
+    """What `hfscale plan` writes."""
+
+    emit: Path | None = option(None, group=OUTPUT, help="Write configs, script and launch command to this folder")
+    choice: int = option(1, group=OUTPUT, help="Number of the choice that --emit writes")
+    plot: Path | None = option(None, group=OUTPUT, help="Draw memory, time and cost into this file (svg, png or pdf)")
+    calibrate: bool = option(
+        False, group=INPUT, help="Measure this machine and write the file MODEL, by default that of --hardware"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateInput(JsonOption):
+    """What `hfscale estimate` reads instead of a model."""
+
+    script: Path | None = option(
+        None, group=INPUT, help="Trace a step of this training script instead, which calls Trainer.train"
+    )
+    table: Path | None = option(None, group=INPUT, help="A CSV file of runs instead; prints a JSON line per row")
+
+
+# -- values from a caller ---------------------------------------------------------------------------------------------
+
+
+Options = TypeVar("Options")
+
+
+def default_of(cls: Any, name: str, function: str) -> Any:
+    """Return the default of an option in a function; `REQUIRED` if it has none.
+
+    Args:
+        cls (`type`): the dataclass.
+        name (`str`): the option.
+        function (`str`): `plan` or `estimate`.
+    """
+    default = vars(cls)["__dataclass_fields__"][name].default
+    found = options_of(cls)[name].defaults.get(function, default)
+    return REQUIRED if found is MISSING else found
+
+
+def make_options(cls: Callable[..., Options], function: str, given: Mapping[str, Any]) -> Options:
+    """Return the options of a call, each of them checked.
+
+    Args:
+        cls (`type`): their dataclass.
+        function (`str`): `plan` or `estimate`.
+        given (`Mapping[str, Any]`): the values that the caller gave, by name.
+
+    Raises:
+        LayoutError: a size is out of range.
+        UsageError: another value is unknown or out of range, or belongs to another task.
+    """
+    defaults = {name: default_of(cls, name, function) for name in options_of(cls)}
+    values = {**defaults, **given}
+    if function == "plan":
+        _check_task(values, {name: value for name, value in values.items() if value != defaults[name]})
+    for name, default in defaults.items():
+        if values[name] is None and default is None:
+            values[name] = vars(cls)["__dataclass_fields__"][name].default
+    chosen = cls(**values)
+    check_options(chosen)
+    return chosen
+
+
+def _check_task(values: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+    """Check that the options of a task are given for this task only."""
+    task = values["task"]
+    if task not in get_args(Task):
+        raise UsageError(f"{spelled('task')} is {task}: use one of {', '.join(get_args(Task))}")
+    for name in changed:
+        of_task = options_of(RunOptions)[name].task if name in options_of(RunOptions) else None
+        if of_task not in (None, task):
+            raise UsageError(
+                f"{spelled(name)} belongs to {spelled('task')} {of_task}, and the task is {task}: leave it out"
+            )
+
+
+@contextmanager
+def python_options(cls: Callable[..., Options], function: str, given: Mapping[str, Any]) -> Iterator[Options]:
+    """Return the options of a call from Python; while the context lasts, errors name them as the caller did.
+
+    Args:
+        cls (`type`): their dataclass.
+        function (`str`): `plan` or `estimate`.
+        given (`Mapping[str, Any]`): the keyword arguments, whose names may be aliases.
+
+    Raises:
+        TypeError: a keyword is unknown, missing, or given under two names.
+        UsageError: as `make_options`.
+    """
+    declared = options_of(cls)
+    names = {alias: name for name, one in declared.items() for alias in one.aliases}
+    values: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for keyword, value in given.items():
+        name = names.get(keyword, keyword)
+        if name not in declared:
+            raise TypeError(f"{function}() got an unexpected keyword argument {keyword!r}")
+        if name in values:
+            raise TypeError(f"{function}() got {written[name]!r} and {keyword!r}, which mean the same")
+        values[name] = value
+        written[name] = keyword
+    missing = [name for name in declared if name not in values and default_of(cls, name, function) is REQUIRED]
+    if missing:
+        raise TypeError(f"{function}() misses the keyword arguments {', '.join(missing)}")
+    with spelling(lambda name: written.get(name, name)):
+        yield make_options(cls, function, values)
+
+
+# -- signatures and docstrings ----------------------------------------------------------------------------------------
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+OPTIONS_LINE = "        **options: the options, see below.\n"
+"""The line of a docstring that a description of each option replaces."""
+
+
+def with_options(cls: type) -> Callable[[Function], Function]:
+    """Return a decorator that gives a function the signature and the docstring of its options.
+
+    Args:
+        cls (`type`): the dataclass of the options, which the function takes as keywords.
+    """
+
+    def decorate(function: Function) -> Function:
+        types = get_type_hints(cls)
+        own = inspect.signature(function)
+        taken = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        names = options_of(cls)
+        defaults = {name: default_of(cls, name, function.__name__) for name in names}
+        for name in sorted(names, key=lambda name: defaults[name] is not REQUIRED):
+            annotation = types[name] | None if defaults[name] is None else types[name]
+            taken.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+            )
+        function.__signature__ = own.replace(parameters=taken)  # type: ignore[attr-defined]
+        entries = [
+            textwrap.fill(
+                f"{name} ({kind}): {text}",
+                width=119,
+                initial_indent=" " * 8,
+                subsequent_indent=" " * 12,
+                break_on_hyphens=False,
+            )
+            for name, kind, _, text in described(cls, function.__name__)
+        ]
+        function.__doc__ = (function.__doc__ or "").replace(OPTIONS_LINE, "\n".join(entries) + "\n")
+        return function
+
+    return decorate
+
+
+def described(cls: type, function: str) -> list[tuple[str, str, str, str]]:
+    """Return name, type, default and description of each option of a function, for its documentation.
+
+    Args:
+        cls (`type`): the dataclass.
+        function (`str`): `plan` or `estimate`.
+    """
+    types = get_type_hints(cls)
+    rows = []
+    for name, declared in sorted(options_of(cls).items(), key=lambda item: GROUPS.index(item[1].group)):
+        default = default_of(cls, name, function)
+        members = [types[name]] if get_origin(types[name]) is Literal else get_args(types[name]) or (types[name],)
+        kinds = [_type_name(member) for member in members if member is not NoneType]
+        kind = " or ".join(f"`{one}`" for one in kinds) + (", *optional*" if default is None else "")
+        text = declared.text_in(function, has_default=default is not None)
+        if re.match(r"[A-Z][a-z]*\b", text):  # not ZeRO or GPUs
+            text = text[0].lower() + text[1:]
+        if bool in members:
+            text = f"whether {text}"
+        if get_origin(types[name]) is Literal:
+            text += "; one of " + ", ".join(f"`{value}`" for value in get_args(types[name]))
+        if declared.unit is not None and declared.unit not in text.lower():
+            text += f" ({declared.unit})"
+        if declared.aliases:
+            text += f"; also called {' and '.join(f'`{alias}`' for alias in declared.aliases)}"
+        rows.append((name, kind, "" if default in (REQUIRED, None) else repr(default), f"{text}."))
+    return rows
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "str"
+    origin = get_origin(kind) or kind
+    return str(origin.__name__)
