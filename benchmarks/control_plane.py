@@ -32,13 +32,13 @@ import torch.distributed as dist
 from benchmarks.simulated_ranks import SimulatedRanks, StoreProcess
 from hfscale.checkpoint import writer
 from hfscale.checkpoint.manifest import FileRecord, Manifest
+from hfscale.core.rank_store import RankStore
 from hfscale.core.tree import Level, Tree, groups_of_levels
 from hfscale.health import hang, preflight
 from hfscale.health.callback import PREFLIGHT_DEADLINE_S
 from hfscale.health.diagnosis import Position, Snapshot, diagnose
 from hfscale.health.local_time import KEPT_STEPS
 from hfscale.health.monitor import Monitor
-from hfscale.health.rank_store import RankStore
 
 RANKS = (1024, 4096, 16384)
 PER_NODE = 8

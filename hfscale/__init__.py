@@ -21,7 +21,7 @@ _HOME_OF = {
     "ScalingMetricsCallback": "hfscale.metrics.callback",
     "SpotCheckpointCallback": "hfscale.checkpoint.callback",
     "estimate": "hfscale.planner.estimate",
-    "latest_checkpoint": "hfscale.checkpoint.store",
+    "latest_checkpoint": "hfscale.checkpoint.resume",
     "plan": "hfscale.planner.plan",
 }
 

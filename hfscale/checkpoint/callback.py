@@ -20,6 +20,7 @@ from hfscale.checkpoint.memory_snapshots import MemorySnapshots
 from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies
+from hfscale.checkpoint.resume import newest_resumable
 from hfscale.checkpoint.saving import TrainerSaving
 from hfscale.checkpoint.store import (
     DELETING,
@@ -31,7 +32,6 @@ from hfscale.checkpoint.store import (
     read_status,
     rotate,
     update_manifest,
-    without_verified,
     write_status,
 )
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
@@ -40,7 +40,8 @@ from hfscale.core.activity import activity
 from hfscale.core.best_effort import best_effort
 from hfscale.core.build_locks import remove_abandoned_locks
 from hfscale.core.clocks import StepPace
-from hfscale.core.collectives import TRAINING, StepAgreement
+from hfscale.core.collectives import START, TRAINING, StepAgreement
+from hfscale.core.exchanges import OneProcess
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import connect
 from hfscale.core.run_files import MANIFEST_NAME
@@ -118,8 +119,8 @@ class SpotCheckpointCallback(AdapterCallback):
         StorageError: on every rank: a file of a checkpoint could not be written during training; or, when the Trainer
             is made, the remote store cannot be read and there is no local checkpoint, or a download failed.
         LayoutError: training resumes from a checkpoint of a strategy whose files the running one cannot read.
-        CheckpointError: training resumes from a checkpoint whose manifest or weights are broken; or it starts from
-            scratch after `latest_checkpoint` has found checkpoints of which none is verified.
+        CheckpointError: training resumes from a checkpoint whose manifest or weights are broken; or it starts at step
+            0 beside checkpoints of which none can be resumed from, or beside checkpoints of the remote store.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class SpotCheckpointCallback(AdapterCallback):
         finish_renames(Path(args.output_dir))  # so that plain `resume_from_checkpoint=True` finds them too
         if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for them before training begins
             remove_abandoned_locks(os.environ)
-        if self.remote is not None and str(args.resume_from_checkpoint).lower() != "false":
+        if self.remote is not None and not _is_from_scratch(args):
             self.remote.fetch(Path(args.output_dir))
 
     def before_train(self, adapter: TrainerAdapter) -> None:
@@ -195,7 +196,7 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter = TrainerAdapter.current()
         _refuse_jit_checkpoint(args)
         lock_for_all_ranks(args.output_dir, is_holder=args.should_save)
-        _refuse_to_discard(args, state)
+        self._refuse_to_discard(adapter, state)
         self._wait()  # for a save that a training left in flight when it broke off
         self._begin_run()
         self.last_committed = None
@@ -214,6 +215,27 @@ class SpotCheckpointCallback(AdapterCallback):
         assert self._saving is not None
         self.memory.begin(adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader"))
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
+
+    def _refuse_to_discard(self, adapter: TrainerAdapter, state: TrainerState) -> None:
+        """Refuse a start that would archive checkpoints which the script cannot have known of, or cannot have read.
+
+        A script that passes the result of `latest_checkpoint` starts at step 0 if it is None: also where checkpoints
+        are there and none can be resumed from. Where one can, the script has decided not to resume from it, and a
+        warning says that it is archived. `resume_from_checkpoint="false"` in the training arguments always starts
+        from scratch. Every rank must call it.
+
+        Raises:
+            CheckpointError: on every rank: there are checkpoints, and none of them can be resumed from; or the remote
+                store has a later one.
+        """
+        args, run_dir = adapter.trainer.args, adapter.run_dir()
+        if _is_from_scratch(args):
+            return
+        if resumed_from() is None:
+            START.on_rank_0("start: checkpoints that cannot be read", lambda: _refuse_to_replace_unread(run_dir))
+        is_trial = run_dir != Path(args.output_dir)  # of a search, which always starts from scratch
+        if self.remote is not None and not is_trial:
+            self.remote.refuse_to_discard(run_dir, state.global_step)
 
     def _take_over_saving(self, adapter: TrainerAdapter) -> None:
         """Write checkpoints instead of Trainer, and delete old ones instead of Trainer.
@@ -537,17 +559,19 @@ def _refuse_jit_checkpoint(args: TrainingArguments) -> None:
         )
 
 
-def _refuse_to_discard(args: TrainingArguments, state: TrainerState) -> None:
-    """Reject a start from scratch after `latest_checkpoint` has skipped all the checkpoints. Every rank must call it.
+def _is_from_scratch(args: TrainingArguments) -> bool:
+    """Return whether the training arguments ask for a start from scratch."""
+    return str(args.resume_from_checkpoint).lower() == "false"
 
-    Raises:
-        CheckpointError: on every rank: there are checkpoints, and none of them is verified.
-    """
-    discards = state.global_step == 0 and Path(args.output_dir).resolve() in without_verified
-    if TRAINING.maximum("start: discards", [float(discards)])[0]:
+
+def _refuse_to_replace_unread(run_dir: Path) -> None:
+    """Raise a CheckpointError if a folder has checkpoints and none of them can be resumed from."""
+    latest = newest_resumable(run_dir, exchanges=OneProcess())
+    if latest.path is None and latest.skipped:
         raise CheckpointError(
-            f"{args.output_dir} has checkpoints and none of them is verified, so latest_checkpoint has returned None: "
-            "pass the path of one as resume_from_checkpoint, or move them to start from scratch"
+            f"{run_dir} has checkpoints and none of them is verified, so the training would start at step 0 "
+            f"({latest.skipped[0]}): pass the path of one as resume_from_checkpoint, or move them; with "
+            'resume_from_checkpoint="false" in the training arguments they are archived'
         )
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfscale.checkpoint.store import CORRUPT, GOOD, CheckpointInfo, inspect, is_checkpoint, latest_checkpoint, verify
+from hfscale.checkpoint.resume import newest_resumable
+from hfscale.checkpoint.store import CORRUPT, GOOD, CheckpointInfo, inspect, is_checkpoint, verify
 from hfscale.core.disk_errors import writing
+from hfscale.core.exchanges import OneProcess
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError, UsageError
 
@@ -137,10 +139,10 @@ def _open(source: Path, global_batch_size: int | None) -> tuple[Path, "Manifest"
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder: name a checkpoint or a run's output directory")
     if not is_checkpoint(source):
-        newest = latest_checkpoint(source)
+        newest = newest_resumable(source, exchanges=OneProcess()).path
         if newest is None:
             raise CheckpointError(f"{source} has no good checkpoint: run hfscale checkpoints list {source}")
-        source = Path(newest)
+        source = newest
     if (source / MANIFEST_NAME).is_file():
         return source, verify(source)
     from hfscale.checkpoint.conversion import infer_manifest

@@ -21,8 +21,8 @@ from hfscale.checkpoint.formats.merged import load_merged
 from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import UNIVERSAL_LATEST
 from hfscale.checkpoint.manifest import Manifest, read_manifest
+from hfscale.checkpoint.resumable import why_not_resumable
 from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
-from hfscale.checkpoint.usable import find_problem
 from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
@@ -106,7 +106,10 @@ def _is_converted(target: Path) -> bool:
     on_rank_0, everywhere = START.combine("earlier conversion", sees, lambda found: [found[0], all(found)])
     if not on_rank_0:
         return False
-    problem = find_problem(target) if everywhere else START.on_rank_0("verification", lambda: _problem_of(target))
+    if everywhere:
+        problem = why_not_resumable(target, START)
+    else:
+        problem = START.on_rank_0("verification", lambda: _problem_of(target))
     if problem is not None:
         logger.warning("the conversion of an earlier launch is replaced: %s", problem)
     return problem is None

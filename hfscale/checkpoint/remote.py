@@ -3,7 +3,7 @@
 The protocol is that of the local disk: the manifest is uploaded last, so its presence is the commit, and a deletion
 removes the manifest first. A downloaded checkpoint is compared with its manifest before it gets its final name.
 
-`Uploader` copies checkpoints in the background while training runs; `fetch_newest` brings the newest one back before
+`Uploader` copies checkpoints in the background while training runs; `fetch_newer` brings the newest one back before
 training starts.
 """
 
@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hfscale.checkpoint.manifest import read_manifest
+from hfscale.checkpoint.resumable import check_visible
 from hfscale.checkpoint.store import CHECKPOINT_NAME, archive, checkpoint_step, excess_steps, verify
-from hfscale.checkpoint.usable import newest_usable
-from hfscale.core import distributed
 from hfscale.core.best_effort import count_failure
-from hfscale.core.collectives import START
 from hfscale.core.disk_errors import PROGRAM_ERRORS
+from hfscale.core.exchanges import Exchanges
 from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
@@ -38,8 +37,6 @@ _ATTEMPTS = 5
 _FIRST_PAUSE_S = 1.0  # each later pause is twice as long: 15 s in all
 _FEATURES = dict.fromkeys(("s3", "s3a"), "s3:// remote checkpoints")
 _FEATURES |= dict.fromkeys(("gs", "gcs"), "gs:// remote checkpoints")
-_fetched: set[tuple[str, str]] = set()
-"""Pairs of URL and output directory for which this process has called `fetch_newest`."""
 
 Result = TypeVar("Result")
 
@@ -358,42 +355,45 @@ def _unlink(checkpoint: Path, links: Path) -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def fetch_newest(store: RemoteStore, output_dir: Path) -> None:
-    """Fetch the newest complete checkpoint of the store if it is newer than those of `output_dir`.
+def fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None, exchanges: Exchanges) -> Path | None:
+    """Fetch the newest complete checkpoint of the store if it is newer than the local one, and return its local path.
 
     Every rank must call it. Rank 0 downloads first, then the first rank of each other node whose `output_dir` does not
-    contain the complete checkpoint, so on shared storage it is downloaded once. Further calls in this process with the
-    same store and `output_dir` do nothing. If the store cannot be read and a local checkpoint exists, a warning is
-    logged.
+    contain the complete checkpoint, so on shared storage it is downloaded once. If the store cannot be read and there
+    is a local checkpoint, a warning is logged.
 
     Args:
         store (`RemoteStore`): the store.
         output_dir (`Path`): output directory of the run.
+        local (`Path`, *optional*): the newest local checkpoint that the run can resume from; None: there is none.
+        exchanges (`Exchanges`): between all ranks.
+
+    Returns:
+        `Path` or `None`: the checkpoint in `output_dir`; None if none is newer.
 
     Raises:
         StorageError: the store cannot be read and there is no local checkpoint, so the run would restart from scratch
             although it may have checkpoints; or a download failed. Raised on every rank.
+        CheckpointError: a rank does not see what was fetched; raised on every rank.
     """
-    if (store.url, str(output_dir)) in _fetched:
-        return
-    _fetched.add((store.url, str(output_dir)))
     try:
-        local = newest_usable(output_dir)
-    except CheckpointError:
-        local = None  # its reasons have been logged; a good one in the store takes their place
-    try:
-        step = START.on_rank_0("fetch the newest checkpoint", lambda: _fetch_newest(store, output_dir, local))
-        leads_node = distributed.rank() != 0 and os.environ.get("LOCAL_RANK") == "0"
-        with START.agreed("fetch on each node"):
-            if step is not None and leads_node and not _is_good(output_dir / f"checkpoint-{step}"):
+        step = exchanges.on_rank_0("fetch a newer checkpoint", lambda: _fetch_newer(store, output_dir, local))
+        if step is None:
+            return None
+        fetched = output_dir / f"checkpoint-{step}"
+        leads_node = exchanges.rank != 0 and os.environ.get("LOCAL_RANK") == "0"
+        with exchanges.agreed("fetch on each node"):
+            if leads_node and not _is_good(fetched):
                 store.download(step, output_dir, output_dir / UNFINISHED / "download")
     except (HfScaleError, OSError) as error:
         raise StorageError(
             f"{redacted_message(error)}; make the store readable, or start without the remote"
         ) from None
+    check_visible(fetched / MANIFEST_NAME, exchanges)
+    return fetched
 
 
-def _fetch_newest(store: RemoteStore, output_dir: Path, local: Path | None) -> int | None:
+def _fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None) -> int | None:
     """Fetch a checkpoint that is newer than the `local` one, and return its step, or None if there is none.
 
     Raises:

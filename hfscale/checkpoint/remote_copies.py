@@ -4,13 +4,15 @@ from pathlib import Path
 
 from transformers import TrainerState
 
-from hfscale.checkpoint.remote import RemoteStore, Uploader, fetch_newest
+from hfscale.checkpoint.remote import RemoteStore, Uploader
+from hfscale.checkpoint.resume import newest_resumable
+from hfscale.checkpoint.store import checkpoint_step
 from hfscale.core.activity import activity
-from hfscale.core.collectives import TRAINING
+from hfscale.core.collectives import START, TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import UNFINISHED
 from hfscale.core.run_state import ResetOnCopy
-from hfscale.errors import StorageError
+from hfscale.errors import CheckpointError, StorageError
 
 logger = get_logger(__name__)
 
@@ -30,6 +32,8 @@ class RemoteCopies(ResetOnCopy):
 
     def __init__(self, url: str) -> None:
         self.store = RemoteStore(url)
+        self._newest: dict[Path, int] = {}  # by output directory, the step of what `fetch` has found
+        self._has_trained = False
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -39,6 +43,8 @@ class RemoteCopies(ResetOnCopy):
     def fetch(self, output_dir: Path) -> None:
         """Fetch the newest checkpoint of the store, unless the local one is as new. Every rank must call it.
 
+        Further calls for the same output directory do nothing, so that several Trainers can use one callback.
+
         Args:
             output_dir (`Path`): output directory of the run.
 
@@ -46,7 +52,42 @@ class RemoteCopies(ResetOnCopy):
             StorageError: on every rank: the store cannot be read and there is no local checkpoint, or a download
                 failed.
         """
-        fetch_newest(self.store, output_dir)
+        if output_dir in self._newest:
+            return
+        found = newest_resumable(output_dir, self.store, exchanges=START).path
+        self._newest[output_dir] = checkpoint_step(found) if found is not None else 0
+
+    def refuse_to_discard(self, output_dir: Path, start: int) -> None:
+        """Refuse a training at an earlier step than a checkpoint that the script cannot have known of.
+
+        A checkpoint that is archived in the store is not fetched any more. So a training that begins at step 0 beside
+        checkpoints of the store, or before the one that `fetch` has found, needs the user's word. Every rank must
+        call it. The first training of this object is checked: the checkpoints of later ones are its own.
+
+        Args:
+            output_dir (`Path`): output directory of the run.
+            start (`int`): the step at which the training begins.
+
+        Raises:
+            CheckpointError: the store has a later checkpoint; raised on every rank.
+        """
+        if self._has_trained:
+            return
+        newest = START.on_rank_0("newest remote checkpoint", self._newest_step)
+        fetched = self._newest.get(output_dir, 0)
+        if newest > start and (start == 0 or fetched > start):
+            raise CheckpointError(
+                f"{self.store.url} has checkpoint-{newest}, and the training begins at step {start}: resume from "
+                f"latest_checkpoint({str(output_dir)!r}, remote={self.store.url!r}), or start from scratch with "
+                'resume_from_checkpoint="false" in the training arguments'
+            )
+
+    def _newest_step(self) -> int:
+        """Return the step of the newest checkpoint in the store; 0 if there is none, or the store does not answer."""
+        try:
+            return max(self.store.committed_steps(), default=0)
+        except StorageError:
+            return 0  # `begin` reports it
 
     def begin(
         self, run_dir: Path, state: TrainerState, *, limit: int | None, committed: str | None, below: str
@@ -63,6 +104,7 @@ class RemoteCopies(ResetOnCopy):
             below (`str`): folder of the run in the store; `.`: the store itself.
         """
         self._begin_run()
+        self._has_trained = True
         self._run_dir = run_dir
         if not state.is_world_process_zero:
             return

@@ -1,8 +1,8 @@
 """The files of a run's output directory: its checkpoints and its status. This module imports no torch.
 
-It commits, verifies, lists, inspects, archives and rotates checkpoints, finds the newest good one, and reads and
-writes `hfscale_status.json`. How a checkpoint gets here while training runs is described in
-`hfscale.checkpoint.writer`.
+It commits, verifies, lists, inspects, archives and rotates checkpoints, and reads and writes `hfscale_status.json`.
+How a checkpoint gets here while training runs is described in `hfscale.checkpoint.writer`; which one a run resumes
+from, `hfscale.checkpoint.resume` decides.
 """
 
 import json
@@ -43,8 +43,6 @@ DELETING = "deleting old checkpoints"
 SUPERSEDED = ".superseded"
 """Suffix of the folder of an archived checkpoint."""
 _ARCHIVE_NAME = re.compile(r"checkpoint-(\d+)\.superseded")
-without_verified: set[Path] = set()
-"""The output directories in which the last `latest_checkpoint` of this process skipped all checkpoints."""
 
 
 # ---- Committing and verifying
@@ -139,29 +137,6 @@ def verify(checkpoint: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1
 
 
 # ---- Finding
-
-
-def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the newest checkpoint of `output_dir` whose files all match its manifest, or None if there is none.
-
-    Candidates are read completely, newest first; under `hfscale run` its snapshots in host memory are among them. A
-    warning says why a candidate was skipped. If all of them are skipped, a training with `SpotCheckpointCallback` that
-    starts from scratch in `output_dir` is refused afterwards, so that
-    `train(resume_from_checkpoint=latest_checkpoint(...))` never discards what the run has saved.
-    """
-    folder = Path(output_dir).resolve()
-    without_verified.discard(folder)
-    checkpoints = list_with_snapshots(output_dir)
-    for checkpoint in reversed(checkpoints):
-        try:
-            verify(checkpoint)
-        except CheckpointError as error:
-            logger.warning("checkpoint skipped: %s", error)
-            continue
-        return str(checkpoint)
-    if checkpoints:
-        without_verified.add(folder)
-    return None
 
 
 def wait_until_visible(path: Path, timeout_s: float = VISIBILITY_TIMEOUT_S) -> bool:

@@ -84,9 +84,10 @@ from hfscale.checkpoint.manifest import FileRecord, Manifest, checkpoint_files
 from hfscale.checkpoint.store import CHECKPOINT_NAME, is_link_to_unfinished
 from hfscale.core import distributed
 from hfscale.core.activity import activity
-from hfscale.core.collectives import SAVING, TRAINING, is_of_another_rank
+from hfscale.core.collectives import SAVING, TRAINING
 from hfscale.core.disk_errors import how_to_fix_write, is_failed_torch_write
 from hfscale.core.durable_files import flush, flush_folders, remove_temporaries, write_atomically
+from hfscale.core.exchanges import is_of_another_rank
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
 from hfscale.errors import StorageError

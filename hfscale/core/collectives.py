@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,19 +26,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfscale import errors
 from hfscale.core.distributed import is_distributed, rank, world_size
+from hfscale.core.exchanges import (
+    Exchanges,
+    describe_error,
+    first_failure,
+    rebuild_error,
+    wait_for_arrivals,
+)
 from hfscale.core.tree import Tree
 from hfscale.core.versions import group_store
 
 DEBUG_VARIABLE = "HFSCALE_DEBUG_EXCHANGES"
+_ARRIVAL_POLL_S = 0.02
 PATIENCE_S = 60.0
 """Seconds that a rank with an error waits for the others to learn of it. They may wait in a collective of another
 library that this rank has left by its error: then only the end of its process ends theirs."""
-_OF_ANOTHER_RANK = "hfscale_of_another_rank"
 
 
-class Channel:
+class Channel(Exchanges):
     """Exchanges values between all ranks, one exchange after the other.
 
     Every rank must make the same calls in the same order. The process group is created at the first exchange after the
@@ -57,7 +62,16 @@ class Channel:
         self._tree: Tree | None = None
         self._pending: Callable[[], object] | None = None
         self._entered = 0
+        self._arrivals = 0
         self._within: str | None = None
+
+    @property
+    def rank(self) -> int:
+        return rank()
+
+    @property
+    def world_size(self) -> int:
+        return world_size()
 
     def open(self) -> None:
         """Create the process groups now. Every rank must call it at the same point; else the first exchange does."""
@@ -106,18 +120,6 @@ class Channel:
             return json.loads(json.dumps(function([value])))
         values = self._connect().gather_bytes(json.dumps(value).encode())
         return self._from_rank_0(lambda: function([json.loads(data) for data in values or []]))
-
-    def on_rank_0(self, name: str, function: Callable[[], Any]) -> Any:
-        """Return `function()` on every rank, which is called on rank 0 only.
-
-        Args:
-            name (`str`): the name of the exchange.
-            function (`Callable`): may take as long as the channel's time-out; its result is sent to all ranks.
-
-        Raises:
-            Exception: what `function` raised, on all ranks; its type is as in `agreed`.
-        """
-        return self.combine(name, None, lambda _: function())
 
     def gather_numbers(self, name: str, numbers: Sequence[float]) -> torch.Tensor:
         """Return a table with the numbers of each rank, (ranks, numbers) in fp64.
@@ -193,6 +195,20 @@ class Channel:
         """
         self.maximum(name, [0.0])
 
+    def arrive(self, name: str, *, timeout_s: float) -> None:
+        """Wait for every rank, as `Exchanges.arrive`; before torch 2.8 the next exchange waits instead."""
+        store = self._store() if is_distributed() else None
+        if store is None:
+            return
+        self._arrivals += 1
+        keys = [f"arrivals/{self._arrivals}/{number}" for number in range(world_size())]
+        store.set(keys[rank()], "")
+
+        def missing() -> list[int]:
+            return [number for number, key in enumerate(keys) if not store.check([key])]
+
+        wait_for_arrivals(name, lambda: store.check(keys), missing, _ARRIVAL_POLL_S, timeout_s)
+
     def combine_outcomes(
         self, name: str, outcome: Any, function: Callable[[list[Any]], Any], *, error: Exception | None
     ) -> Any:
@@ -240,10 +256,10 @@ class Channel:
                 items = [(item, None) for item in function(values)]
             except Exception as problem:
                 raised = problem
-                items = [(None, _described(problem))] * len(values)
+                items = [(None, describe_error(problem))] * len(values)
         item, failure = tree.scatter_objects(items)
         if failure is not None:
-            raise raised or _rebuilt(0, *failure)
+            raise raised or rebuild_error(0, *failure)
         return item
 
     def _wait_for_the_others(self, error: Exception | None) -> None:
@@ -282,12 +298,12 @@ class Channel:
         finally:
             self._within = None
         self._wait_for_the_others(error)
-        first = self.combine(name, error and _described(error), _first_failure)
+        first = self.combine(name, error and describe_error(error), first_failure)
         if error is not None:
             raise error
         if first is not None:
             number, failure = first
-            raise _rebuilt(number, *failure)
+            raise rebuild_error(number, *failure)
 
     def _from_rank_0(self, function: Callable[[], Any]) -> Any:
         """Return `function()`, which is called on rank 0 only, or raise its error, on all ranks."""
@@ -296,11 +312,11 @@ class Channel:
             try:
                 result = function()
             except Exception as raised:
-                error, failure = raised, _described(raised)
+                error, failure = raised, describe_error(raised)
             data = json.dumps([result, failure]).encode()
         result, failure = json.loads(self._connect().broadcast_bytes(data))
         if failure is not None:
-            raise error or _rebuilt(0, *failure)
+            raise error or rebuild_error(0, *failure)
         return result
 
     def _enter(self, name: str) -> bool:
@@ -406,42 +422,6 @@ ISLANDS = Channel("islands", timedelta(hours=24))
 """On the training thread, while some ranks exchange over a slow link."""
 SAVING = Channel("saving", timedelta(hours=2))
 """On the thread that writes checkpoints."""
-
-
-def _first_failure(outcomes: list[Any]) -> tuple[int, Any] | None:
-    """Return the lowest rank that has failed, and how."""
-    return next(((number, outcome) for number, outcome in enumerate(outcomes) if outcome is not None), None)
-
-
-def _described(error: Exception) -> tuple[str, tuple[Any, ...], str]:
-    """Return the type, the values and the traceback of an error, for the other ranks."""
-    values = (error.errno, error.strerror, str(error.filename)) if isinstance(error, OSError) else (str(error),)
-    # The other ranks get the message, from which a ParameterError cannot be made.
-    kind = errors.UsageError if isinstance(error, errors.ParameterError) else type(error)
-    return kind.__name__, values, "".join(traceback.format_exception(error))
-
-
-def _rebuilt(failed: int, kind: str, values: Sequence[Any], trace: str) -> Exception:
-    """Return the error that `_described` was called for on rank `failed`."""
-    own = getattr(errors, kind, None)
-    error: Exception
-    if own is not None:
-        error = own(f"rank {failed}: {values[0]}")
-    elif len(values) == 3:
-        error = OSError(values[0], f"{values[1]} (on rank {failed})", values[2])
-    else:
-        error = RuntimeError(f"rank {failed}: {kind}: {values[0]}\n\n{trace}")
-    vars(error)[_OF_ANOTHER_RANK] = True
-    return error
-
-
-def is_of_another_rank(error: BaseException) -> bool:
-    """Return whether an exchange has raised the error on this rank because another rank had it.
-
-    Args:
-        error (`BaseException`): an error.
-    """
-    return _OF_ANOTHER_RANK in vars(error)
 
 
 class StepAgreement:

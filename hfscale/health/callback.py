@@ -16,13 +16,16 @@ from typing import Any, Literal
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.checkpoint.store import archive, latest_checkpoint
+from hfscale.checkpoint.resume import newest_resumable
+from hfscale.checkpoint.store import archive
 from hfscale.core import distributed
 from hfscale.core.build_locks import remove_abandoned_locks
 from hfscale.core.collectives import TRAINING
+from hfscale.core.exchanges import OneProcess
 from hfscale.core.findings import Finding, blamed_hosts, join_errors
 from hfscale.core.logging import get_logger, is_main_process
 from hfscale.core.rank_link import connect
+from hfscale.core.rank_store import RankStore
 from hfscale.core.records import RankLines
 from hfscale.errors import HealthError, ParameterError, StrategyMismatchError
 from hfscale.health import node, preflight
@@ -31,7 +34,6 @@ from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
-from hfscale.health.rank_store import RankStore
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import training_frame
 from hfscale.trainer.strategy import check_launch, check_strategy, describe_strategy
@@ -277,9 +279,9 @@ class CommHealthCallback(AdapterCallback):
             archives = adapter.trainer.args.should_save and output_dir.is_dir()
             if archives:
                 archive(output_dir, after_step=self._healthy_step)
-        good = latest_checkpoint(output_dir) if archives else None
+        good = newest_resumable(output_dir, exchanges=OneProcess()).path if archives else None
         self._end()
-        resume = f"the relaunched command resumes from {Path(good).name}" if good else "no good checkpoint was written"
+        resume = f"the relaunched command resumes from {good.name}" if good else "no good checkpoint was written"
         raise HealthError(f"stopped: {join_errors(bad)}; {resume}", hosts=blamed_hosts(bad))
 
     def _end(self) -> None:

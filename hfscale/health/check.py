@@ -26,11 +26,11 @@ import torch.distributed as dist
 
 from hfscale.core import distributed
 from hfscale.core.findings import Finding, has_errors
+from hfscale.core.rank_store import RankStore, launcher_has_store
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import match_device_name
 from hfscale.health import measure, node, preflight
 from hfscale.health.rank_notes import describe_rank
-from hfscale.health.rank_store import RankStore, launcher_has_store
 
 _REPORT_WAIT_S = 3.0
 """Seconds that ranks wait for each other to print their errors."""

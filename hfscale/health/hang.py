@@ -32,6 +32,7 @@ from hfscale.core.activity import threads_in
 from hfscale.core.findings import Finding, blamed_hosts, join_findings, limit_findings, name_ranks
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import connect
+from hfscale.core.rank_store import RankStore
 from hfscale.health.diagnosis import (
     Snapshot,
     all_stacks,
@@ -41,7 +42,6 @@ from hfscale.health.diagnosis import (
     positions,
     slow_activity,
 )
-from hfscale.health.rank_store import RankStore
 
 logger = get_logger(__name__)
 

@@ -29,10 +29,10 @@ import torch.distributed as dist
 
 from hfscale.core.findings import Finding, limit_findings, name_ranks, rank_error
 from hfscale.core.logging import get_logger
+from hfscale.core.rank_store import RankStore
 from hfscale.health import measure
 from hfscale.health.diagnosis import POINT_TO_POINT, positions
 from hfscale.health.rank_notes import compare_ranks, compare_results, describe_rank, slowest_links
-from hfscale.health.rank_store import RankStore
 
 logger = get_logger(__name__)
 

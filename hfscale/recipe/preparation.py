@@ -23,8 +23,8 @@ import torch.distributed as dist
 from hfscale.core.disk_errors import writing
 from hfscale.core.logging import get_logger
 from hfscale.core.processes import describe_process, find_process, is_alive
+from hfscale.core.rank_store import RankStore
 from hfscale.errors import HealthError, HfScaleError
-from hfscale.health.rank_store import RankStore
 
 logger = get_logger(__name__)
 

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING
 from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.loading import discard_conversions
 from hfscale.checkpoint.manifest import read_manifest
-from hfscale.checkpoint.remote import RemoteStore, fetch_newest
-from hfscale.checkpoint.usable import (
-    check_best_on_all_ranks,
-    check_pickles_on_all_ranks,
-    find_problem,
-    newest_usable,
-)
-from hfscale.checkpoint.writer import finish_renames
+from hfscale.checkpoint.resumable import check_best_on_all_ranks, check_pickles_on_all_ranks, why_not_resumable
+from hfscale.checkpoint.resume import find_resumable
 from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
@@ -39,7 +33,7 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     """Return the checkpoint for `trainer.train(resume_from_checkpoint=…)`. Call it on every rank.
 
     With `--resume_from_checkpoint true` it is the newest checkpoint of `output_dir` that is verified, or that plain
-    Trainer has completed (which has no hashes: a warning says so), or None if there are no checkpoints; with `false`
+    Trainer has completed (`latest_checkpoint`), or None if there are no checkpoints; with `false`
     it is None; any other value is the path of a checkpoint. Each rank reads and verifies a share of its files. With
     `true`, a newer checkpoint in the remote store is fetched first. When `hfscale run` has restarted a training that
     had begun, the value is taken as `true`, and a newer snapshot in host memory is used.
@@ -58,8 +52,6 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
             has found.
         StorageError: the remote store cannot be read, and there is no local checkpoint.
     """
-    store = RemoteStore(remote) if remote is not None else None
-    memory = RunMemory.of_environment()
     requested = str(args.resume_from_checkpoint)
     if START.on_rank_0("restarted", lambda: _has_begun(args.output_dir)):
         requested = "true"  # restarted by `hfscale run`: the flag was meant for the first launch
@@ -67,40 +59,42 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         return None
     if requested.lower() != "true":
         has_manifest = START.on_rank_0("given checkpoint", lambda: _check_given(Path(requested)))
-        problem = find_problem(Path(requested)) if has_manifest else None
+        problem = why_not_resumable(Path(requested), START) if has_manifest else None
         if problem is not None:
             raise CheckpointError(f"--resume_from_checkpoint: {problem}; name another, or give true")
-        _check_pickles(Path(requested), args)
+        check_pickles_on_all_ranks(Path(requested), START)
+        _check_best(Path(requested), args)
         return requested
-    START.on_rank_0("unfinished renames", lambda: _finish_renames(Path(args.output_dir)))
-    if store is not None:
-        fetch_newest(store, Path(args.output_dir))
-    found = newest_usable(Path(args.output_dir))
-    if found is None:
+    latest = find_resumable(args.output_dir, remote)
+    if latest.path is None:
+        _check_none_skipped(args.output_dir, latest.skipped)
         return None
-    _check_pickles(found, args)
-    in_memory = memory is not None and found.parent == memory.snapshots(args.output_dir)
-    logger.info("continues from %s of %s", found.name, "the host's memory" if in_memory else args.output_dir)
-    return str(found)
+    _check_best(latest.path, args)
+    is_on_disk = latest.path.parent == Path(args.output_dir)
+    logger.info("continues from %s of %s", latest.path.name, args.output_dir if is_on_disk else "the host's memory")
+    return str(latest.path)
 
 
-def _check_pickles(checkpoint: Path, args: "TrainingArguments") -> None:
-    """Check all pickles that the training will load. Every rank must call it."""
-    check_pickles_on_all_ranks(checkpoint)
+def _check_none_skipped(output_dir: str, reasons: tuple[str, ...]) -> None:
+    """Raise a CheckpointError if there are checkpoints, none of which can be resumed from."""
+    if reasons:
+        others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        raise CheckpointError(
+            f"no checkpoint of {output_dir} can be resumed from: {reasons[0]}{others}; restore its files, or start "
+            "from scratch with --resume_from_checkpoint false"
+        )
+
+
+def _check_best(checkpoint: Path, args: "TrainingArguments") -> None:
+    """Check the pickles of the best checkpoint if the training will load it. Every rank must call it."""
     if args.load_best_model_at_end:
-        check_best_on_all_ranks(checkpoint)
+        check_best_on_all_ranks(checkpoint, START)
 
 
 def _has_begun(output_dir: str) -> bool:
     """Whether a launch before a restart by `hfscale run` has begun to train."""
     memory = RunMemory.of_environment()
     return memory is not None and memory.snapshots(output_dir).is_dir()
-
-
-def _finish_renames(output_dir: Path) -> None:
-    memory = RunMemory.of_environment()
-    for folder in (output_dir, *([memory.snapshots(output_dir)] if memory is not None else [])):
-        finish_renames(folder)
 
 
 def keep_global_batch(

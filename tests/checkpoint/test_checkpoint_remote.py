@@ -14,20 +14,16 @@ from ports import free_port
 from tiny import tiny_trainer
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
-from hfscale.checkpoint import remote as remote_module
-from hfscale.checkpoint.remote import COPYING, RemoteStore, Uploader, fetch_newest, redacted_message
+from hfscale.checkpoint.remote import COPYING, RemoteStore, Uploader, redacted_message
+from hfscale.checkpoint.resume import newest_resumable
 from hfscale.checkpoint.store import commit, verify
 from hfscale.core import best_effort
+from hfscale.core.exchanges import OneProcess
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError, MissingDependencyError, StorageError, UsageError
 from hfscale.recipe.resume import resume_point
 
 SECRET = "not-a-real-secret"  # noqa: S105 - only for the server below
-
-
-@pytest.fixture(autouse=True)
-def forget_earlier_fetches(monkeypatch):
-    monkeypatch.setattr(remote_module, "_fetched", set())
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +89,10 @@ def make_checkpoint(folder, step, content="weights"):
     return checkpoint
 
 
+def fetch(store, output_dir):
+    return newest_resumable(output_dir, store, exchanges=OneProcess()).path
+
+
 def fast_store(url):
     return RemoteStore(url, attempts=2, first_pause_s=0.01)
 
@@ -146,7 +146,7 @@ class TestStore:
         with pytest.raises(CheckpointError, match="corrupt"):
             store.download(4, tmp_path / "other", tmp_path / "other" / "down")
         assert not (tmp_path / "other" / "checkpoint-4").exists()
-        fetch_newest(store, tmp_path / "other")  # the one before it
+        fetch(store, tmp_path / "other")  # the one before it
         assert latest_checkpoint(tmp_path / "other") == str(tmp_path / "other" / "checkpoint-2")
 
     @each_store("file")
@@ -211,7 +211,7 @@ class TestUserErrors:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
         fsspec.filesystem("s3").clear_instance_cache()
         with pytest.raises(StorageError, match="could not be read") as caught:
-            fetch_newest(fast_store(remote[0]), tmp_path / "out")
+            fetch(fast_store(remote[0]), tmp_path / "out")
         assert "another-secret" not in str(caught.value)
 
 
@@ -264,7 +264,6 @@ class TestTraining:
         assert store.committed_steps()[-1] == 6  # 4 is skipped if the disk was faster than the store
         assert list((tmp_path / "out" / ".unfinished").rglob("*.*")) == []
         shutil.rmtree(tmp_path / "out")
-        remote_module._fetched.clear()
         again = tiny_trainer(
             tmp_path / "out", SpotCheckpointCallback(remote=remote[0]), **(self.ARGUMENTS | {"max_steps": 8})
         )
@@ -276,15 +275,19 @@ class TestTraining:
             assert SECRET.encode() not in file.read_bytes(), file
 
     @each_store("memory")
-    def test_resume_point_fetches_and_a_start_from_scratch_archives_later_steps(self, remote, tmp_path):
+    def test_resume_point_fetches_and_only_false_starts_from_scratch(self, remote, tmp_path):
         tiny_trainer(tmp_path / "a", SpotCheckpointCallback(remote=remote[0]), **self.ARGUMENTS).train()
         arguments = tiny_trainer(tmp_path / "b", resume_from_checkpoint="true").args
-        remote_module._fetched.clear()
         assert resume_point(arguments, remote[0]) == str(tmp_path / "b" / "checkpoint-6")
         again = tiny_trainer(
             tmp_path / "c", SpotCheckpointCallback(remote=remote[0]), **(self.ARGUMENTS | {"max_steps": 2})
         )
-        again.train()  # from step 0, though checkpoint-6 was fetched
+        with pytest.raises(CheckpointError, match=r"begins at step 0: resume from latest_checkp"):
+            again.train()  # though checkpoint-6 was fetched
+        assert fast_store(remote[0]).committed_steps()[-1] == 6
+        arguments = self.ARGUMENTS | {"max_steps": 2, "resume_from_checkpoint": "false"}
+        again = tiny_trainer(tmp_path / "d", SpotCheckpointCallback(remote=remote[0]), **arguments)
+        again.train()
         assert fast_store(remote[0]).committed_steps() == [2]
 
     def test_continues_if_the_store_refuses(self, tmp_path, monkeypatch):
@@ -323,15 +326,15 @@ class TestTraining:
             path.unlink() if damage == "missing" else path.write_bytes(b"0" * path.stat().st_size)
 
         spoil(5)
-        fetch_newest(store, tmp_path / "second")
+        fetch(store, tmp_path / "second")
         assert latest_checkpoint(tmp_path / "second") == str(tmp_path / "second" / "checkpoint-3")
         spoil(3)
         with pytest.raises(StorageError, match="none of them is complete"):
-            fetch_newest(store, tmp_path / "third")
+            fetch(store, tmp_path / "third")
 
     def test_a_newer_plain_checkpoint_is_not_replaced_by_an_older_copy(self, tmp_path):
         store = fast_store(f"file://{tmp_path}/remote")
         store.upload(make_checkpoint(tmp_path / "first", 1))
         tiny_trainer(tmp_path / "plain", save_strategy="steps", save_steps=2).train()
-        fetch_newest(store, tmp_path / "plain")
+        fetch(store, tmp_path / "plain")
         assert not list((tmp_path / "plain").glob("*.superseded"))

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from hfscale.checkpoint.formats.parameter_names import model_of_config
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.pickles import check_pickles, load_archive, read_dcp_metadata
-from hfscale.checkpoint.usable import check_complete
+from hfscale.checkpoint.resumable import check_complete
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError
 

@@ -168,7 +168,7 @@ def _resume_late(folder, appears, limit_s):
         folder = folder.with_name("late")
         if appears:
             threading.Timer(1.0, folder.symlink_to, [folder.with_name("run")]).start()
-    with patch("hfscale.checkpoint.usable.wait_until_visible", partial(wait_until_visible, timeout_s=limit_s)):
+    with patch("hfscale.checkpoint.resumable.wait_until_visible", partial(wait_until_visible, timeout_s=limit_s)):
         sys.stdout.write(f"found {point(folder, 'true')}\n")
 
 

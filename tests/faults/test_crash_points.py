@@ -22,8 +22,9 @@ from disk import SURVIVORS, restore, signature, with_two_names
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from hfscale import latest_checkpoint
 from hfscale.checkpoint.manifest import read_manifest
-from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale.checkpoint.store import verify
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 
 STEPS = 5

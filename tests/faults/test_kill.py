@@ -20,8 +20,9 @@ from disk import SURVIVORS
 from recipe_runs import environment_of
 from results import keep_result
 
+from hfscale import latest_checkpoint
 from hfscale.checkpoint.manifest import read_manifest
-from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale.checkpoint.store import verify
 
 pytestmark = pytest.mark.timeout(0)
 KILLS = int(os.environ.get("HFSCALE_KILLS", "200"))

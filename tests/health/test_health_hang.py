@@ -20,6 +20,7 @@ from workers.health_hang import run
 from benchmarks.simulated_ranks import StoreProcess
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
+from hfscale.core.rank_store import RankStore
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.health import hang as hang_module
 from hfscale.health.diagnosis import (
@@ -32,7 +33,6 @@ from hfscale.health.diagnosis import (
     slow_activity,
 )
 from hfscale.health.hang import HangWatchdog, Limits
-from hfscale.health.rank_store import RankStore
 from hfscale.trainer.frames import training_frame
 
 HOSTS = dict(enumerate("abcd"))

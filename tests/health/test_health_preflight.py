@@ -10,13 +10,13 @@ from workers.health_preflight import run
 
 from benchmarks import control_plane
 from hfscale.core.findings import Finding, has_errors, join_errors, name_ranks
+from hfscale.core.rank_store import RankStore
 from hfscale.facts.hardware import accelerator
 from hfscale.health import measure, preflight, rank_notes
 from hfscale.health.callback import check_ranks
 from hfscale.health.hang import Limits
 from hfscale.health.preflight import blame_ranks, known_hosts
 from hfscale.health.rank_notes import compare_arrivals
-from hfscale.health.rank_store import RankStore
 
 HELLO = {rank: {"host": f"node-{rank // 2}", "local_rank": rank % 2, "local_world_size": 2} for rank in range(4)}
 

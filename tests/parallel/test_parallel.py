@@ -11,8 +11,9 @@ from parallel_families import compare
 from parallel_world import Tokens, in_world, train
 from transformers import AutoModelForCausalLM
 
+from hfscale import latest_checkpoint
 from hfscale.checkpoint.formats.parallel import read_parallel_metadata
-from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale.checkpoint.store import verify
 from hfscale.facts.support import PIPELINE_TESTED, TENSOR_PARALLEL_UNSUPPORTED
 from hfscale.parallel.mesh import ParallelMesh
 

@@ -27,7 +27,8 @@ from test_recipe_yamls import command_problems, shell_commands
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale import latest_checkpoint
+from hfscale.checkpoint.store import verify
 
 LAUNCH = REPOSITORY / "launch"
 FILES = sorted(path for path in LAUNCH.rglob("*") if path.is_file() and path.suffix != ".pyc")

@@ -10,7 +10,7 @@ from conftest import RECIPE, REPOSITORY, Finished
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from hfscale.checkpoint.store import latest_checkpoint
+from hfscale import latest_checkpoint
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 400
 POSITIONS = 64

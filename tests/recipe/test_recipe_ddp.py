@@ -15,7 +15,8 @@ import pytest
 from conftest import RECIPE, REPOSITORY, run_process
 from fork_client import fork_server
 
-from hfscale.checkpoint.store import latest_checkpoint, verify
+from hfscale import latest_checkpoint
+from hfscale.checkpoint.store import verify
 
 QUICK = [
     "--block_size",

@@ -10,7 +10,7 @@ from tiny import tiny_trainer as trainer_without_tokenizer
 from transformers import TrainerCallback
 
 import hfscale
-from hfscale.checkpoint.store import latest_checkpoint
+from hfscale import latest_checkpoint
 from hfscale.errors import HfScaleError
 
 CALLBACKS = sorted(name for name in hfscale.__all__ if name.endswith("Callback"))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfscale.health.rank_store import RankStore
+from hfscale.core.rank_store import RankStore
 
 
 @dataclass(frozen=True)

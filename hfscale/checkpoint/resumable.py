@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the newest that is verified, or that plain Trainer has completed.
+"""Whether a run can resume from a checkpoint: from one that is verified, or that plain Trainer has completed.
 
 Plain Trainer writes no manifest. Its checkpoints are used if every file that a resume needs is there with its full
 length; a changed byte in them is not noticed, since there is no hash to compare it with.
@@ -12,13 +12,11 @@ from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import tag_folder
 from hfscale.checkpoint.manifest import checkpoint_files, read_manifest
 from hfscale.checkpoint.pickles import METADATA_NAME, check_pickles, read_dcp_metadata
-from hfscale.checkpoint.store import checkpoint_step, list_with_snapshots, verify, wait_until_visible
+from hfscale.checkpoint.store import checkpoint_step, verify, wait_until_visible
 from hfscale.checkpoint.untrusted import check_links, read_json
-from hfscale.core import distributed
-from hfscale.core.collectives import START
+from hfscale.core.exchanges import Exchanges
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.core.run_memory import RunMemory
 from hfscale.errors import CheckpointError
 
 logger = get_logger(__name__)
@@ -29,70 +27,33 @@ _LAST_WRITTEN = "trainer_state.json"
 _SCHEDULER = "scheduler.pt"
 
 
-def newest_usable(output_dir: Path) -> Path | None:
-    """Return the newest checkpoint of a run that is verified or that plain Trainer has completed.
-
-    Every rank must call it, and gets the same result. Candidates are read completely, newest first, each rank a share
-    of the files. A warning says why one was skipped, and that one without a manifest has no hashes.
-
-    Args:
-        output_dir (`Path`): output directory of the run.
-
-    Returns:
-        `Path` or `None`: the checkpoint; None if no folder `checkpoint-N` exists.
-
-    Raises:
-        CheckpointError: there are checkpoints and none is usable. The message names the newest and what is wrong. Or a
-            rank does not see a checkpoint that rank 0 sees.
-    """
-    reasons = []
-    memory = RunMemory.of_environment()
-    snapshots = memory.snapshots(output_dir) if memory is not None else None
-    found: list[tuple[str, bool]] = START.on_rank_0(
-        "checkpoints", lambda: [(path.name, path.parent == snapshots) for path in list_with_snapshots(output_dir)]
-    )
-    for name, is_snapshot in reversed(found):
-        checkpoint = (snapshots if is_snapshot and snapshots is not None else output_dir) / name
-        problem = find_problem(checkpoint)
-        if problem is None:
-            return checkpoint
-        logger.warning("checkpoint skipped: %s", problem)
-        reasons.append(problem)
-    if reasons:
-        others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-        raise CheckpointError(
-            f"no checkpoint of {output_dir} can be resumed from: {reasons[0]}{others}; restore its files, or start "
-            "from scratch with --resume_from_checkpoint false"
-        )
-    return None
-
-
-def find_problem(checkpoint: Path) -> str | None:
+def why_not_resumable(checkpoint: Path, exchanges: Exchanges) -> str | None:
     """Verify a checkpoint, each rank a share of its files; one without a manifest is only checked to be complete.
 
     Every rank must call it.
 
     Args:
         checkpoint (`Path`): the folder of the checkpoint.
+        exchanges (`Exchanges`): between the ranks that read it together.
 
     Returns:
-        `str` or `None`: why the checkpoint is not usable; None if it is.
+        `str` or `None`: why no run can resume from it; None if one can.
 
     Raises:
         CheckpointError: a rank does not see the checkpoint; raised on every rank.
     """
-    has_manifest = START.on_rank_0("manifest", (checkpoint / MANIFEST_NAME).is_file)
-    _check_visible(checkpoint / (MANIFEST_NAME if has_manifest else _LAST_WRITTEN))
+    has_manifest = exchanges.on_rank_0("manifest", (checkpoint / MANIFEST_NAME).is_file)
+    check_visible(checkpoint / (MANIFEST_NAME if has_manifest else _LAST_WRITTEN), exchanges)
     problem: str | None = None
-    with START.agreed("verification"):
+    with exchanges.agreed("verification"):
         try:
             if has_manifest:
-                verify(checkpoint, share=(distributed.rank(), distributed.world_size()))
-            elif distributed.rank() == 0:
+                verify(checkpoint, share=(exchanges.rank, exchanges.world_size))
+            elif exchanges.rank == 0:
                 check_complete(checkpoint)
         except CheckpointError as error:
             problem = str(error)
-    problem = START.combine("problems", problem, lambda found: next((text for text in found if text), None))
+    problem = exchanges.combine("problems", problem, lambda found: next((text for text in found if text), None))
     if problem is None and not has_manifest:
         logger.warning(
             "%s has no %s, as plain Trainer leaves it: all its files are there, but without hashes a changed byte is "
@@ -103,41 +64,43 @@ def find_problem(checkpoint: Path) -> str | None:
     return problem
 
 
-def check_pickles_on_all_ranks(checkpoint: Path) -> None:
+def check_pickles_on_all_ranks(checkpoint: Path, exchanges: Exchanges) -> None:
     """Check the pickles of a verified checkpoint, each rank a share of its files. Every rank must call it.
 
     Its files match its manifest, but anybody could have written both.
 
     Args:
         checkpoint (`Path`): the folder of the checkpoint.
+        exchanges (`Exchanges`): between the ranks that read it together.
 
     Raises:
         CheckpointError: a pickle has more than tensors and plain values; raised on every rank.
     """
-    has_manifest = START.on_rank_0("manifest", (checkpoint / MANIFEST_NAME).is_file)
-    with START.agreed("pickles"):
+    has_manifest = exchanges.on_rank_0("manifest", (checkpoint / MANIFEST_NAME).is_file)
+    with exchanges.agreed("pickles"):
         recorded = read_manifest(checkpoint) if has_manifest else None
-        if distributed.rank() == 0:
+        if exchanges.rank == 0:
             check_links(checkpoint)
             known = recorded.files if recorded is not None else {}
             check_pickles(checkpoint, [name for name in checkpoint_files(checkpoint) if name not in known])
         if recorded is not None:
-            check_pickles(checkpoint, recorded.share(distributed.rank(), distributed.world_size()))
+            check_pickles(checkpoint, recorded.share(exchanges.rank, exchanges.world_size))
 
 
-def check_best_on_all_ranks(checkpoint: Path) -> None:
+def check_best_on_all_ranks(checkpoint: Path, exchanges: Exchanges) -> None:
     """Check the pickles of the best checkpoint that `checkpoint` names. Every rank must call it.
 
     At the end of the training Trainer loads it without another check.
 
     Args:
         checkpoint (`Path`): the checkpoint to resume from.
+        exchanges (`Exchanges`): between all ranks.
 
     Raises:
         CheckpointError: a pickle of the best checkpoint has more than tensors and plain values; raised on every rank.
     """
-    with START.agreed("pickles of the best checkpoint"):
-        if distributed.rank() == 0:
+    with exchanges.agreed("pickles of the best checkpoint"):
+        if exchanges.rank == 0:
             best = _best_of(checkpoint)
             if best is not None and best.is_dir():
                 check_pickles(best)
@@ -152,14 +115,22 @@ def _best_of(checkpoint: Path) -> Path | None:
     return Path(best) if isinstance(best, str) else None
 
 
-def _check_visible(path: Path) -> None:
-    """Raise a CheckpointError if a rank does not see, after some waiting, a file that rank 0 sees or looks for."""
-    is_there = START.on_rank_0("is there", path.is_file)
+def check_visible(path: Path, exchanges: Exchanges) -> None:
+    """Check that every rank sees, after some waiting, a file that rank 0 sees or looks for. Every rank must call it.
+
+    Args:
+        path (`Path`): a file of a checkpoint.
+        exchanges (`Exchanges`): between all ranks.
+
+    Raises:
+        CheckpointError: a rank does not see it; raised on every rank.
+    """
+    is_there = exchanges.on_rank_0("is there", path.is_file)
     sees = not is_there or wait_until_visible(path)
-    rank_without = int(START.maximum("visible", [float(-1 if sees else distributed.rank())])[0])
-    if rank_without >= 0:
+    without = exchanges.combine("visible", sees, lambda ranks: [rank for rank, sees in enumerate(ranks) if not sees])
+    if without:
         raise CheckpointError(
-            f"rank {rank_without} does not see {path.parent}, which rank 0 has read: put output_dir on storage that "
+            f"rank {without[-1]} does not see {path.parent}, which rank 0 has read: put output_dir on storage that "
             "every machine shares"
         )
 

@@ -71,6 +71,10 @@ class RankStore:
         prefixed = dist.PrefixStore(f"hfscale/{launch}/{name}", store)
         return cls(prefixed, int(environ["RANK"]), int(environ["WORLD_SIZE"]))
 
+    def next_number(self) -> int:
+        """Return how often this rank has called this, in this launch, from 1."""
+        return int(self._store.add(f"number/{self.rank}", 1))
+
     @property
     def poll_s(self) -> float:
         """Seconds between two polls of one rank, so that the store can serve all of them."""
