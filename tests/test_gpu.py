@@ -14,8 +14,8 @@ from test_stream_position import StopAt
 from tiny import logged, tiny_model, tiny_tokenizer, tiny_trainer
 
 from hfscale import SampleGenerationCallback, SpotCheckpointCallback
+from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.checkpoint.rng_states import write_rng_states
-from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.store import verify
 from hfscale.core.clocks import clock_of
 from hfscale.facts.hardware import read_hardware_file
@@ -67,11 +67,11 @@ def in_new_process(folder, program, **env):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_snapshot_waits_for_the_work_before_it_and_not_for_that_after_it():
+def test_a_host_copy_waits_for_the_work_before_it_and_not_for_that_after_it():
     value = torch.zeros(3 * 2**20, device="cuda")
     torch.cuda._sleep(100_000_000)  # tens of milliseconds, queued before the assignment
     value.fill_(1)
-    copied = HostSnapshot().take([value])[0]
+    copied = HostCopy().take([value])[0]
     value.fill_(2)
     assert copied.is_pinned()
     assert copied.eq(1).all()
@@ -79,13 +79,13 @@ def test_a_snapshot_waits_for_the_work_before_it_and_not_for_that_after_it():
 
 def test_pinned_buffers_take_what_is_counted_and_are_used_again():
     """12 MiB, which CUDA's allocator rounds up to 16."""
-    value, snapshot = torch.zeros(3 * 2**20, device="cuda"), HostSnapshot()
-    assert snapshot.bytes_to_allocate([value]) == 2**24
+    value, host_copy = torch.zeros(3 * 2**20, device="cuda"), HostCopy()
+    assert host_copy.bytes_to_allocate([value]) == 2**24
     before = torch.cuda.host_memory_stats()["active_bytes.current"]
-    first = snapshot.take([value])[0].data_ptr()
+    first = host_copy.take([value])[0].data_ptr()
     assert torch.cuda.host_memory_stats()["active_bytes.current"] - before == 2**24
-    assert snapshot.bytes_to_allocate([value.clone()]) == 0
-    assert snapshot.take([value.clone()])[0].data_ptr() == first
+    assert host_copy.bytes_to_allocate([value.clone()]) == 0
+    assert host_copy.take([value.clone()])[0].data_ptr() == first
 
 
 def test_the_clock_measures_the_device_and_not_the_host():

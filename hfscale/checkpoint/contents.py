@@ -25,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
-from hfscale.checkpoint.snapshot import HostSnapshot
+from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.core import distributed
 from hfscale.core.collectives import SAVING
 from hfscale.core.durable_files import write_atomically
@@ -279,7 +279,7 @@ def is_sharded_fsdp2(trainer: Trainer) -> bool:
 _FSDP_PARTS = {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}
 
 
-class FsdpSnapshot:
+class FsdpStateCopy:
     """Copies this rank's FSDP2 shards to host memory, into the same buffers each time.
 
     Then `save_shards` writes, on our thread: so model and optimizer follow each other on one channel, and the manifest
@@ -292,11 +292,11 @@ class FsdpSnapshot:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._snapshot = HostSnapshot()
+        self._host_copy = HostCopy()
 
     def bytes(self) -> int:
-        """Return the host memory in bytes that the next snapshot would allocate on this rank."""
-        return self._snapshot.bytes_to_allocate(self._live())
+        """Return the host memory in bytes that the next copy would allocate on this rank."""
+        return self._host_copy.bytes_to_allocate(self._live())
 
     def take(self, ranks_per_node: int | None) -> Callable[[Path], None]:
         """Copy the shards, and return the function that writes the copy. Every rank must call both.
@@ -307,7 +307,7 @@ class FsdpSnapshot:
         Returns:
             `Callable`: to be called with the folder of the checkpoint, before the next `take`.
         """
-        copied = self._snapshot.take(self._live())
+        copied = self._host_copy.take(self._live())
 
         def write(folder: Path) -> None:
             for key, name in _FSDP_PARTS.items():
@@ -357,12 +357,12 @@ class DeferredWrites:
 
     Args:
         trainer (`Trainer`): prepared for training under DeepSpeed.
-        snapshot (`HostSnapshot`): keeps the buffers for the copies.
+        host_copy (`HostCopy`): keeps the buffers for the copies.
     """
 
-    def __init__(self, trainer: Trainer, snapshot: HostSnapshot) -> None:
+    def __init__(self, trainer: Trainer, host_copy: HostCopy) -> None:
         self._deepspeed = trainer.model_wrapped
-        self._snapshot = snapshot
+        self._host_copy = host_copy
         self._original = self._deepspeed.checkpoint_engine
         self._given: list[tuple[Any, str]] = []
 
@@ -376,7 +376,7 @@ class DeferredWrites:
             state_dict (`Any`): the content, with live tensors.
             path (`str`): the path of the file.
         """
-        wanted = self._snapshot.bytes_to_allocate([*(given for given, _ in self._given), state_dict])
+        wanted = self._host_copy.bytes_to_allocate([*(given for given, _ in self._given), state_dict])
         if fits_in_host_memory(wanted, copies=processes_on_this_host()):
             self._given.append((state_dict, os.path.realpath(path)))  # it may lead through a link that is removed
         else:
@@ -391,7 +391,7 @@ class DeferredWrites:
             yield
         finally:
             self._deepspeed.checkpoint_engine = self._original
-            copied = self._snapshot.take([state_dict for state_dict, _ in self._given])
+            copied = self._host_copy.take([state_dict for state_dict, _ in self._given])
             self._given = [(copy, path) for copy, (_, path) in zip(copied, self._given, strict=True)]
 
     def write(self, folder: Path) -> None:

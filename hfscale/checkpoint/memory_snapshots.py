@@ -154,7 +154,7 @@ class MemorySnapshots(ResetOnCopy):
             return "a rank has no supervisor"
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * self._nodes != distributed.world_size():
             return "the run has several nodes, and hfscale run was not given --nodes, or not as many ranks on each"
-        return saving.why_not_elsewhere()
+        return saving.why_no_optional_save()
 
     def step_began(self, state: TrainerState) -> None:
         """Record that the next step has begun.
@@ -243,7 +243,7 @@ class MemorySnapshots(ResetOnCopy):
         self._taken += 1
         self._last_step = state.global_step
         self._has_waited = False
-        self._saving.save_elsewhere(self._own_folder, self._committed, on_each_node=self._nodes > 1)
+        self._saving.save_optional(self._own_folder, self._committed, on_each_node=self._nodes > 1)
         self._stall_s = time.monotonic() - began
 
     @property

@@ -23,7 +23,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 
 from hfscale.checkpoint.contents import (
     DeferredWrites,
-    FsdpSnapshot,
+    FsdpStateCopy,
     can_defer,
     complete_checkpoint,
     fits_in_host_memory,
@@ -40,8 +40,8 @@ from hfscale.checkpoint.contents import (
     write_model,
 )
 from hfscale.checkpoint.formats.dcp import save_shards
+from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.checkpoint.manifest import Manifest
-from hfscale.checkpoint.snapshot import HostSnapshot
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, open_to_subclass, unfinished_folder
 from hfscale.core import distributed
 from hfscale.core.activity import activity
@@ -107,9 +107,9 @@ class TrainerSaving:
         """Whether `on_save` of another callback may read or write files of the checkpoint."""
         self.commits = trainer.args.should_save
         """Whether this rank commits the checkpoints."""
-        self._snapshot = HostSnapshot()
+        self._host_copy = HostCopy()
         self._has_fitted = False
-        self._fsdp = FsdpSnapshot(trainer) if self._strategy == "fsdp2" else None
+        self._fsdp = FsdpStateCopy(trainer) if self._strategy == "fsdp2" else None
         self._deferred: DeferredWrites | None = None
         self.synchronous_because = None if asynchronous else "asynchronous is False"
         """Why training waits for each save; None if it does not."""
@@ -127,7 +127,7 @@ class TrainerSaving:
                     method,
                 )
             if self.synchronous_because is None and self._strategy.startswith("zero"):
-                self._deferred = DeferredWrites(trainer, self._snapshot)
+                self._deferred = DeferredWrites(trainer, self._host_copy)
         trainer_writes = self.synchronous_because is not None or self._deferred is not None
         self._processing_files = {} if trainer_writes or is_parallel_trainer(trainer) else processing_files(trainer)
 
@@ -151,7 +151,7 @@ class TrainerSaving:
             return
         self._check_memory()
         if self.synchronous_because is None and trial is None:
-            self.writer.start(self._job_of_snapshot(model, begun))
+            self.writer.start(self._job_of_copy(model, begun))
             return
         pushed: list[str] = []
         with self._adapter.pushes_delayed(pushed):
@@ -160,8 +160,8 @@ class TrainerSaving:
         if pushed:
             push_checkpoint(self._trainer, job.target)
 
-    def why_not_elsewhere(self) -> str | None:
-        """Return why `save_elsewhere` cannot copy the complete state of this Trainer; None if it can."""
+    def why_no_optional_save(self) -> str | None:
+        """Return why `save_optional` cannot save the complete state of this Trainer; None if it can."""
         if self._trainer.args.save_only_model:
             return "save_only_model leaves out the optimizer"
         return f"{type(self._trainer).__name__} has its own {self._own_methods[0]}" if self._own_methods else None
@@ -181,7 +181,7 @@ class TrainerSaving:
         return total if is_local else total // distributed.world_size()
 
     @activity("saving")
-    def save_elsewhere(
+    def save_optional(
         self, run_dir: Path, committed: Callable[[Manifest], None], *, on_each_node: bool = False
     ) -> None:
         """Save the state into another output directory; an error there does not end the training.
@@ -203,11 +203,14 @@ class TrainerSaving:
             parts |= {"commits": self._trainer.args.local_process_index == 0, "is_shared": False}
         if self._deferred is None and self.synchronous_because is None:
             with self._saved_on_each_node() if on_each_node else nullcontext():
-                job = self._job_of_snapshot(self._trainer.model, begun, elsewhere=True)
+                job = self._job_of_copy(self._trainer.model, begun, is_optional=True)
             self.writer.start(replace(job, **parts))
             return
-        job = replace(self._job_of_trainer(self._trainer.model, None, begun, elsewhere=run_dir), **parts)
-        (self.writer.run if self._deferred is None else self.writer.start)(job)
+        job = replace(self._job_of_trainer(self._trainer.model, None, begun, optional_dir=run_dir), **parts)
+        if self._deferred is None:
+            self.writer.run(job)
+        else:
+            self.writer.start(job)
 
     @contextmanager
     def _saved_on_each_node(self) -> Iterator[None]:
@@ -227,7 +230,7 @@ class TrainerSaving:
 
     # --- in the background ------------------------------------------------------------------------------------------
 
-    def _job_of_snapshot(self, model: Any, begun: float, *, elsewhere: bool = False) -> CheckpointJob:
+    def _job_of_copy(self, model: Any, begun: float, *, is_optional: bool = False) -> CheckpointJob:
         trainer = self._trainer
         run_dir = Path(trainer.args.output_dir)
         failed, write, write_collectively = None, None, None
@@ -236,9 +239,9 @@ class TrainerSaving:
                 self._run_own_methods(model, run_dir)
             else:
                 trainer.store_flos()
-                if not elsewhere:
+                if not is_optional:
                     _note_best(trainer, run_dir)
-            write, write_collectively = self._capture(processes_on_this_host() if elsewhere else None)
+            write, write_collectively = self._capture(processes_on_this_host() if is_optional else None)
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         return self._job(run_dir, begun, write=write, write_collectively=write_collectively, error=failed)
@@ -283,7 +286,7 @@ class TrainerSaving:
         live = self._live_state()
         write_collectively = self._fsdp.take(ranks_per_node) if self._fsdp is not None else None
         write_saved_tensors = take_tensors(self._adapter.saved_tensors) if full else None
-        copied = self._snapshot.take(live)
+        copied = self._host_copy.take(live)
         if _SHARDS in copied:
             write_collectively = partial(_write_shards, copied[_SHARDS], ranks_per_node)
 
@@ -324,12 +327,12 @@ class TrainerSaving:
         return live
 
     def _fits_in_memory(self) -> bool:
-        """Return whether the first snapshot fits on every host; later ones use its buffers. All ranks must call it."""
+        """Return whether the first copy fits on every host; later ones use its buffers. All ranks must call it."""
         if self._has_fitted:
             return True
         with TRAINING.agreed("save: size"):
             live = self._live_state()
-            wanted = self._snapshot.bytes_to_allocate(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
+            wanted = self._host_copy.bytes_to_allocate(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
             each_rank_copies = self._fsdp is not None or _SHARDS in live
             fits = fits_in_host_memory(wanted, copies=processes_on_this_host() if each_rank_copies else 1)
         self._has_fitted = TRAINING.maximum("save: memory", [float(not fits)])[0] == 0
@@ -337,20 +340,22 @@ class TrainerSaving:
 
     # --- while training waits ---------------------------------------------------------------------------------------
 
-    def _job_of_trainer(self, model: Any, trial: Any, begun: float, *, elsewhere: Path | None = None) -> CheckpointJob:
+    def _job_of_trainer(
+        self, model: Any, trial: Any, begun: float, *, optional_dir: Path | None = None
+    ) -> CheckpointJob:
         """Have Trainer's own method write into the unfinished folder; DeepSpeed's partitions are written later.
 
-        In an output directory `elsewhere` than that of the run there is no best checkpoint.
+        In the output directory of an optional save, `optional_dir`, there is no best checkpoint.
         """
         trainer = self._trainer
-        run_dir = elsewhere or Path(self._adapter.output_dir(trial))
+        run_dir = optional_dir or Path(self._adapter.output_dir(trial))
         best = trainer.state.best_model_checkpoint
         failed, write_tensors = None, None
         deferring = self._deferred.collecting() if self._deferred is not None else nullcontext()
         try:
             with deferring, self._writing_to_unfinished(run_dir):
                 self._original(model, trial)
-            if elsewhere is None:
+            if optional_dir is None:
                 _note_best(trainer, run_dir)
             else:
                 trainer.state.best_model_checkpoint = best

@@ -25,7 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import contents as snapshots
 from hfscale.checkpoint import saving as trainer_saving
-from hfscale.checkpoint.snapshot import HostSnapshot
+from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.checkpoint.store import verify
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, clear_unfinished, finish_renames, rank_of_file
 from hfscale.core.collectives import SAVING
@@ -548,7 +548,7 @@ class TestRepairAfterACrash:
         verify(second.target)
 
 
-class TestHostSnapshot:
+class TestHostCopy:
     def test_the_copy_keeps_everything_that_serializers_depend_on(self):
         weight = torch.arange(12.0).reshape(3, 4)
         shared = (0.9, 0.999)
@@ -557,10 +557,10 @@ class TestHostSnapshot:
         tree["none"] = None
         tree["empty"] = torch.empty(0)
         tree["groups"] = [{"betas": shared}, {"betas": shared}]
-        snapshot = HostSnapshot()
-        assert snapshot.bytes_to_allocate(tree) == 48 + 4 + 4
-        copied = snapshot.take(tree)
-        assert snapshot.bytes_to_allocate(tree) == 0
+        host_copy = HostCopy()
+        assert host_copy.bytes_to_allocate(tree) == 48 + 4 + 4
+        copied = host_copy.take(tree)
+        assert host_copy.bytes_to_allocate(tree) == 0
         weight.add_(100)
         assert type(copied) is OrderedDict
         assert torch.equal(copied["weight"], torch.arange(12.0).reshape(3, 4))
@@ -573,35 +573,35 @@ class TestHostSnapshot:
         assert copied["half"].dtype == torch.bfloat16
 
     def test_buffers_are_reused_and_unused_ones_are_freed(self):
-        snapshot = HostSnapshot()
+        host_copy = HostCopy()
         first = torch.zeros(1000)
         second = torch.ones(10)
-        one = snapshot.take({"a": first, "b": second})
+        one = host_copy.take({"a": first, "b": second})
         pointer = one["a"].data_ptr()
         first.fill_(7)
-        two = snapshot.take({"a": first})
+        two = host_copy.take({"a": first})
         assert two["a"].data_ptr() == pointer
         assert two["a"].eq(7).all()
-        assert len(snapshot._buffers) == 1
+        assert len(host_copy._buffers) == 1
 
     def test_a_clone_of_a_tensor_gets_the_buffer_of_the_same_size(self):
         """DeepSpeed clones the tensors of model states in each save."""
-        snapshot, tensor = HostSnapshot(), torch.zeros(1000)
-        pointer = snapshot.take([tensor.clone()])[0].data_ptr()
-        assert snapshot.bytes_to_allocate([tensor.clone(), torch.zeros(10)]) == 40
-        assert snapshot.take([tensor.clone()])[0].data_ptr() == pointer
+        host_copy, tensor = HostCopy(), torch.zeros(1000)
+        pointer = host_copy.take([tensor.clone()])[0].data_ptr()
+        assert host_copy.bytes_to_allocate([tensor.clone(), torch.zeros(10)]) == 40
+        assert host_copy.take([tensor.clone()])[0].data_ptr() == pointer
 
     def test_pinned_buffers_are_counted_as_the_powers_of_two_that_cuda_allocates(self, monkeypatch):
-        monkeypatch.setattr("hfscale.checkpoint.snapshot._is_pinned_for", lambda device: True)
+        monkeypatch.setattr("hfscale.checkpoint.host_copy._is_pinned_for", lambda device: True)
         sizes = (4096, 5000, 1)
         tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-        assert HostSnapshot().bytes_to_allocate(tensors) == 4096 + 8192 + 1
+        assert HostCopy().bytes_to_allocate(tensors) == 4096 + 8192 + 1
 
     def test_large_tensors_are_copied_by_several_threads(self, monkeypatch):
-        monkeypatch.setattr("hfscale.checkpoint.snapshot._SLICE_BYTES", 1000)
-        monkeypatch.setattr("hfscale.checkpoint.snapshot._copy_threads", lambda: 3)
+        monkeypatch.setattr("hfscale.checkpoint.host_copy._SLICE_BYTES", 1000)
+        monkeypatch.setattr("hfscale.checkpoint.host_copy._copy_threads", lambda: 3)
         tensors = {str(size): torch.randn(size) for size in (1, 250, 251, 5003)}
-        copied = HostSnapshot().take(tensors)
+        copied = HostCopy().take(tensors)
         assert all(torch.equal(copied[name], tensor) for name, tensor in tensors.items())
 
 

@@ -14,12 +14,12 @@ _SLICE_BYTES = 16 * 2**20
 _MAX_THREADS = 4  # two to four cores saturate the memory channels of a socket
 
 
-class HostSnapshot:
+class HostCopy:
     """Copies nested dictionaries, lists and tuples of tensors to host memory.
 
     The copy keeps everything that saving depends on: shapes, strides, which tensors share a storage, and which
-    containers are the same object. Buffers for tensors on an accelerator are pinned. The next snapshot reuses the
-    buffers of the same size, so **a snapshot is valid until the next `take`**. No accelerator memory is used. The
+    containers are the same object. Buffers for tensors on an accelerator are pinned. The next copy reuses the
+    buffers of the same size, so **a copy is valid until the next `take`**. No accelerator memory is used. The
     buffers need as much host memory as the state; CUDA's allocator of pinned memory rounds each up to a power of two.
     """
 
