@@ -43,8 +43,6 @@ _FIRST_AFTER_STEPS = 3  # the first steps are slower than the others, and the st
 _MAX_FIRST_INTERVAL = 10  # the first snapshot also allocates its buffers, so its time says little about the next
 _REMEMBERED_STEPS = 50
 _COPY_POLL_S = 0.005
-_finished: list[Path] = []
-"""Folders of the snapshots of trainings that have ended in this process."""
 
 
 class MemorySnapshots(ResetOnCopy):
@@ -118,8 +116,8 @@ class MemorySnapshots(ResetOnCopy):
         self._began_at = time.time()
         self._link.say("training", step=state.global_step)
         self._folder = self._link.memory.snapshots(run_dir)
-        while _finished:  # trainings of this process with another output directory
-            shutil.rmtree(_finished.pop(), ignore_errors=True)
+        while self._link.ended_trainings:  # of this process, with another output directory
+            shutil.rmtree(self._link.ended_trainings.pop(), ignore_errors=True)
         if self._commits:
             self._own_folder.mkdir(parents=True, exist_ok=True)
         adapter.before_last_log(self._finish)
@@ -283,8 +281,8 @@ class MemorySnapshots(ResetOnCopy):
     def _finish(self) -> None:
         """Take no more snapshots. The last one is kept: a failure in the last evaluation must not lose the run."""
         self._saving = None
-        _finished.append(self._folder)
         if self._link is not None:
+            self._link.ended_trainings.append(self._folder)
             self._link.say("trained")
 
     def _delete_snapshots(self) -> None:

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hfscale.core.logging import get_logger
@@ -50,6 +51,8 @@ class RankLink:
         self._pid = os.getpid()
         self.connected_at = time.time()
         """Unix time at which this process had imported what it needs."""
+        self.ended_trainings: list[Path] = []
+        """Folders in the memory of the trainings of this process that have ended; the next one frees them."""
         self._has_ended = False
         self.say("hello", rank=rank, pid=self._pid)
         atexit.register(self._at_exit)
