@@ -66,7 +66,7 @@ def latest_checkpoint(output_dir: str | os.PathLike[str], remote: str | None = N
             see the checkpoint that rank 0 sees; raised on every rank.
         StorageError: the remote store cannot be read and there is no local checkpoint, or a download failed; raised on
             every rank.
-        HealthError: a rank has not called it within half an hour.
+        HealthError: a rank has not called it within half an hour, or the launcher's store does not answer.
         UsageError: `remote` is not a valid URL; or there are several processes without a process group, and their
             launcher has no store.
         MissingDependencyError: the package for the protocol of `remote` is not installed.

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -236,12 +237,18 @@ class TestRanks:
 
 
 def call_alone(folder, has_group):
-    """Call `latest_checkpoint` on rank 0 only."""
+    """Call `latest_checkpoint` on rank 0 only; rank 1 lives as long."""
     if has_group:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    has_ended = folder / "ended"
     if os.environ["RANK"] == "0":
-        with patch("hfscale.checkpoint.resume.ARRIVAL_S", 1.0):
-            latest_checkpoint(folder)
+        try:
+            with patch("hfscale.checkpoint.resume.ARRIVAL_S", 1.0):
+                latest_checkpoint(folder)
+        finally:
+            has_ended.touch()
+    while not has_ended.exists():
+        time.sleep(0.01)
 
 
 @pytest.mark.world(2)
