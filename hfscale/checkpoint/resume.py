@@ -26,6 +26,7 @@ logger = get_logger(__name__)
 ARRIVAL_S = 1800.0
 """Longest time between the first rank that calls `latest_checkpoint` and the last one, in seconds: the time limit of
 gloo for a collective."""
+_STORE_S = 60.0  # for one call of the launcher's store
 _NAME = "latest_checkpoint"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -185,5 +186,5 @@ def exchanges_of_launch(environ: Mapping[str, str] = os.environ) -> Exchanges:
             "their launcher has no store: call it after TrainingArguments is made, or start with torchrun or "
             "accelerate launch"
         )
-    number = RankStore.connect(_NAME, environ).next_number()
-    return StoreExchanges(RankStore.connect(f"{_NAME}/{number}", environ))
+    number = RankStore.connect(_NAME, environ, timeout_s=_STORE_S).next_number()
+    return StoreExchanges(RankStore.connect(f"{_NAME}/{number}", environ, timeout_s=_STORE_S))
