@@ -17,9 +17,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """The name of a key here -> its names in the configs of the model families."""
 
-MOST = 10**9
+MAX_VALUE = 10**9
 """Largest value that is not taken for a typing mistake."""
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 """Largest number of layers that is not taken for a typing mistake; the deepest published model has 1,000 layers
 (DeepNet, arXiv 2203.00555)."""
 
@@ -102,9 +102,9 @@ class ModelConfig:
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise self._error(key, f"is {value!r}", "an integer of at least 0")
-        most = MOST_LAYERS if key == "num_hidden_layers" else MOST
-        if value is not None and value > most:
-            raise self._error(key, f"is {value}", f"an integer up to {most:,}")
+        largest = MAX_LAYERS if key == "num_hidden_layers" else MAX_VALUE
+        if value is not None and value > largest:
+            raise self._error(key, f"is {value}", f"an integer up to {largest:,}")
         return value
 
     def count(self, key: str) -> int:
