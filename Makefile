@@ -1,5 +1,5 @@
 # make train            set up .venv and train a small Llama
-# make check            ruff and mypy
+# make check            ruff, mypy, and warnings about long files and functions
 # make docs             the documentation site -> site/
 # make test             the test suite; ARGS=tests/checkpoint limits it to one folder or file
 # make test-trainers    the Trainers of transformers, TRL and sentence-transformers
@@ -41,6 +41,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/sizes.py
 
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

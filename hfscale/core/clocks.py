@@ -22,7 +22,7 @@ class PhaseClock:
     data, `on_step_end` ends the computation, `on_evaluate` ends an evaluation, and `on_save` ends a save.
 
     Args:
-        now (`Callable[[], float]`): A monotonic clock in seconds.
+        now (`Callable[[], float]`): a monotonic clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -35,7 +35,7 @@ class PhaseClock:
         """Charge the time since the previous event to a phase.
 
         Args:
-            phase (`str`): The name of the phase that ends now.
+            phase (`str`): the name of the phase that ends now.
 
         Returns:
             `float`: The time that was charged, in seconds.
@@ -62,7 +62,7 @@ class StepPace:
     """Compares the duration of steps during a disturbance (a background save) with that of undisturbed steps.
 
     Args:
-        now (`Callable[[], float]`): A monotonic clock in seconds.
+        now (`Callable[[], float]`): a monotonic clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -76,7 +76,7 @@ class StepPace:
         """Start timing a step.
 
         Args:
-            disturbed (`bool`): Whether the disturbance is active now.
+            disturbed (`bool`): whether the disturbance is active now.
         """
         self._begun = self._now()
         self._was_disturbed = disturbed
@@ -85,7 +85,7 @@ class StepPace:
         """Stop timing the step. A step in which the disturbance began or ended is not counted.
 
         Args:
-            disturbed (`bool`): Whether the disturbance is active now.
+            disturbed (`bool`): whether the disturbance is active now.
         """
         if self._begun is None:
             return
@@ -122,8 +122,8 @@ class HostClock:
         """Return the seconds between two points that the device has reached.
 
         Args:
-            start (`Any`): The earlier result of `now`.
-            end (`Any`): The later result of `now`.
+            start (`Any`): the earlier result of `now`.
+            end (`Any`): the later result of `now`.
         """
         return float(end - start)
 
@@ -152,6 +152,6 @@ def clock_of(device: torch.device) -> HostClock:
     """Return the clock that times work on a device.
 
     Args:
-        device (`torch.device`): The device; every device but a CUDA device gets a `HostClock`.
+        device (`torch.device`): the device; every device but a CUDA device gets a `HostClock`.
     """
     return CudaClock() if device.type == "cuda" else HostClock()

@@ -14,7 +14,7 @@ import yaml
 from hfscale.errors import ConfigFileError, ParameterError, UsageError
 
 
-def flag(help: str, default: object = None, **metadata: object) -> object:
+def flag(help: str, default: object = None, **metadata: object) -> Any:
     """Return a dataclass field that `HfArgumentParser` shows as a flag.
 
     Args:

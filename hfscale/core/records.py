@@ -35,7 +35,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """Return every complete record of a file, or [] if the file does not exist.
 
     Args:
-        path (`Path`): One of the files of this module. Lines that are not JSON objects with a `step` are skipped.
+        path (`Path`): one of the files of this module. Lines that are not JSON objects with a `step` are skipped.
     """
     return list(_records(path))
 
@@ -44,7 +44,7 @@ def read_events(output_dir: Path) -> list[dict[str, Any]]:
     """Return the events of a run's timeline, or [] if it has none.
 
     Args:
-        output_dir (`Path`): The output directory of the run.
+        output_dir (`Path`): the output directory of the run.
     """
     return [record for record in _records(output_dir / TIMELINE_NAME) if isinstance(record.get("event"), str)]
 
@@ -65,9 +65,9 @@ def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = Fals
     """Append one line to a file.
 
     Args:
-        path (`Path`): The file.
-        record (`Mapping[str, Any]`): The record; numbers that JSON cannot hold (NaN, infinity) are left out.
-        durable (`bool`): Whether to wait until the line is on disk.
+        path (`Path`): the file.
+        record (`Mapping[str, Any]`): the record; numbers that JSON cannot hold (NaN, infinity) are left out.
+        durable (`bool`): whether to wait until the line is on disk.
     """
     known = {k: v for k, v in record.items() if not (isinstance(v, float) and not math.isfinite(v))}
     line = f"{json.dumps(known)}\n".encode()
@@ -82,7 +82,7 @@ class RankLines:
     """Writes lines of `hfscale_ranks.jsonl`. Every callback that measures ranks has its own instance.
 
     Args:
-        output_dir (`Path`): The output directory of the run; it is created if it does not exist.
+        output_dir (`Path`): the output directory of the run; it is created if it does not exist.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -93,8 +93,8 @@ class RankLines:
         """Write the line of one log.
 
         Args:
-            step (`int`): The optimizer step.
-            numbers (`Mapping[str, Sequence[float]]`): One number per rank of each measure, (ranks,). A measure that is
+            step (`int`): the optimizer step.
+            numbers (`Mapping[str, Sequence[float]]`): one number per rank of each measure, (ranks,). A measure that is
                 0 on every rank was not measured, and is left out.
         """
         ranks = max(map(len, numbers.values()))
@@ -110,7 +110,7 @@ def last_sign_of_life(output_dir: Path) -> float | None:
     """Return the Unix time of the last record that a run has written, in seconds, or None if it has written none.
 
     Args:
-        output_dir (`Path`): The output directory of the run.
+        output_dir (`Path`): the output directory of the run.
     """
     times = [
         record["time"]
@@ -130,8 +130,8 @@ def begin_records(output_dir: Path, step: int) -> None:
     that run.
 
     Args:
-        output_dir (`Path`): The output directory of the run.
-        step (`int`): The optimizer step that the training resumes from; 0 if it starts from scratch.
+        output_dir (`Path`): the output directory of the run.
+        step (`int`): the optimizer step that the training resumes from; 0 if it starts from scratch.
     """
     for name in (JSONL_NAME, RANKS_NAME):
         begin_lines(output_dir / name, step)
@@ -149,7 +149,7 @@ def begin_lines(path: Path, step: int) -> None:
 
     Args:
         path (`Path`): the file; it may not exist yet.
-        step (`int`): The optimizer step that the training resumes from; 0 if it starts from scratch.
+        step (`int`): the optimizer step that the training resumes from; 0 if it starts from scratch.
     """
     if not path.is_file():
         return
@@ -176,6 +176,6 @@ def last_logged_step(output_dir: Path) -> int:
     """Return the last step in `scaling.jsonl`, or 0 if nothing was logged.
 
     Args:
-        output_dir (`Path`): The output directory of the run.
+        output_dir (`Path`): the output directory of the run.
     """
     return int(max((record["step"] for record in _records(output_dir / JSONL_NAME)), default=0))

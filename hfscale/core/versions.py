@@ -11,14 +11,16 @@ import importlib.metadata
 import sys
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from packaging.version import Version
 
 from hfscale.errors import MissingDependencyError
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import Trainer, TrainingArguments
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +340,7 @@ def why_fsdp2_cannot_tie() -> str | None:
 # ---- Optional packages
 
 
-def is_peft_model(model: object) -> bool:
+def is_peft_model(model: object) -> "TypeIs[PeftModel]":
     """Return whether a model has adapters of PEFT, without importing PEFT where the model does not come from it.
 
     Args:
@@ -348,7 +350,7 @@ def is_peft_model(model: object) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def is_lora_layer(module: object) -> bool:
+def is_lora_layer(module: object) -> "TypeGuard[Any]":
     """Return whether a module is a LoRA layer of PEFT.
 
     Args:

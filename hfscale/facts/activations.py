@@ -34,9 +34,9 @@ def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str,
     """Computes the widths of an average layer that its activations are proportional to.
 
     Args:
-        shape (`ModelShape`): The model.
-        seq_len (`int`): Tokens per sequence.
-        rank (`int`): Rank of the LoRA adapters; 0 without adapters.
+        shape (`ModelShape`): the model.
+        seq_len (`int`): tokens per sequence.
+        rank (`int`): rank of the LoRA adapters; 0 without adapters.
     """
     attention = shape.attention
     queries = attention.heads * attention.head_dim
@@ -84,8 +84,8 @@ def end_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
     """Computes the widths that activations outside the layers are proportional to: embedding, positions, final norm.
 
     Args:
-        shape (`ModelShape`): The model.
-        seq_len (`int`): Tokens per sequence.
+        shape (`ModelShape`): the model.
+        seq_len (`int`): tokens per sequence.
     """
     widths = {
         "hidden": shape.hidden,
@@ -120,11 +120,11 @@ def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, 
     """Computes the bytes that an average layer and the model's ends keep for their backward pass, per token.
 
     Args:
-        shape (`ModelShape`): The model.
-        regime (`Regime`): The formats in which the model computes.
+        shape (`ModelShape`): the model.
+        regime (`Regime`): the formats in which the model computes.
         recompute (`str`): `none`, `selective` or `full`.
-        seq_len (`int`): Tokens per sequence.
-        rank (`int`): Rank of the LoRA adapters; 0 without adapters.
+        seq_len (`int`): tokens per sequence.
+        rank (`int`): rank of the LoRA adapters; 0 without adapters.
     """
     factors = factors_of(shape.model_type, regime, recompute)
     widths = layer_widths(shape, seq_len, rank=rank)

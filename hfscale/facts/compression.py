@@ -65,7 +65,7 @@ class Compression:
         """Computes the exact number of bytes in which `values` values are sent.
 
         Args:
-            values (`int`): Number of values of the pseudo-gradient.
+            values (`int`): number of values of the pseudo-gradient.
         """
         if self.lossless:
             return 4 * values

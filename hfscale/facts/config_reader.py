@@ -34,11 +34,11 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     tower and its projector, which process images and not tokens.
 
     Args:
-        source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or its folder.
+        source (`Mapping`, `str` or `Path`): the parsed `config.json`, its path, or its folder.
 
     Raises:
-        `ConfigFileError`: There is no such file, it is not JSON, or it has no `model_type`.
-        `UnsupportedModelError`: The model contains a language model in an unknown way.
+        ConfigFileError: there is no such file, it is not JSON, or it has no `model_type`.
+        UnsupportedModelError: the model contains a language model in an unknown way.
     """
     config = dict(source) if isinstance(source, Mapping) else _parse(Path(source))
     model_type = config.get("model_type")
@@ -77,8 +77,8 @@ class ModelConfig:
     gives the model type, the key and how to fix it.
 
     Args:
-        values (`Mapping`): The result of `load_config`.
-        defaults (`Mapping`): Defaults of the model's class for missing keys.
+        values (`Mapping`): the result of `load_config`.
+        defaults (`Mapping`): defaults of the model's class for missing keys.
     """
 
     def __init__(self, values: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class ModelConfig:
         """Reads an integer of at least 0; returns None if the key is missing or `null`.
 
         Raises:
-            `UnsupportedModelError`: The value is something else, or too large to be correct.
+            UnsupportedModelError: the value is something else, or too large to be correct.
         """
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -111,7 +111,7 @@ class ModelConfig:
         """Reads an integer of at least 1.
 
         Raises:
-            `UnsupportedModelError`: The key is missing, or its value is something else or too large to be correct.
+            UnsupportedModelError: the key is missing, or its value is something else or too large to be correct.
         """
         value = self.optional_count(key)
         if not value:
@@ -123,7 +123,7 @@ class ModelConfig:
         """Reads a boolean.
 
         Raises:
-            `UnsupportedModelError`: The key is missing and has no default, or its value is something else.
+            UnsupportedModelError: the key is missing and has no default, or its value is something else.
         """
         value = self.get(key)
         if not isinstance(value, bool):
@@ -134,7 +134,7 @@ class ModelConfig:
         """Reads a list; returns None if the key is missing or `null`.
 
         Raises:
-            `UnsupportedModelError`: The value is something else.
+            UnsupportedModelError: the value is something else.
         """
         value = self.get(key)
         if value is not None and not isinstance(value, list):

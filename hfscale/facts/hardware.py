@@ -95,7 +95,7 @@ def accelerator(name: str) -> Accelerator:
     Case, spaces, dashes, underscores and a remark in brackets, as in `B200 (cluster X)`, are ignored.
 
     Raises:
-        `UnknownHardwareError`: There is none; the message gives the nearest names.
+        UnknownHardwareError: there is none; the message gives the nearest names.
     """
     by_name = _by_plain_name()
     plain = plain_name(name)
@@ -131,14 +131,14 @@ def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
     """Returns the dense peak of matrix products in `dtype`, TFLOP/s.
 
     Args:
-        accelerator (`Accelerator`): The device.
-        dtype (`str`): Format of the matrix products: `bf16`, `fp16`, `fp8`, `tf32` or `fp32`.
+        accelerator (`Accelerator`): the device.
+        dtype (`str`): format of the matrix products: `bf16`, `fp16`, `fp8`, `tf32` or `fp32`.
 
     Returns:
         `float`, *optional*: The peak; None if the device does not support the format or no peak is known.
 
     Raises:
-        `UsageError`: `dtype` is not one of these formats.
+        UsageError: `dtype` is not one of these formats.
     """
     if dtype not in get_args(Dtype):
         raise UsageError(f"dtype is {dtype!r}: use one of {', '.join(get_args(Dtype))}")
@@ -170,12 +170,12 @@ def find_accelerator(name: str, path: Path | None = None) -> Accelerator:
     """Returns the accelerator called `name` in the user's hardware file, or else in `hardware.toml`.
 
     Args:
-        name (`str`): A name or an alias.
-        path (`Path`, *optional*): The user's file; by default `user_hardware_file()`, if it exists.
+        name (`str`): a name or an alias.
+        path (`Path`, *optional*): the user's file; by default `user_hardware_file()`, if it exists.
 
     Raises:
-        `ConfigFileError`: The file cannot be read, or a row is wrong.
-        `UnknownHardwareError`: There is no such accelerator.
+        ConfigFileError: the file cannot be read, or a row is wrong.
+        UnknownHardwareError: there is no such accelerator.
     """
     chosen = path or user_hardware_file()
     rows = read_hardware_file(chosen) if path is not None or chosen.is_file() else ()
@@ -194,7 +194,7 @@ def read_hardware_file(path: Path) -> tuple[Accelerator, ...]:
     """Reads the accelerators of a hardware file.
 
     Raises:
-        `ConfigFileError`: The file cannot be read, or a row is wrong.
+        ConfigFileError: the file cannot be read, or a row is wrong.
     """
     rows = read_hardware_document(path).get("accelerator", [])
     return tuple(_row(row, f"{path}, accelerator {number}") for number, row in enumerate(rows, 1))
@@ -207,7 +207,7 @@ def read_hardware_document(path: Path) -> dict[str, Any]:
         `dict`: The content of the file: rows of `accelerator`, and the measurements that they come from.
 
     Raises:
-        `ConfigFileError`: The file cannot be read, or is not TOML with lists of tables.
+        ConfigFileError: the file cannot be read, or is not TOML with lists of tables.
     """
     return read_user_tables(path, "hardware file", fix=_CALIBRATE)
 

@@ -168,11 +168,11 @@ def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
     """Reads the attention of a config.
 
     Args:
-        config (`ModelConfig`): The model's config.
-        family (`Family`): The row of its family.
+        config (`ModelConfig`): the model's config.
+        family (`Family`): the row of its family.
 
     Raises:
-        `UnsupportedModelError`: A key is missing or wrong, or the hidden size is not a multiple of the number of
+        UnsupportedModelError: a key is missing or wrong, or the hidden size is not a multiple of the number of
             heads.
     """
     if family.latent:
@@ -257,11 +257,11 @@ def mlp_shape(config: ModelConfig, family: Family) -> MlpShape:
     """Reads the MLP of a dense layer from a config.
 
     Args:
-        config (`ModelConfig`): The model's config.
-        family (`Family`): The row of its family.
+        config (`ModelConfig`): the model's config.
+        family (`Family`): the row of its family.
 
     Raises:
-        `UnsupportedModelError`: A key is missing or wrong.
+        UnsupportedModelError: a key is missing or wrong.
     """
     ffn = config.count(family.ffn) if isinstance(family.ffn, str) else family.ffn(config)
     bias = decide(family.mlp_bias, config)
@@ -277,11 +277,11 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
     """Reads the MLP of a mixture-of-experts layer from a config.
 
     Args:
-        config (`ModelConfig`): The model's config.
-        family (`ExpertFamily`): The experts of its family, `Family.experts`.
+        config (`ModelConfig`): the model's config.
+        family (`ExpertFamily`): the experts of its family, `Family.experts`.
 
     Raises:
-        `UnsupportedModelError`: A key is missing or wrong, or a token passes more experts than there are.
+        UnsupportedModelError: a key is missing or wrong, or a token passes more experts than there are.
     """
     hidden = config.count("hidden_size")
     experts = config.count("num_experts")

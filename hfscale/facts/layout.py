@@ -10,7 +10,7 @@ class ParallelLayout:
     """Holds the sizes of the five mesh axes. Their product is the number of processes.
 
     Raises:
-        `LayoutError`: A size is not an integer of at least 1.
+        LayoutError: a size is not an integer of at least 1.
     """
 
     dp_replicate: int = 1
@@ -64,10 +64,10 @@ class ParallelLayout:
         """Checks that the layout uses exactly the processes that were started.
 
         Args:
-            world_size (`int`): Number of processes that the launcher started.
+            world_size (`int`): number of processes that the launcher started.
 
         Raises:
-            `LayoutError`: The product of the sizes is another number; the message gives a `dp_shard` or a number of
+            LayoutError: the product of the sizes is another number; the message gives a `dp_shard` or a number of
                 processes that fits.
         """
         if self.world_size == world_size:
@@ -83,9 +83,9 @@ def split_batch(global_batch_size: int, ranks: int, per_device: int) -> tuple[in
     """Divides a global batch into a per-device batch and gradient-accumulation steps.
 
     Args:
-        global_batch_size (`int`): Sequences per optimizer step.
+        global_batch_size (`int`): sequences per optimizer step.
         ranks (`int`): Data-parallel ranks.
-        per_device (`int`): The largest per-device batch, in sequences.
+        per_device (`int`): the largest per-device batch, in sequences.
 
     Returns:
         `tuple[int, int] | None`: The largest per-device batch that fits and the accumulation steps, or None if the

@@ -76,18 +76,18 @@ def scale_learning_rate(
     """Computes the learning-rate factor from the batch size of this run and that of the run it was tuned for.
 
     Args:
-        rule (`str`): One of `RULES`.
-        optimizer (`str`): Name of the optimizer as in `TrainingArguments.optim`, of its class, or of a DeepSpeed type.
-        global_batch_size (`int`): Sequences per optimizer step in this run.
-        base_global_batch_size (`int`, *optional*): Sequences per step for which the learning rate was tuned. Without
+        rule (`str`): one of `RULES`.
+        optimizer (`str`): name of the optimizer as in `TrainingArguments.optim`, of its class, or of a DeepSpeed type.
+        global_batch_size (`int`): sequences per optimizer step in this run.
+        base_global_batch_size (`int`, *optional*): sequences per step for which the learning rate was tuned. Without
             it the learning rate is unchanged.
-        block_size, base_block_size (`int`, *optional*): Tokens per sequence in this run and in the base run, which are
+        block_size, base_block_size (`int`, *optional*): tokens per sequence in this run and in the base run, which are
             equal by default.
-        critical_batch_size (`int`, *optional*): Critical batch size, in sequences of the current length.
-        warmup_scale (`float`): Factor of the warm-up steps; the rule `rubric` multiplies it by 5.
+        critical_batch_size (`int`, *optional*): critical batch size, in sequences of the current length.
+        warmup_scale (`float`): factor of the warm-up steps; the rule `rubric` multiplies it by 5.
 
     Raises:
-        `ParameterError`: The rule or the optimizer is unknown, a size is not positive, or a length that the rule needs
+        ParameterError: the rule or the optimizer is unknown, a size is not positive, or a length that the rule needs
             is missing.
     """
     if rule not in RULES:

@@ -101,13 +101,13 @@ class ModelShape:
         """Reads a model's shape from its config.
 
         Args:
-            source (`Mapping`, `str` or `Path`): The parsed `config.json`, its path, or its folder. Missing optional
+            source (`Mapping`, `str` or `Path`): the parsed `config.json`, its path, or its folder. Missing optional
                 keys have transformers' defaults; sizes must be present. If it is an image-and-text model whose
                 `text_config` is known (`gemma3`), only the language model is read.
 
         Raises:
-            `ConfigFileError`: There is no such file, or it is not a model config.
-            `UnsupportedModelError`: The family is unknown, or a key is missing or wrong.
+            ConfigFileError: there is no such file, or it is not a model config.
+            UnsupportedModelError: the family is unknown, or a key is missing or wrong.
         """
         values = load_config(source)
         family = family_of(values["model_type"])
@@ -143,10 +143,10 @@ class ModelShape:
         """Counts the parameters of one layer by part.
 
         Args:
-            layer (`int`): Index of the layer, from 0.
+            layer (`int`): index of the layer, from 0.
 
         Raises:
-            `IndexError`: There is no such layer.
+            IndexError: there is no such layer.
         """
         moe = self.moe if self.moe_layers[layer] else None
         dense = self.mlp if not self.moe_layers[layer] else None
@@ -274,12 +274,12 @@ class ModelShape:
         """Computes the FLOPs of a forward pass per token: 2 N_matmul + attention.
 
         Args:
-            seq_len (`float`): Tokens per sequence; for packed sequences of lengths l, their mean over tokens,
+            seq_len (`float`): tokens per sequence; for packed sequences of lengths l, their mean over tokens,
                 sum(l^2) / sum(l).
-            attention (`str`): How the FLOPs of attention are counted: `full` or `causal`, see `AttentionCount`.
+            attention (`str`): how the FLOPs of attention are counted: `full` or `causal`, see `AttentionCount`.
 
         Raises:
-            `UsageError`: `seq_len` or `attention` is out of range.
+            UsageError: `seq_len` or `attention` is out of range.
         """
         return 2 * self.matmul_parameters + self._attention_flops(seq_len, attention)
 
@@ -298,14 +298,14 @@ class ModelShape:
         sequence of min(i, w) keys, which is S/2 without a window.
 
         Args:
-            seq_len (`float`): Tokens per sequence; for packed sequences of lengths l, their mean over tokens,
+            seq_len (`float`): tokens per sequence; for packed sequences of lengths l, their mean over tokens,
                 sum(l^2) / sum(l).
-            attention (`str`): How the FLOPs of attention are counted: `full` or `causal`, see `AttentionCount`.
-            lora_parameters (`int`, *optional*): Number of trained LoRA parameters (`ModelShape.lora_parameters`) where
+            attention (`str`): how the FLOPs of attention are counted: `full` or `causal`, see `AttentionCount`.
+            lora_parameters (`int`, *optional*): number of trained LoRA parameters (`ModelShape.lora_parameters`) where
                 all else is frozen; None where all parameters train.
 
         Raises:
-            `UsageError`: `seq_len` or `attention` is out of range.
+            UsageError: `seq_len` or `attention` is out of range.
         """
         attention_flops = 3 * self._attention_flops(seq_len, attention)
         if lora_parameters is None:
@@ -322,14 +322,14 @@ class ModelShape:
         recomputation, HFU is MFU.
 
         Args:
-            seq_len (`float`): Tokens per sequence; for packed sequences of lengths l, their mean over tokens,
+            seq_len (`float`): tokens per sequence; for packed sequences of lengths l, their mean over tokens,
                 sum(l^2) / sum(l).
-            attention (`str`): How the FLOPs of attention are counted: `full` or `causal`, see `AttentionCount`.
-            lora_parameters (`int`, *optional*): Number of trained LoRA parameters (`ModelShape.lora_parameters`) where
+            attention (`str`): how the FLOPs of attention are counted: `full` or `causal`, see `AttentionCount`.
+            lora_parameters (`int`, *optional*): number of trained LoRA parameters (`ModelShape.lora_parameters`) where
                 all else is frozen; None where all parameters train.
 
         Raises:
-            `UsageError`: `seq_len` or `attention` is out of range.
+            UsageError: `seq_len` or `attention` is out of range.
         """
         again = 2 * (self._layer_matmul_parameters + (lora_parameters or 0))
         model_flops = self.flops_per_token(seq_len, attention=attention, lora_parameters=lora_parameters)
@@ -359,13 +359,13 @@ class ModelShape:
         counted.
 
         Args:
-            r (`int`): Rank.
-            target_modules (`Iterable[str]`): Module names as in PEFT's `LoraConfig` (`q_proj`, `mlp.down_proj`), or
+            r (`int`): rank.
+            target_modules (`Iterable[str]`): module names as in PEFT's `LoraConfig` (`q_proj`, `mlp.down_proj`), or
                 `all-linear`: every linear layer but the head, and the experts where PEFT adapts them.
-            active (`bool`): Whether to count only the adapters that a token passes, for FLOPs.
+            active (`bool`): whether to count only the adapters that a token passes, for FLOPs.
 
         Raises:
-            `UsageError`: `r` is below 1, or a name matches no module, experts or a router.
+            UsageError: `r` is below 1, or a name matches no module, experts or a router.
         """
         if r < 1:
             raise UsageError(f"LoRA rank is {r}: it must be at least 1, such as 16")

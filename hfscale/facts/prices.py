@@ -74,11 +74,11 @@ def all_prices(path: Path | None = None) -> tuple[Price, ...]:
     A user's row replaces the shipped row of the same provider, GPU and region.
 
     Args:
-        path (`Path`, *optional*): The user's price list; by default `user_price_file()`, if it exists.
+        path (`Path`, *optional*): the user's price list; by default `user_price_file()`, if it exists.
 
     Raises:
-        `ConfigFileError`: The file cannot be read, or a row is wrong.
-        `UnknownHardwareError`: The GPU of a row is in no table.
+        ConfigFileError: the file cannot be read, or a row is wrong.
+        UnknownHardwareError: the GPU of a row is in no table.
     """
     merged = {(row.provider.casefold(), row.gpu, row.region): row for row in shipped_prices()}
     for row in (row for source in _own(path) for row in _prices(*source)):
@@ -90,13 +90,13 @@ def all_egress(path: Path | None = None) -> dict[str, Egress]:
     """Reads hfscale's egress prices and the user's. A user's row replaces the shipped row of the same provider.
 
     Args:
-        path (`Path`, *optional*): The user's price list; by default `user_price_file()`, if it exists.
+        path (`Path`, *optional*): the user's price list; by default `user_price_file()`, if it exists.
 
     Returns:
         `dict[str, Egress]`: The egress prices by provider, in lower case.
 
     Raises:
-        `ConfigFileError`: The file cannot be read, or a row is wrong.
+        ConfigFileError: the file cannot be read, or a row is wrong.
     """
     sources = (_shipped(), *_own(path))
     return {row.provider.casefold(): row for source in sources for row in _egress(*source)}
@@ -122,8 +122,8 @@ def prices_of(gpu: Accelerator, prices: tuple[Price, ...]) -> tuple[Price, ...]:
     """Selects the prices of a GPU, sorted by on-demand price; rows with only a spot price come last.
 
     Args:
-        gpu (`Accelerator`): The GPU. For a measured device these are the prices of its `base` too.
-        prices (`tuple[Price, ...]`): The prices of all GPUs (`all_prices`).
+        gpu (`Accelerator`): the GPU. For a measured device these are the prices of its `base` too.
+        prices (`tuple[Price, ...]`): the prices of all GPUs (`all_prices`).
     """
     rows = [row for row in prices if row.gpu in (gpu.name, gpu.base)]
     return tuple(sorted(rows, key=lambda row: (row.on_demand_usd is None, row.on_demand_usd or row.spot_usd or 0.0)))

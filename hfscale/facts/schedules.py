@@ -54,8 +54,8 @@ def schedule_name(planner_name: str, stages_per_rank: int) -> str:
     """Returns the name in `SCHEDULES` of a schedule of the planner.
 
     Args:
-        planner_name (`str`): A name in `PLANNER_SCHEDULES`.
-        stages_per_rank (`int`): Stages that each rank holds; `1f1b` with several of them is `Interleaved1F1B`.
+        planner_name (`str`): a name in `PLANNER_SCHEDULES`.
+        stages_per_rank (`int`): stages that each rank holds; `1f1b` with several of them is `Interleaved1F1B`.
     """
     if planner_name == "1f1b" and stages_per_rank > 1:
         return "Interleaved1F1B"
@@ -71,11 +71,11 @@ def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: in
     They are counted in the rank's share of the layers, so that the count need not be an integer.
 
     Args:
-        schedule (`str`): A name in `SCHEDULES`.
-        pp (`int`): Pipeline ranks.
-        stages_per_rank (`int`): Stages that each rank holds.
+        schedule (`str`): a name in `SCHEDULES`.
+        pp (`int`): pipeline ranks.
+        stages_per_rank (`int`): stages that each rank holds.
         micro_batches (`int`): Micro-batches per optimizer step.
-        rank (`int`): The pipeline rank, from 0.
+        rank (`int`): the pipeline rank, from 0.
     """
     if pp == 1:
         return 1.0
@@ -97,9 +97,9 @@ def idle_relative_to_1f1b(
     """Computes a rank's idle time divided by that of 1F1B with one stage per rank, which is (p-1)(F+B).
 
     Args:
-        schedule (`str`): A name in `SCHEDULES`.
-        stages_per_rank (`int`): Stages that each rank holds.
-        forward, input_gradients, weight_gradients (`float`): Seconds of a rank's F, I and W.
+        schedule (`str`): a name in `SCHEDULES`.
+        stages_per_rank (`int`): stages that each rank holds.
+        forward, input_gradients, weight_gradients (`float`): seconds of a rank's F, I and W.
     """
     forward_and_backward = forward + input_gradients + weight_gradients
     if SCHEDULES[schedule] == "v":
@@ -115,9 +115,9 @@ def bubble_fraction(schedule: str, *, pp: int, stages_per_rank: int, micro_batch
     All passes are assumed to take the same time (F = I = W), stages to be equal, and communication to be free.
 
     Args:
-        schedule (`str`): A name in `SCHEDULES`.
-        pp (`int`): Pipeline ranks.
-        stages_per_rank (`int`): Stages that each rank holds.
+        schedule (`str`): a name in `SCHEDULES`.
+        pp (`int`): pipeline ranks.
+        stages_per_rank (`int`): stages that each rank holds.
         micro_batches (`int`): Micro-batches per optimizer step.
     """
     relative = idle_relative_to_1f1b(
@@ -131,9 +131,9 @@ def supports(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int
     """Returns whether the schedule runs with so many micro-batches per step, as torch.distributed.pipelining requires.
 
     Args:
-        schedule (`str`): A name in `SCHEDULES`.
-        pp (`int`): Pipeline ranks.
-        stages_per_rank (`int`): Stages that each rank holds.
+        schedule (`str`): a name in `SCHEDULES`.
+        pp (`int`): pipeline ranks.
+        stages_per_rank (`int`): stages that each rank holds.
         micro_batches (`int`): Micro-batches per optimizer step.
     """
     if pp == 1:
@@ -151,9 +151,9 @@ def rank_of_stage(schedule: str, stage: int, pp: int) -> int:
     """Returns the pipeline rank that holds a stage, both counted from 0.
 
     Args:
-        schedule (`str`): A name in `SCHEDULES`.
-        stage (`int`): The stage, from 0.
-        pp (`int`): Pipeline ranks.
+        schedule (`str`): a name in `SCHEDULES`.
+        stage (`int`): the stage, from 0.
+        pp (`int`): pipeline ranks.
     """
     if SCHEDULES[schedule] == "v" and stage >= pp:
         return 2 * pp - 1 - stage
@@ -167,9 +167,9 @@ def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
     a search; tests/planner/test_planner_pipeline.py compares them.
 
     Args:
-        layers (`int`): Layers of the model.
-        head (`float`): Cost of the head, which the last stage computes, in layers.
-        stages (`int`): Number of stages.
+        layers (`int`): layers of the model.
+        head (`float`): cost of the head, which the last stage computes, in layers.
+        stages (`int`): number of stages.
 
     Returns:
         `tuple[int, ...]`: Number of layers of each stage.
@@ -193,11 +193,11 @@ def rank_layers(layers: int, head: float, pp: int, stages_per_rank: int, schedul
     """Counts the layers of each pipeline rank if `stage_layers` divides them among the stages.
 
     Args:
-        layers (`int`): Layers of the model.
-        head (`float`): Cost of the head, which the last stage computes, in layers.
-        pp (`int`): Pipeline ranks.
-        stages_per_rank (`int`): Stages that each rank holds.
-        schedule (`str`): A name in `SCHEDULES`.
+        layers (`int`): layers of the model.
+        head (`float`): cost of the head, which the last stage computes, in layers.
+        pp (`int`): pipeline ranks.
+        stages_per_rank (`int`): stages that each rank holds.
+        schedule (`str`): a name in `SCHEDULES`.
     """
     counts = [0] * pp
     for stage, held in enumerate(stage_layers(layers, head, pp * stages_per_rank)):
@@ -231,9 +231,9 @@ def one_f_one_b(pp: int, micro_batches: int, *, forward: float = 1.0, backward: 
     remaining backward passes (Narayanan et al., PipeDream-Flush, arXiv 2006.09503).
 
     Args:
-        pp (`int`): Pipeline ranks, each with one stage.
+        pp (`int`): pipeline ranks, each with one stage.
         micro_batches (`int`): Micro-batches per optimizer step.
-        forward, backward (`float`): Duration of a pass on one rank, in any unit.
+        forward, backward (`float`): duration of a pass on one rank, in any unit.
 
     Returns:
         `list[Slot]`: The passes of all ranks; those of each rank are in the order of their time.

@@ -291,7 +291,8 @@ class _Parameter:
         if isinstance(known, dict):  # values that have parameters of their own
             return str(known.get(_plain(value), known.get("other", self._name)))
         if value is None:
-            return self._spelling["form"].partition("{value}")[0].format(name=known).rstrip(" =:")
+            form: str = self._spelling["form"]
+            return form.partition("{value}")[0].format(name=known).rstrip(" =:")
         shown = _literal(value) if self._spelling.get("literals") else _plain(value)
         if shown == "true" and self._spelling.get("switches"):
             return f"--{known}"

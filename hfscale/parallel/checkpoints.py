@@ -22,6 +22,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -135,7 +136,7 @@ def load_optimizer(checkpoint: Path, parallelized: ParallelizedModel, optimizer:
     """
     shapes = _stored_shapes(checkpoint)
     is_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     wanted: dict[str, torch.Tensor] = {}
     for name, parameter in _optimized_parameters(parallelized, optimizer):
         prefix = f"optimizer.{name}."
@@ -155,9 +156,9 @@ def load_optimizer(checkpoint: Path, parallelized: ParallelizedModel, optimizer:
                 )
             states[parameter][key] = wanted.setdefault(prefix + key, state)
     _read_tensors(checkpoint, parallelized, wanted)
-    for parameter, state in states.items():
+    for parameter, tensors in states.items():
         # Two copies of a tied weight on one rank have read the same tensors; each of them steps its own.
-        optimizer.state[parameter] = {key: tensor.clone() for key, tensor in state.items()}
+        optimizer.state[parameter] = {key: tensor.clone() for key, tensor in tensors.items()}
 
 
 def _read_tensors(checkpoint: Path, parallelized: ParallelizedModel, tensors: dict[str, torch.Tensor]) -> None:
@@ -387,7 +388,7 @@ class ParallelCheckpointTrainer(Trainer):
         Returns:
             Subfolder of the checkpoint -> name -> tensor.
         """
-        optimizer = None if self.args.save_only_model else self.optimizer.optimizer
+        optimizer = None if self.args.save_only_model else self._torch_optimizer
         return {FOLDER: stored_tensors(self.parallelized, optimizer)}
 
     def checkpoint_files(self) -> dict[str, bytes]:
@@ -408,13 +409,21 @@ class ParallelCheckpointTrainer(Trainer):
         )
         return files | {PARALLEL_NAME: metadata.to_json().encode()}
 
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer inside of Accelerate's wrapper."""
+        assert isinstance(self.optimizer, AcceleratedOptimizer)  # Trainer has prepared it
+        optimizer: torch.optim.Optimizer = self.optimizer.optimizer
+        return optimizer
+
     def _group_options(self) -> list[dict[str, Any]]:
-        """The options of the optimizer's groups in the unsplit model, which differ by their weight decay only."""
-        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+        """Return the options of the optimizer's groups in the unsplit model; they differ by their weight decay."""
+        group = {key: value for key, value in self._torch_optimizer.param_groups[0].items() if key != "params"}
         return [group | {"weight_decay": decay} for decay in (self.args.weight_decay, 0.0)]
 
     def _scheduler_file(self) -> bytes | None:
-        """Trainer's scheduler.pt for two parameter groups, however many this layout has made of them."""
+        """Return Trainer's scheduler.pt for two parameter groups, however many this layout has made of them."""
+        assert self.lr_scheduler is not None  # Trainer makes it before the first save
         saved = self.lr_scheduler.state_dict()
         if len(set(saved["base_lrs"])) > 1:
             return None
@@ -450,7 +459,9 @@ class ParallelCheckpointTrainer(Trainer):
             output_dir (`str`, *optional*): the folder; absent: the run's `output_dir`.
             _internal_call (`bool`): whether Trainer is saving a checkpoint.
         """
-        folder = Path(output_dir or self.args.output_dir)
+        chosen = output_dir or self.args.output_dir
+        assert chosen is not None  # TrainingArguments has a default
+        folder = Path(chosen)
         folder.mkdir(parents=True, exist_ok=True)
         if _internal_call:
             for name, tensors in self.sharded_state().items():
@@ -482,7 +493,7 @@ class ParallelCheckpointTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        load_optimizer(Path(checkpoint), self.parallelized, self.optimizer.optimizer)
+        load_optimizer(Path(checkpoint), self.parallelized, self._torch_optimizer)
         restore_scheduler(self.lr_scheduler, load_archive(Path(checkpoint) / SCHEDULER_NAME))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -130,7 +130,8 @@ class ContextParallel:
         batch, length = tokens.shape
         self._make_causal_biases(length // (2 * self.ranks))
         positions = local_positions(length, self.rank, self.ranks, tokens.device)
-        sharded = {name: inputs[name] for name in ("labels", "attention_mask") if name in inputs}
+        complete: tuple[str, ...] = ("labels", "attention_mask")
+        sharded = {name: inputs[name] for name in complete if name in inputs}
 
         # Labels are shifted before sequences are split: the successor of a rank's last token is on another rank.
         shift_labels = inputs.get("shift_labels")
@@ -229,9 +230,12 @@ class ContextParallel:
         return torch.cat(outputs, dim=1), None
 
     def _original_attention(self, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
+        attend: Callable[..., tuple[torch.Tensor, Any]]
         if self._original == "eager":  # each family has its own, under the same name in the file of its attention
-            return sys.modules[type(module).__module__].eager_attention_forward
-        return AttentionInterface()[self._original]
+            attend = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            attend = AttentionInterface()[self._original]
+        return attend
 
     def _mask(
         self,
@@ -253,7 +257,7 @@ class ContextParallel:
         is_causal = allow_is_causal_skip and indices is None and not self._is_padded
         if self._original == "sdpa" and is_causal and (local_size is None or kv_length < local_size):
             return None
-        if indices is not None:
+        if packed is not None and indices is not None:
             from transformers.masking_utils import packed_sequence_compatibility_function  # from 5.23
 
             mask_function = packed_sequence_compatibility_function(mask_function, packed, indices)
@@ -264,7 +268,7 @@ class ContextParallel:
         ) -> torch.Tensor:
             return mask_function(batch, head, positions[query], key)
 
-        return AttentionMaskInterface()[self._original](
+        mask: torch.Tensor | None = AttentionMaskInterface()[self._original](
             kv_length=kv_length,
             mask_function=local_mask_function,
             attention_mask=attention_mask if self._is_padded else None,
@@ -273,6 +277,7 @@ class ContextParallel:
             device=device,
             **options,
         )
+        return mask
 
 
 def _copy_config(model: PreTrainedModel) -> None:

@@ -22,7 +22,10 @@ def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        if not isinstance(gradient, DTensor):
+            continue
+        assert isinstance(parameter, DTensor)  # torch gives a plain parameter no sharded gradient
+        if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
@@ -87,12 +90,13 @@ class TiedWeight:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Set the gradient of both copies to their sum."""
-        if not self.copies or self.copies[0].grad is None:
+        gradients = [local_tensor(copy.grad) for copy in self.copies if copy.grad is not None]
+        if not gradients:
             return
         if self._group is not None:
-            dist.all_reduce(local_tensor(self.copies[0].grad), group=self._group)
-        elif len(self.copies) == 2:
-            embedding, head = (local_tensor(copy.grad) for copy in self.copies)
+            dist.all_reduce(gradients[0], group=self._group)
+        elif len(gradients) == 2:
+            embedding, head = gradients
             embedding.add_(head)
             head.copy_(embedding)
 

@@ -147,7 +147,9 @@ class VocabParallelLoss:
     ) -> torch.Tensor:
         labels = labels.reshape(-1).to(logits.device)
         counts = labels != ignored
-        losses = _VocabParallelCrossEntropy.apply(logits.flatten(0, -2), labels.clamp(min=0), self.epsilon, self.group)
+        losses: torch.Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]  # of torch
+            logits.flatten(0, -2), labels.clamp(min=0), self.epsilon, self.group
+        )
         total = torch.where(counts, losses, 0.0).sum()
         return total / (counts.sum() if items is None else torch.as_tensor(items).to(total.device))
 
@@ -205,16 +207,19 @@ class RouterBalanceLoss:
         # No public way to learn which module's output the model reports as router logits. test_parallel.py::
         # test_families_and_the_load_balancing_of_experts fails when it moves.
         recorders = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
-        self._recorder: Any = next((found["router_logits"] for found in recorders if "router_logits" in found), None)
-        self._experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        self._coefficient = getattr(config, "router_aux_loss_coef", None)
-        if not hasattr(self._recorder, "target_class") or None in (self._experts, self._coefficient):
+        recorder = next((found["router_logits"] for found in recorders if "router_logits" in found), None)
+        experts: int | None = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        coefficient: float | None = getattr(config, "router_aux_loss_coef", None)
+        if recorder is None or not hasattr(recorder, "target_class") or experts is None or coefficient is None:
             raise UnsupportedModelError(
                 f"output_router_logits is true: the load-balancing loss of {config.model_type} is not supported; set "
                 "it to false in the model's config"
             )
+        self._recorder: Any = recorder
+        self._experts = experts
+        self._coefficient = coefficient
         self._top_k = config.num_experts_per_tok
-        self._layers = sum(isinstance(m, self._recorder.target_class) for m in model.modules())
+        self._layers = sum(isinstance(m, recorder.target_class) for m in model.modules())
         self._logits: list[torch.Tensor] | None = None
         self._gather_sequence = gather_sequence
         self.micro_batches = 1
@@ -256,7 +261,10 @@ class RouterBalanceLoss:
         self._logits = None
         if self._gather_sequence is not None:
             recorded = [self._gather_sequence(r.reshape(batch, -1, r.shape[-1]), 1).flatten(0, 1) for r in recorded]
-        losses = [load_balancing_loss_func((r,), self._experts, self._top_k, attention_mask) for r in recorded]
+        losses = [
+            torch.as_tensor(load_balancing_loss_func((r,), self._experts, self._top_k, attention_mask))
+            for r in recorded
+        ]
         if not losses:
             return torch.zeros(())
         share = self._coefficient / (self._layers * self.micro_batches)

@@ -116,13 +116,16 @@ def shard_dim(placement: Placement) -> int | None:
 
 
 def _local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a full tensor that this rank holds of a parameter, without communication: a view of `full` where it
-    is contiguous, else a copy. `parameter` is a `DTensor` over axes of `AXES`, or a tensor of which every rank holds
-    all."""
+    """Return the part of a full tensor that this rank holds of a parameter, without communication.
+
+    It is a view of `full` where it is contiguous, else a copy. `parameter` is a `DTensor` over axes of `AXES`, or a
+    tensor of which every rank holds all.
+    """
     if not isinstance(parameter, DTensor):
         return full
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names
+    assert names is not None  # those of `AXES`
     for axis in _SHARDING_ORDER:
         if axis not in names:
             continue
@@ -132,7 +135,7 @@ def _local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         rank = mesh.get_local_rank(position)
         if axis == "tp" and isinstance(placement, _StridedShard):
             # A packed parameter (gate and up in one): each of its matrices is sharded by itself.
-            matrices = full.chunk(placement.split_factor, dim=placement.dim)
+            matrices = full.chunk(int(placement.split_factor), dim=placement.dim)
             full = torch.cat([_chunk(matrix, placement.dim, size, rank) for matrix in matrices], dim=placement.dim)
         elif (dim := shard_dim(placement)) is not None:
             full = _chunk(full, dim, size, rank)

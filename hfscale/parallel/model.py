@@ -145,7 +145,7 @@ def parallelize_model(
 
     # 5. Move real weights to the device after step 4, so that it never has to hold more than this rank's shards.
     if not _is_on_meta(model):
-        model.to(device)
+        model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` in a way that loses the type of `self`
     _tie_weights(model, structure, plan)  # sharding has made two parameters of a tied one
 
     # 6. Make the stages after step 4, because they are views of its sharded modules, and before step 7, whose roots
@@ -209,8 +209,8 @@ def _tie_across_stages(
     has_embedding = own[0].is_first
     has_head = own[-1].is_last
     return TiedWeight(
-        model.get_submodule(structure.token_embedding).weight if has_embedding else None,
-        model.get_submodule(structure.head).weight if has_head else None,
+        model.get_parameter(f"{structure.token_embedding}.weight") if has_embedding else None,
+        model.get_parameter(f"{structure.head}.weight") if has_head else None,
         mesh,
         first_rank=plan.rank_of(0),
         last_rank=plan.rank_of(plan.stages - 1),
@@ -288,7 +288,7 @@ def _shard_over_data_ranks(
 
 def _fsdp_units(model: PreTrainedModel, structure: ModelStructure, *, is_shared: bool) -> Iterator[Any]:
     """Yield the modules, or lists of modules, whose parameters are gathered together."""
-    for layer in model.get_submodule(structure.layers):
+    for layer in structure.layers_of(model):
         if not isinstance(layer, IdentityStage):
             yield layer
     embedding = model.get_submodule(structure.token_embedding)

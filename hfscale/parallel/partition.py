@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hfscale.errors import LayoutError, UnsupportedModelError
 
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 _EMBEDDING_FACTORS = ("embedding_multiplier", "embed_scale")
 """Attributes of decoders that multiply the embeddings in their own forward, such as Granite's."""
 
@@ -104,6 +105,16 @@ class ModelStructure:
             tied=getattr(embedding, "weight", None) is getattr(head, "weight", None),
         )
 
+    def layers_of(self, model: nn.Module) -> nn.ModuleList:
+        """Return the list of the layers of a model that has this structure.
+
+        Args:
+            model (`nn.Module`): the model, or the view of a stage.
+        """
+        layers = model.get_submodule(self.layers)
+        assert isinstance(layers, nn.ModuleList)  # `of` has found it as one
+        return layers
+
     def layer_of(self, name: str) -> int | None:
         """Return the number of the layer that a parameter or module belongs to, from 0; None outside the layers.
 
@@ -164,7 +175,7 @@ def layer_costs(model: PreTrainedModel, structure: ModelStructure) -> tuple[list
         if layer is not None and parameter.ndim >= 2:
             used = min(1.0, experts_per_token / parameter.shape[0]) if parameter.ndim == 3 else 1.0
             costs[layer] += parameter.numel() * used
-    return costs, float(model.get_submodule(structure.head).weight.numel())
+    return costs, float(model.get_parameter(f"{structure.head}.weight").numel())
 
 
 def partition_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> list[StageSpec]:
@@ -261,7 +272,7 @@ def remove_other_stages(model: PreTrainedModel, structure: ModelStructure, stage
         stages (`Iterable[StageSpec]`): this rank's stages, in ascending order.
     """
     stages = list(stages)
-    layers = model.get_submodule(structure.layers)
+    layers = structure.layers_of(model)
     kept = {layer for stage in stages for layer in stage.layers}
     for number in range(structure.depth):
         if number not in kept:
@@ -271,8 +282,9 @@ def remove_other_stages(model: PreTrainedModel, structure: ModelStructure, stage
     if not any(stage.is_last for stage in stages):
         _replace_head(model, structure)
     elif structure.tied and stages[0].stages > 1:
-        head = model.get_submodule(structure.head)
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        tied = model.get_parameter(f"{structure.head}.weight")
+        own = nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad)
+        model.get_submodule(structure.head).weight = own
 
 
 def stage_view(model: PreTrainedModel, structure: ModelStructure, stage: StageSpec) -> PreTrainedModel:
@@ -292,7 +304,7 @@ def stage_view(model: PreTrainedModel, structure: ModelStructure, stage: StageSp
         child = _shallow_copy(getattr(decoder, name))
         setattr(decoder, name, child)
         decoder = child
-    layers = model.get_submodule(structure.layers)
+    layers = structure.layers_of(model)
     own = [layer if number in stage.layers else IdentityStage(layer) for number, layer in enumerate(layers)]
     setattr(decoder, structure.layers.rpartition(".")[2], nn.ModuleList(own))
     if not stage.is_first:
@@ -320,7 +332,7 @@ def _replace_head(model: PreTrainedModel, structure: ModelStructure) -> None:
         model.set_submodule(name, IdentityStage())
 
 
-def _shallow_copy(module: nn.Module) -> nn.Module:
+def _shallow_copy(module: _ModuleT) -> _ModuleT:
     """Return a copy whose child modules can be replaced without changing the original; parameters are shared."""
     copied = copy.copy(module)
     # No public way: a module and its copy share the dict of child modules. test_parallel_families.py fails when

@@ -192,14 +192,16 @@ class Stage(nn.Module):
         if self.spec.is_last:
             return output + balance_loss
         self._balance_losses.append(balance_loss.detach())
-        return AttachLoss.apply(output, balance_loss)
+        attached: torch.Tensor = AttachLoss.apply(output, balance_loss)  # type: ignore[no-untyped-call]  # of torch
+        return attached
 
     def _compute(self, inputs: dict[str, Any]) -> torch.Tensor:
         if self.spec.is_last:
             return self._loss(self.view, inputs)
         for name in ("labels", "shift_labels"):
             inputs.pop(name, None)
-        return getattr(self.view, self._base_model)(**inputs, use_cache=False).last_hidden_state
+        hidden: torch.Tensor = getattr(self.view, self._base_model)(**inputs, use_cache=False).last_hidden_state
+        return hidden
 
     def take_balance_losses(self) -> list[torch.Tensor]:
         """Return the load-balancing losses that a stage other than the last has computed since the previous call.
@@ -318,7 +320,9 @@ class Pipeline:
                     local[index, number] = output
                 else:
                     peer = self.plan.rank_of(index + 1)
-                    sends.append(dist.isend(output.contiguous(), group_dst=peer, group=self.group))
+                    send = dist.isend(output.contiguous(), group_dst=peer, group=self.group)
+                    assert send is not None  # this rank is in the group
+                    sends.append(send)
         for send in sends:
             send.wait()
         return self._sum(losses)

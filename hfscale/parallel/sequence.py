@@ -283,7 +283,7 @@ def insert_stage_input(
     Returns:
         The wrapper.
     """
-    layers = view.get_submodule(structure.layers)
+    layers = structure.layers_of(view)
     first = StageInput(layers[stage.layers.start], mesh)
     layers[stage.layers.start] = first
     return first

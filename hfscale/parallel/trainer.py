@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches, with_labels_of_first
 from hfscale.parallel.weights import draw_weights, read_weights
 from hfscale.trainer.adapter import TrainerAdapter
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class ParallelTrainer(ParallelCheckpointTrainer):
@@ -67,7 +70,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
 
     def __init__(
         self,
-        model: PreTrainedModel | nn.Module,
+        model: "PreTrainedModel | PeftModel",
         args: TrainingArguments,
         *positional: Any,
         parallel: ParallelArguments | None = None,
@@ -87,9 +90,10 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         )
         self.mesh = make_mesh(self.layout, args.device.type)
         causal_lm = model.get_base_model() if is_peft_model(model) else model
-        self.parameter_counts = tuple(
-            sum(p.numel() for p in model.parameters() if p.requires_grad or not only_trained)
-            for only_trained in (False, True)
+        assert isinstance(causal_lm, PreTrainedModel)
+        self.parameter_counts = (
+            sum(p.numel() for p in model.parameters()),
+            sum(p.numel() for p in model.parameters() if p.requires_grad),
         )
         """Parameters of the unsplit model: all, and those that are trained."""
         self.parameter_names = trained_names(model)
@@ -106,9 +110,10 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         super().__init__(model, args, *positional, **kwargs)
         if self.parallelized.vocab_loss is not None and self.label_smoother is not None:
             smoothed = replace(self.parallelized.vocab_loss, epsilon=self.label_smoother.epsilon)
-            self.label_smoother = smoothed.of_output
+            self.label_smoother = smoothed.of_output  # type: ignore[assignment]  # Trainer only calls it
         if self.parallelized.context is not None and self.label_smoother is not None:
-            self.label_smoother = without_shifting(self.label_smoother)
+            shifted_before = without_shifting(self.label_smoother)
+            self.label_smoother = shifted_before  # type: ignore[assignment]  # Trainer only calls it
         # Trainer's own switch for a model that it should neither wrap nor move.
         self.is_distributed_loading_by_transformers = True
         self.accelerator.prepare_data_loader = self._prepare_data_loader
@@ -132,10 +137,10 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         """Return the number of ranks that read the same samples, by which Trainer divides the number of processes."""
         return self.layout.ranks_per_replica
 
-    def _prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
+    def _prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Prepare a data loader as `Accelerator` does, but with data parallel ranks instead of all processes."""
         accelerator = self.accelerator
-        prepared = prepare_data_loader(
+        prepared: DataLoader[Any] = prepare_data_loader(
             data_loader,
             accelerator.device,
             num_processes=self.layout.data_parallel_size,
@@ -157,11 +162,12 @@ class ParallelTrainer(ParallelCheckpointTrainer):
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader[Any]]:
         """Give Trainer the module that runs the pipeline instead of the model."""
-        _, data_loader = super()._prepare_for_training(*args, **kwargs)
+        _, data_loader = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]  # of Trainer
         self.model_wrapped = self.parallel_model
         if self.layout.pp > 1:
+            assert self.args.output_dir is not None  # TrainingArguments has a default
             TrainerAdapter.of(self).add_metrics(StageTimes(self.pipeline.clock, Path(self.args.output_dir)).keys)
         return self.parallel_model, data_loader
 
@@ -197,8 +203,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         batches = self._buffered_batches
         self._buffered_batches = []
         self.parallel_model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        train_optimizer = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
+        if callable(train_optimizer):
+            train_optimizer()
         micro_batches = self.stage_plan.micro_batches_for(len(batches))
         if micro_batches > len(batches) and num_items_in_batch is None:
             raise UsageError(
@@ -279,7 +286,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
     ) -> torch.Tensor:
         self._num_items = items
         with self.compute_loss_context_manager():
-            loss = self.parallel_model(micro_batches=micro_batches, **inputs).detach().clone()
+            loss: torch.Tensor = self.parallel_model(micro_batches=micro_batches, **inputs).detach().clone()
         # The tp ranks of the last stage hold the same loss; ranks with other tokens have scaled theirs for averaging.
         if dist.is_initialized():
             dist.all_reduce(loss)
@@ -300,6 +307,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             if self.label_smoother is not None:
                 inputs = inputs | {"labels": inputs["shift_labels"]}
         loss = self.compute_loss(view, {**inputs, "use_cache": False}, num_items_in_batch=self._num_items)
+        assert isinstance(loss, torch.Tensor)  # a tuple with `return_outputs` only
         if self.parallelized.context is not None:
             return loss * self.layout.cp
         is_scaled = (self.model_accepts_loss_kwargs and self._num_items is not None) or (

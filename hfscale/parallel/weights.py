@@ -47,6 +47,7 @@ def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kw
     Returns:
         The model, on the CPU.
     """
+    model: PreTrainedModel
     if is_deepspeed_zero3_enabled():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
     else:
@@ -118,13 +119,14 @@ def read_weights(
         for path in _weight_files(name_or_path):
             opened = files.enter_context(safe_open(path, framework="pt"))
             slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        for missing, source in aliases.items():
-            if missing not in slices and source in slices:
-                slices[missing] = slices[source]
+        for alias, source in aliases.items():
+            if alias not in slices and source in slices:
+                slices[alias] = slices[source]
+        mapping: Any = get_model_conversion_mapping(model, renamed or None)  # its type differs from what takes it
         config = LoadStateDictConfig(
             device_map={"": next(model.parameters()).device},
             dtype=model.dtype,
-            weight_mapping=get_model_conversion_mapping(model, renamed or None),
+            weight_mapping=mapping,
         )
         info, _ = convert_and_load_state_dict_in_model(model, slices, config)
     missing = sorted(name for name in info.missing_keys if "lora_" not in name)
@@ -167,7 +169,7 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a module's rule may change: its own and its children's."""
+    """Return the parameters that a module's rule may change: its own and its children's."""
     return [parameter for part in (module, *module.children()) for parameter in part.parameters(recurse=False)]
 
 

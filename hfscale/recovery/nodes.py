@@ -212,7 +212,8 @@ class NodeGroup:
         """
         while self.connection is not None and (timeout_s is not None or not self._interrupted()):
             woken = [] if self._interrupted() else [self._woken]
-            ready = wait([self.connection, *woken], timeout_s if self._interrupted() else None)
+            watched: list[Any] = [self.connection, *woken]  # `wait` takes whatever has a `fileno`
+            ready: list[Any] = wait(watched, timeout_s if self._interrupted() else None)
             if self.connection in ready:
                 message = self.receive()
                 if message is None:

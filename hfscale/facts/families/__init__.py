@@ -49,7 +49,7 @@ def family_of(model_type: str) -> Family:
     """Returns the row of a model type.
 
     Raises:
-        `UnsupportedModelError`: There is none; the message gives the nearest model types.
+        UnsupportedModelError: there is none; the message gives the nearest model types.
     """
     family = FAMILIES.get(model_type)
     if family is None:

@@ -31,11 +31,11 @@ def decide(flag: Flag, config: ModelConfig) -> bool:
     """Returns the value of a `Flag` for one config.
 
     Args:
-        flag (`Flag`): A literal, the config key with the value, or a rule.
-        config (`ModelConfig`): The model's config.
+        flag (`Flag`): a literal, the config key with the value, or a rule.
+        config (`ModelConfig`): the model's config.
 
     Raises:
-        `UnsupportedModelError`: A key that the flag reads is missing or wrong.
+        UnsupportedModelError: a key that the flag reads is missing or wrong.
     """
     if callable(flag):
         return flag(config)
@@ -46,11 +46,11 @@ def count(number: Count, config: ModelConfig) -> int:
     """Returns the value of a `Count` for one config.
 
     Args:
-        number (`Count`): A literal or a rule.
-        config (`ModelConfig`): The model's config.
+        number (`Count`): a literal or a rule.
+        config (`ModelConfig`): the model's config.
 
     Raises:
-        `UnsupportedModelError`: A key that the rule reads is missing or wrong.
+        UnsupportedModelError: a key that the rule reads is missing or wrong.
     """
     return number(config) if callable(number) else number
 

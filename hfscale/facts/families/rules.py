@@ -58,8 +58,8 @@ def sliding_layers(
     They are those in `layer_types`, or without it those of `slides`.
 
     Args:
-        slides (`Callable`): Whether a layer of the config, counted from 0, has the window.
-        enabled_by (`str`, *optional*): Config key; if it is false, no layer has the window.
+        slides (`Callable`): whether a layer of the config, counted from 0, has the window.
+        enabled_by (`str`, *optional*): config key; if it is false, no layer has the window.
 
     Returns:
         `Callable`: The rule. It raises `UnsupportedModelError` if `layer_types` has an unknown type or not one entry
@@ -127,7 +127,7 @@ def gpt_neo_windows(config: ModelConfig) -> Windows:
     The config repeats groups of `global` and `local` layers: `attention_types = [[["global", "local"], 12]]`.
 
     Raises:
-        `UnsupportedModelError`: `attention_types` is for another number of layers.
+        UnsupportedModelError: `attention_types` is for another number of layers.
     """
     groups = config.items("attention_types") or []
     kinds = [kind for names, repeats in groups for _ in range(repeats) for kind in names]

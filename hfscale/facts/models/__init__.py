@@ -43,14 +43,14 @@ def find_model(name: str) -> ModelShape:
     """Finds the shape of a model by name.
 
     Args:
-        name (`str`): A `config.json` or its folder, a built-in name, or a hub id, whose `config.json` is downloaded if
+        name (`str`): a `config.json` or its folder, a built-in name, or a hub id, whose `config.json` is downloaded if
             the model is not built in.
 
     Raises:
-        `UnsupportedModelError`: The model is neither a file, nor built in, nor on the hub, or hfscale does not support
+        UnsupportedModelError: the model is neither a file, nor built in, nor on the hub, or hfscale does not support
             it; the message gives the nearest names or the key.
-        `ConfigFileError`: The file is not a model config.
-        `MissingDependencyError`: The model is on the hub, and huggingface_hub is not installed.
+        ConfigFileError: the file is not a model config.
+        MissingDependencyError: the model is on the hub, and huggingface_hub is not installed.
     """
     path = Path(name)
     if path.exists():
