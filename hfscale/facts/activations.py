@@ -31,7 +31,7 @@ class Factors:
 
 
 def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str, float]:
-    """Computes the widths of an average layer that its activations are proportional to.
+    """Compute the widths of an average layer that its activations are proportional to.
 
     Args:
         shape (`ModelShape`): the model.
@@ -81,7 +81,7 @@ def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str,
 
 
 def end_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
-    """Computes the widths that activations outside the layers are proportional to: embedding, positions, final norm.
+    """Compute the widths that activations outside the layers are proportional to: embedding, positions, final norm.
 
     Args:
         shape (`ModelShape`): the model.
@@ -117,7 +117,7 @@ class KeptBytes(NamedTuple):
 
 @lru_cache(maxsize=512)
 def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, rank: int = 0) -> KeptBytes:
-    """Computes the bytes that an average layer and the model's ends keep for their backward pass, per token.
+    """Compute the bytes that an average layer and the model's ends keep for their backward pass, per token.
 
     Args:
         shape (`ModelShape`): the model.
@@ -139,13 +139,13 @@ def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, 
 
 
 def has_scores(model_type: str) -> bool:
-    """Returns whether transformers computes the attention of a family with scores that are written to memory."""
+    """Return whether transformers computes the attention of a family with scores that are written to memory."""
     return "scores" in factors_of(model_type, "bf16", "none").layer
 
 
 @cache
 def factors_of(model_type: str, regime: Regime, recompute: str) -> Factors:
-    """Returns the measured factors of a family.
+    """Return the measured factors of a family.
 
     Full recomputation keeps the layer's input, whose format is that of the residuals.
     """

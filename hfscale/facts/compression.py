@@ -62,7 +62,7 @@ class Compression:
         return min(CHUNK, -(-max(1, round((self.density or 1.0) * CHUNK)) // 4) * 4)
 
     def bytes_of(self, values: int) -> int:
-        """Computes the exact number of bytes in which `values` values are sent.
+        """Compute the exact number of bytes in which `values` values are sent.
 
         Args:
             values (`int`): number of values of the pseudo-gradient.

@@ -28,7 +28,7 @@ TEXT_MODELS: Mapping[str, str] = {"gemma3": "gemma3_text"}
 
 
 def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Loads the config of the language model in `source`.
+    """Load the config of the language model in `source`.
 
     If it is an image-and-text model in `TEXT_MODELS`, only the language model's config is returned, without the vision
     tower and its projector, which process images and not tokens.
@@ -87,14 +87,14 @@ class ModelConfig:
         self._defaults = defaults
 
     def get(self, key: str) -> Any:
-        """Returns the raw value of `key` under any of its `ALIASES`; if it is missing, its default or None."""
+        """Return the raw value of `key` under any of its `ALIASES`; if it is missing, its default or None."""
         for name in ALIASES.get(key, (key,)):
             if name in self._values:
                 return self._values[name]
         return self._defaults.get(key)
 
     def optional_count(self, key: str) -> int | None:
-        """Reads an integer of at least 0; returns None if the key is missing or `null`.
+        """Read an integer of at least 0; return None if the key is missing or `null`.
 
         Raises:
             UnsupportedModelError: the value is something else, or too large to be correct.
@@ -108,7 +108,7 @@ class ModelConfig:
         return value
 
     def count(self, key: str) -> int:
-        """Reads an integer of at least 1.
+        """Read an integer of at least 1.
 
         Raises:
             UnsupportedModelError: the key is missing, or its value is something else or too large to be correct.
@@ -120,7 +120,7 @@ class ModelConfig:
         return value
 
     def flag(self, key: str) -> bool:
-        """Reads a boolean.
+        """Read a boolean.
 
         Raises:
             UnsupportedModelError: the key is missing and has no default, or its value is something else.
@@ -131,7 +131,7 @@ class ModelConfig:
         return value
 
     def items(self, key: str) -> list[Any] | None:
-        """Reads a list; returns None if the key is missing or `null`.
+        """Read a list; return None if the key is missing or `null`.
 
         Raises:
             UnsupportedModelError: the value is something else.

@@ -75,7 +75,7 @@ class Accelerator:
 
 @cache
 def accelerators() -> tuple[Accelerator, ...]:
-    """Reads all accelerators of `hardware.toml`, in the order of the file."""
+    """Read all accelerators of `hardware.toml`, in the order of the file."""
     rows: list[dict[str, Any]] = read_table("facts/hardware.toml")["accelerator"]
     for row in rows:
         row["aliases"] = tuple(row["aliases"])
@@ -90,7 +90,7 @@ def _by_plain_name() -> dict[str, Accelerator]:
 
 @cache
 def accelerator(name: str) -> Accelerator:
-    """Returns the accelerator of `hardware.toml` with this name or alias.
+    """Return the accelerator of `hardware.toml` with this name or alias.
 
     Case, spaces, dashes, underscores and a remark in brackets, as in `B200 (cluster X)`, are ignored.
 
@@ -110,14 +110,14 @@ def accelerator(name: str) -> Accelerator:
 
 
 def _misspelt(plain: str, names: Iterable[str]) -> list[str]:
-    """Names whose beginning resembles `plain`, as that of `h10080gb` resembles `h1oo`."""
+    """Return the names whose beginning resembles `plain`, as that of `h10080gb` resembles `h1oo`."""
     openings = {known: known[: len(plain)] for known in names if len(known) >= len(plain) > 2}
     near = set(difflib.get_close_matches(plain, openings.values(), n=1, cutoff=0.5))
     return [known for known, opening in openings.items() if opening in near]
 
 
 def match_device_name(name: str) -> Accelerator | None:
-    """Returns the accelerator that `torch.cuda.get_device_name()` calls `name`; None if it is not a known one.
+    """Return the accelerator that `torch.cuda.get_device_name()` calls `name`; None if it is not a known one.
 
     A MIG slice, a laptop version or another reduced version does not match the accelerator whose name it contains.
     """
@@ -128,7 +128,7 @@ def match_device_name(name: str) -> Accelerator | None:
 
 
 def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
-    """Returns the dense peak of matrix products in `dtype`, TFLOP/s.
+    """Return the dense peak of matrix products in `dtype`, TFLOP/s.
 
     Args:
         accelerator (`Accelerator`): the device.
@@ -147,7 +147,7 @@ def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
 
 
 def plain_name(name: str) -> str:
-    """Returns a name in lower case without spaces, dashes, underscores and remarks in brackets."""
+    """Return a name in lower case without spaces, dashes, underscores and remarks in brackets."""
     return re.sub(r"\(.*\)|[\s_-]", "", name).casefold()
 
 
@@ -159,7 +159,7 @@ _CALIBRATE = "write it with hfscale plan --calibrate"
 
 
 def user_hardware_file() -> Path:
-    """Returns the path of the user's own hardware file, `$XDG_CONFIG_HOME/hfscale/hardware.toml`, which may not exist.
+    """Return the path of the user's own hardware file, `$XDG_CONFIG_HOME/hfscale/hardware.toml`, which may not exist.
 
     `hfscale plan --calibrate` writes it with measured accelerators.
     """
@@ -167,7 +167,7 @@ def user_hardware_file() -> Path:
 
 
 def find_accelerator(name: str, path: Path | None = None) -> Accelerator:
-    """Returns the accelerator called `name` in the user's hardware file, or else in `hardware.toml`.
+    """Return the accelerator called `name` in the user's hardware file, or else in `hardware.toml`.
 
     Args:
         name (`str`): a name or an alias.
@@ -191,7 +191,7 @@ def find_accelerator(name: str, path: Path | None = None) -> Accelerator:
 
 
 def read_hardware_file(path: Path) -> tuple[Accelerator, ...]:
-    """Reads the accelerators of a hardware file.
+    """Read the accelerators of a hardware file.
 
     Raises:
         ConfigFileError: the file cannot be read, or a row is wrong.
@@ -201,7 +201,7 @@ def read_hardware_file(path: Path) -> tuple[Accelerator, ...]:
 
 
 def read_hardware_document(path: Path) -> dict[str, Any]:
-    """Reads a hardware file without checking its rows.
+    """Read a hardware file without checking its rows.
 
     Returns:
         `dict`: The content of the file: rows of `accelerator`, and the measurements that they come from.

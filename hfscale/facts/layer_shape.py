@@ -165,7 +165,7 @@ class LayerParameters:
 
 
 def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
-    """Reads the attention of a config.
+    """Read the attention of a config.
 
     Args:
         config (`ModelConfig`): the model's config.
@@ -254,7 +254,7 @@ def _latent_attention(config: ModelConfig) -> AttentionShape:
 
 
 def mlp_shape(config: ModelConfig, family: Family) -> MlpShape:
-    """Reads the MLP of a dense layer from a config.
+    """Read the MLP of a dense layer from a config.
 
     Args:
         config (`ModelConfig`): the model's config.
@@ -274,7 +274,7 @@ def mlp_shape(config: ModelConfig, family: Family) -> MlpShape:
 
 
 def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
-    """Reads the MLP of a mixture-of-experts layer from a config.
+    """Read the MLP of a mixture-of-experts layer from a config.
 
     Args:
         config (`ModelConfig`): the model's config.

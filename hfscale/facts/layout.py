@@ -61,7 +61,7 @@ class ParallelLayout:
         return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
 
     def check_world_size(self, world_size: int) -> None:
-        """Checks that the layout uses exactly the processes that were started.
+        """Check that the layout uses exactly the processes that were started.
 
         Args:
             world_size (`int`): number of processes that the launcher started.
@@ -80,7 +80,7 @@ class ParallelLayout:
 
 
 def split_batch(global_batch_size: int, ranks: int, per_device: int) -> tuple[int, int] | None:
-    """Divides a global batch into a per-device batch and gradient-accumulation steps.
+    """Divide a global batch into a per-device batch and gradient-accumulation steps.
 
     Args:
         global_batch_size (`int`): sequences per optimizer step.

@@ -73,7 +73,7 @@ def scale_learning_rate(
     critical_batch_size: int | None = None,
     warmup_scale: float = 1.0,
 ) -> LRScaling:
-    """Computes the learning-rate factor from the batch size of this run and that of the run it was tuned for.
+    """Compute the learning-rate factor from the batch size of this run and that of the run it was tuned for.
 
     Args:
         rule (`str`): one of `RULES`.

@@ -98,7 +98,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | Path) -> "ModelShape":
-        """Reads a model's shape from its config.
+        """Read a model's shape from its config.
 
         Args:
             source (`Mapping`, `str` or `Path`): the parsed `config.json`, its path, or its folder. Missing optional
@@ -140,7 +140,7 @@ class ModelShape:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def layer_parameters(self, layer: int) -> LayerParameters:
-        """Counts the parameters of one layer by part.
+        """Count the parameters of one layer by part.
 
         Args:
             layer (`int`): index of the layer, from 0.
@@ -271,7 +271,7 @@ class ModelShape:
         return self._layer_matmul_parameters + sum(linear.matmul_parameters for linear in ends)
 
     def forward_flops_per_token(self, seq_len: float, *, attention: AttentionCount = "full") -> float:
-        """Computes the FLOPs of a forward pass per token: 2 N_matmul + attention.
+        """Compute the FLOPs of a forward pass per token: 2 N_matmul + attention.
 
         Args:
             seq_len (`float`): tokens per sequence; for packed sequences of lengths l, their mean over tokens,
@@ -286,7 +286,7 @@ class ModelShape:
     def flops_per_token(
         self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
     ) -> float:
-        """Computes the model FLOPs of a training step per token, from which MFU is computed.
+        """Compute the model FLOPs of a training step per token, from which MFU is computed.
 
         Training all parameters takes 6 N_matmul + 12 c L H d S (PaLM, arXiv 2204.02311, appendix B), with c = 1 for
         `full` and 1/2 for `causal`. With LoRA the frozen weights need no gradient of their own: 4 N_matmul + 6 N_lora
@@ -315,7 +315,7 @@ class ModelShape:
     def hardware_flops_per_token(
         self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
     ) -> float:
-        """Computes the FLOPs per token of a training step with full activation recomputation, for HFU.
+        """Compute the FLOPs per token of a training step with full activation recomputation, for HFU.
 
         It adds to `flops_per_token` a second forward pass of the layers (8/6 of their FLOPs when all parameters train:
         Korthikanti et al., arXiv 2205.05198, appendix A), including attention and LoRA, but not the head. Without
@@ -352,7 +352,7 @@ class ModelShape:
     def lora_parameters(
         self, r: int, target_modules: Iterable[str] | Literal["all-linear"] = "all-linear", *, active: bool = False
     ) -> int:
-        """Counts the parameters of rank-`r` LoRA adapters.
+        """Count the parameters of rank-`r` LoRA adapters.
 
         Each adapted matrix has r x (inputs + outputs) of them (arXiv 2106.09685), and each expert's has its own. The
         number equals that of PEFT 0.21. With names of modules, adapters of the MLPs of a mixture of experts cannot be

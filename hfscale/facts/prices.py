@@ -39,7 +39,7 @@ class Price:
     """When the price was read."""
 
     def age_days(self, today: datetime.date) -> int:
-        """Returns the days since the price was read."""
+        """Return the days since the price was read."""
         return (today - self.date).days
 
 
@@ -58,18 +58,18 @@ class Egress:
 
 
 def user_price_file() -> Path:
-    """Returns the path of the user's own price list, `$XDG_CONFIG_HOME/hfscale/prices.toml`, which may not exist."""
+    """Return the path of the user's own price list, `$XDG_CONFIG_HOME/hfscale/prices.toml`, which may not exist."""
     return user_file("prices.toml")
 
 
 @cache
 def shipped_prices() -> tuple[Price, ...]:
-    """Reads the prices in hfscale's `prices.toml`."""
+    """Read the prices in hfscale's `prices.toml`."""
     return tuple(_prices(*_shipped()))
 
 
 def all_prices(path: Path | None = None) -> tuple[Price, ...]:
-    """Reads hfscale's prices and the user's.
+    """Read hfscale's prices and the user's.
 
     A user's row replaces the shipped row of the same provider, GPU and region.
 
@@ -87,7 +87,7 @@ def all_prices(path: Path | None = None) -> tuple[Price, ...]:
 
 
 def all_egress(path: Path | None = None) -> dict[str, Egress]:
-    """Reads hfscale's egress prices and the user's. A user's row replaces the shipped row of the same provider.
+    """Read hfscale's egress prices and the user's. A user's row replaces the shipped row of the same provider.
 
     Args:
         path (`Path`, *optional*): the user's price list; by default `user_price_file()`, if it exists.
@@ -119,7 +119,7 @@ def _own(path: Path | None) -> list[Source]:
 
 
 def prices_of(gpu: Accelerator, prices: tuple[Price, ...]) -> tuple[Price, ...]:
-    """Selects the prices of a GPU, sorted by on-demand price; rows with only a spot price come last.
+    """Select the prices of a GPU, sorted by on-demand price; rows with only a spot price come last.
 
     Args:
         gpu (`Accelerator`): the GPU. For a measured device these are the prices of its `base` too.

@@ -51,7 +51,7 @@ PLANNER_SCHEDULES: Mapping[str, str] = {
 
 
 def schedule_name(planner_name: str, stages_per_rank: int) -> str:
-    """Returns the name in `SCHEDULES` of a schedule of the planner.
+    """Return the name in `SCHEDULES` of a schedule of the planner.
 
     Args:
         planner_name (`str`): a name in `PLANNER_SCHEDULES`.
@@ -66,7 +66,7 @@ def schedule_name(planner_name: str, stages_per_rank: int) -> str:
 
 
 def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> float:
-    """Counts the micro-batches whose activations a pipeline rank holds at once.
+    """Count the micro-batches whose activations a pipeline rank holds at once.
 
     They are counted in the rank's share of the layers, so that the count need not be an integer.
 
@@ -94,7 +94,7 @@ def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: in
 def idle_relative_to_1f1b(
     schedule: str, *, stages_per_rank: int, forward: float, input_gradients: float, weight_gradients: float
 ) -> float:
-    """Computes a rank's idle time divided by that of 1F1B with one stage per rank, which is (p-1)(F+B).
+    """Compute a rank's idle time divided by that of 1F1B with one stage per rank, which is (p-1)(F+B).
 
     Args:
         schedule (`str`): a name in `SCHEDULES`.
@@ -110,7 +110,7 @@ def idle_relative_to_1f1b(
 
 
 def bubble_fraction(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int) -> float:
-    """Computes the share of the schedule's time that a rank idles.
+    """Compute the share of the schedule's time that a rank idles.
 
     All passes are assumed to take the same time (F = I = W), stages to be equal, and communication to be free.
 
@@ -128,7 +128,7 @@ def bubble_fraction(schedule: str, *, pp: int, stages_per_rank: int, micro_batch
 
 
 def supports(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int) -> bool:
-    """Returns whether the schedule runs with so many micro-batches per step, as torch.distributed.pipelining requires.
+    """Return whether the schedule runs with so many micro-batches per step, as torch.distributed.pipelining requires.
 
     Args:
         schedule (`str`): a name in `SCHEDULES`.
@@ -148,7 +148,7 @@ def supports(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int
 
 
 def rank_of_stage(schedule: str, stage: int, pp: int) -> int:
-    """Returns the pipeline rank that holds a stage, both counted from 0.
+    """Return the pipeline rank that holds a stage, both counted from 0.
 
     Args:
         schedule (`str`): a name in `SCHEDULES`.
@@ -161,7 +161,7 @@ def rank_of_stage(schedule: str, stage: int, pp: int) -> int:
 
 
 def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
-    """Divides layers among stages such that the slowest stage is as fast as possible.
+    """Divide layers among stages such that the slowest stage is as fast as possible.
 
     It gives what `hfscale.parallel.partition.partition_by_cost` gives for layers of equal cost, and is fast enough for
     a search; tests/planner/test_planner_pipeline.py compares them.
@@ -190,7 +190,7 @@ def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def rank_layers(layers: int, head: float, pp: int, stages_per_rank: int, schedule: str) -> tuple[int, ...]:
-    """Counts the layers of each pipeline rank if `stage_layers` divides them among the stages.
+    """Count the layers of each pipeline rank if `stage_layers` divides them among the stages.
 
     Args:
         layers (`int`): layers of the model.
@@ -225,7 +225,7 @@ class Slot:
 
 
 def one_f_one_b(pp: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0) -> list[Slot]:
-    """Simulates the 1F1B schedule, to draw it and to check its bubble.
+    """Simulate the 1F1B schedule, to draw it and to check its bubble.
 
     Rank r first runs p - r - 1 forward passes, then alternates one forward and one backward pass, then runs the
     remaining backward passes (Narayanan et al., PipeDream-Flush, arXiv 2006.09503).

@@ -7,6 +7,7 @@ Operations and formulas are those of `hfscale.health.measure`. A copy of b bytes
 written.
 """
 
+import functools
 import json
 import os
 import platform
@@ -189,7 +190,7 @@ def _matrix_products(device: torch.device, sizes: Sizes) -> Iterator[dict[str, A
         for n in sizes.matrices:
             a, b = (torch.randn(n, n, device=device).to(dtypes[name]) for _ in range(2))
             out = torch.empty_like(a)
-            seconds = _median_s(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)
+            seconds = _median_s(functools.partial(torch.mm, a, b, out=out), device)
             yield {"kind": "matmul", "dtype": name, "n": n, "seconds": seconds, "tflops": 2 * n**3 / seconds / 1e12}
 
 

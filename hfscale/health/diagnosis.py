@@ -88,7 +88,7 @@ class Position:
         of its groups.
         """
         ranks, step = self.ranks, self.ranks[1] - self.ranks[0] if len(self.ranks) > _LISTED_RANKS else 0
-        spaced = range(ranks[0], ranks[-1] + 1, step) if step > 0 else ()
+        spaced = range(ranks[0], ranks[-1] + 1, step) if step > 0 else range(0)
         is_spaced = bool(spaced) and tuple(spaced) == ranks
         return vars(self) | {"ranks": f"{spaced[0]}:{spaced[-1] + 1}:{step}" if is_spaced else list(ranks)}
 
@@ -155,9 +155,10 @@ def _position(name: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) 
 
 def _dumps() -> list[str]:
     """The JSON of gloo's recorder, and of NCCL's where torch is built with it."""
-    found = [_distributed_c10d._dump_fr_trace_json(True, False)]
-    if hasattr(_distributed_c10d, "_dump_nccl_trace_json"):
-        found.append(_distributed_c10d._dump_nccl_trace_json(True, False))
+    recorders: Any = _distributed_c10d  # its annotations do not list all of its functions
+    found = [recorders._dump_fr_trace_json(True, False)]
+    if hasattr(recorders, "_dump_nccl_trace_json"):
+        found.append(recorders._dump_nccl_trace_json(True, False))
     return [dump.decode() if isinstance(dump, bytes) else dump for dump in found]
 
 

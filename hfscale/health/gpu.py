@@ -101,8 +101,10 @@ class NvmlSensor:
 
     def _throttle_reasons(self) -> int | None:
         """Why the clocks are low; nvidia-ml-py before 12.535 has only the older name of the call."""
-        reasons = self._query("nvmlDeviceGetCurrentClocksEventReasons")
-        return self._query("nvmlDeviceGetCurrentClocksThrottleReasons") if reasons is None else reasons
+        reasons: int | None = self._query("nvmlDeviceGetCurrentClocksEventReasons")
+        if reasons is None:
+            reasons = self._query("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return reasons
 
     def _query(self, name: str, *arguments: Any) -> Any:
         """One value; None where this GPU, driver or version of nvidia-ml-py does not have it."""

@@ -370,7 +370,7 @@ def write_folder(
     verdict = {"findings": [finding.to_dict() for finding in found], "ranks": ranks}
     (folder / "verdict.json").write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
     blamed = {rank for finding in found for rank in finding.ranks}
-    one_of_each = {snap.stacks: rank for rank, snap in reversed(answers.items())}.values()
+    one_of_each = {snap.stacks: rank for rank, snap in reversed(list(answers.items()))}.values()
     chosen = sorted(answers, key=lambda rank: (rank not in blamed, rank not in one_of_each, rank))[:MOST_FILES]
     for rank in chosen:
         (folder / f"rank-{rank}.txt").write_text(stacks[answers[rank].stacks], encoding="utf-8")

@@ -263,7 +263,7 @@ def make_collective(kind: str, size_bytes: int, device: torch.device, group: dis
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    run, expected = {
+    programs: dict[str, tuple[Callable[[], object], Callable[[], torch.Tensor]]] = {
         "neighbours": (neighbours, lambda: (left + 1) * pattern),
         "all_reduce": (lambda: dist.all_reduce(output, group=group), lambda: sum_of_factors * pattern),
         "all_gather": (lambda: _all_gather(output, source, group=group), lambda: factors * pattern),
@@ -275,7 +275,8 @@ def make_collective(kind: str, size_bytes: int, device: torch.device, group: dis
             lambda: dist.all_to_all_single(output, source, group=group),
             lambda: factors * pattern[mine].repeat(ranks),
         ),
-    }[kind]
+    }
+    run, expected = programs[kind]
     return Collective(
         kind=kind,
         source=source,

@@ -353,7 +353,7 @@ def _ib_devices(root: Path) -> tuple[str, ...]:
 
 
 def _memory_bytes() -> int:
-    total = psutil.virtual_memory().total
+    total: int = psutil.virtual_memory().total
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if Path(path).is_file():
             text = Path(path).read_text(encoding="ascii").strip()

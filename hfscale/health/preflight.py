@@ -223,7 +223,9 @@ def _entered() -> dict[str, int | None] | None:
     found = {position.group: position for position in positions()} if dist.is_initialized() else {}
     if not found:
         return None
-    name = dist.group.WORLD.group_name
+    world = dist.group.WORLD
+    assert world is not None  # the process group has positions
+    name = world.group_name
     collectives, p2p = found.get(name), found.get(name + POINT_TO_POINT)
     return {
         "collectives": collectives.entered if collectives else 0,

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hfscale.metrics.tokens import BatchEntry
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.state import model_of
 from hfscale.trainer.strategy import unwrap_compiled
 
 
@@ -29,11 +30,12 @@ def batch_entries(trainer: Trainer) -> list[BatchEntry]:
     Args:
         trainer (`Trainer`): prepared for training.
     """
-    wrapped, model = trainer.model_wrapped, trainer.model
+    wrapped: nn.Module = trainer.model_wrapped
+    model = model_of(trainer)
     if is_parallel_trainer(trainer) or isinstance(wrapped, nn.DataParallel):
         return [_batch_entry(wrapped, counts_nested=True)]
     wrappers = []
-    module = wrapped
+    module: nn.Module = wrapped
     while module is not model and (inner := getattr(module, "module", unwrap_compiled(module))) is not module:
         wrappers.append(module)
         module = inner
@@ -58,8 +60,8 @@ def _holds_transformer(module: nn.Module) -> bool:
 
 def _batch_entry(module: nn.Module, *, counts_nested: bool) -> BatchEntry:
     inner = unwrap_compiled(module)
-    while isinstance(getattr(inner, "module", None), nn.Module):
-        inner = unwrap_compiled(inner.module)
+    while isinstance(wrapped := getattr(inner, "module", None), nn.Module):
+        inner = unwrap_compiled(wrapped)
     names = tuple(inspect.signature(inner.forward).parameters)
     has_decoder = "decoder_input_ids" in names or "args" in names  # PEFT passes any arguments on
     config = getattr(inner, "config", None)

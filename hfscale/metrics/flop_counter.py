@@ -18,6 +18,7 @@ from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.metrics.batches import is_compiled
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
     from hfscale.metrics.tokens import TokenCounter
@@ -54,7 +55,8 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Counts scores again, and the gradients of value, scores, query and key."""
-    return query.shape[:-1].numel() * key.shape[-2] * (6 * query.shape[-1] + 4 * value.shape[-1])
+    flops: int = query.shape[:-1].numel() * key.shape[-2] * (6 * query.shape[-1] + 4 * value.shape[-1])
+    return flops
 
 
 def _grouped_mm(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> int:
@@ -86,7 +88,7 @@ class StepFlops(TorchDispatchMode):
     """
 
     def __init__(self, counter: "TokenCounter") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.model_flops = 0.0
         """Model FLOPs of this process so far."""
         self.hardware_flops = 0.0
@@ -101,13 +103,13 @@ class StepFlops(TorchDispatchMode):
         """Begin to count, unless another dispatch mode is active, which would have to be left first."""
         if not self._is_active and not is_in_torch_dispatch_mode():
             self._is_active = True
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]  # of torch
 
     def stop(self) -> None:
         """Stop counting."""
         if self._is_active:
             self._is_active = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # of torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Execute an operator and count its FLOPs."""
@@ -158,9 +160,10 @@ def reason_not_to_count(trainer: Trainer) -> str | None:
         return "FLOPs are not counted where ranks share a sequence or a matrix"
     if isinstance(trainer.model_wrapped, nn.DataParallel):
         return "FLOPs are not counted in the threads of nn.DataParallel"
-    if any(is_compiled(module) for root in (trainer.model_wrapped, trainer.model) for module in root.modules()):
+    model = model_of(trainer)
+    if any(is_compiled(module) for root in (trainer.model_wrapped, model) for module in root.modules()):
         return "FLOPs of a compiled model cannot be counted"
-    for module in trainer.model.modules():
+    for module in model.modules():
         attention = attention_implementation(module.config) if isinstance(module, PreTrainedModel) else None
         if attention not in _COUNTED_ATTENTION:
             return f"the FLOPs of {attention} cannot be counted (attn_implementation sdpa or eager can)"

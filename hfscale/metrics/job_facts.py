@@ -32,7 +32,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     strategy = running_strategy(trainer)
     adapters = getattr(trainer.model, "peft_config", None)
     in_4_bits = bool(getattr(trainer.model, "is_loaded_in_4bit", False))
-    stages = trainer.stage_plan if is_parallel_trainer(trainer) else None
+    parallel = trainer if is_parallel_trainer(trainer) else None
     return {
         "config": {key: value for key, value in config.to_dict().items() if key not in _LEFT_OUT},
         "layout": _layout(trainer, strategy),
@@ -45,9 +45,9 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
         "fused_loss": bool(args.use_liger_kernel),
         "offload": _offload(trainer),
         "gpus_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
-        "virtual_stages": stages.per_rank if stages is not None else 1,
-        "schedule": stages.schedule if stages is not None else "1F1B",
-        "sequence_parallel": trainer.parallelized.sequence_parts > 1 if stages is not None else False,
+        "virtual_stages": parallel.stage_plan.per_rank if parallel is not None else 1,
+        "schedule": parallel.stage_plan.schedule if parallel is not None else "1F1B",
+        "sequence_parallel": parallel is not None and parallel.parallelized.sequence_parts > 1,
         "trainer": type(trainer).__name__,
     }
 

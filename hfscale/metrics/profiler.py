@@ -1,7 +1,6 @@
 """ProfilerCallback: PyTorch profiler traces of chosen steps."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hfscale.core.best_effort import best_effort
 from hfscale.core.logging import get_logger
 from hfscale.errors import ParameterError
+from hfscale.trainer.state import output_folder
 
 logger = get_logger(__name__)
 
@@ -52,7 +52,7 @@ class ProfilerCallback(TrainerCallback):
         if self._profile is None:
             return
         self._profile.stop()
-        path = Path(args.output_dir) / "profile" / f"step-{state.global_step}.json"
+        path = output_folder(args) / "profile" / f"step-{state.global_step}.json"
         with best_effort("writing a profile", path.parent, (OSError, RuntimeError)):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(path))

@@ -27,6 +27,7 @@ from hfscale.trainer.generation import (
     reason_not_to_generate,
     stop_tokens,
 )
+from hfscale.trainer.state import output_folder
 
 logger = get_logger(__name__)
 
@@ -108,7 +109,7 @@ class SampleGenerationCallback(AdapterCallback):
             self._ids.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
         self._config = self._generation_config(kwargs["model"], tokenizer)
         if state.is_world_process_zero:
-            begin_lines(Path(args.output_dir) / SAMPLES_NAME, state.global_step)
+            begin_lines(output_folder(args) / SAMPLES_NAME, state.global_step)
 
     def _generation_config(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -146,7 +147,7 @@ class SampleGenerationCallback(AdapterCallback):
         adapter.phase_ended("compute")
         samples = self.generate(adapter.trainer)
         if state.is_world_process_zero:
-            self._write(Path(args.output_dir) / SAMPLES_NAME, state, samples)
+            self._write(output_folder(args) / SAMPLES_NAME, state, samples)
         adapter.phase_ended("evaluate")
 
     def generate(self, trainer: Any) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hfscale.core.versions import recomputes_activations
 from hfscale.errors import UnsupportedModelError
-from hfscale.facts.hardware import match_device_name, peak_tflops
+from hfscale.facts.hardware import Dtype, match_device_name, peak_tflops
 from hfscale.facts.model_shape import ModelShape
 from hfscale.metrics.baseline import Workload
 
@@ -122,7 +122,7 @@ def _size(parameter: nn.Parameter) -> int:
     return size * 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else size
 
 
-def training_dtype(model: nn.Module, args: "TrainingArguments") -> str:
+def training_dtype(model: nn.Module, args: "TrainingArguments") -> Dtype:
     """Return the dtype that matrix products run in.
 
     If autocast is on, it decides. Otherwise the weights decide: transformers loads a checkpoint in its own dtype.
@@ -142,7 +142,7 @@ def training_dtype(model: nn.Module, args: "TrainingArguments") -> str:
     return "tf32" if args.tf32 else "fp32"
 
 
-def device_peak_tflops(device: torch.device, dtype: str) -> float | None:
+def device_peak_tflops(device: torch.device, dtype: Dtype) -> float | None:
     """Return the dense peak of the local accelerator in TFLOP/s.
 
     Args:

@@ -4,7 +4,6 @@ import os
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -13,7 +12,7 @@ from hfscale.checkpoint.store import read_status
 from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact_argv
 from hfscale.errors import HfScaleError
-from hfscale.trainer.state import saved_state
+from hfscale.trainer.state import output_folder, saved_state
 
 logger = get_logger(__name__)
 
@@ -115,10 +114,11 @@ class WandbRun(TrainerCallback):
         self._run = wandb.run
         saved_state(state, "wandb")["run_id"] = wandb.run.id
         wandb.define_metric(TOKENS_AXIS)
+        config: Any = wandb.config  # its methods have no annotations
         if last_logged_step > state.global_step > 0:
             rewind = {"from_step": last_logged_step, "to_step": state.global_step}
-            rewound = [*wandb.config.get("hfscale_rewound", []), rewind]
-            wandb.config.update({"hfscale_rewound": rewound}, allow_val_change=True)
+            rewound = [*config.get("hfscale_rewound", []), rewind]
+            config.update({"hfscale_rewound": rewound}, allow_val_change=True)
             logger.info(
                 "W&B: steps %d to %d were logged before and are repeated: the charts of the run show them twice",
                 state.global_step + 1,
@@ -158,7 +158,7 @@ class WandbRun(TrainerCallback):
         """
         if self._run is None:
             return
-        if (read_status(Path(args.output_dir)) or {}).get("status") == "preempted":
+        if (read_status(output_folder(args)) or {}).get("status") == "preempted":
             return  # the machine has only seconds left, and the run will continue on another one
         import wandb
 
@@ -166,14 +166,14 @@ class WandbRun(TrainerCallback):
         from hfscale.metrics.report.run_data import load_run
         from hfscale.metrics.report.summary import bottlenecks
 
-        path = Path(args.output_dir) / REPORT_NAME
+        path = output_folder(args) / REPORT_NAME
         try:
-            run = load_run(Path(args.output_dir))
+            run = load_run(output_folder(args))
             write_page(run, path)
         except (HfScaleError, OSError) as error:  # a training that has succeeded must not fail because of its report
             logger.warning("no report is uploaded to W&B: %s", error)
             return
-        summary = {key: value for key in _SUMMARY_KEYS if (value := run.last(key)) is not None}
+        summary: dict[str, float | str] = {key: value for key in _SUMMARY_KEYS if (value := run.last(key)) is not None}
         first = next(iter(bottlenecks(run)), None)
         if first is not None:
             summary["change_first"] = f"{first.check}: {first}"

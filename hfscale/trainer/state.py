@@ -1,15 +1,37 @@
 """What hfscale reads from the state of a Trainer, and keeps in it."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from hfscale.core.versions import has_epoch_methods
 
 _STATE_KEY = "hfscale"
+
+
+def output_folder(args: TrainingArguments) -> Path:
+    """Return the output directory of a training.
+
+    Args:
+        args (`TrainingArguments`): the training arguments.
+    """
+    assert args.output_dir is not None  # TrainingArguments has a default for it
+    return Path(args.output_dir)
+
+
+def model_of(trainer: Trainer) -> nn.Module:
+    """Return the model of a Trainer, without the wrappers that Accelerate adds.
+
+    Args:
+        trainer (`Trainer`): a Trainer; it cannot be made without a model.
+    """
+    assert trainer.model is not None
+    return trainer.model
 
 
 def saved_state(state: TrainerState, name: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ FAMILIES: Mapping[str, Family] = {name: _family(row) for name, row in _ROWS.item
 
 
 def family_of(model_type: str) -> Family:
-    """Returns the row of a model type.
+    """Return the row of a model type.
 
     Raises:
         UnsupportedModelError: there is none; the message gives the nearest model types.

@@ -28,7 +28,7 @@ Count = int | Callable[[ModelConfig], int]
 
 
 def decide(flag: Flag, config: ModelConfig) -> bool:
-    """Returns the value of a `Flag` for one config.
+    """Return the value of a `Flag` for one config.
 
     Args:
         flag (`Flag`): a literal, the config key with the value, or a rule.
@@ -43,7 +43,7 @@ def decide(flag: Flag, config: ModelConfig) -> bool:
 
 
 def count(number: Count, config: ModelConfig) -> int:
-    """Returns the value of a `Count` for one config.
+    """Return the value of a `Count` for one config.
 
     Args:
         number (`Count`): a literal or a rule.

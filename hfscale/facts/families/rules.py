@@ -15,22 +15,22 @@ Windows = tuple[int | None, ...]
 
 
 def multi_head(config: ModelConfig) -> int:
-    """Counts one key-value head for each query head."""
+    """Count one key-value head for each query head."""
     return config.count("num_attention_heads")
 
 
 def grouped_query(config: ModelConfig) -> int:
-    """Reads the number of key-value heads; `null` means one per query head."""
+    """Read the number of key-value heads; `null` means one per query head."""
     return config.optional_count("num_key_value_heads") or multi_head(config)
 
 
 def multi_query_if_set(config: ModelConfig) -> int:
-    """Counts one key-value head for all query heads with `multi_query`, else one per query head."""
+    """Count one key-value head for all query heads with `multi_query`, else one per query head."""
     return 1 if config.flag("multi_query") else multi_head(config)
 
 
 def falcon_kv_heads(config: ModelConfig) -> int:
-    """Counts Falcon's key-value heads.
+    """Count Falcon's key-value heads.
 
     The newer decoder groups query heads; the older one has a single key-value head or one per query head.
     """
@@ -41,19 +41,19 @@ def falcon_kv_heads(config: ModelConfig) -> int:
 
 
 def full_attention(config: ModelConfig) -> Windows:
-    """Gives no layer a window."""
+    """Give no layer a window."""
     return (None,) * config.count("num_hidden_layers")
 
 
 def same_window(config: ModelConfig) -> Windows:
-    """Gives every layer the config's `sliding_window`; `null` means no window."""
+    """Give every layer the config's `sliding_window`; `null` means no window."""
     return (config.optional_count("sliding_window"),) * config.count("num_hidden_layers")
 
 
 def sliding_layers(
     slides: Callable[[ModelConfig, int], bool], *, enabled_by: str | None = None
 ) -> Callable[[ModelConfig], Windows]:
-    """Creates a rule that gives some layers the config's `sliding_window`.
+    """Create a rule that gives some layers the config's `sliding_window`.
 
     They are those in `layer_types`, or without it those of `slides`.
 
@@ -122,7 +122,7 @@ sliding_without_rope = sliding_layers(_has_no_rope, enabled_by=_ENABLED_BY)
 
 
 def gpt_neo_windows(config: ModelConfig) -> Windows:
-    """Gives GPT-Neo's `local` layers a window of `window_size` tokens.
+    """Give GPT-Neo's `local` layers a window of `window_size` tokens.
 
     The config repeats groups of `global` and `local` layers: `attention_types = [[["global", "local"], 12]]`.
 
@@ -144,7 +144,7 @@ def gpt_neo_windows(config: ModelConfig) -> Windows:
 
 
 def ffn_or_four_hidden(key: str) -> Callable[[ModelConfig], int]:
-    """Creates a rule that reads the inner width of the MLP from `key`.
+    """Create a rule that reads the inner width of the MLP from `key`.
 
     If the key is missing or `null`, the width is four times the hidden size.
     """
@@ -157,7 +157,7 @@ intermediate_size_or_four_hidden = ffn_or_four_hidden("intermediate_size")
 
 
 def four_hidden(config: ModelConfig) -> int:
-    """Computes four times the hidden size; a width of the MLP in the config is not read."""
+    """Compute four times the hidden size; a width of the MLP in the config is not read."""
     return 4 * config.count("hidden_size")
 
 
@@ -165,12 +165,12 @@ def four_hidden(config: ModelConfig) -> int:
 
 
 def every_layer(config: ModelConfig) -> tuple[bool, ...]:
-    """Makes every layer a mixture of experts."""
+    """Make every layer a mixture of experts."""
     return (True,) * config.count("num_hidden_layers")
 
 
 def every_sparse_step(config: ModelConfig) -> tuple[bool, ...]:
-    """Makes each `decoder_sparse_step`-th layer a mixture of experts, except those in `mlp_only_layers` (Qwen)."""
+    """Make each `decoder_sparse_step`-th layer a mixture of experts, except those in `mlp_only_layers` (Qwen)."""
     dense = config.items("mlp_only_layers") or []
     step = config.count("decoder_sparse_step")
     layers = config.count("num_hidden_layers")
@@ -178,18 +178,18 @@ def every_sparse_step(config: ModelConfig) -> tuple[bool, ...]:
 
 
 def after_first_dense(config: ModelConfig) -> tuple[bool, ...]:
-    """Makes all but the first `first_k_dense_replace` layers a mixture of experts (DeepSeek)."""
+    """Make all but the first `first_k_dense_replace` layers a mixture of experts (DeepSeek)."""
     dense = config.optional_count("first_k_dense_replace") or 0
     return tuple(layer >= dense for layer in range(config.count("num_hidden_layers")))
 
 
 def shared_experts(config: ModelConfig) -> int:
-    """Computes the width of DeepSeek's shared experts, one MLP: `n_shared_experts` times a routed expert's width."""
+    """Compute the width of DeepSeek's shared experts, one MLP: `n_shared_experts` times a routed expert's width."""
     return (config.optional_count("n_shared_experts") or 0) * config.count("moe_intermediate_size")
 
 
 def stated_shared_width(key: str) -> Callable[[ModelConfig], int]:
-    """Creates a rule that reads the shared expert's width from `key`; 0 or `null` means no shared expert."""
+    """Create a rule that reads the shared expert's width from `key`; 0 or `null` means no shared expert."""
     return lambda config: config.optional_count(key) or 0
 
 
@@ -201,7 +201,7 @@ qwen_shared_width = stated_shared_width("shared_expert_intermediate_size")
 
 
 def falcon_norms(config: ModelConfig) -> int:
-    """Counts Falcon's norms per layer: two, unless attention and MLP are parallel and share one."""
+    """Count Falcon's norms per layer: two, unless attention and MLP are parallel and share one."""
     if not config.flag("parallel_attn"):
         return 2
     stated = config.optional_count("num_ln_in_parallel_attn")
@@ -211,7 +211,7 @@ def falcon_norms(config: ModelConfig) -> int:
 
 
 def falcon_parallel_residual(config: ModelConfig) -> bool:
-    """Returns whether Falcon's attention and MLP are parallel.
+    """Return whether Falcon's attention and MLP are parallel.
 
     They always are in the newer decoder, and in the older one if `parallel_attn` is set.
     """
@@ -219,17 +219,17 @@ def falcon_parallel_residual(config: ModelConfig) -> bool:
 
 
 def one_if_parallel(config: ModelConfig) -> int:
-    """Counts StableLM's norms per layer: one if attention and MLP are parallel and share it, otherwise two."""
+    """Count StableLM's norms per layer: one if attention and MLP are parallel and share it, otherwise two."""
     return 1 if config.flag("use_parallel_residual") else 2
 
 
 def opt_norm_vectors(config: ModelConfig) -> int:
-    """Counts the parameter vectors of OPT's norms: weight and bias, or neither."""
+    """Count the parameter vectors of OPT's norms: weight and bias, or neither."""
     return 2 if config.flag("layer_norm_elementwise_affine") else 0
 
 
 def opt_final_norm(config: ModelConfig) -> bool:
-    """Returns whether OPT has a norm after the last layer.
+    """Return whether OPT has a norm after the last layer.
 
     It has one only if norms come before attention and MLP, and the config does not remove it.
     """

@@ -12,18 +12,18 @@ from hfscale.facts.model_shape import ModelShape
 
 @cache
 def catalogue() -> dict[str, dict[str, Any]]:
-    """Reads the built-in models: name -> config keys, and hub ids under the key `hub`."""
+    """Read the built-in models: name -> config keys, and hub ids under the key `hub`."""
     return read_table("facts/models/catalogue.toml")
 
 
 def catalogue_names() -> tuple[str, ...]:
-    """Lists the names of the built-in models."""
+    """List the names of the built-in models."""
     return tuple(catalogue())
 
 
 @cache
 def catalogue_shape(name: str) -> ModelShape | None:
-    """Returns the shape of the built-in model with this name or hub id, ignoring case; None if there is none."""
+    """Return the shape of the built-in model with this name or hub id, ignoring case; None if there is none."""
     plain = name.casefold()
     for known, entry in catalogue().items():
         if plain == known or plain in (hub.casefold() for hub in entry["hub"]):
@@ -40,7 +40,7 @@ null."""
 
 
 def find_model(name: str) -> ModelShape:
-    """Finds the shape of a model by name.
+    """Find the shape of a model by name.
 
     Args:
         name (`str`): a `config.json` or its folder, a built-in name, or a hub id, whose `config.json` is downloaded if
