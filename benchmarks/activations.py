@@ -41,7 +41,6 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
 from hfscale.recipe import arguments
-from hfscale.recipe.models import lora_config
 
 TABLE = Path(__file__).parent.parent / "hfscale" / "facts" / "activations.csv"
 RECOMPUTE = ("none", "selective", "full")
@@ -173,7 +172,7 @@ def build(config: Any, regime: Regime, recomputed: str, *, rank: int = LORA_RANK
     dtype = torch.float32 if regime in ("fp32", "autocast") else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if regime.startswith("lora"):
-        lora = lora_config(arguments.ModelArguments(lora_r=rank), model)
+        lora = arguments.ModelArguments(use_peft=True, lora_r=rank).lora_config(model)
         adapted = get_peft_model(model, lora, autocast_adapter_dtype=regime == "lora")
         model = adapted.get_base_model()
         if regime == "lora_bf16":

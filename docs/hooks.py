@@ -1,6 +1,7 @@
 """MkDocs hook: fills in what is read from the package when the site is built.
 
-- `::: hfscale.NAME` documents the public name NAME, whichever module defines it.
+- `::: hfscale.NAME` documents the public name NAME, whichever module defines it; `::: hfscale.recipe.NAME` a name of
+  the recipes.
 - `<!-- help: COMMAND -->` becomes the text that `hfscale COMMAND --help` prints.
 - `<!-- options: FUNCTION -->` becomes the table of the options of `hfscale.plan` or `hfscale.estimate`.
 """
@@ -11,11 +12,12 @@ import re
 from contextlib import redirect_stdout
 from typing import Any
 
-from hfscale import _HOME_OF
+import hfscale
+import hfscale.recipe
 from hfscale.cli import main
 from hfscale.planner.options import EstimateOptions, PlanOptions, described
 
-_PUBLIC_NAME = re.compile(r"^::: hfscale\.(\w+)$", re.MULTILINE)
+_PUBLIC_NAME = re.compile(r"^::: (hfscale|hfscale\.recipe)\.(\w+)$", re.MULTILINE)
 _HELP = re.compile(r"^<!-- help: ([\w ]+) -->$", re.MULTILINE)
 _OPTIONS = re.compile(r"^<!-- options: (\w+) -->$", re.MULTILINE)
 _CLASSES = {"plan": PlanOptions, "estimate": EstimateOptions}
@@ -23,9 +25,15 @@ _CLASSES = {"plan": PlanOptions, "estimate": EstimateOptions}
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     """Return the page with module paths, which mkdocstrings can read without importing them, and help texts."""
-    markdown = _PUBLIC_NAME.sub(lambda found: f"::: {_HOME_OF.get(found[1], 'hfscale')}.{found[1]}", markdown)
+    markdown = _PUBLIC_NAME.sub(lambda found: f"::: {_home_of(found[1], found[2])}.{found[2]}", markdown)
     markdown = _OPTIONS.sub(lambda found: _options_table(found[1]), markdown)
     return _HELP.sub(lambda found: f"```text\n{_help_text(found[1].split())}```", markdown)
+
+
+def _home_of(package: str, name: str) -> str:
+    """Return the module that defines a name of a package that loads its names when they are first used."""
+    homes = {"hfscale": hfscale._HOME_OF, "hfscale.recipe": hfscale.recipe._HOME_OF}
+    return homes[package].get(name, package)
 
 
 def _options_table(function: str) -> str:

@@ -8,7 +8,7 @@ checkpoints, resuming. The differences are internal:
 - the loss is that of the last stage, sent to all ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from hfscale.parallel import gradients
 from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages, speaker_of
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
+from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.parallel.losses import without_shifting
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
@@ -130,6 +131,33 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         self._buffered_batches: list[dict[str, torch.Tensor]] = []
         self._num_items: torch.Tensor | int | None = None
         self._is_evaluating = False
+
+    @staticmethod
+    def print_dry_run(
+        make_model: Callable[[], PreTrainedModel],
+        args: TrainingArguments,
+        parallel: ParallelArguments,
+        *,
+        block_size: int,
+    ) -> None:
+        """Print, for a world of `parallel.dry_run` ranks, what each rank holds and how long it waits; without a GPU.
+
+        Args:
+            make_model (`callable`): makes the model on the meta device.
+            args (`TrainingArguments`): batch, accumulation, precision and recomputation are taken from it.
+            parallel (`ParallelArguments`): sizes of the axes and the schedule.
+            block_size (`int`): tokens per sequence.
+
+        Raises:
+            LayoutError: the sizes do not fit together or the model.
+            UsageError: this process is part of a real process group, or the model does not support one of the axes.
+            UnsupportedModelError: the model cannot be parallelized in this way.
+        """
+        layout, plan = plan_stages(parallel, args, world_size=parallel.dry_run)
+        ranks = dry_run(
+            make_model, layout, plan, args, block_size=block_size, sequence_parallel=parallel.sequence_parallel
+        )
+        print_dry_run(ranks, layout, plan, args)
 
     # --- batches: ranks that share a sample count once --------------------------------------------------------------
 

@@ -1,11 +1,28 @@
-"""What the recipes share. A recipe imports these functions and calls them in the order of this table.
+"""What the recipes share. A recipe imports these names only, and calls them in this order.
+
+| name | what it does |
+|---|---|
+| `run` | runs the script's `main`: an error is one line, a preempted run ends with exit code 75 |
+| `parse_arguments` | reads the flags of the model, the data, the callbacks and the training; `--help` |
+| `start_run` | checks the flags together, locks the output directory, finds the checkpoint, makes the callbacks |
+| `one_process_prepares` | lets one process of each node prepare data while the others wait |
+| `load_tokenizer` | loads the tokenizer of the flags |
+| `load_datasets` | loads text or conversations as rows of `--block_size` tokens |
+| `load_records` | loads records for one of TRL's trainers |
+| `load_model` | loads or initialises the model of the flags, as the strategy needs it |
+| `reference_model` | makes the reference model of DPO where TRL cannot |
+| `RowCollator` | makes batches of rows |
+| `train` | trains from the checkpoint to the end, unless an earlier launch has finished |
+| `finish_run` | writes the model and the metrics, prints the summary |
+
+Each is loaded when it is first used. Behind them:
 
 | module | contents |
 |---|---|
 | `parsing` | `--config`, the command line, `--help` |
-| `arguments` | the flags as dataclasses with their checks, and the callback that is built of them |
+| `arguments` | the flags as dataclasses with their checks |
+| `entrypoint`, `start`, `finish`, `export` | the process of a run; its start; training and end; the exported model |
 | `layout`, `compatibility` | sizes of the parallel axes; checks that refuse combinations that do not work |
-| `entrypoint` | output directory, errors as one line, exit codes, exported model, summary |
 | `resume` | the checkpoint to resume from, and the accumulation that keeps the global batch |
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
 | `models`, `compression` | loading of model, tokenizer and adapters; gradient compression of DDP |
@@ -23,6 +40,36 @@ Read, called, or set once
   Reason: selective recomputation names the operators whose outputs it keeps. Test: test_recompute.py.
 """
 
+from importlib import import_module
+from typing import Any
+
 from hfscale.core.versions import require_for_import
 
 require_for_import("recipes")
+
+_HOME_OF = {
+    "RowCollator": "hfscale.recipe.packing",
+    "finish_run": "hfscale.recipe.finish",
+    "load_datasets": "hfscale.recipe.data",
+    "load_model": "hfscale.recipe.models",
+    "load_records": "hfscale.recipe.trl",
+    "load_tokenizer": "hfscale.recipe.models",
+    "one_process_prepares": "hfscale.recipe.preparation",
+    "parse_arguments": "hfscale.recipe.parsing",
+    "reference_model": "hfscale.recipe.trl",
+    "run": "hfscale.recipe.entrypoint",
+    "start_run": "hfscale.recipe.start",
+    "train": "hfscale.recipe.finish",
+}
+
+__all__ = [*_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hfscale.recipe' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

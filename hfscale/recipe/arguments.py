@@ -16,26 +16,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from accelerate.utils import DynamoBackend, parse_flag_from_env
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import TrainingArguments, get_scheduler
+from transformers import PreTrainedModel, TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from hfscale.checkpoint.callback import SpotCheckpointCallback
-from hfscale.core.flags import flag, parameters_are_flags, require_from_0, require_positive
+from hfscale.core.flags import flag, require_from_0, require_positive
 from hfscale.core.versions import pass_activation_checkpointing, require
 from hfscale.errors import HfScaleError, UsageError
-from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.lr_rules import RULES
 from hfscale.facts.support import Combination, check_support
-from hfscale.health.callback import CommHealthCallback
 from hfscale.islands.flags import IslandArguments
-from hfscale.lr_scaling.callback import LRScalingCallback
-from hfscale.metrics.callback import ScalingMetricsCallback
-from hfscale.metrics.sample_generation import SampleGenerationCallback, read_prompts
 from hfscale.recipe.compression import METHODS
-from hfscale.scaling import ScalingCallback
+from hfscale.recipe.resume import keep_global_batch
 
 # The mixin is used in front of subclasses of TrainingArguments; as a subclass itself it would reset their defaults.
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     _TrainingArguments = TrainingArguments
 else:
     _TrainingArguments = object
@@ -115,6 +111,36 @@ class ModelArguments:
         check_support(Combination(method=method, merge_adapters=self.merge_adapters), speaker="recipe")
         require_positive(self, "lora_r", "lora_alpha")
         require_from_0(self, lora_dropout=1)
+
+    def lora_config(self, model: PreTrainedModel | None = None) -> "LoraConfig | None":
+        """Return the config of the LoRA adapters, or None without `--use_peft`.
+
+        Args:
+            model (`PreTrainedModel`, *optional*): the model, whose routers get no adapters where all linear layers do.
+
+        Raises:
+            MissingDependencyError: PEFT is not installed or too old.
+        """
+        if not self.use_peft:
+            return None
+        require("LoRA", "--use_peft")
+        from peft import LoraConfig
+
+        routers = [] if self.lora_target_modules or model is None else _linear_routers(model)
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=self.lora_target_modules or "all-linear",
+            exclude_modules=routers or None,
+            task_type="CAUSAL_LM",
+        )
+
+
+def _linear_routers(model: PreTrainedModel) -> list[str]:
+    """Return the names of routers that are linear layers and return a tuple (PhiMoE), which PEFT cannot adapt."""
+    linear = ((name, type(module)) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return sorted({name.rpartition(".")[2] for name, kind in linear if kind.__name__.endswith("Router")})
 
 
 @dataclass(kw_only=True)
@@ -251,6 +277,9 @@ class RecipeTrainingMixin(_TrainingArguments):
     is_from_flags: ClassVar[bool] = True
     """Whether errors name these arguments as flags (`--fp16`), see `hfscale.facts.support.Speaker`."""
 
+    records: ClassVar[str | None] = None
+    """With TRL, the kind of records that its trainer needs: a key of `hfscale.recipe.trl.COLUMNS`."""
+
     output_dir: str | None = flag("Folder for checkpoints, metrics and the model.", default="runs/default")
     logging_steps: float = flag("Steps between two logs.", default=10)
     save_total_limit: int | None = flag("Number of committed checkpoints to keep.", default=3)
@@ -333,6 +362,22 @@ class RecipeTrainingMixin(_TrainingArguments):
                 require("W&B", "--report_to wandb")
         _check_scheduler(self)
 
+    def check_method(self, model_args: ModelArguments) -> None:
+        """Check what the training method needs of the model. A subclass for a method overrides it.
+
+        Args:
+            model_args (`ModelArguments`): the flags of the model and of the adapters.
+        """
+
+    def keep_global_batch(self, checkpoint: str | None, *, data_parallel_size: int | None = None) -> None:
+        """Keep the checkpoint's global batch, as `hfscale.recipe.resume.keep_global_batch` explains.
+
+        Args:
+            checkpoint (`str`, *optional*): the checkpoint to resume from.
+            data_parallel_size (`int`, *optional*): number of ranks that read different samples. Default: all.
+        """
+        keep_global_batch(self, checkpoint, data_parallel_size=data_parallel_size)
+
     def _set_hardware_defaults(self) -> None:
         has_accelerator = torch.accelerator.is_available()
         self.use_cpu = self.use_cpu or not has_accelerator
@@ -407,71 +452,7 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
         super().__post_init__()
 
 
-def scaling_callback(
-    args: ScalingArguments, data_args: DataArguments | None = None, *, block_size: int | None = None
-) -> ScalingCallback:
-    """Build the callback of a recipe from its flags: health, learning rate, checkpoints and metrics.
-
-    Args:
-        args (`ScalingArguments`): the options of the callbacks.
-        data_args (`DataArguments`, *optional*): its `block_size` is the number of tokens per sequence, by which the
-            learning rate is scaled if `--base_block_size` is another.
-        block_size (`int`, *optional*): that number, if there are no `data_args`.
-
-    Returns:
-        `ScalingCallback`: to be passed to `Trainer(callbacks=[...])`.
-    """
-    return ScalingCallback(
-        comm_health=CommHealthCallback(),
-        lr_scaling=LRScalingCallback(
-            rule=args.lr_scaling_rule,
-            base_global_batch_size=args.base_global_batch_size,
-            block_size=block_size if data_args is None else data_args.block_size,
-            base_block_size=args.base_block_size,
-            critical_batch_size=args.critical_batch_size,
-            warmup_scale=args.warmup_scale,
-        ),
-        spot_checkpoint=SpotCheckpointCallback(
-            on_preemption="return",  # `end_if_preempted` ends the recipe
-            every_minutes=args.save_minutes,
-            asynchronous=args.asynchronous_save,
-            remote=args.checkpoint_remote,
-            notice_s=args.notice_s,
-        ),
-        metrics=ScalingMetricsCallback(
-            peak_tflops=args.peak_tflops,
-            usd_per_gpu_hour=args.usd_per_gpu_hour,
-            baseline=args.scaling_baseline,
-            noise_scale=args.noise_scale,
-        ),
-    )
-
-
-def sample_generation(
-    args: SourceArguments, layout: ParallelLayout | None = None, *, is_split: bool = False
-) -> list[SampleGenerationCallback]:
-    """Return the callback that generates from `--sample_prompts`, or an empty list without that flag.
-
-    Call it before the model is loaded, so that a mistake is reported at once.
-
-    Args:
-        args (`SourceArguments`): the file of prompts, and the steps between two generations.
-        layout (`ParallelLayout`, *optional*): the sizes of the parallel axes, if the recipe has any.
-        is_split (`bool`): whether the recipe trains with `ParallelTrainer`, which cannot generate.
-
-    Raises:
-        UsageError: the layout cannot generate.
-        DataError: the file cannot be read, has no prompt, or has a record of another form.
-    """
-    if args.sample_prompts is None:
-        return []
-    layout = layout or ParallelLayout()
-    engine = "parallel_trainer" if is_split else "trainer"
-    asked = Combination(engine=engine, tp=layout.tp, cp=layout.cp, sample_prompts=args.sample_prompts)
-    check_support(asked, "sample_prompts", speaker="recipe")
-    with parameters_are_flags(every_steps="sample_steps", prompts="sample_prompts"):
-        return [SampleGenerationCallback(read_prompts(args.sample_prompts), every_steps=args.sample_steps)]
-
+from hfscale.core.flags import flag
 
 _aten = torch.ops.aten
 _MATMULS = (_aten.mm.default, _aten.addmm.default)
@@ -496,7 +477,7 @@ def checkpointing_kwargs(policy: str) -> dict[str, Any]:
 
 
 def _selective_contexts() -> tuple[Any, Any]:
-    """The contexts of the forward pass and of its recomputation, for `torch.utils.checkpoint`'s `context_fn`."""
+    """Return the contexts of the forward pass and of its recomputation, for the `context_fn` of `checkpoint`."""
     seen: Counter[bool] = Counter()
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -508,24 +489,34 @@ def _selective_contexts() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)
 
 
-def check_evaluation(args: TrainingArguments, *, has_evaluation: bool, patience: int | None) -> None:
-    """Check the flags that need an evaluation text, and complete those of early stopping.
+def complete_early_stopping(args: TrainingArguments, patience: int | None) -> None:
+    """Complete the flags of early stopping: its metric becomes the loss if none is given.
 
     Args:
-        args (`TrainingArguments`): with a patience, its metric becomes the loss if none is given.
-        has_evaluation (`bool`): whether there is an evaluation text.
-        patience (`int`, *optional*): `--early_stopping_patience`.
+        args (`TrainingArguments`): changed in place.
+        patience (`int`, *optional*): `--early_stopping_patience`. With None nothing changes.
 
     Raises:
-        UsageError: evaluations or early stopping are requested without an evaluation text.
+        UsageError: early stopping is requested without evaluations.
     """
-    if patience is not None:
-        args.metric_for_best_model = args.metric_for_best_model or "loss"
-        args.greater_is_better = False
-        if args.eval_strategy == "no":
-            raise UsageError(
-                "--early_stopping_patience counts evaluations: give --eval_strategy steps --eval_steps N too"
-            )
+    if patience is None:
+        return
+    args.metric_for_best_model = args.metric_for_best_model or "loss"
+    args.greater_is_better = False
+    if args.eval_strategy == "no":
+        raise UsageError("--early_stopping_patience counts evaluations: give --eval_strategy steps --eval_steps N too")
+
+
+def check_evaluation(args: TrainingArguments, *, has_evaluation: bool) -> None:
+    """Check that there is text to evaluate on where the flags ask for evaluations.
+
+    Args:
+        args (`TrainingArguments`): the flags of the training.
+        has_evaluation (`bool`): whether there is an evaluation text.
+
+    Raises:
+        UsageError: evaluations are requested without a text.
+    """
     if args.eval_strategy != "no" and not has_evaluation:
         raise UsageError(
             f"--eval_strategy {args.eval_strategy.value} needs text to evaluate on: give --validation_file"

@@ -1,18 +1,46 @@
 """The training and evaluation sequences of a recipe."""
 
-from typing import cast
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from hfscale.core.logging import get_logger
 from hfscale.errors import DataError, UsageError
-from hfscale.recipe.arguments import DataArguments, SourceArguments
-from hfscale.recipe.chat import chat_format, to_documents, use_chat_template
+from hfscale.recipe.arguments import DataArguments, SourceArguments, check_evaluation
+from hfscale.recipe.chat import IGNORED, chat_format, to_documents, use_chat_template
 from hfscale.recipe.packing import pack, pack_documents, set_packing_defaults, text_only
-from hfscale.recipe.preview import describe_samples
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
 logger = get_logger(__name__)
+
+
+def load_datasets(
+    data_args: DataArguments, training_args: "TrainingArguments", tokenizer: PreTrainedTokenizerBase
+) -> tuple[AnyDataset, AnyDataset | None]:
+    """Load the text or the conversations of a recipe as rows of `--block_size` tokens. Use `one_process_prepares`.
+
+    Args:
+        data_args (`DataArguments`): the source, how documents become rows, and what is trained on. `packing` and
+            `document_attention` are set where they were left out.
+        training_args (`TrainingArguments`): the seed chooses evaluation records where the source has none of its own.
+        tokenizer (`PreTrainedTokenizerBase`): the tokenizer of the model. `--chat_template` replaces its template.
+
+    Returns:
+        `tuple`: the training rows, and the evaluation rows or None, with `input_ids` and `labels`; with document
+        attention also `position_ids`. `RowCollator` makes batches of them.
+
+    Raises:
+        DataError: the source cannot be read, is not in the format of its name, or has too little to train on.
+        UsageError: a flag does not fit the data, or evaluations are requested without data for them.
+        StorageError: the cache of `datasets` cannot be written.
+    """
+    train, evaluation = load_packed_datasets(data_args, tokenizer, seed=training_args.seed)
+    check_evaluation(training_args, has_evaluation=evaluation is not None)
+    return train, evaluation
 
 
 def load_packed_datasets(
@@ -121,3 +149,22 @@ def _is_empty(dataset: AnyDataset, args: DataArguments, split: str) -> bool:
 
 def _first(dataset: AnyDataset | None, count: int | None) -> AnyDataset | None:
     return dataset if dataset is None or count is None else dataset.take(count)
+
+
+def describe_samples(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, count: int) -> str:
+    """Describe the first samples of a dataset: for each stretch of masked or trained tokens a line with its text.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): records with `input_ids` and `labels`.
+        tokenizer (`PreTrainedTokenizerBase`): decodes the tokens.
+        count (`int`): the number of samples.
+    """
+    lines = []
+    for number, sample in enumerate(islice(dataset, count), start=1):
+        tokens = list(zip(sample["input_ids"], sample["labels"], strict=True))
+        trained = sum(label != IGNORED for _, label in tokens)
+        lines.append(f"sample {number}: {len(tokens)} tokens, {trained} trained on")
+        for is_trained, stretch in groupby(tokens, key=lambda token: token[1] != IGNORED):
+            text = tokenizer.decode([token for token, _ in stretch], clean_up_tokenization_spaces=False)
+            lines.append(f"  {'trained' if is_trained else 'masked '} {text!r}")
+    return "\n".join(lines)

@@ -1,26 +1,17 @@
-"""How a recipe starts and ends: errors as one line, the output directory, exit codes, the exported model, the summary.
-
-A recipe calls `run(main)`. Its `main` calls `check_output_dir` before it loads anything and, after training,
-`end_if_preempted`, `save_final_model` and `print_summary`.
-"""
+"""The process of a recipe, `run(main)`: errors as one line, exit codes, and the lock of the output directory."""
 
 import gc
 import os
 import re
-import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING
 
-import psutil
 import torch.distributed as dist
 import transformers
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 
 from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.checkpoint.preemption import PeerWatch, Preempted, end_workers, siblings, watch_signals
@@ -30,28 +21,26 @@ from hfscale.core.disk_errors import storage_error
 from hfscale.core.flags import parameters_are_flags
 from hfscale.core.logging import is_main_process
 from hfscale.core.rank_link import connect
-from hfscale.core.run_files import JSONL_NAME
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
-from hfscale.recipe.arguments import CALLBACK_FLAGS
-from hfscale.recipe.export import save_final_model as save_final_model  # recipes import it from here
+from hfscale.recipe.arguments import CALLBACK_FLAGS, one_line
 
 if TYPE_CHECKING:
-    from transformers import Trainer
-
     from hfscale.scaling import ScalingCallback
 
 _SAYS_WHAT_TO_INSTALL = re.compile(r"pip install|requires \S+ to be installed")
 _MAIN_PROCESS_GRACE_S = 10.0
-_LAUNCHERS = ("accelerate", "torchrun", "accelerate-launch")
+_TRL_AND_BELOW = ("trl", "transformers", "accelerate", "peft", "datasets")
+"""Packages whose errors in the constructor of TRL's trainers are about flags or records."""
 
 
 def run(main: Callable[[], None]) -> None:
     """Run a recipe's `main` and exit the process with a meaningful code.
 
     An `HfScaleError` becomes one line on standard error and its exit code (2: wrong usage, 1: it cannot be done). So
-    does a full or read-only output directory, and a missing package that transformers asks to install. Any other
-    exception keeps its traceback. With several ranks the main process prints the line: the other ranks wait until the
-    launcher ends them, and print a line of their own only if the main process did not fail.
+    does a full or read-only output directory, a missing package that transformers asks to install, and a flag or a
+    record that the constructor of one of TRL's trainers refuses. Any other exception keeps its traceback. With several
+    ranks the main process prints the line: the other ranks wait until the launcher ends them, and print a line of
+    their own only if the main process did not fail.
 
     Preemption signals are handled from here on. A run that was preempted (`end_if_preempted`) ends with exit code 75
     on every rank, and the main process prints one line about it.
@@ -78,7 +67,7 @@ def run(main: Callable[[], None]) -> None:
     except HfScaleError as error:
         _exit_with_line(error)
     except Exception as error:
-        known = storage_error(error) or missing_dependency(error)
+        known = storage_error(error) or missing_dependency(error) or refused_by_trl(error)
         if known is None:
             raise
         _exit_with_line(known)
@@ -151,6 +140,27 @@ def missing_dependency(error: BaseException) -> MissingDependencyError | None:
     return MissingDependencyError(message) if says_so else None
 
 
+def refused_by_trl(error: BaseException) -> UsageError | None:
+    """Return a UsageError if the constructor of one of TRL's trainers has refused a flag or a record, else None.
+
+    An error that was raised in hfscale, or outside of the constructor, is none of them.
+
+    Args:
+        error (`BaseException`): an error that a library raised.
+    """
+    from jinja2 import TemplateError
+
+    if not isinstance(error, ValueError | TypeError | KeyError | NotImplementedError | TemplateError):
+        return None
+    frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)]
+    if not any(module.startswith("trl.trainer.") and function == "__init__" for module, function in frames):
+        return None
+    packages = [module.partition(".")[0] for module, _ in frames]
+    if next(name for name in reversed(packages) if name in (*_TRL_AND_BELOW, "hfscale")) == "hfscale":
+        return None
+    return UsageError(f"TRL refuses these flags or records: {type(error).__name__}: {one_line(error)}")
+
+
 def end_if_preempted(scaling: "ScalingCallback") -> None:
     """End a preempted run. Call it after `Trainer.train`: only a completed run is evaluated and exported.
 
@@ -165,74 +175,3 @@ def end_if_preempted(scaling: "ScalingCallback") -> None:
     reason = scaling.spot_checkpoint.preempted
     if reason is not None:
         raise Preempted(f"preempted by {reason}; relaunch the same command to resume (exit code 75)")
-
-
-def print_summary(trainer: "Trainer", callback: "ScalingCallback", metrics: dict[str, float]) -> None:
-    """Print the summary of a completed run, on the main process.
-
-    Args:
-        trainer (`Trainer`): the trainer of the run.
-        callback (`ScalingCallback`): its callback.
-        metrics (`dict[str, float]`): the metrics that `trainer.train()` and `trainer.evaluate()` returned, merged.
-    """
-    if not trainer.is_world_process_zero():
-        return
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _summary_rows(trainer, callback, metrics):
-        table.add_row(name, value)
-    Console().print(Panel(table, title=f"{trainer.state.global_step} steps done", title_align="left", expand=False))
-
-
-def _summary_rows(trainer: "Trainer", callback: "ScalingCallback", metrics: dict[str, float]) -> list[tuple[str, str]]:
-    """Return the lines of the summary as pairs of a name and a text; an unknown value has no line."""
-    history = trainer.state.log_history
-    output_dir = Path(trainer.args.output_dir)
-    rows: list[tuple[str, str]] = []
-    losses = [entry["loss"] for entry in history if "loss" in entry]
-    if losses:
-        rows.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}"))
-    rewards = [entry["reward"] for entry in history if "reward" in entry]  # of TRL's trainers that generate
-    if rewards:
-        rows.append(("reward", f"{rewards[0]:.4f} -> {rewards[-1]:.4f}"))
-    if "eval_reward" in metrics:  # the loss of these trainers is about 0 whatever the model does
-        rows.append(("evaluation reward", f"{metrics['eval_reward']:.4f}"))
-    elif "eval_loss" in metrics:
-        rows.append(("evaluation loss", f"{metrics['eval_loss']:.4f}"))
-    rates = [entry["scaling/tokens_per_s_per_gpu"] for entry in history if "scaling/tokens_per_s_per_gpu" in entry]
-    if rates:
-        processes = trainer.args.world_size
-        rows.append(("throughput", f"{statistics.median(rates):,.0f} tokens/s per process, {processes} processes"))
-    utilisation = [entry["scaling/mfu"] for entry in history if "scaling/mfu" in entry]
-    if utilisation:
-        rows.append(("MFU", f"{statistics.median(utilisation):.1%}"))
-    scaling = callback.lr_scaling.scaling
-    if scaling is not None:
-        rows.append(("learning rate", f"x {scaling.factor:.4g}: {scaling.reason}"))
-    committed = callback.spot_checkpoint.last_committed
-    if committed is not None:
-        rows.append(("checkpoint", f"{output_dir / committed} (committed, every file hashed)"))
-    rows.append(("metrics", str(output_dir / JSONL_NAME)))
-    rows.append(("model", str(output_dir)))
-    longer = _with_flag(_launch_command(), "--max_steps", str(2 * trainer.state.max_steps))
-    rows.append(("continue with", shlex.join(longer)))
-    return rows
-
-
-def _launch_command() -> list[str]:
-    """The command that started this run, as a user can type it again; it includes a launcher that is the parent."""
-    parent = psutil.Process().parent()
-    command = parent.cmdline() if parent is not None else []
-    for index, token in enumerate(command[:5]):  # python -m hfscale.recovery.standby FD torchrun
-        if Path(token).name in _LAUNCHERS:
-            return [Path(token).name, *command[index + 1 :]]
-    return ["python", *sys.argv]
-
-
-def _with_flag(command: list[str], flag: str, value: str) -> list[str]:
-    """`command` with `flag value` at its end; an earlier value of the flag is removed."""
-    if flag in command:
-        index = command.index(flag)
-        command = command[:index] + command[index + 2 :]
-    return [*command, flag, value]

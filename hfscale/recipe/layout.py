@@ -94,6 +94,31 @@ def set_up_parallelism(
     return layout
 
 
+def set_up_data_parallelism(args: "TrainingArguments", *, trl: bool) -> ParallelLayout:
+    """Decide how the processes share the data and the weights, as the launcher's config asks.
+
+    Args:
+        args (`TrainingArguments`): the arguments of the training.
+        trl (`bool`): whether one of TRL's trainers will train.
+
+    Returns:
+        `ParallelLayout`: the sizes of the data-parallel axes.
+
+    Raises:
+        UsageError: the launcher's config splits sequences or matrices.
+        LayoutError: its sizes do not fit the number of processes.
+    """
+    layout = set_up_parallelism(ParallelArguments(), args)
+    asked = Combination(engine="trainer", trl=trl, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    check_support(asked, "trl", speaker="launcher")
+    if layout.ranks_per_replica > 1:
+        raise UsageError(
+            f"cp_size {layout.cp} and tp_size {layout.tp} in the launcher's config: this recipe is data parallel; "
+            "launch with accelerate_configs/ddp.yaml or zero1.yaml, or run recipes/sharded/train.py"
+        )
+    return layout
+
+
 def _layout(parallel: ParallelArguments, family: str, world_size: int, environ: Mapping[str, str]) -> ParallelLayout:
     def size(axis: str, flag: int | None) -> int | None:
         by_launcher = environ.get(_ENVIRONMENT.format(axis.upper()))

@@ -20,7 +20,7 @@ from transformers import (
 from hfscale.core import distributed
 from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
-from hfscale.core.versions import is_fsdp_enabled, recomputes_activations, require
+from hfscale.core.versions import is_fsdp_enabled, recomputes_activations
 from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
@@ -28,11 +28,11 @@ from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments, ModelArguments, errors_name_flag
 from hfscale.recipe.document_attention import cut_attention, is_dense
-from hfscale.recipe.layout import distributed_config
+from hfscale.recipe.layout import check_model, distributed_config
 from hfscale.trainer.strategy import requested_family
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import PeftModel
     from transformers import TrainingArguments
 
 logger = get_logger(__name__)
@@ -70,7 +70,7 @@ def load_config(
 
     Args:
         args (`ModelArguments`): the name of the model or of the config.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer to check; needed where no model is named.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer to check. By default nothing is checked.
         block_size (`int`): tokens per sequence.
         length_flag (`str`): the flag that gave it, for the message.
 
@@ -79,7 +79,7 @@ def load_config(
     """
     name = args.model_name_or_path or args.config_name
     with errors_name_flag("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
-        config = AutoConfig.from_pretrained(name) if name else corpus.default_config(tokenizer)
+        config = AutoConfig.from_pretrained(name) if name else corpus.default_config(tokenizer or load_tokenizer(args))
     text = config.get_text_config()
     if tokenizer is not None and not args.model_name_or_path and len(tokenizer) > text.vocab_size:
         raise UsageError(
@@ -93,13 +93,71 @@ def load_config(
 
 
 def load_model(
+    model_args: ModelArguments,
+    training_args: "TrainingArguments",
+    tokenizer: PreTrainedTokenizerBase | None,
+    data_args: DataArguments | None = None,
+    *,
+    layout: ParallelLayout | None = None,
+    empty: bool = False,
+) -> "PreTrainedModel | PeftModel":
+    """Load the model of `--model_name_or_path`, or initialise one of `--config_name` or the embedded default.
+
+    With `data_args` the model is made ready for `Trainer` or `ParallelTrainer`: it has the adapters of `--use_peft`,
+    and cuts attention where `--document_attention` asks for it. TRL's trainers do both themselves.
+
+    Args:
+        model_args (`ModelArguments`): the name of the model, the attention and the adapters.
+        training_args (`TrainingArguments`): precision and seed; with TRL also the length of a sequence.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer, which must fit the model. With None the model
+            is not compared with one.
+        data_args (`DataArguments`, *optional*): the flags of the data after `load_datasets`, if the trainer is none of
+            TRL's.
+        layout (`ParallelLayout`, *optional*): the parallel axes, where Accelerate or transformers split the model.
+        empty (`bool`): whether to create the model on the meta device, for `ParallelTrainer`, which then reads each
+            rank's part of the weights.
+
+    Returns:
+        `PreTrainedModel` or `PeftModel`: the model; equal initial weights on every rank and every layout.
+
+    Raises:
+        UsageError: the model cannot be loaded, is too small for the tokenizer or the sequences, does not support the
+            attention, or has none of the modules to adapt.
+        LayoutError: the heads or the sequence cannot be split as the layout asks.
+        UnsupportedModelError: its attention cannot be cut between documents.
+        MissingDependencyError: `--use_peft` is given, and PEFT is not installed or too old.
+    """
+    length, flag = _sequence_length(training_args, data_args)
+    config = load_config(model_args, tokenizer, block_size=length, length_flag=flag)
+    if layout is not None:
+        check_model(layout, config, training_args, block_size=length)
+    if empty:
+        model = load_empty_model(model_args, config, training_args)
+    else:
+        model = load_weights(model_args, config, training_args, layout=layout)
+    if data_args is None:
+        return model
+    cut_document_attention(model, data_args, training_args, layout)
+    return add_lora(model, model_args, training_args) if model_args.use_peft else model
+
+
+def _sequence_length(training_args: "TrainingArguments", data_args: DataArguments | None) -> tuple[int, str]:
+    """Return the length of a sequence in tokens, and the flag that gives it."""
+    if data_args is not None:
+        return data_args.block_size, "--block_size"
+    options = vars(training_args)
+    name = "max_length" if "max_length" in options else "max_completion_length"
+    return options[name] or 1, f"--{name}"  # --max_length may be None: no limit
+
+
+def load_weights(
     args: ModelArguments,
     config: PreTrainedConfig,
     training_args: "TrainingArguments",
     *,
     layout: ParallelLayout | None = None,
 ) -> PreTrainedModel:
-    """Load the model of `--model_name_or_path`, or initialise one from `config` and the run's seed.
+    """Read the weights of `--model_name_or_path` into a new model, or draw them from the run's seed.
 
     Initial weights are the same on every layout. Trained weights are in fp32 and compute in bf16 (or are cast by
     DeepSpeed, which keeps fp32 master weights); the frozen base model of LoRA adapters is in bf16 or in 4 bits. ZeRO-3
@@ -150,35 +208,6 @@ def load_empty_model(
         return AutoModelForCausalLM.from_config(config, **_model_options(args, training_args))
 
 
-def lora_config(args: ModelArguments, model: PreTrainedModel | None = None) -> "LoraConfig":
-    """Return the config of the LoRA adapters.
-
-    Args:
-        args (`ModelArguments`): rank, scaling, dropout and target modules of the adapters.
-        model (`PreTrainedModel`, *optional*): the model, whose routers get no adapters where all linear layers do.
-
-    Raises:
-        MissingDependencyError: PEFT is not installed or too old.
-    """
-    require("LoRA", "--use_peft")
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules=args.lora_target_modules or "all-linear",
-        exclude_modules=None if args.lora_target_modules or model is None else _linear_routers(model) or None,
-        task_type="CAUSAL_LM",
-    )
-
-
-def _linear_routers(model: PreTrainedModel) -> list[str]:
-    """Names of routers that are linear layers and return a tuple (PhiMoE), which PEFT cannot adapt."""
-    modules = ((name, type(module)) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    return sorted({name.rpartition(".")[2] for name, kind in modules if kind.__name__.endswith("Router")})
-
-
 def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> "PeftModel":
     """Add LoRA adapters to a model and freeze everything else. The same seed gives the same adapters.
 
@@ -191,7 +220,7 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         UsageError: the model has none of the target modules.
         MissingDependencyError: PEFT is not installed or too old.
     """
-    config = lora_config(args, model)
+    config = args.lora_config(model)
     from peft import get_peft_model
 
     set_seed(training_args.seed)  # the state of the generator after loading depends on the strategy

@@ -292,10 +292,13 @@ class RowCollator:
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): has the token for padding.
+        add_positions (`bool`): whether batches have `position_ids` too. Ranks that share a sequence need them: each
+            must know which part of it it holds.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, add_positions: bool = False) -> None:
         self._fill = {"input_ids": padding_token(tokenizer), "labels": IGNORED}
+        self._add_positions = add_positions
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the batch.
@@ -306,12 +309,16 @@ class RowCollator:
         Returns:
             A tensor (rows, sequence) for each column.
         """
-        return {
+        batch = {
             name: pad_sequence(
                 [torch.as_tensor(row[name]) for row in rows], batch_first=True, padding_value=self._fill.get(name, 0)
             )
             for name in rows[0]
         }
+        if self._add_positions:
+            count, length = batch["input_ids"].shape
+            batch["position_ids"] = torch.arange(length).expand(count, -1).contiguous()
+        return batch
 
 
 # --- text -> documents -----------------------------------------------------------------------------------------------

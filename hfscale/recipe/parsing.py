@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from enum import Enum
+from importlib import import_module
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers import HfArgumentParser, TrainingArguments
@@ -31,16 +32,35 @@ from hfscale.recipe.arguments import (
     SourceArguments,
     one_line,
 )
+from hfscale.recipe.rewards import RewardArguments
 
-EMBEDDED_DEFAULTS: Mapping[str, str] = read_table("recipe/embedded.toml")
-"""Flags of the embedded default run, unless the user gives others."""
+EMBEDDED: Mapping[str, Mapping[str, str]] = read_table("recipe/embedded.toml")
+"""Task -> flags of the embedded default run, unless the user gives others."""
 
 _NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file", "data_mix")
 _EXCLUDES = {"num_train_epochs": "max_steps"}
 
+_TRL_CLASSES = {"sft": "SFTArguments", "dpo": "DPOArguments", "grpo": "GRPOArguments"}
+"""Task -> its training arguments in `hfscale.recipe.trl`, which cannot be imported without TRL."""
 
-GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
-"""The dataclasses of flags that every recipe has."""
+
+def flag_groups(task: str = "text") -> tuple[type, ...]:
+    """Return the dataclasses of the flags that the recipes of a task have.
+
+    Args:
+        task (`str`): `text`, or `sft`, `dpo` or `grpo` for TRL's trainers.
+
+    Raises:
+        UsageError: the task is unknown.
+        MissingDependencyError: the task needs TRL, which is not installed or too old.
+    """
+    if task == "text":
+        return (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
+    if task not in _TRL_CLASSES:
+        raise UsageError(f"task is {task!r}: use one of text, {', '.join(_TRL_CLASSES)}")
+    training = getattr(import_module("hfscale.recipe.trl"), _TRL_CLASSES[task])
+    groups = (ModelArguments, SourceArguments, ScalingArguments, training)
+    return (*groups, RewardArguments) if task == "grpo" else groups
 
 
 class _Parser(HfArgumentParser):
@@ -51,35 +71,31 @@ class _Parser(HfArgumentParser):
 
 
 def parse_arguments(
-    argv: Sequence[str] | None = None,
-    *,
-    data: type[SourceArguments] = DataArguments,
-    training: type[TrainingArguments] = RecipeTrainingArguments,
-    also: Sequence[type] = (),
-    embedded: Mapping[str, str] = EMBEDDED_DEFAULTS,
+    argv: Sequence[str] | None = None, *, task: str = "text", also: Sequence[type] = ()
 ) -> tuple[Any, ...]:
     """Read `--config FILE.yaml` and the command line, whose flags win. `--help` prints all flags and exits.
 
     Args:
         argv (`Sequence[str]`, *optional*): the flags. Default: those of this process.
-        data (`type`): the dataclass of the flags of the data.
-        training (`type`): the dataclass of the training arguments, with `RecipeTrainingMixin` as its first base class.
-        also (`Sequence[type]`): further dataclasses of flags.
-        embedded (`Mapping[str, str]`): flags of the embedded default run, unless the user gives others.
+        task (`str`): `text` for `Trainer` and `ParallelTrainer`; `sft`, `dpo` or `grpo` for TRL's trainers.
+        also (`Sequence[type]`): further dataclasses of flags, such as `hfscale.ParallelArguments` or one of yours.
 
     Returns:
-        `tuple`: a `ModelArguments`, a `data`, a `ScalingArguments` and a `training`, then one of each of `also`.
+        `tuple`: the flags of the model (`ModelArguments`), of the data (`DataArguments`; `SourceArguments` with TRL),
+        of the callbacks (`ScalingArguments`) and of the training (a subclass of `TrainingArguments`; with TRL of its
+        `SFTConfig`, `DPOConfig` or `GRPOConfig`). With `grpo` a `RewardArguments` follows. The last are one of each
+        of `also`.
 
     Raises:
         ConfigFileError: the YAML file is missing, broken or has an unknown key.
         UsageError: a flag is unknown, a value has the wrong type or range, or two flags contradict each other.
         MissingDependencyError: a flag needs a package that is not installed.
     """
-    groups = (ModelArguments, data, ScalingArguments, training, *also)
+    groups = (*flag_groups(task), *also)
     rest, config = split_off_config(list(sys.argv[1:] if argv is None else argv))
     if "--help" in rest or "-h" in rest:
         if is_main_process():
-            print(help_text(also, data=data, training=training, embedded=embedded))
+            print(help_text(task=task, also=also))
         sys.exit(0)
     parser = _Parser(groups, allow_abbrev=False, add_help=False)
     known = {flag.name for group in groups for flag in fields(group) if flag.init}
@@ -89,7 +105,7 @@ def parse_arguments(
         if flag.startswith("--") and not {name, name.removeprefix("no_")} & known:
             fix = nearest(flag[2:], known, prefix="--") or "; --help lists all"
             raise UsageError(f"unknown flag {flag}{fix}")
-    tokens = _embedded_defaults([*from_file, *rest], embedded) + from_file + rest
+    tokens = _embedded_defaults([*from_file, *rest], task) + from_file + rest
     try:
         with parameters_are_flags():
             *parsed, left = parser.parse_args_into_dataclasses(args=tokens, return_remaining_strings=True)
@@ -112,13 +128,7 @@ def parse_arguments(
     return tuple(parsed)
 
 
-def read_flags(
-    values: Mapping[str, Any],
-    *,
-    data: type[SourceArguments] = DataArguments,
-    training: type[TrainingArguments] = RecipeTrainingArguments,
-    also: Sequence[type] = (),
-) -> Namespace:
+def read_flags(values: Mapping[str, Any], *, task: str = "text", also: Sequence[type] = ()) -> Namespace:
     """Read the flags of a recipe for planning, with their types and defaults.
 
     The dataclasses are not made, since `TrainingArguments` would set up the device. Flags that none of them has are
@@ -126,7 +136,8 @@ def read_flags(
 
     Args:
         values (`Mapping[str, Any]`): the flags that are given.
-        data (`type`), training (`type`), also (`Sequence[type]`): the dataclasses, as in `parse_arguments`.
+        task (`str`): the task of the recipe, as in `parse_arguments`.
+        also (`Sequence[type]`): further dataclasses of flags.
 
     Returns:
         `Namespace`: every flag with its value; those of the embedded default run where no model and no data are named.
@@ -134,23 +145,23 @@ def read_flags(
     Raises:
         UsageError: a value has the wrong type.
     """
-    parser = _Parser((ModelArguments, data, ScalingArguments, training, *also), allow_abbrev=False, add_help=False)
+    parser = _Parser((*flag_groups(task), *also), allow_abbrev=False, add_help=False)
     tokens = to_argv("the flags", values)
-    return parser.parse_known_args([*_embedded_defaults(tokens, EMBEDDED_DEFAULTS), *tokens])[0]
+    return parser.parse_known_args([*_embedded_defaults(tokens, task), *tokens])[0]
 
 
 def _given(tokens: Sequence[str]) -> set[str]:
-    """The names of the flags among some command-line tokens."""
+    """Return the names of the flags among some command-line tokens."""
     return {token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")}
 
 
-def _embedded_defaults(tokens: Sequence[str], embedded: Mapping[str, str]) -> list[str]:
-    """The flags of the embedded default run, if neither a model nor a text is named."""
+def _embedded_defaults(tokens: Sequence[str], task: str) -> list[str]:
+    """Return the flags of the embedded default run, if neither a model nor a text is named."""
     given = _given(tokens)
     if given.intersection(_NAMES_A_RUN):
         return []
     excluded = {_EXCLUDES[name] for name in given if name in _EXCLUDES}
-    defaults = {flag: value for flag, value in embedded.items() if flag not in excluded}
+    defaults = {flag: value for flag, value in EMBEDDED[task].items() if flag not in excluded}
     return [token for flag, value in defaults.items() for token in (f"--{flag}", value)]
 
 
@@ -179,24 +190,17 @@ _TITLES = {
 }
 
 
-def help_text(
-    also: Sequence[type] = (),
-    *,
-    data: type[SourceArguments] = DataArguments,
-    training: type[TrainingArguments] = RecipeTrainingArguments,
-    embedded: Mapping[str, str] = EMBEDDED_DEFAULTS,
-) -> str:
+def help_text(*, task: str = "text", also: Sequence[type] = ()) -> str:
     """Return the text of a recipe's `--help`: hfscale's flags by group first, then those of the libraries.
 
     Args:
-        also (`Sequence[type]`): further dataclasses of flags, as in `parse_arguments`.
-        data (`type`): the dataclass of the flags of the data.
-        training (`type`): the dataclass of the training arguments.
-        embedded (`Mapping[str, str]`): flags of the embedded default run.
+        task (`str`): the task of the recipe, as in `parse_arguments`.
+        also (`Sequence[type]`): further dataclasses of flags.
     """
-    defaults = " ".join(f"--{flag} {value}" for flag, value in embedded.items())
+    model, data, scaling, training, *rewards = flag_groups(task)
+    defaults = " ".join(f"--{flag} {value}" for flag, value in EMBEDDED[task].items())
     sections = [_USAGE.format(script=sys.argv[0], embedded=textwrap.fill(defaults, _HELP_WIDTH))]
-    for group in (ModelArguments, data, ScalingArguments, *also):
+    for group in (model, data, scaling, *rewards, *also):
         sections += _section(_TITLES.get(group, group.__name__), group, fields(group))
     of_recipes = {
         name
@@ -217,7 +221,7 @@ def help_text(
 
 
 def _section(title: str, group: type, flags: Iterable[Field[Any]]) -> list[str]:
-    """The help of some flags of a dataclass, below a title."""
+    """Return the help of some flags of a dataclass, below a title."""
     types = get_type_hints(group)
     lines = [f"{title}:", ""]
     for flag in flags:
@@ -235,7 +239,7 @@ def _section(title: str, group: type, flags: Iterable[Field[Any]]) -> list[str]:
 
 
 def _value_name(kind: Any, flag: Field[Any]) -> str:
-    """What `--help` writes for the value of a flag of this type: its choices, or the kind of value."""
+    """Return what `--help` writes for the value of a flag of this type: its choices, or the kind of value."""
     kinds = [part for part in get_args(kind) or (kind,) if part is not type(None)]
     if any(isinstance(part, type) and issubclass(part, Enum) for part in kinds):
         return "{" + ",".join(str(choice.value) for choice in kinds[0]) + "}"

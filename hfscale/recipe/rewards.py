@@ -39,17 +39,13 @@ class RewardArguments:
                 "--reward_functions is missing: name at least one Python function, such as rewards.py:is_correct"
             )
 
+    def load_functions(self) -> list[RewardFunction]:
+        """Import the reward functions. The code of the files that the user names runs in this process.
 
-def load_reward_functions(args: RewardArguments) -> list[RewardFunction]:
-    """Import the reward functions. The code of the files that the user names runs in this process.
-
-    Args:
-        args (`RewardArguments`): the names of the functions.
-
-    Raises:
-        UsageError: a file or module cannot be imported, or has no such function.
-    """
-    return [_load(name) for name in args.reward_functions or ()]
+        Raises:
+            UsageError: a file or module cannot be imported, or has no such function.
+        """
+        return [_load(name) for name in self.reward_functions or ()]
 
 
 def _load(name: str) -> RewardFunction:

@@ -1,4 +1,4 @@
-"""Supports ranks that share a sequence: batches with positions, and two corrections for DeepSpeed's Ulysses."""
+"""Two corrections for DeepSpeed's Ulysses, where ranks share a sequence."""
 
 import copy
 import itertools
@@ -17,20 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
 
-def collate_with_positions(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Batch equally long sequences with their positions: a rank that holds a part of a sequence must know which part.
-
-    Args:
-        features (`list[dict]`): samples with `input_ids` and `labels` of one length.
-
-    Returns:
-        `dict[str, torch.Tensor]`: `input_ids`, `labels` and `position_ids`, each of shape (batch, sequence).
-    """
-    batch = {key: torch.tensor([feature[key] for feature in features]) for key in ("input_ids", "labels")}
-    rows, length = batch["input_ids"].shape
-    return batch | {"position_ids": torch.arange(length).expand(rows, -1).contiguous()}
-
-
 def fix_sequence_parallel(trainer: "Trainer") -> None:
     """Correct what transformers 5.23 with DeepSpeed 0.19 does wrong when ranks share sequences (`sp_size` above 1).
 
@@ -44,10 +30,6 @@ def fix_sequence_parallel(trainer: "Trainer") -> None:
     _fix_gradient(trainer)
     adapter = TrainerAdapter.of(trainer)
     adapter.before_each_training(lambda: adapter.wrap_ulysses_loader(SkippableUlyssesLoader))
-
-
-mend_sequence_parallel = fix_sequence_parallel
-"""The name of `fix_sequence_parallel` in recipes copied from an earlier version."""
 
 
 def _fix_gradient(trainer: "Trainer") -> None:

@@ -196,12 +196,7 @@ def _task(text: str) -> Task:
 
 
 def _flags(task: Task, values: Mapping[str, Any]) -> Namespace:
-    if task == "text":
-        return read_flags(values, also=[ParallelArguments])
-    from hfscale.recipe.arguments import SourceArguments
-    from hfscale.recipe.trl import DPOArguments, SFTArguments
-
-    return read_flags(values, data=SourceArguments, training=SFTArguments if task == "sft" else DPOArguments)
+    return read_flags(values, task=task, also=[ParallelArguments] if task == "text" else [])
 
 
 def _processes(launch: Namespace) -> int:

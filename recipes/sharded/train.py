@@ -12,92 +12,47 @@ accelerate_configs/. Relaunching the same command resumes from the newest verifi
 change it.
 """
 
-from transformers import EarlyStoppingCallback, Trainer, set_seed
-
 from hfscale import ParallelArguments
-from hfscale.checkpoint.loading import readable_checkpoint
-from hfscale.islands.flags import island_callbacks
-from hfscale.metrics.profiler import ProfilerCallback
-from hfscale.metrics.progress import use_compact_progress
-from hfscale.recipe.arguments import check_evaluation, sample_generation, scaling_callback
-from hfscale.recipe.compatibility import check_compatibility
-from hfscale.recipe.compression import compress_gradients
-from hfscale.recipe.data import load_packed_datasets
-from hfscale.recipe.entrypoint import check_output_dir, end_if_preempted, print_summary, run, save_final_model
-from hfscale.recipe.layout import check_model, finish_on_cpu, set_up_parallelism
-from hfscale.recipe.models import add_lora, cut_document_attention, load_config, load_model, load_tokenizer
-from hfscale.recipe.packing import RowCollator
-from hfscale.recipe.parsing import parse_arguments
-from hfscale.recipe.preparation import one_process_prepares
-from hfscale.recipe.resume import is_finished, keep_global_batch, resume_point
-from hfscale.recipe.sequence_parallel import collate_with_positions, fix_sequence_parallel
-from hfscale.trainer.strategy import check_launch
+from hfscale.recipe import (
+    RowCollator,
+    finish_run,
+    load_datasets,
+    load_model,
+    load_tokenizer,
+    one_process_prepares,
+    parse_arguments,
+    run,
+    start_run,
+    train,
+)
+from transformers import Trainer
 
 
 def main():
     model_args, data_args, scaling_args, training_args, parallel_args = parse_arguments(also=[ParallelArguments])
-    check_launch(training_args)
-    layout = set_up_parallelism(parallel_args, training_args)
-    check_compatibility(model_args, training_args, layout)
-    check_output_dir(training_args.output_dir)
-    islands = island_callbacks(scaling_args)
-    samples = sample_generation(data_args, layout)
-    checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
-    keep_global_batch(training_args, checkpoint, data_parallel_size=layout.data_parallel_size)
-    checkpoint = readable_checkpoint(training_args, checkpoint)
-    set_seed(training_args.seed)
+    start = start_run(model_args, data_args, scaling_args, training_args, parallel_args)
 
     # One process prepares the tokenizer and the data; the others read its cache.
     with one_process_prepares("the data"):
         tokenizer = load_tokenizer(model_args)
-        train_dataset, eval_dataset = load_packed_datasets(data_args, tokenizer, seed=training_args.seed)
-    patience = scaling_args.early_stopping_patience
-    check_evaluation(training_args, has_evaluation=eval_dataset is not None, patience=patience)
+        train_dataset, eval_dataset = load_datasets(data_args, training_args, tokenizer)
 
-    config = load_config(model_args, tokenizer, block_size=data_args.block_size)
-    check_model(layout, config, training_args, block_size=data_args.block_size)
-    model = load_model(model_args, config, training_args, layout=layout)
-    cut_document_attention(model, data_args, training_args, layout)
-    if model_args.use_peft:
-        model = add_lora(model, model_args, training_args)
-
-    scaling = scaling_callback(scaling_args, data_args)
+    model = load_model(model_args, training_args, tokenizer, data_args, layout=start.layout)
     trainer = Trainer(
         model=model,
         args=training_args,
-        # Ranks that share a sequence must know the positions of their part.
-        data_collator=collate_with_positions if layout.cp > 1 else RowCollator(tokenizer),
+        data_collator=RowCollator(tokenizer, add_positions=start.layout.cp > 1),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
-        callbacks=[
-            scaling,
-            *islands,
-            *samples,
-            ProfilerCallback(training_args.profile_steps or ()),
-            *([EarlyStoppingCallback(patience)] if patience else []),
-        ],
+        callbacks=start.callbacks,  # ScalingCallback, and those that flags ask for
     )
-    use_compact_progress(trainer)
-    finish_on_cpu(trainer)
-    fix_sequence_parallel(trainer)
-    compress_gradients(
-        trainer,
-        training_args.gradient_compression,
-        powersgd_rank=training_args.powersgd_rank,
-        topk_fraction=training_args.topk_fraction,
-        start_step=training_args.compression_start_step,
-    )
-
-    if is_finished(trainer, checkpoint):
+    metrics = train(trainer, start.checkpoint)
+    if metrics is None:  # an earlier launch has completed the run
         return
-    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-    end_if_preempted(scaling)
     if eval_dataset is not None:
         metrics |= trainer.evaluate()
-    save_final_model(trainer, merge_adapters=model_args.merge_adapters)
-    trainer.save_metrics("all", metrics, combined=False)
-    print_summary(trainer, scaling, metrics)
+    finish_run(trainer, metrics, merge_adapters=model_args.merge_adapters)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 from hfscale import ParallelArguments, ParallelTrainer, ScalingCallback
 from hfscale.parallel.weights import build_model
 from hfscale.recipe.document_attention import cut_attention
-from hfscale.recipe.entrypoint import save_final_model
+from hfscale.recipe.export import save_final_model
 from hfscale.recipe.layout import finish_on_cpu, set_up_parallelism
 from hfscale.recipe.packing import RowCollator, pack_rows
 

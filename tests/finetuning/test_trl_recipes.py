@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from hfscale.checkpoint.store import verify
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.errors import LayoutError, UsageError
+from hfscale.errors import LayoutError
 from hfscale.facts.layout import split_batch
+from hfscale.recipe.entrypoint import refused_by_trl
 
 pytestmark = pytest.mark.finetuning
 
@@ -288,13 +289,33 @@ def interrupted(whole, folder):
 
 
 def test_only_errors_that_libraries_raise_are_reported_as_mistakes_in_flags():
-    from hfscale.recipe.trl import errors_of_trl
+    from trl import SFTTrainer
 
-    with pytest.raises(UsageError, match="no-such-model"), errors_of_trl():
-        AutoConfig.for_model("no-such-model")
-    with pytest.raises(TypeError), errors_of_trl():  # in hfscale
-        split_batch("8", 2, 4)
-    with pytest.raises(TypeError), errors_of_trl():  # in the code that calls the constructor
-        int(None)
-    with pytest.raises(LayoutError), errors_of_trl():
+    class Argument:
+        """Calls a function where the constructor first reads an attribute of it."""
+
+        def __init__(self, function):
+            self.function = function
+
+        def __getattr__(self, name):
+            self.function()
+
+    def refusal(function):
+        """Return what becomes of the error that a function raises."""
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            function()
+        return refused_by_trl(caught.value)
+
+    def in_constructor(function):
+        return refusal(lambda: SFTTrainer("model", Argument(function), train_dataset=[{}]))
+
+    def raise_layout_error():
         raise LayoutError("2 processes")
+
+    def of_a_library():
+        AutoConfig.for_model("no-such-model")
+
+    assert "no-such-model" in str(in_constructor(of_a_library))
+    assert in_constructor(lambda: split_batch("8", 2, 4)) is None  # a TypeError in hfscale
+    assert in_constructor(raise_layout_error) is None
+    assert refusal(of_a_library) is None  # in the code that calls the constructor

@@ -25,12 +25,8 @@ from hfscale.planner.tasks import (
     kv_cache_bytes,
     reference_bytes,
 )
-from hfscale.recipe.arguments import SourceArguments
 from hfscale.recipe.parsing import parse_arguments
-from hfscale.recipe.rewards import RewardArguments
-from hfscale.recipe.trl import DPOArguments, GRPOArguments, SFTArguments
 
-TRAINING = {"sft": SFTArguments, "dpo": DPOArguments, "grpo": GRPOArguments}
 STRATEGIES = {
     "ddp": {"dp_replicate": 8, "zero": 0},
     "zero1": {"dp_replicate": 8, "zero": 1},
@@ -222,11 +218,8 @@ def test_the_emitted_files_hold_the_flags_of_the_task(tmp_path, task, method):
     lengths = {"max_completion_length": 512, "num_generations": 8} if task == "grpo" else {"max_length": 2048}
     assert lengths.items() <= flags.items()
     assert f"recipes/{task}/train.py" in files["train.py"].read_text(encoding="utf-8")
-    also = [RewardArguments] if task == "grpo" else []
-    rewards = ["--reward_functions", "hfscale.recipe.rewards:similarity_to_answer"] if also else []
-    *_, training = parse_arguments(
-        ["--config", str(files["recipe.yaml"]), *rewards], data=SourceArguments, training=TRAINING[task], also=also
-    )[:4]
+    rewards = ["--reward_functions", "hfscale.recipe.rewards:similarity_to_answer"] if task == "grpo" else []
+    training = parse_arguments(["--config", str(files["recipe.yaml"]), *rewards], task=task)[3]
     assert training.gradient_checkpointing == (run.activation_checkpointing != "none")
     if task == "grpo":
         assert training.steps_per_generation == run.micro_batches // run.generation_rounds

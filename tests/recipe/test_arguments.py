@@ -15,16 +15,15 @@ import torch
 from hfscale import ParallelArguments
 from hfscale.errors import CheckpointError, ConfigFileError, HfScaleError, UsageError
 from hfscale.recipe.arguments import (
-    DataArguments,
-    ModelArguments,
     RecipeTrainingArguments,
-    ScalingArguments,
     check_evaluation,
+    complete_early_stopping,
     errors_name_flag,
 )
-from hfscale.recipe.parsing import EMBEDDED_DEFAULTS, help_text, parse_arguments
+from hfscale.recipe.parsing import EMBEDDED, flag_groups, help_text, parse_arguments
 
-GROUPS = (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
+GROUPS = flag_groups()
+EMBEDDED_DEFAULTS = EMBEDDED["text"]
 ON_FILE = ("--train_file", "text.txt")
 
 
@@ -387,18 +386,19 @@ def test_errors_with_another_cause_are_not_changed() -> None:
 
 def test_evaluation_without_text_or_patience_without_evaluation() -> None:
     evaluating = parse_arguments(["--eval_strategy", "steps", "--eval_steps", "5"])[-1]
-    check_evaluation(evaluating, has_evaluation=True, patience=None)
+    check_evaluation(evaluating, has_evaluation=True)
     with pytest.raises(UsageError, match=r"--eval_strategy steps .*--validation_file"):
-        check_evaluation(evaluating, has_evaluation=False, patience=None)
+        check_evaluation(evaluating, has_evaluation=False)
     silent = parse_arguments([])[-1]
-    check_evaluation(silent, has_evaluation=False, patience=None)
+    check_evaluation(silent, has_evaluation=False)
+    complete_early_stopping(silent, None)
     with pytest.raises(UsageError, match=r"--early_stopping_patience .*--eval_strategy"):
-        check_evaluation(silent, has_evaluation=True, patience=2)
+        complete_early_stopping(silent, 2)
 
 
 def test_patience_compares_the_loss_by_default() -> None:
     arguments = parse_arguments(["--eval_strategy", "steps", "--eval_steps", "5"])[-1]
-    check_evaluation(arguments, has_evaluation=True, patience=2)
+    complete_early_stopping(arguments, 2)
     assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("loss", False)
 
 
@@ -413,7 +413,7 @@ def test_help_begins_with_the_config_file_and_its_precedence() -> None:
 
 
 def test_help_has_every_flag_once_with_ours_before_those_of_transformers() -> None:
-    text = help_text([ParallelArguments])
+    text = help_text(also=[ParallelArguments])
     shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
     known = [flag.name for group in (*GROUPS, ParallelArguments) for flag in fields(group) if flag.init]
     assert sorted(shown) == sorted([*known, "config"])
@@ -427,7 +427,7 @@ def test_help_has_every_flag_once_with_ours_before_those_of_transformers() -> No
 
 
 def test_help_shows_choices_and_defaults() -> None:
-    text = " ".join(help_text([ParallelArguments]).split())
+    text = " ".join(help_text(also=[ParallelArguments]).split())
     assert "--lora_r N Rank of the LoRA adapters. [16]" in text
     assert "--recompute {full,selective}" in text
     assert "--lr_scheduler_type {linear,cosine," in text

@@ -14,22 +14,20 @@ from conftest import REPOSITORY
 
 from hfscale import ParallelArguments
 from hfscale.errors import ConfigFileError, UsageError
-from hfscale.recipe.arguments import SourceArguments
-from hfscale.recipe.parsing import GROUPS, parse_arguments
-from hfscale.recipe.rewards import RewardArguments
-from hfscale.recipe.trl import DPOArguments, GRPOArguments, SFTArguments
+from hfscale.recipe.parsing import flag_groups, parse_arguments
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 A_RECIPE = REPOSITORY / "recipes" / "ddp" / "smollm2-135m-full.yaml"
 READMES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "recipes").rglob("README.md"))]
-TRL_GROUPS = {"sft": SFTArguments, "dpo": DPOArguments, "grpo": GRPOArguments}
-"""The training arguments of TRL's recipes, by folder."""
+TRL_TASKS = ("sft", "dpo", "grpo")
+"""The folders of TRL's recipes."""
 FLAGS = {
     "config",
     "help",
     *(
         flag.name
-        for group in (*GROUPS, ParallelArguments, *TRL_GROUPS.values(), RewardArguments)
+        for task in ("text", *TRL_TASKS)
+        for group in (*flag_groups(task), ParallelArguments)
         for flag in fields(group)
         if flag.init
     ),
@@ -121,11 +119,9 @@ def test_second_line_is_a_summary(recipe):
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_parses_and_is_flat(recipe):
     folder = recipe.parent.name
-    groups = {"also": [] if folder == "ddp" else [ParallelArguments]}
-    if folder in TRL_GROUPS:
-        also = [RewardArguments] if folder == "grpo" else []
-        groups = {"data": SourceArguments, "training": TRL_GROUPS[folder], "also": also}
-    model, data, _, training, *_ = parse_arguments(["--config", str(recipe)], **groups)
+    also = [ParallelArguments] if folder in ("sharded", "tp_pp") else []
+    task = folder if folder in TRL_TASKS else "text"
+    model, data, _, training, *_ = parse_arguments(["--config", str(recipe)], task=task, also=also)
     assert model.model_name_or_path or model.config_name
     assert data.dataset_name or data.train_file
     assert training.output_dir == f"runs/{recipe.stem}"

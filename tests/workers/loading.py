@@ -17,7 +17,7 @@ from hfscale import ParallelArguments
 from hfscale.recipe.arguments import ModelArguments
 from hfscale.recipe.entrypoint import run
 from hfscale.recipe.layout import set_up_parallelism
-from hfscale.recipe.models import load_model
+from hfscale.recipe.models import load_weights
 
 
 def peak_mib():
@@ -39,7 +39,7 @@ def main():
     set_up_parallelism(ParallelArguments(), args)
     imports_mib = peak_mib()
     config = AutoConfig.from_pretrained(sys.argv[1])
-    model = load_model(ModelArguments(model_name_or_path=sys.argv[1]), config, args)
+    model = load_weights(ModelArguments(model_name_or_path=sys.argv[1]), config, args)
     Trainer(model=model, args=args, train_dataset=RandomTokens(), callbacks=[StopAtBegin()]).train()
 
 
