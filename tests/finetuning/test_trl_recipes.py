@@ -12,12 +12,12 @@ import pytest
 import recipe_runs
 import torch
 from conftest import REPOSITORY
+from datasets import Dataset
 from forked_ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hfscale.checkpoint.store import verify
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.errors import LayoutError
 from hfscale.facts.layout import split_batch
 from hfscale.recipe.entrypoint import refused_by_trl
 
@@ -307,15 +307,13 @@ def test_only_errors_that_libraries_raise_are_reported_as_mistakes_in_flags():
         return refused_by_trl(caught.value)
 
     def in_constructor(function):
-        return refusal(lambda: SFTTrainer("model", Argument(function), train_dataset=[{}]))
-
-    def raise_layout_error():
-        raise LayoutError("2 processes")
+        return refusal(
+            lambda: SFTTrainer("model", Argument(function), train_dataset=Dataset.from_list([{"text": "a"}]))
+        )
 
     def of_a_library():
         AutoConfig.for_model("no-such-model")
 
     assert "no-such-model" in str(in_constructor(of_a_library))
     assert in_constructor(lambda: split_batch("8", 2, 4)) is None  # a TypeError in hfscale
-    assert in_constructor(raise_layout_error) is None
     assert refusal(of_a_library) is None  # in the code that calls the constructor
