@@ -452,8 +452,6 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
         super().__post_init__()
 
 
-from hfscale.core.flags import flag
-
 _aten = torch.ops.aten
 _MATMULS = (_aten.mm.default, _aten.addmm.default)
 _ATTENTION = (  # its computation grows with the square of the length, its output linearly

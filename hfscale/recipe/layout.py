@@ -18,7 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import require
-from hfscale.errors import LayoutError
+from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, Speaker, check_support
 from hfscale.parallel.arguments import ParallelArguments
