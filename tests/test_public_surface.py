@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -254,6 +255,33 @@ def test_wrong_usage_is_a_value_error_with_exit_code_2():
 def test_every_module_opens_with_what_it_is_for():
     for name, path in modules():
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{name} has no docstring"
+
+
+UNCHECKED_TYPES = {
+    "hfscale.checkpoint.*",
+    "hfscale.health.callback",
+    "hfscale.islands.*",
+    "hfscale.metrics.callback",
+    "hfscale.metrics.meters",
+    "hfscale.recipe.*",
+}
+"""What mypy does not check yet. Nothing may be added."""
+
+
+def test_mypy_checks_the_package_strictly_and_ignores_no_more_errors():
+    config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    assert config["files"] == ["hfscale"]
+    assert config["strict"]
+    ignored = {name for section in config["overrides"] if section.get("ignore_errors") for name in section["module"]}
+    assert ignored <= UNCHECKED_TYPES
+    assert not config.get("ignore_errors")
+    for name, path in modules():
+        assert "# mypy:" not in path.read_text(encoding="utf-8"), f"{name} has a configuration of its own"
+
+
+def test_each_type_error_that_is_ignored_has_its_code():
+    for name, path in modules():
+        assert not re.search(r"# type: ignore(?!\[[a-z-]+\])", path.read_text(encoding="utf-8")), name
 
 
 # It replaces a list of names by placeholders and rejects all others; tests/checkpoint/test_reshape.py attacks it.
