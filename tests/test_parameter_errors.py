@@ -20,7 +20,7 @@ from hfscale.core.flags import parameters_are_flags
 from hfscale.errors import ParameterError, UsageError
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.parallel.stages import StagePlan
-from hfscale.recipe.arguments import CALLBACK_FLAGS, sample_generation
+from hfscale.recipe.arguments import CALLBACK_FLAGS
 from hfscale.recipe.parsing import parse_arguments
 
 BAD_VALUES = [
@@ -100,15 +100,6 @@ def test_the_errors_of_a_schedule_name_the_fields_of_parallel_arguments():
 def test_an_error_of_a_recipe_names_the_flag(flag, value):
     with pytest.raises(UsageError, match=rf"^--{flag} is {value}"):
         parse_arguments([f"--{flag}", value], also=[ParallelArguments])
-
-
-def test_the_prompts_of_a_recipe_are_called_by_their_flag(tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Once\n")
-    _, data_args, *_ = parse_arguments(["--sample_prompts", str(prompts)])
-    data_args.sample_steps = 0
-    with pytest.raises(UsageError, match=r"^--sample_steps is 0: "):
-        sample_generation(data_args)
 
 
 @pytest.mark.parametrize(
