@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks.launched import REPOSITORY
-from hfscale.core.records import RECOVERY_PARTS
+from hfscale.core.recovery_times import RECOVERY_PARTS, shown_name
 from hfscale.core.run_files import JSONL_NAME
 from hfscale.core.run_memory import DEFAULT_ROOT, RunMemory
 
@@ -94,7 +94,7 @@ def _run(strategy: str, folder: Path, *, kills: int, standby: bool) -> tuple[lis
     recoveries = []
     for at, restart, event in zip(killed_at, restarts, recovered, strict=True):
         parts = {"detecting_s": restart["failed_at"] - at}
-        parts |= {name: event[name.removesuffix("_s").replace("_", " ")] for name in RECOVERY_PARTS}
+        parts |= {name: event[shown_name(name)] for name in RECOVERY_PARTS}
         recoveries.append({**parts, "total_s": sum(parts.values()), "steps_lost": event["steps_lost"]})
     records = [json.loads(line) for line in (output_dir / JSONL_NAME).read_text().splitlines()]
     return recoveries, {record["step"]: record["loss"] for record in records if "loss" in record}

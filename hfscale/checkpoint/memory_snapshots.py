@@ -23,9 +23,10 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.host_memory import available_bytes
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import RankLink, connect
-from hfscale.core.records import RECOVERY_PARTS, WRITING, append_record
+from hfscale.core.records import WRITING, append_record
+from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.core.run_files import TIMELINE_NAME
-from hfscale.core.run_memory import INTERVAL_VARIABLE, LAUNCHED_VARIABLE, NODES_VARIABLE, PARTS, replicated_step
+from hfscale.core.run_memory import INTERVAL_VARIABLE, NODES_VARIABLE, PARTS, replicated_step
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.trainer.adapter import TrainerAdapter
 
@@ -80,7 +81,6 @@ class MemorySnapshots(ResetOnCopy):
         self._taken = 0
         self._stall_s = 0.0
         self._started_from = 0
-        self._began_at = 0.0
         self._step_began_at = 0.0
         self._was_writing = False
         self._idle_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)  # of steps without a save
@@ -113,8 +113,7 @@ class MemorySnapshots(ResetOnCopy):
             return
         self._samples = record_samples(adapter, train_dataloader)
         self._started_from = state.global_step
-        self._began_at = time.time()
-        self._link.say("training", step=state.global_step)
+        self._link.training(state.global_step)
         self._folder = self._link.memory.snapshots(run_dir)
         while self._link.ended_trainings:  # of this process, with another output directory
             shutil.rmtree(self._link.ended_trainings.pop(), ignore_errors=True)
@@ -183,26 +182,19 @@ class MemorySnapshots(ResetOnCopy):
         if state.global_step == self._started_from + 1:
             if _leads_node():
                 self._link.memory.write_imports()
-            self._link.say("stepped", step=state.global_step)
-            self._report_recovery(state, output_dir)
+            recovery = self._link.stepped(state.global_step)
+            if recovery is not None and state.is_world_process_zero:
+                self._report_recovery(recovery, state.global_step, output_dir)
 
-    def _report_recovery(self, state: TrainerState, output_dir: Path) -> None:
-        assert self._link is not None
-        failure = self._link.memory.read_failure()
-        if failure is None or not state.is_world_process_zero:
-            return
-        launched_at = float(os.environ.get(LAUNCHED_VARIABLE, failure["ended_at"]))
-        times = [failure["failed_at"], failure["ended_at"], launched_at, self._link.connected_at, self._began_at]
-        parts = {n: b - a for n, a, b in zip(RECOVERY_PARTS, times, [*times[1:], time.time()], strict=True)}
-        lost = max(failure["completed_step"] - self._started_from, 0)
+    def _report_recovery(self, recovery: dict[str, Any], step: int, output_dir: Path) -> None:
         self._recovery = {
-            "recovery/steps_lost": float(lost),
-            **{f"recovery/{name}": seconds for name, seconds in parts.items()},
-            "recovery/total_s": sum(parts.values()),
+            "recovery/steps_lost": float(recovery["steps_lost"]),
+            **{f"recovery/{part}": recovery[part] for part in RECOVERY_PARTS},
+            "recovery/total_s": sum(recovery[part] for part in RECOVERY_PARTS),
         }
-        event = {"event": "recovery", "time": time.time(), "step": state.global_step, "steps_lost": lost, **parts}
+        event = {"event": "recovery", "time": time.time(), "step": step, **recovery}
         with best_effort(WRITING, output_dir):
-            append_record(output_dir / TIMELINE_NAME, {**event, "rank": failure["rank"], "reason": failure["reason"]})
+            append_record(output_dir / TIMELINE_NAME, event)
 
     def keys(self) -> dict[str, float]:
         """Return the metric keys of the recovery that led to this training, once."""

@@ -4,7 +4,7 @@
 |---|---|---|
 | `hello` | `rank`, `pid` | the rank's process has imported what it needs |
 | `training` | `step` | `train` begins or resumes after this step |
-| `stepped` | `step` | the first step since then is complete |
+| `stepped` | `step`, `recovery` | the first step since then is complete; `recovery` is that of `RankLink.stepped` |
 | `snapshot` | `folder`, `step` | this node's part of a snapshot is committed; only on several nodes |
 | `trained` | | `train` is about to return |
 | `ending` | `code`, `final`, `reason`, `hosts` | the process ends: `final`: a restart cannot help; 75: preempted |
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.core.logging import get_logger
-from hfscale.core.run_memory import RunMemory
+from hfscale.core.recovery_times import RecoveryTimes
+from hfscale.core.run_memory import LAUNCHED_VARIABLE, RunMemory
 from hfscale.errors import HealthError, HfScaleError
 
 logger = get_logger(__name__)
@@ -49,8 +50,10 @@ class RankLink:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(str(memory.socket))
         self._pid = os.getpid()
-        self.connected_at = time.time()
-        """Unix time at which this process had imported what it needs."""
+        self._connected_at = time.time()
+        self._began_at = 0.0
+        self._began_after = 0
+        self._has_stepped = False
         self.ended_trainings: list[Path] = []
         """Folders in the memory of the trainings of this process that have ended; the next one frees them."""
         self._has_ended = False
@@ -68,6 +71,47 @@ class RankLink:
             self._socket.sendall(json.dumps({"event": event, **fields}).encode())
         except OSError as error:
             logger.debug("the supervisor is gone: %s", error)
+
+    def training(self, step: int) -> None:
+        """Say that `train` begins or resumes.
+
+        Args:
+            step (`int`): the optimizer step after which it does.
+        """
+        self._began_at = time.time()
+        self._began_after = step
+        self.say("training", step=step)
+
+    def stepped(self, step: int) -> dict[str, Any] | None:
+        """Say that the first step of a training is complete.
+
+        Args:
+            step (`int`): the optimizer step.
+
+        Returns:
+            `dict[str, Any]` or `None`: the recovery that ended with this step: `steps_lost`, the seconds of each of
+            `RECOVERY_PARTS`, and the `rank` and the `reason` of the failure. None if no failure led to this launch, or
+            if an earlier training of this process has reported it.
+        """
+        recovery = None if self._has_stepped else self._recovery()
+        self._has_stepped = True
+        self.say("stepped", step=step, recovery=recovery)
+        return recovery
+
+    def _recovery(self) -> dict[str, Any] | None:
+        failure = self.memory.read_failure()
+        if failure is None:
+            return None
+        times = RecoveryTimes(
+            failed_at=failure["failed_at"],
+            ended_at=failure["ended_at"],
+            launched_at=float(os.environ.get(LAUNCHED_VARIABLE, failure["ended_at"])),
+            connected_at=self._connected_at,
+            began_at=self._began_at,
+            stepped_at=time.time(),
+        )
+        lost = max(failure["completed_step"] - self._began_after, 0)
+        return {"steps_lost": lost, **times.parts(), "rank": failure["rank"], "reason": failure["reason"]}
 
     def ending(self, code: int, *, final: bool = False, reason: str = "", hosts: Sequence[str] = ()) -> None:
         """Say that this process is about to end, and why; only the first call of a process has an effect.

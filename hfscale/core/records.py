@@ -25,8 +25,6 @@ RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
 METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/", "recovery/", "islands/")
 """The metric keys of hfscale's callbacks begin with one of these."""
-RECOVERY_PARTS = ("ending_s", "waiting_s", "starting_s", "loading_s", "first_step_s")
-"""Parts of the time from a failure to the next completed step, in seconds, in their order (docs/recovery.md)."""
 WRITING = "writing measurements"
 """Name of this work in warnings and in the report."""
 

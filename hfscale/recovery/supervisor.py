@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from hfscale.core.rank_link import PREEMPTED
+from hfscale.core.recovery_times import RECOVERY_PARTS, shown_name
 from hfscale.core.run_memory import (
     FOLDER_VARIABLE,
     INTERVAL_VARIABLE,
@@ -76,7 +77,6 @@ class _Launch:
     """One launch of the command, while it runs."""
 
     process: subprocess.Popen[bytes]
-    started_at: float
     ranks: dict[int, int] = field(default_factory=dict)  # pid: rank
     watched: set[int] = field(default_factory=set)  # pids whose end is waited for
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank: its message
@@ -84,8 +84,6 @@ class _Launch:
     first_dead: int | None = None  # rank that ended without saying why, or with an error
     failed_at: float | None = None
     is_stopped: bool = False  # because another node has failed
-    marks: dict[str, float] = field(default_factory=dict)  # event: time at which the last rank said it
-    resumed_step: int | None = None
     is_standby: bool = False  # its launcher has waited for it (`hfscale.recovery.standby`)
     has_stepped: bool = False
 
@@ -240,7 +238,7 @@ class Supervisor:
         is_standby = process is not None
         if process is None:
             process = self._start_command(self._environ(start))
-        launch = self._launch = _Launch(process, started_at=time.time(), is_standby=is_standby)
+        launch = self._launch = _Launch(process, is_standby=is_standby)
         self._watch_process(launch, process.pid, lambda _: None)
         if self._group is not None and self._group.connection is not None:
             self._selector.register(self._group.connection, selectors.EVENT_READ, self._told)
@@ -317,7 +315,6 @@ class Supervisor:
 
     def _take(self, launch: _Launch, pid: int, message: dict[str, Any]) -> None:
         event = message["event"]
-        launch.marks[event] = time.time()
         if event == "hello":
             launch.ranks[pid] = int(message["rank"])
             if self._signalled == signal.SIGUSR1 and not is_wrapped(self._settings.command):
@@ -330,10 +327,10 @@ class Supervisor:
             launch.trained.add(launch.ranks.get(pid, -1))
         elif event == "training":
             launch.trained.clear()
-            launch.resumed_step = int(message["step"])
         elif event == "stepped":
+            if message["recovery"] is not None and not launch.has_stepped:
+                self._report_recovery(message["recovery"])
             launch.has_stepped = True
-            self._report_recovery(launch)
             if self._standby is not None:
                 self._standby.start(self._environ(None))
         elif event == "snapshot" and self._group is not None:
@@ -422,22 +419,12 @@ class Supervisor:
             samples=samples,
         )
 
-    def _report_recovery(self, launch: _Launch) -> None:
-        failure = self._memory.read_failure()
-        if failure is None or "recovered" in launch.marks:
-            return
-        now = launch.marks["recovered"] = time.time()
-        marks = launch.marks
-        parts = {
-            "ending": failure["ended_at"] - failure["failed_at"],
-            "waiting": launch.started_at - failure["ended_at"],
-            "starting": marks.get("hello", launch.started_at) - launch.started_at,
-            "loading": marks.get("training", now) - marks.get("hello", now),
-            "first step": now - marks.get("training", now),
-        }
-        lost = max(failure["completed_step"] - (launch.resumed_step or 0), 0)
+    def _report_recovery(self, recovery: dict[str, Any]) -> None:
+        """Report a recovery, which a rank has measured (`RankLink.stepped`)."""
+        parts = {shown_name(part): recovery[part] for part in RECOVERY_PARTS}
+        total = sum(parts.values())
+        lost = recovery["steps_lost"]
         shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
-        total = now - failure["failed_at"]
         self._say(
             "recovered", f"recovered in {total:.1f} s ({shown}); {lost} steps lost", parts | {"steps_lost": lost}
         )

@@ -1,5 +1,6 @@
 """Snapshots in host memory under `hfscale run`: the newest is resumed from; they neither end nor change a run."""
 
+import json
 import socket
 import threading
 import time
@@ -15,6 +16,8 @@ from hfscale.checkpoint import memory_snapshots
 from hfscale.checkpoint.memory_snapshots import MAX_COST, MemorySnapshots
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.core import rank_link
+from hfscale.core.records import read_events
+from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.core.run_memory import FOLDER_VARIABLE, INTERVAL_VARIABLE, RunMemory
 from hfscale.errors import UsageError
 from hfscale.recovery.replicas import keep_only
@@ -264,6 +267,26 @@ def test_the_supervisor_hears_of_the_training(memory, tmp_path):
     events = [text.split('"')[3] for text in memory.messages]
     assert events == ["hello", "training", "stepped", "trained"]
     assert memory.furthest() == (2, 2)
+
+
+def test_the_timeline_and_the_first_log_have_the_recovery_that_the_supervisor_hears_of(memory, tmp_path):
+    now = time.time()
+    failed = {"failed_at": now - 3.0, "ended_at": now - 2.0, "completed_step": 4, "rank": 1, "reason": "a bad day"}
+    memory.write_failure(failed)
+    run = trainer(tmp_path / "out", max_steps=4, logging_steps=2)
+    run.train()
+    until = time.monotonic() + 60
+    while not any('"stepped"' in text for text in memory.messages) and time.monotonic() < until:
+        time.sleep(0.01)  # another thread reads them
+    (recovery,) = [json.loads(text)["recovery"] for text in memory.messages if '"stepped"' in text]
+    (event,) = [event for event in read_events(tmp_path / "out") if event["event"] == "recovery"]
+    assert {name: event[name] for name in event if name not in ("event", "time", "step")} == recovery
+    assert (event["step"], event["steps_lost"], event["rank"], event["reason"]) == (1, 4, 1, "a bad day")
+    (keys,) = [log for log in run.state.log_history if "recovery/total_s" in log]
+    assert keys["step"] == 2
+    assert {part: keys[f"recovery/{part}"] for part in RECOVERY_PARTS} == {p: recovery[p] for p in RECOVERY_PARTS}
+    assert keys["recovery/total_s"] == pytest.approx(sum(recovery[part] for part in RECOVERY_PARTS))
+    assert keys["recovery/steps_lost"] == 4
 
 
 @pytest.mark.parametrize(("cost_s", "write_s", "steps"), [(0.001, 0.1, 1), (0.01, 0.1, 10), (0.001, 7.3, 73)])

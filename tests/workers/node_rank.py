@@ -28,7 +28,7 @@ if found:
 with (folder / "launches").open("a") as file:
     launch = {"rank": rank, "nodes": nodes, "from": start, "files": read, "pid": os.getpid(), "parent": os.getppid()}
     file.write(json.dumps(launch | {"memory": str(link.memory.folder)}) + "\n")
-link.say("training", step=start)
+link.training(start)
 own = link.memory.snapshots(output_dir)
 (own / PARTS).mkdir(parents=True, exist_ok=True)
 for step in range(start + 1, last + 1):
@@ -42,7 +42,7 @@ for step in range(start + 1, last + 1):
     commit(part, step=step, strategy="ddp", world_size=nodes, global_batch_size=8)
     link.progress.write(step, step)
     if step == start + 1:
-        link.say("stepped", step=step)
+        link.stepped(step)
     link.say("snapshot", folder=own.name, step=step)
     while replicated_step(own) != step:
         time.sleep(0.01)

@@ -20,7 +20,7 @@ from hfscale.core.rank_link import connect
 folder, how = Path(sys.argv[1]), sys.argv[2]
 restarts, rank = int(os.environ["HFSCALE_RUN_RESTARTS"]), int(os.environ["RANK"])
 link = connect()
-link.say("training", step=restarts)
+link.training(restarts)
 link.progress.write(restarts + 1, restarts)
 threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
 signals = [number.name for number in signal.valid_signals() if callable(signal.getsignal(number))]
@@ -41,7 +41,7 @@ if restarts == 0:
     if os.environ["LOCAL_RANK"] == "0":
         import_module("torch.distributed.run")  # the standby process imports it too
         link.memory.write_imports()
-        link.say("stepped", step=1)
+        link.stepped(1)
         launcher = psutil.Process().parent()
         while how != "none" and not any(
             "hfscale.recovery.standby" in child.cmdline() for child in launcher.parent().children()
@@ -55,7 +55,7 @@ if restarts == 0:
     signal.pause()
 if how == "early" and restarts == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-link.say("stepped", step=restarts + 1)
+link.stepped(restarts + 1)
 atexit.register(lambda: (folder / f"atexit-{rank}").touch())
 threading.Thread(target=lambda: (time.sleep(0.2), (folder / f"thread-{rank}").touch())).start()
 if how == "usage":

@@ -26,7 +26,7 @@ if child is not None:
     os.waitpid(child, 0)
     supervisor.resume()
 link = connect()
-link.say("training", step=restarts)
+link.training(restarts)
 step = 5 if how == "same-step" else restarts + 1
 link.progress.write(step, step - 1)
 if how == "same-step":
@@ -57,4 +57,4 @@ if restarts < 2 or how == "same-step":
     if how == "raise":
         raise RuntimeError("bad\nluck")
     os.kill(os.getpid(), signal.SIGKILL)
-link.say("stepped", step=step)
+link.stepped(step)

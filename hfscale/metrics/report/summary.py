@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfscale.core.findings import Finding
-from hfscale.core.records import RECOVERY_PARTS
+from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.metrics.goodput import DOWN, LOST, START_UP, USEFUL_PHASE
 from hfscale.metrics.report.formatting import count, duration, percent, usd
 from hfscale.metrics.report.run_data import Run
