@@ -21,8 +21,9 @@ from typing import Any
 import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 
+from hfscale.core import rank_store
 from hfscale.core.rank_store import RankStore
-from hfscale.health import hang, preflight, rank_store
+from hfscale.health import hang, preflight
 
 NETWORK_S = 100e-6
 """Time of a request to the store, and of its answer, between two nodes: TCP over Ethernet takes 20 to 100 us."""
