@@ -38,7 +38,6 @@ from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.core import distributed
 from hfscale.core.activity import activity
 from hfscale.core.best_effort import best_effort
-from hfscale.core.build_locks import remove_abandoned_locks
 from hfscale.core.clocks import StepPace
 from hfscale.core.collectives import START, TRAINING, StepAgreement
 from hfscale.core.exchanges import OneProcess
@@ -178,8 +177,6 @@ class SpotCheckpointCallback(AdapterCallback):
         _refuse_jit_checkpoint(args)
         connect()  # to the supervisor, if there is one
         finish_renames(Path(args.output_dir))  # so that plain `resume_from_checkpoint=True` finds them too
-        if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for them before training begins
-            remove_abandoned_locks(os.environ)
         if self.remote is not None and not _is_from_scratch(args):
             self.remote.fetch(Path(args.output_dir))
 

@@ -51,8 +51,23 @@ def abandoned_locks(environ: Mapping[str, str]) -> list[Path]:
     return [path for path in _locks(environ) if _is_abandoned(path)]
 
 
+def remove_locks_before_deepspeed(environ: Mapping[str, str] = os.environ) -> None:
+    """Remove abandoned locks if the run uses DeepSpeed, on the first process of each machine.
+
+    It must be called before DeepSpeed loads an extension. On a CPU that is as soon as the process group exists, so the
+    entry point of the recipes calls it first of all. Where there is no recipe, it is called when the first callback
+    meets its Trainer, which is before the optimizer of DeepSpeed is made.
+
+    Args:
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher or Accelerate has left that
+            DeepSpeed is used.
+    """
+    if environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and environ.get("LOCAL_RANK", "0") == "0":
+        remove_abandoned_locks(environ)
+
+
 def remove_abandoned_locks(environ: Mapping[str, str]) -> None:
-    """Delete abandoned locks. Call it on one process of each machine, before an extension is loaded.
+    """Delete abandoned locks.
 
     Args:
         environ (`Mapping[str, str]`): the environment variables, which say where extensions are built.

@@ -19,7 +19,6 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from hfscale.checkpoint.resume import newest_resumable
 from hfscale.checkpoint.store import archive
 from hfscale.core import distributed
-from hfscale.core.build_locks import remove_abandoned_locks
 from hfscale.core.collectives import TRAINING
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.findings import Finding, blamed_hosts, join_errors
@@ -118,8 +117,6 @@ class CommHealthCallback(AdapterCallback):
     ) -> None:
         super().on_init_end(args, state, control, **kwargs)
         check_launch(args)
-        if args.deepspeed and args.local_process_index == 0:  # DeepSpeed would wait for one before training begins
-            remove_abandoned_locks(os.environ)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

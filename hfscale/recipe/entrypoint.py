@@ -16,7 +16,7 @@ import transformers
 from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.checkpoint.preemption import PeerWatch, Preempted, end_workers, siblings, watch_signals
 from hfscale.core import distributed
-from hfscale.core.build_locks import remove_abandoned_locks
+from hfscale.core.build_locks import remove_locks_before_deepspeed
 from hfscale.core.disk_errors import storage_error
 from hfscale.core.flags import parameters_are_flags
 from hfscale.core.logging import is_main_process
@@ -55,8 +55,7 @@ def run(main: Callable[[], None]) -> None:
     watch = watch_signals(whole_process=True)
     if others := siblings():
         PeerWatch(others).start()  # until training begins
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and os.environ.get("LOCAL_RANK", "0") == "0":
-        remove_abandoned_locks(os.environ)  # on a CPU DeepSpeed loads an extension as soon as the process group exists
+    remove_locks_before_deepspeed()
     preempted = None
     transformers.utils.logging.disable_progress_bar()  # one bar per saved file would interrupt the training's own bar
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfscale.core.build_locks import remove_locks_before_deepspeed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.core.versions import has_epoch_methods
@@ -66,6 +67,7 @@ class TrainerAdapter:
         for name in ("push_to_hub", "_push_from_checkpoint"):
             push = without_working_files(trainer, getattr(trainer, name))
             self._replace(trainer, name, push, undo=self._undo_lasting)
+        remove_locks_before_deepspeed()
 
     @classmethod
     def of(cls, trainer: Trainer) -> "TrainerAdapter":

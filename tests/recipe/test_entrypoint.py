@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from conftest import EXTENSIONS, REPOSITORY, accelerate_launch
 from tiny import tiny_trainer
 
 from hfscale import ScalingCallback
@@ -267,20 +265,6 @@ def test_exit_codes_and_lines(python: Callable[..., Any]) -> None:
         assert said[name].rstrip().endswith(last)
         assert "hfscale: error" not in said[name]
     assert said["fine"] == said["exit"] == ""
-
-
-@pytest.mark.world(2)
-def test_the_lock_of_a_killed_launch_does_not_block_the_next(tmp_path: Path) -> None:
-    """On a CPU DeepSpeed loads an extension before the Trainer exists, and torch silently waits for its lock."""
-    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
-    shutil.copytree(EXTENSIONS / lock.parent.name, lock.parent)
-    lock.touch()
-    (tmp_path / "ds_configs").symlink_to(REPOSITORY / "ds_configs")
-    worker, config = REPOSITORY / "tests" / "workers" / "saving.py", REPOSITORY / "accelerate_configs" / "zero1.yaml"
-    done = accelerate_launch(tmp_path, config, 2, worker, "1", TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
-    assert done.code == 0, done.err[-4000:]
-    (line,) = done.lines("hfscale: removed")
-    assert line.startswith(f"hfscale: removed {lock}: ")
 
 
 @pytest.mark.parametrize(
