@@ -225,6 +225,6 @@ def _row(row: dict[str, Any], where: str) -> Accelerator:
         else:
             is_valid = is_number(value) and value > 0
         if not is_valid:
-            kind = "text" if key in _TEXTS else "a list of texts" if key in _LISTS else "a number above 0"
-            raise ConfigFileError(f"{where}: {key} is {value!r}: it must be {kind}")
+            kinds = dict.fromkeys(_TEXTS, "text") | dict.fromkeys(_LISTS, "a list of texts")
+            raise ConfigFileError(f"{where}: {key} is {value!r}: it must be {kinds.get(key, 'a number above 0')}")
     return Accelerator(**row)

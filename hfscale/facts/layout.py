@@ -54,11 +54,16 @@ class ParallelLayout:
         return " x ".join(f"{axis.name}={getattr(self, axis.name)}" for axis in fields(self))
 
     @property
-    def words(self) -> str:
-        """The axes of more than one rank in words, such as `replicate 2 shard 8`; `one GPU` if there are none."""
+    def summary(self) -> str:
+        """The axes of more than one rank, such as `replicate 2 shard 8`; `one GPU` if there are none."""
         names = {"dp_replicate": "replicate", "dp_shard": "shard", "cp": "cp", "tp": "tp", "pp": "pp"}
         sizes = {name: getattr(self, axis) for axis, name in names.items()}
         return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+
+    @property
+    def words(self) -> str:
+        """The earlier name of `summary`."""
+        return self.summary
 
     def check_world_size(self, world_size: int) -> None:
         """Check that the layout uses exactly the processes that were started.
@@ -84,7 +89,7 @@ def split_batch(global_batch_size: int, ranks: int, per_device: int) -> tuple[in
 
     Args:
         global_batch_size (`int`): sequences per optimizer step.
-        ranks (`int`): Data-parallel ranks.
+        ranks (`int`): data-parallel ranks.
         per_device (`int`): the largest per-device batch, in sequences.
 
     Returns:

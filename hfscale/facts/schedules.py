@@ -74,7 +74,7 @@ def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: in
         schedule (`str`): a name in `SCHEDULES`.
         pp (`int`): pipeline ranks.
         stages_per_rank (`int`): stages that each rank holds.
-        micro_batches (`int`): Micro-batches per optimizer step.
+        micro_batches (`int`): micro-batches per optimizer step.
         rank (`int`): the pipeline rank, from 0.
     """
     if pp == 1:
@@ -118,7 +118,7 @@ def bubble_fraction(schedule: str, *, pp: int, stages_per_rank: int, micro_batch
         schedule (`str`): a name in `SCHEDULES`.
         pp (`int`): pipeline ranks.
         stages_per_rank (`int`): stages that each rank holds.
-        micro_batches (`int`): Micro-batches per optimizer step.
+        micro_batches (`int`): micro-batches per optimizer step.
     """
     relative = idle_relative_to_1f1b(
         schedule, stages_per_rank=stages_per_rank, forward=1.0, input_gradients=1.0, weight_gradients=1.0
@@ -134,7 +134,7 @@ def supports(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int
         schedule (`str`): a name in `SCHEDULES`.
         pp (`int`): pipeline ranks.
         stages_per_rank (`int`): stages that each rank holds.
-        micro_batches (`int`): Micro-batches per optimizer step.
+        micro_batches (`int`): micro-batches per optimizer step.
     """
     if pp == 1:
         return True
@@ -232,7 +232,7 @@ def one_f_one_b(pp: int, micro_batches: int, *, forward: float = 1.0, backward: 
 
     Args:
         pp (`int`): pipeline ranks, each with one stage.
-        micro_batches (`int`): Micro-batches per optimizer step.
+        micro_batches (`int`): micro-batches per optimizer step.
         forward, backward (`float`): duration of a pass on one rank, in any unit.
 
     Returns:

@@ -186,7 +186,7 @@ def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
     if slower > 0.1:
         return None
     return Advice(
-        text=f"{other.job.layout.words} with ZeRO stage {other.job.zero} is simpler and only {slower:.0%} slower, "
+        text=f"{other.job.layout.summary} with ZeRO stage {other.job.zero} is simpler and only {slower:.0%} slower, "
         "which is about the error of the estimate.",
         source="benchmarks/results/planner_fit.json",
     )

@@ -150,7 +150,12 @@ def _print_estimate(result: Estimate) -> None:
     time = result.time
     print(f"{job.shape.model_type} {job.shape.total_parameters / 1e9:.2f}B on {job.layout.world_size} {job.gpu.name}")
     print(f"  {job.layout}, ZeRO stage {job.zero}, micro-batch {job.micro_batch} x {job.micro_batches} per step")
-    verdict = "fits" if result.fits else "does NOT fit" if result.fits_word == "no" else "may not fit"
+    if result.fits:
+        verdict = "fits"
+    elif result.fits_word == "no":
+        verdict = "does NOT fit"
+    else:
+        verdict = "may not fit"
     low, high = result.memory_range
     print(
         f"memory {memory.total:.1f} GiB ({low:.1f} to {high:.1f}) of {job.gpu.memory_gib:g}: {verdict} "

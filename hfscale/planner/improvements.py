@@ -56,7 +56,7 @@ def _described(change: str, found: Estimate, best: Estimate | None, *, changes_r
     job = found.job
     offload = f", {job.offload} offload" if job.offload != "none" else ""
     batch = f"micro-batch {job.micro_batch}"
-    run = f"{strategy_of(job)}{offload}, {job.layout.words}, {batch}, {job.activation_checkpointing}"
+    run = f"{strategy_of(job)}{offload}, {job.layout.summary}, {batch}, {job.activation_checkpointing}"
     return Improvement(
         change=change,
         run=run,

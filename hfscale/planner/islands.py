@@ -116,9 +116,11 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
     Raises:
         UsageError: there are more fragments than layers.
     """
-    job, step_s = estimate.job, estimate.time.total
+    job = estimate.job
+    step_s = estimate.time.total
     trained = int(trained_parameters(job))
-    count, link = islands.count, islands.link_bytes_s
+    count = islands.count
+    link = islands.link_bytes_s
     payloads = [islands.compression.bytes_of(values) for values in _fragments(job, trained, islands.fragments)]
     # The islands upload at the same time; then island 0 sends to each of the others what it does not have.
     rounds_s = [payload * (1 + (count - 1) ** 2) / link for payload in payloads]
@@ -138,7 +140,9 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
     fsdp2_s = step_s + exposed_s(gathered / link, estimate.time.compute, overlap)
 
     one_island = job.tokens_per_step / step_s
-    diloco, ddp, fsdp2 = islands.steps * all_tokens / period_s, all_tokens / ddp_s, all_tokens / fsdp2_s
+    diloco = islands.steps * all_tokens / period_s
+    ddp = all_tokens / ddp_s
+    fsdp2 = all_tokens / fsdp2_s
     others = {"one island alone": one_island, "DDP or HSDP over the link": ddp, "FSDP2 over the link": fsdp2}
     best = max(others, key=lambda name: others[name])
     pays = diloco > GAIN * others[best]

@@ -95,7 +95,12 @@ def local_parameters(job: Job) -> float:
         head = shape.vocab * shape.embedding_width if shape.tied else shape.head_parameters
         if job.is_v_shaped:
             head += shape.embedding_parameters
-        on_first = job.rank_layers[0] if job.rank_layers else last if first != last else first
+        if job.rank_layers:
+            on_first = job.rank_layers[0]
+        elif first != last:
+            on_first = last
+        else:
+            on_first = first
         parameters = max(
             on_first * per_layer + shape.embedding_parameters,
             last * per_layer + head,

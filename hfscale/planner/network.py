@@ -99,9 +99,11 @@ class Network:
         card = network_gb_s or datasheet_network_gb_s(gpu, node_size)
         # A measured bandwidth (`hfscale plan --calibrate`) is reached in full, a datasheet's only in part.
         if gpu.achieved_link_gb_s:
-            link, shared = gpu.achieved_link_gb_s, replace(shared, link_rate=1.0)
+            link = gpu.achieved_link_gb_s
+            shared = replace(shared, link_rate=1.0)
         if gpu.achieved_network_gb_s and network_gb_s is None:
-            card, shared = gpu.achieved_network_gb_s, replace(shared, network_rate=1.0)
+            card = gpu.achieved_network_gb_s
+            shared = replace(shared, network_rate=1.0)
         if gpu.hop_us:
             shared = replace(shared, hop_s=gpu.hop_us / 1e6)
         if gpu.network_hop_us:

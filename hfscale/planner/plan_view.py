@@ -117,7 +117,7 @@ def _list(console: Console, title: str, lines: Sequence[str]) -> None:
 
 def _layout(choice: Choice) -> str:
     job = choice.estimate.job
-    text = job.layout.words
+    text = job.layout.summary
     if job.expert_parallel > 1:  # a part of the data-parallel ranks, not an axis of its own
         text += f" ep {job.expert_parallel}"
     return f"{text} overlapped" if job.overlapped_experts else text
@@ -235,15 +235,15 @@ def _improvements(plan: Plan) -> Table:
 
 
 def _parts(
-    title: str, rows: Sequence[Mapping[str, float]], form: str, words: Mapping[str, Sequence[str]] | None = None
+    title: str, rows: Sequence[Mapping[str, float]], form: str, texts: Mapping[str, Sequence[str]] | None = None
 ) -> Table:
-    """Return a table with a row for each choice, a column for each part, and columns of words."""
+    """Return a table with a row for each choice, a column for each part, and columns of text."""
     columns = ("#", *rows[0])
-    words = words or {}
-    table = make_table(*columns, *words, right=columns, title=title)
+    texts = texts or {}
+    table = make_table(*columns, *texts, right=columns, title=title)
     for number, row in enumerate(rows, 1):
         shown = (form.format(value) for value in row.values())
-        table.add_row(str(number), *shown, *(column[number - 1] for column in words.values()))
+        table.add_row(str(number), *shown, *(column[number - 1] for column in texts.values()))
     return table
 
 
@@ -269,6 +269,6 @@ def _costs(choice: Choice) -> Table:
 def _reasons(plan: Plan) -> list[str]:
     """Return each reason once, in ascending order of the memory that the layout needs."""
     rows = sorted(plan.rejected, key=lambda row: row.needed_gib or 0.0)
-    lines = list(dict.fromkeys(f"{row.layout.words}: {row.reason}" for row in rows))
+    lines = list(dict.fromkeys(f"{row.layout.summary}: {row.reason}" for row in rows))
     rest = len(lines) - REJECTED_SHOWN
     return lines[:REJECTED_SHOWN] + ([f"and {rest} more (--json lists them all)"] if rest > 0 else [])

@@ -142,7 +142,8 @@ def estimate_script(
     if counts["optimizer"] not in names:
         raise UsageError(f"the script's optim is {counts['optimizer']}: the states of {', '.join(names)} are known")
     optimizer = OPTIMIZERS[names[counts["optimizer"]]]
-    framework, shared = find_framework("hf"), shared_constants()
+    framework = find_framework("hf")
+    shared = shared_constants()
     trained = counts["trainable_parameters"]
     shards = [gpus if zero >= stage else 1 for stage in (1, 2, 3)]
     in_use = {

@@ -125,8 +125,13 @@ def usual_batch(request: PlanRequest, gpus: int) -> int:
     if request.method != "full" or request.task != "text":
         wanted = 128
     else:
-        millions = 64 if gpus >= 1024 and is_fine_grained(request.shape) else 16 if gpus >= 4096 else 4
-        millions = max(millions, gpus // 1024 if gpus > 16_384 else 0)
+        millions = 4
+        if gpus >= 4096:
+            millions = 16
+        if gpus >= 1024 and is_fine_grained(request.shape):
+            millions = 64
+        if gpus > 16_384:
+            millions = max(millions, gpus // 1024)
         wanted = millions * 2**20 // request.seq_len
     if wanted < gpus:
         return 1 << max(0, wanted.bit_length() - 1)

@@ -286,7 +286,7 @@ def _recompute_of(row: Mapping[str, str]) -> ActivationCheckpointing | None:
 
 
 def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
-    """Read or infers which parameters train.
+    """Read or infer which parameters train.
 
     A table without the column `method` may name adapters in the model's name, the precision, the recomputation or a
     note (`LoRA fine-tune`). What is in brackets there is ignored.
@@ -298,7 +298,9 @@ def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
     text = text_of(row, "method").lower()
     if text:
         is_adapter = re.search(r"lora\b|adapter", text) is not None
-        return ("qlora" if re.search(r"qlora|nf4|4-?bit", text) else "lora" if is_adapter else "full"), None
+        if re.search(r"qlora|nf4|4-?bit", text):
+            return "qlora", None
+        return ("lora" if is_adapter else "full"), None
     for column in ("model", "precision", "ac", "note"):
         text = text_of(row, column).lower()
         if "lora" not in text:  # the usual case, and faster than the regular expressions
@@ -370,7 +372,7 @@ REQUIRED = ("model", "seq_len", "gpus", "gpu_type")
 
 
 def job_of(row: Mapping[str, str]) -> Job:
-    """Read a row as a job, and infers what the row leaves blank.
+    """Read a row as a job, and infer what the row leaves blank.
 
     Args:
         row (`Mapping[str, str]`): the cells of a row by column.
@@ -399,7 +401,12 @@ def job_of(row: Mapping[str, str]) -> Job:
     zero = integer(row, "zero")
     if zero is None:
         is_sharded = layout.dp_shard > 1 or (layout.cp > 1 and framework == "titan")
-        zero = 3 if is_sharded else 1 if framework == "megatron" and layout.dp_replicate > 1 else 0
+        if is_sharded:
+            zero = 3
+        elif framework == "megatron" and layout.dp_replicate > 1:
+            zero = 1
+        else:
+            zero = 0
     micro = integer(row, "micro_batch") or 1
     old = _is_before_flash(row, gpu, framework)
     stages = integer(row, "virtual_stages") or (1 if old else _usual_virtual_stages(shape, layout, framework))

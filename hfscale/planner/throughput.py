@@ -124,7 +124,8 @@ def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[fl
     again = recomputed[job.activation_checkpointing]
     backward = products * layer.matmul + attention * layer.attention + 2 * (layer.elementwise + layer.routing) + again
     launch = framework.launch_s * (0.5 if job.compile else 1.0)
-    forward, backward = max(layer.total, launch), max(backward, 1.5 * launch + (launch if again else 0.0))
+    forward = max(layer.total, launch)
+    backward = max(backward, 1.5 * launch + (launch if again else 0.0))
     # A recomputed layer runs forward twice, and backward, which counts as two passes.
     fixed = framework.pass_s if again and job.is_megatron_deepspeed else 0.0
     return forward + fixed, backward + 3 * fixed

@@ -107,7 +107,8 @@ def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[st
             converted parameters; the number of `parameters`, `trainable_parameters`, and their `parameter_bytes` and
             `gradient_bytes`; `tokens` and `samples` of the micro-batch; `grad_accum`, `optimizer` and `model`.
     """
-    args, model = trainer.args, trainer.model
+    args = trainer.args
+    model = trainer.model
     batch = next(iter(trainer.get_train_dataloader()))
     if not all(isinstance(one, FakeTensor) for one in model.parameters()):  # made by the script, with memory
         torch.__future__.set_overwrite_module_params_on_conversion(True)

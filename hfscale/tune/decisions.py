@@ -164,7 +164,8 @@ def correct(gpu: Accelerator, measured: Sequence[tuple[Job, float]], *, name: st
             errors = _errors(_scaled(gpu, rate, link), measured)
             loss = sum(error**2 for error in errors) + PRIOR * (math.log(rate) ** 2 + math.log(link) ** 2)
             if loss < least:
-                least, best = loss, (rate, link)
+                least = loss
+                best = (rate, link)
     base = gpu.base or (gpu.name if gpu.name != name else None)
     row = _scaled(gpu, *best)
     corrected = replace(row, name=name, base=base, source=source, aliases=(), device_names=())

@@ -83,7 +83,9 @@ class RecipeCommand:
     @property
     def method(self) -> Method:
         """Which parameters train."""
-        return "qlora" if self.flags.load_in_4bit else "lora" if self.flags.use_peft else "full"
+        if self.flags.load_in_4bit:
+            return "qlora"
+        return "lora" if self.flags.use_peft else "full"
 
     @property
     def optimizer(self) -> Optimizer:
