@@ -12,7 +12,7 @@ which is 64 of 4,096 values: 64 * (12 + 2) bits instead of 4,096 * 32, 146 times
 
 from dataclasses import dataclass
 
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError
 
 BLOCK = 256
 """Values that share one scale in quantisation without top-k."""
@@ -39,11 +39,12 @@ class Compression:
         allowed = (32, 8, 4) if self.density is None else (32, 8, 4, 2)
         if self.bits not in allowed:
             hint = " (2 bits need a density below 1)" if self.bits == 2 else ""
-            raise UsageError(f"--island_bits is {self.bits}: use one of {', '.join(map(str, allowed))}{hint}")
+            raise ParameterError("bits", self.bits, f"use one of {', '.join(map(str, allowed))}{hint}")
         if self.density is not None and not 0 < self.density < 1:
-            raise UsageError(
-                f"--island_density is {self.density:g}: give the fraction of values to send, above 0 and below 1, "
-                "such as 0.0156; leave it out to send all"
+            raise ParameterError(
+                "density",
+                self.density,
+                "give the fraction of values to send, above 0 and below 1, such as 0.0156; leave it out to send all",
             )
 
     @property

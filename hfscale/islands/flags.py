@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hfscale.core.flags import flag
+from hfscale.core.flags import flag, parameters_are_flags
 from hfscale.facts.compression import Compression
 from hfscale.islands.callback import DiLoCoCallback
 from hfscale.islands.client import own_token
@@ -40,6 +40,8 @@ def island_callbacks(args: IslandArguments) -> list[DiLoCoCallback]:
     if args.islands == 1:
         return []
     own_token()
+    with parameters_are_flags(bits="island_bits", density="island_density"):
+        compression = Compression(bits=args.island_bits, density=args.island_density)
     return [
         DiLoCoCallback(
             islands=args.islands,
@@ -52,6 +54,6 @@ def island_callbacks(args: IslandArguments) -> list[DiLoCoCallback]:
             deadline_s=args.island_deadline_s,
             outer_lr=args.outer_lr,
             outer_momentum=args.outer_momentum,
-            compression=Compression(bits=args.island_bits, density=args.island_density),
+            compression=compression,
         )
     ]

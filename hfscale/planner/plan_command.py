@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hfscale.core.flags import parse_bandwidth
+from hfscale.core.flags import parameters_are_flags, parse_bandwidth
 from hfscale.errors import UsageError
 from hfscale.facts.compression import Compression
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
@@ -80,7 +80,8 @@ def run(model: str | None, given: dict[str, Any], island_flags: dict[str, Any], 
 
 def _islands(flags: IslandOptions) -> Islands | None:
     """Return what `--islands` and its options describe; None without it."""
-    compression = Compression(bits=flags.island_bits, density=flags.island_density)
+    with parameters_are_flags(bits="island-bits", density="island-density"):
+        compression = Compression(bits=flags.island_bits, density=flags.island_density)
     bandwidth = flags.island_bandwidth
     if flags.islands is None:
         if bandwidth is not None:

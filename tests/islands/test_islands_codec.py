@@ -6,6 +6,8 @@ import torch
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.compression import BLOCK, CHUNK, Compression
 from hfscale.islands.codec import decode, encode, encode_with_feedback
+from hfscale.islands.flags import IslandArguments, island_callbacks
+from hfscale.islands.rendezvous import TOKEN_VARIABLE
 
 FORMATS = [
     Compression(),
@@ -105,8 +107,16 @@ def test_damaged_bytes_decode_without_reading_beyond_the_payload(compression):
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [({"bits": 3}, "island_bits is 3"), ({"bits": 2}, "density"), ({"density": 1.5}, "island_density is 1.5")],
+    [({"bits": 3}, "^bits is 3"), ({"bits": 2}, "density"), ({"density": 1.5}, r"^density is 1\.5")],
 )
 def test_a_format_that_does_not_exist_is_refused(flags, named):
     with pytest.raises(UsageError, match=named):
         Compression(**flags)
+
+
+@pytest.mark.parametrize("flag", [{"island_bits": 3}, {"island_density": 1.5}])
+def test_an_error_of_the_format_names_the_flag_of_a_recipe(flag, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    [(name, value)] = flag.items()
+    with pytest.raises(UsageError, match=f"^--{name} is {value}: "):
+        island_callbacks(IslandArguments(islands=2, **flag))
