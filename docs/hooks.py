@@ -15,7 +15,8 @@ from typing import Any
 import hfscale
 import hfscale.recipe
 from hfscale.cli import main
-from hfscale.planner.options import EstimateOptions, PlanOptions, described
+from hfscale.planner.option_fields import described
+from hfscale.planner.options import EstimateOptions, PlanOptions
 
 _PUBLIC_NAME = re.compile(r"^::: (hfscale|hfscale\.recipe)\.(\w+)$", re.MULTILINE)
 _HELP = re.compile(r"^<!-- help: ([\w ]+) -->$", re.MULTILINE)

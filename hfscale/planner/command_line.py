@@ -1,4 +1,4 @@
-"""Makes the flags of a command from options (`hfscale.planner.options`)."""
+"""Makes the flags of a command from options (`hfscale.planner.option_fields`)."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from hfscale.planner.options import GROUPS, REQUIRED, Option, default_of, flag_of, options_of, spelling
+from hfscale.planner.option_fields import GROUPS, REQUIRED, Option, default_of, flag_of, options_of, spelling
 
 
 def make_command(

@@ -12,7 +12,8 @@ from hfscale.facts.models import find_model
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import Job, splits_activations
 from hfscale.planner.memory import Memory, Peak, memory_of, node_host_gib, peak_of
-from hfscale.planner.options import EstimateOptions, LayoutOptions, options_of, python_options, with_options
+from hfscale.planner.option_fields import options_of, python_options, with_options
+from hfscale.planner.options import EstimateOptions, LayoutOptions
 from hfscale.planner.throughput import StepTime, step_time
 
 SIGMAS_OF_80_PERCENT = 1.2816
@@ -138,7 +139,7 @@ def estimate(model: str | ModelShape, **options: Any) -> Estimate:
 
 
 def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate:
-    """Estimate as `estimate`, whose options were checked (`options.make_options`)."""
+    """Estimate as `estimate`, whose options were checked (`make_options`)."""
     gpu = options.gpu
     layout = options.layout if isinstance(options.layout, ParallelLayout) else ParallelLayout(**options.layout)
     by_default = {

@@ -17,6 +17,7 @@ from hfscale.planner.command_line import make_command
 from hfscale.planner.estimate import Estimate, estimate_job, estimate_with
 from hfscale.planner.job import check_pure
 from hfscale.planner.memory import GIB, allocated_gib
+from hfscale.planner.option_fields import check_options, make_options, spelling
 from hfscale.planner.options import (
     MAX_RANKS,
     AxisOptions,
@@ -25,9 +26,6 @@ from hfscale.planner.options import (
     GpusOption,
     a_zero_stage,
     at_most,
-    check_options,
-    make_options,
-    spelling,
 )
 from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hfscale.core.tables import read_table
 from hfscale.errors import UsageError
-from hfscale.planner.options import spelled
+from hfscale.planner.option_fields import spelled
 
 
 @dataclass(frozen=True, kw_only=True)

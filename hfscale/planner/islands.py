@@ -17,7 +17,8 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, trained_parameters
 from hfscale.planner.network import exposed_s
-from hfscale.planner.options import IslandOptions, spelled
+from hfscale.planner.option_fields import spelled
+from hfscale.planner.options import IslandOptions
 
 GAIN = 1.05
 """Least speed relative to the next best way at which islands are said to pay; less is within the errors."""

@@ -12,7 +12,8 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SCHEDULES, rank_layers, schedule_name
 from hfscale.facts.support import Combination, check_support
-from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision, check_options, names_are_flags, spelled
+from hfscale.planner.option_fields import check_options, names_are_flags, spelled
+from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision
 
 OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
 """What is known about each `Optimizer`: `state_bytes`, `traffic_bytes`, and its name in Trainer, `trainer`, if any."""

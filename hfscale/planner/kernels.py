@@ -12,7 +12,8 @@ from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
 from hfscale.facts.model_shape import LayerKind
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job
-from hfscale.planner.options import Precision, spelled
+from hfscale.planner.option_fields import spelled
+from hfscale.planner.options import Precision
 
 DEFAULT_ACHIEVED = 0.8
 """Rate of the best matrix product relative to the peak, where none was measured: 80% on H100, 87% on A100 (Bekman, ML

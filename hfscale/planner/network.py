@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.planner.frameworks import SharedConstants
-from hfscale.planner.options import spelled
+from hfscale.planner.option_fields import spelled
 
 
 def exposed_s(traffic: float, compute: float, overlap: float) -> float:

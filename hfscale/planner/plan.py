@@ -19,17 +19,8 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.improvements import Improvement, improvements
 from hfscale.planner.job import strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
-from hfscale.planner.options import (
-    MAX_GPUS,
-    Objective,
-    PlanOptions,
-    RunOptions,
-    at_most,
-    options_of,
-    python_options,
-    spelled,
-    with_options,
-)
+from hfscale.planner.option_fields import options_of, python_options, spelled, with_options
+from hfscale.planner.options import MAX_GPUS, Objective, PlanOptions, RunOptions, at_most
 from hfscale.planner.search import PlanRequest, Rejected, search
 
 
@@ -201,7 +192,7 @@ def plan(model: str | ModelShape, **options: Any) -> Plan:
 
 
 def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
-    """Rank the layouts as `plan`, whose options were checked (`options.make_options`)."""
+    """Rank the layouts as `plan`, whose options were checked (`make_options`)."""
     at_most(MAX_GPUS)(spelled("gpus"), options.gpus)
     needs_tokens = options.objective == "cost" or options.deadline or options.budget
     if options.tokens is None and needs_tokens:

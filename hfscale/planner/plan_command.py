@@ -16,7 +16,8 @@ from hfscale.facts.hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.command_line import make_command
 from hfscale.planner.islands import Islands, judge_islands
 from hfscale.planner.job import check_pure
-from hfscale.planner.options import IslandOptions, PlanOptions, PlanOutput, make_options
+from hfscale.planner.option_fields import make_options
+from hfscale.planner.options import IslandOptions, PlanOptions, PlanOutput
 from hfscale.planner.plan import plan_gpu_types, plan_with
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}

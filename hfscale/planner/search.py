@@ -17,14 +17,8 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job, can_overlap_experts, is_fine_grained, splits_activations, strategy_of
 from hfscale.planner.launchable import can_fuse_loss, engine_of, why_not
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
-from hfscale.planner.options import (
-    ActivationCheckpointing,
-    Offload,
-    RunOptions,
-    Schedule,
-    options_of,
-    spelled,
-)
+from hfscale.planner.option_fields import options_of, spelled
+from hfscale.planner.options import ActivationCheckpointing, Offload, RunOptions, Schedule
 from hfscale.planner.tasks import GENERATION_ROUNDS
 
 USABLE_MEMORY_FRACTION = 0.94

@@ -20,7 +20,8 @@ from hfscale.core.shipped import find_config, shipped_root
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import Accelerator, find_accelerator, user_hardware_file
 from hfscale.planner.command_line import make_command
-from hfscale.planner.options import HARDWARE, OUTPUT, SEARCH, JsonOption, a_count, an_amount, check_options, option
+from hfscale.planner.option_fields import HARDWARE, OUTPUT, SEARCH, check_options, option, same_option
+from hfscale.planner.options import JsonOption, PlanOptions, a_count
 from hfscale.planner.plan import Plan, plan
 from hfscale.tune.decisions import Candidate, Correction, candidates, correct, number_of_runs, successive_halving
 
@@ -48,34 +49,18 @@ class TuneOptions(JsonOption):
         10,
         group=SEARCH,
         flag_of=("tune",),
-        check=a_count("a number of steps"),
+        check=a_count,
         help="Optimizer steps to measure in the first round",
     )
-    top: int = option(
-        5,
-        group=SEARCH,
-        flag_of=("tune",),
-        check=a_count("a number of configurations"),
-        help="Number of configurations to run",
+    top: int = same_option(PlanOptions, "top", 5, function="tune", help="Number of configurations to run")
+    deadline: float = same_option(
+        PlanOptions, "deadline", 1.0, function="tune", help="Duration that all runs together may take"
     )
-    deadline: float = option(
-        1.0,
-        group=SEARCH,
-        flag_of=("tune",),
-        unit="hours",
-        check=an_amount,
-        help="Duration that all runs together may take",
+    budget: float | None = same_option(
+        PlanOptions, "budget", None, function="tune", help="Cost that all runs together may have"
     )
-    budget: float | None = option(
-        None,
-        group=SEARCH,
-        flag_of=("tune",),
-        unit="USD",
-        check=an_amount,
-        help="Cost that all runs together may have",
-    )
-    usd_per_gpu_hour: float | None = option(
-        None, group=SEARCH, flag_of=("tune",), unit="USD", check=an_amount, help="Your price, for --budget"
+    usd_per_gpu_hour: float | None = same_option(
+        PlanOptions, "usd_per_gpu_hour", None, function="tune", help="Your price, for --budget"
     )
     output_dir: Path = option(
         Path("runs/tune"), group=OUTPUT, flag_of=("tune",), help="Where measurements and configs are kept"

@@ -4,9 +4,11 @@ import ast
 import inspect
 import io
 import re
+import shlex
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -14,8 +16,13 @@ from conftest import REPOSITORY
 import hfscale
 from hfscale.cli import main
 from hfscale.errors import UsageError
-from hfscale.planner import options
-from hfscale.planner.options import EstimateOptions, Option, PlanOptions, default_of, flag_of, options_of
+from hfscale.facts.hardware import accelerator
+from hfscale.planner import estimate_command, options, plan_command
+from hfscale.planner.option_fields import GROUPS, Option, default_of, flag_of, options_of
+from hfscale.planner.options import EstimateOptions, PlanOptions
+from hfscale.tune import tune_command
+from hfscale.tune.launch_command import read_command
+from hfscale.tune.tune_command import TuneOptions
 
 CLASSES = [cls for _, cls in inspect.getmembers(options, is_dataclass) if cls is not Option]
 DECLARED = {name: option for cls in CLASSES for name, option in options_of(cls).items()}
@@ -130,32 +137,59 @@ def test_signature_and_docstring_are_those_of_the_fields(name):
             assert f"`{alias}`" in function.__doc__
 
 
-@pytest.mark.parametrize("command", FUNCTIONS)
+COMMANDS = {
+    "plan": (PlanOptions, options.IslandOptions, options.PlanOutput),
+    "estimate": (EstimateOptions, options.GpusOption, options.AxisOptions, options.EstimateInput),
+    "tune": (TuneOptions,),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_the_flags_in_groups_and_ends_with_two_examples(command):
     text = help_of(command)
     expected = {
         option.flag or flag_of(name)
-        for cls in (FUNCTIONS[command], *COMMAND_CLASSES[command])
+        for cls in COMMANDS[command]
         for name, option in options_of(cls).items()
         if command in option.flag_of
     }
     tri_state = {"--no-liger"} if command == "plan" else set()
     assert shown_flags(text) == expected | tri_state | {"--help"}
     groups = [line.removesuffix(":") for line in text.splitlines() if line.endswith(":") and line[0] != " "]
-    assert [group for group in groups if group in options.GROUPS] == [
-        group for group in options.GROUPS if group in groups
-    ]
-    assert {"Model and training", "Hardware", "Output"} <= set(groups)
+    assert [group for group in groups if group in GROUPS] == [group for group in GROUPS if group in groups]
+    assert {"Hardware", "Search and limits" if command != "estimate" else "Layout", "Output"} <= set(groups)
     assert groups[-1] == "Examples"
     examples = text.split("Examples:\n")[1].splitlines()
     assert len(examples) == 2
     assert all(line.startswith(f"  hfscale {command} ") for line in examples)
 
 
-COMMAND_CLASSES = {
-    "plan": (options.IslandOptions, options.PlanOutput),
-    "estimate": (options.GpusOption, options.AxisOptions, options.EstimateInput),
-}
+@pytest.mark.parametrize("example", [*plan_command.EXAMPLES, *estimate_command.EXAMPLES])
+def test_the_examples_run(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs.csv").write_text("model,seq_len,gpus,gpu_type\nllama-3.1-8b,4096,8,H100-80GB\n")
+    assert main(shlex.split(example)[1:]) == 0
+    assert "tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", tune_command.EXAMPLES)
+def test_the_examples_of_tune_are_read(example, monkeypatch):
+    """They run for minutes: the launch command is read and planned for, but not started."""
+    monkeypatch.chdir(REPOSITORY)
+    asked = read_command(shlex.split(example.partition(" -- ")[2]))
+    assert tune_command.plan_command(asked, accelerator("H100-80GB")).choices
+
+
+def test_a_flag_that_plan_and_tune_have_is_checked_in_the_same_way():
+    both = options_of(TuneOptions).keys() & options_of(PlanOptions).keys() - {"gpu"}
+    assert both == {"top", "deadline", "budget", "usd_per_gpu_hour"}
+    for name in both:
+        of_tune, of_plan = (options_of(cls)[name] for cls in (TuneOptions, PlanOptions))
+        assert (of_tune.group, of_tune.unit, of_tune.check) == (of_plan.group, of_plan.unit, of_plan.check)
+    tree = ast.parse(Path(tune_command.__file__).read_text(encoding="utf-8"))
+    declared = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "option"]
+    checks = [ast.unparse(one.value) for call in declared for one in call.keywords if one.arg == "check"]
+    assert checks == ["a_count"]  # of --steps, which plan does not have
 
 
 @pytest.mark.parametrize(

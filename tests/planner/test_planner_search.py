@@ -18,7 +18,8 @@ from hfscale.planner.advice import simplicity
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import strategy_of
-from hfscale.planner.options import PlanOptions, make_options
+from hfscale.planner.option_fields import make_options
+from hfscale.planner.options import PlanOptions
 from hfscale.planner.plan import plan_gpu_types
 from hfscale.planner.search import (
     TIE_TOLERANCE,
