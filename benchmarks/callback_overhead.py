@@ -25,7 +25,7 @@ from hfscale.core.clocks import PhaseClock
 from hfscale.health.local_time import LocalTimer
 from hfscale.metrics.noise_scale import LeafProbe
 from hfscale.metrics.tokens import TokenCounter
-from hfscale.trainer.hooks import MetricInjector
+from hfscale.trainer.collector import LogCollector
 
 LOGGED_EVERY = 10
 UNTIMED_STEPS = 15  # they include the first log, which looks up what does not change afterwards
@@ -99,7 +99,7 @@ class OwnTime:
             "on_optimizer_step",
         ):
             self.wrap(ScalingCallback, event)
-        self.wrap(MetricInjector, "on_log")
+        self.wrap(LogCollector, "keys")
         for hook in ("_enter", "_leave"):
             self.wrap(TokenCounter, hook)
         self.wrap(LeafProbe, "_measure")

@@ -37,8 +37,7 @@ from hfscale.core.tree import Level, Tree, groups_of_levels
 from hfscale.health import hang, preflight
 from hfscale.health.callback import PREFLIGHT_DEADLINE_S
 from hfscale.health.diagnosis import Position, Snapshot, diagnose
-from hfscale.health.local_time import KEPT_STEPS
-from hfscale.health.monitor import Monitor
+from hfscale.health.monitor import OWN_S, Monitor
 
 RANKS = (1024, 4096, 16384)
 PER_NODE = 8
@@ -46,11 +45,6 @@ HANGS = 100
 """Number of diagnoses, and of hangs."""
 KINDS_OF_HANG = ("late", "other", "dead")
 LOGS = 5
-LOGGED = (
-    *("data_wait_s", "window_s", "has_loss", "loss", "has_grad_norm", "grad_norm", "checksum"),
-    *("temperature_c", "power_w", "throttled"),
-)
-"""The numbers that `Monitor` exchanges, before the times of own work."""
 CHECKPOINT_BYTES = 2 * 10**12
 READ_BYTES_PER_S = 1e9
 _STACKS = (
@@ -312,7 +306,8 @@ def _log_rank(
         step.wait()
     tree = Tree(levels, depth=len(groups), world_size=ranks)
     monitor = Monitor(hosts=[""] * ranks)
-    row = torch.rand(len(LOGGED) + KEPT_STEPS, dtype=torch.float64) * 0.01 + 1.0
+    names = [*monitor.numbers(100, None, None, {}), *OWN_S]
+    row = torch.rand(len(names), dtype=torch.float64) * 0.01 + 1.0
     times = []
     for _ in range(LOGS):
         dist.barrier()
@@ -320,7 +315,8 @@ def _log_rank(
         table = tree.gather_rows(row) if rank == 0 else levels[0].gather_rows(row.repeat(levels[0].rows, 1))
         verdict = None
         if rank == 0 and table is not None:
-            verdict = json.dumps(monitor._judge(100, LOGGED, table)).encode()
+            columns = dict(zip(names, table.T.contiguous().numpy(), strict=True))
+            verdict = json.dumps(monitor.judge(100, columns)).encode()
         tree.broadcast_bytes(verdict)
         times.append(time.process_time() - before_s)
     results.put((rank, (connect_s, statistics.median(times[1:]))))

@@ -70,7 +70,7 @@ def main() -> None:
     steps = STEPS - UNTIMED_STEPS
     own.wrap_all()
     exchanges = OwnTime()
-    for exchange in ("gather_numbers", "maximum"):
+    for exchange in ("combine_numbers", "maximum"):
         exchanges.wrap(Channel, exchange)
     ratios: list[float] = []
     bare_s: list[float] = []

@@ -17,9 +17,7 @@ _REMEMBERED_STEPS = 50
 class PhaseClock:
     """Divides wall-clock time into phases: each event charges the time since the previous event to one phase.
 
-    Trainer fetches the batches of a step before `on_step_begin`, and logs, evaluates and saves after `on_step_end`
-    (transformers 5.23), so its events divide a step into phases without gaps: the arrival of a batch ends the wait for
-    data, `on_step_end` ends the computation, `on_evaluate` ends an evaluation, and `on_save` ends a save.
+    `hfscale.core.phases` names the phases, and `hfscale.trainer.collector` says which event ends which.
 
     Args:
         now (`Callable[[], float]`): a monotonic clock in seconds.
@@ -38,13 +36,25 @@ class PhaseClock:
             phase (`str`): the name of the phase that ends now.
 
         Returns:
-            `float`: The time that was charged, in seconds.
+            `float`: the time that was charged, in seconds.
         """
         now = self._now()
         elapsed = now - self._last
         self._last = now
         self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed
         return elapsed
+
+    def elapsed(self) -> float:
+        """Return the seconds since the previous event, which are not charged yet."""
+        return self._now() - self._last
+
+    def seconds_until_now(self, phase: str) -> dict[str, float]:
+        """Return the seconds of each phase with those since the previous event, without charging them.
+
+        Args:
+            phase (`str`): the phase to which the time since the previous event belongs.
+        """
+        return self.seconds | {phase: self.seconds.get(phase, 0.0) + self.elapsed()}
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase and start a new window at the last event, so that no time is lost."""

@@ -138,27 +138,44 @@ class Channel(Exchanges):
         tree.broadcast(table)
         return table
 
-    def combine_numbers(self, name: str, numbers: Sequence[float], function: Callable[[torch.Tensor], Any]) -> Any:
-        """Return `function(table)` on every rank, which is called on rank 0 only: `combine` for many numbers.
+    def combine_numbers(
+        self, name: str, numbers: Sequence[float], function: Callable[[torch.Tensor], Any], *, shared: int = 0
+    ) -> tuple[torch.Tensor, Any]:
+        """Return the first numbers of each rank, and `function(table)`, which is called on rank 0 only, on every rank.
+
+        It is `gather_numbers` for the first numbers and `combine` for all of them, in one exchange.
 
         Args:
             name (`str`): the name of the exchange.
             numbers (`Sequence[float]`): as many on every rank.
-            function (`Callable`): called with a table of the numbers of each rank, (ranks, numbers) in fp64.
+            function (`Callable`): called with a table of the numbers of each rank, (ranks, numbers) in fp64. Its
+                result is sent to all ranks.
+            shared (`int`): how many of the numbers every rank gets from every other one.
+
+        Returns:
+            `tuple`: the first columns of the table, (ranks, shared), and the result.
 
         Raises:
             Exception: what `function` raised, on all ranks; its type is as in `agreed`.
         """
         row = torch.tensor(numbers, dtype=torch.float64)
         if not self._enter(name):
-            return json.loads(json.dumps(function(row[None])))
-        table = self._connect().gather_rows(row)
+            return row[None, :shared], json.loads(json.dumps(function(row[None])))
+        tree = self._connect()
+        table = tree.gather_rows(row)
 
         def of_table() -> Any:
             assert table is not None  # rank 0 has it
             return function(table)
 
-        return self._from_rank_0(of_table)
+        result = self._from_rank_0(of_table)
+        if table is None:
+            columns = torch.empty(world_size(), shared, dtype=torch.float64)
+        else:
+            columns = table[:, :shared].contiguous()
+        if shared:
+            tree.broadcast(columns)
+        return columns, result
 
     def maximum(self, name: str, numbers: Sequence[float]) -> list[float]:
         """Return the element-wise maximum over all ranks.

@@ -34,6 +34,7 @@ from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
 from hfscale.trainer.strategy import check_launch, check_strategy, describe_strategy
 
@@ -146,14 +147,11 @@ class CommHealthCallback(AdapterCallback):
         self._start_monitor(trainer, strategy)
         if rank_store is not None and self.hang_after_s:
             self._start_watchdog(args, rank_store, self.hang_after_s)
-        adapter.add_metrics(self._keys)
-        adapter.on_batch(self._batch_arrived)
+        adapter.collect(self, self.judge)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._monitor is not None:
-            self._monitor.step_began()
         if self._watchdog is not None:
             self._watchdog.step_began(state.global_step + 1)
 
@@ -176,33 +174,24 @@ class CommHealthCallback(AdapterCallback):
         self._progressed()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._pause_ended()
+        self._progressed()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._pause_ended()
+        self._progressed()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._pause_ended()
+        self._progressed()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._end()
 
-    def _batch_arrived(self) -> None:
-        if self._monitor is not None:
-            self._monitor.batch_arrived()
-
     def _progressed(self) -> None:
         if self._watchdog is not None:
             self._watchdog.progressed()
-
-    def _pause_ended(self) -> None:
-        self._progressed()
-        if self._monitor is not None:
-            self._monitor.pause_ended()
 
     def _start_monitor(self, trainer: Trainer, strategy: str) -> None:
         args = trainer.args
@@ -241,14 +230,55 @@ class CommHealthCallback(AdapterCallback):
             self._watchdog.stop()
         (self._previous_hook or sys.__excepthook__)(kind, error, trace)
 
-    def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
-        """Compare the ranks and return the metric keys of this log. It is called on every rank."""
-        if self._monitor is None:
-            return {}
+    def numbers(
+        self, state: TrainerState, logs: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return what this rank exchanges at the log (see `LogPart`).
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+            logs (`Mapping[str, float]`): the keys that Trainer logs; loss and gradient norm are exchanged.
+            seconds (`Mapping[str, float]`): seconds of each phase since the previous log.
+
+        Returns:
+            `dict[str, float]`: the numbers of the monitor, by name.
+        """
+        assert self._monitor is not None  # it ends with the training, as the collector does
+        return self._monitor.numbers(state.global_step, logs.get("loss"), logs.get("grad_norm"), seconds)
+
+    def judge(self, columns: Arrays, state: TrainerState) -> dict[str, Any]:
+        """Compare all ranks. It is called on rank 0 only.
+
+        Args:
+            columns (`Mapping[str, ndarray]`): the numbers of every rank, by name.
+            state (`TrainerState`): the state of the Trainer.
+
+        Returns:
+            `dict[str, Any]`: the judgement, as JSON can represent it.
+        """
+        assert self._monitor is not None
+        return self._monitor.judge(state.global_step, columns)
+
+    def keys(self, judgement: Mapping[str, Any], state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+        """Log what was found, and return the metric keys of this log. It is called on every rank.
+
+        Args:
+            judgement (`Mapping[str, Any]`): what `judge` has returned on rank 0.
+            state (`TrainerState`): the state of the Trainer.
+            logs (`Mapping[str, float]`): the keys that Trainer logs.
+
+        Returns:
+            `dict[str, float]`: the metric keys that are known.
+
+        Raises:
+            HealthError: on every rank: the training is not healthy, and `on_bad_training` is `stop`.
+        """
+        assert self._monitor is not None
         step = state.global_step
-        keys, found, worst = self._monitor.exchange(step, logs.get("loss"), logs.get("grad_norm"))
-        if worst.loss is not None:
-            bad_loss = self._losses.check(step, worst.loss, worst.grad_norm)
+        comparison = self._monitor.comparison(judgement)
+        found = list(comparison.findings)
+        if comparison.loss is not None:
+            bad_loss = self._losses.check(step, comparison.loss, comparison.grad_norm)
             found += [bad_loss] if bad_loss is not None else []
         if self._rank_lines is not None and self._monitor.own_s:
             self._rank_lines.add(step, {"compute_s": self._monitor.own_s})
@@ -259,7 +289,7 @@ class CommHealthCallback(AdapterCallback):
             self._stop(bad)
         if not bad:
             self._healthy_step = step
-        return {name: value for name, value in keys.items() if math.isfinite(value)}
+        return {name: value for name, value in comparison.keys.items() if math.isfinite(value)}
 
     def _stop(self, bad: list[Finding]) -> None:
         """End the run at the last checkpoint that was written before the fault.

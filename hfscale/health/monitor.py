@@ -1,25 +1,28 @@
-"""Measures the health of this rank, and compares all ranks at each log by exchanging one small vector."""
+"""Measures the health of this rank, and compares all ranks at each log."""
 
 import math
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from hfscale.core import distributed
-from hfscale.core.clocks import PhaseClock
 from hfscale.core.collectives import TRAINING
 from hfscale.core.findings import Finding
+from hfscale.core.phases import DATA_WAIT, step_seconds
 from hfscale.health.gpu import GpuWatch
 from hfscale.health.local_time import KEPT_STEPS, LocalTimer
 from hfscale.health.loss import checksum, compare_replicas
 from hfscale.health.stragglers import DataWaitJudge, Numbers, StragglerJudge
+from hfscale.trainer.collector import Arrays
 
 GPU_EVERY_S = 10.0
+OWN_S = [f"own_s_{number}" for number in range(KEPT_STEPS)]
+"""Names of the exchanged seconds of own work, of the last steps, the newest last."""
 
 
 def gather_hosts() -> list[str]:
@@ -60,26 +63,21 @@ class GpuThread(threading.Thread):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorstLog:
-    """The loss and the gradient norm of a log, the same on every rank: the first that is not finite, or rank 0's."""
+class Comparison:
+    """Holds what a comparison of all ranks has found at a log."""
 
+    keys: Mapping[str, float]
+    """The metric keys."""
+    findings: Sequence[Finding]
+    """New findings about the ranks, and about this rank's own GPU."""
     loss: float | None
-    """None: Trainer has logged no loss."""
+    """The first loss that is not finite, else that of rank 0; None: Trainer has logged no loss."""
     grad_norm: float | None
-    """None: Trainer has logged no gradient norm."""
-
-
-def _worst(columns: Mapping[str, Numbers]) -> WorstLog:
-    def worst(name: str) -> float | None:
-        values = columns[name][columns[f"has_{name}"] > 0]
-        bad = values[~np.isfinite(values)]
-        return next(map(float, [*bad[:1], *values[:1]]), None)
-
-    return WorstLog(loss=worst("loss"), grad_norm=worst("grad_norm"))
+    """The same of the gradient norm."""
 
 
 class Monitor:
-    """Measures this rank, and compares all ranks at each log.
+    """Measures this rank for the exchange of a log, and compares all ranks on rank 0.
 
     Args:
         hosts (`Sequence[str]`): the host of each rank.
@@ -106,85 +104,79 @@ class Monitor:
         self._last_checksum_step: int | None = None
         self._straggler_judge = StragglerJudge(hosts)
         self._data_wait_judge = DataWaitJudge(hosts)
-        self._clock = PhaseClock()
         self.own_s: Sequence[float] = ()
-        """On rank 0, the seconds of each rank's own work in a step, as of the last exchange; empty where nothing was
+        """On rank 0, the seconds of each rank's own work in a step, as of the last log; empty where nothing was
         timed."""
-
-    def batch_arrived(self) -> None:
-        """Report that this rank waited for a batch until now."""
-        self._clock.end("data")
-
-    def step_began(self) -> None:
-        """Report that every rank has its batches."""
-        self._clock.end("step")
 
     def step_ended(self) -> None:
         """Report that the step has ended."""
-        self._clock.end("step")
         if self._timer is not None:
             self._timer.span.next_step()
 
-    def pause_ended(self) -> None:
-        """Report the end of a log, an evaluation or a save between steps, which does not count as a wait for data."""
-        self._clock.end("aside")
-
-    def exchange(
-        self, step: int, loss: float | None, grad_norm: float | None
-    ) -> tuple[dict[str, float], list[Finding], WorstLog]:
-        """Compare all ranks; every rank must call it at the same step.
+    def numbers(
+        self, step: int, loss: float | None, grad_norm: float | None, seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return what this rank contributes to the exchange of a log.
 
         Args:
             step (`int`): the step of this log.
             loss (`float`, *optional*): the loss that Trainer logs on this rank; None if it logs none.
             grad_norm (`float`, *optional*): the gradient norm on this rank; None if there is none.
+            seconds (`Mapping[str, float]`): seconds of each phase since the previous log.
 
         Returns:
-            `tuple`: the metric keys of this log, new findings, and the worst loss and gradient norm of all ranks.
+            `dict[str, float]`: the numbers by name, the same names on every rank and at every log.
         """
-        self._clock.end("aside")
-        seconds = self._clock.take()
-        times = self._timed_steps() if self._timer is not None else []
-        numbers = {
-            "data_wait_s": seconds.get("data", 0.0),
-            "window_s": seconds.get("data", 0.0) + seconds.get("step", 0.0),
+        return {
+            "data_wait_s": seconds.get(DATA_WAIT, 0.0),
+            "step_s": step_seconds(seconds),
             "has_loss": float(loss is not None),
             "loss": 0.0 if loss is None else loss,
             "has_grad_norm": float(grad_norm is not None),
             "grad_norm": math.nan if grad_norm is None else grad_norm,
             "checksum": self._checksum(step),
             **self._gpu_numbers(),
+            **self._timed_steps(),
         }
-        names = list(numbers)
-        keys, findings, worst = TRAINING.combine_numbers(
-            "log: health", [*numbers.values(), *times], lambda table: self._judge(step, names, table)
-        )
-        found = [Finding.from_dict(fields) for fields in findings]
-        if self._gpu is not None:
-            rank = distributed.rank()
-            found += [replace(finding, ranks=(rank,), host=self._hosts[rank]) for finding in self._gpu.take()]
-        return keys, found, WorstLog(**worst)
 
-    def _judge(self, step: int, names: Sequence[str], table: torch.Tensor) -> tuple[Any, ...]:
+    def judge(self, step: int, columns: Arrays) -> dict[str, Any]:
         """Compare all ranks, on rank 0 only.
 
         Args:
             step (`int`): the step of this log.
-            names (`Sequence[str]`): names of the first columns; the others are the times of own work.
-            table (`torch.Tensor`): a row of each rank, (ranks, columns).
+            columns (`Mapping[str, ndarray]`): the numbers of every rank, by name.
 
         Returns:
-            `tuple`: the metric keys, the findings and the worst log, as JSON can represent them.
+            `dict[str, Any]`: the fields of `Comparison`, as JSON can represent them.
         """
-        columns = dict(zip(names, table[:, : len(names)].T.contiguous().numpy(), strict=True))
-        judgement = self._straggler_judge.add(table[:, len(names) :].numpy())
+        own_s = [columns[name] for name in OWN_S if name in columns]
+        judgement = self._straggler_judge.add(np.stack(own_s, axis=1) if own_s else np.empty((len(self._hosts), 0)))
         self.own_s = judgement.own_s
-        found = [*judgement.findings, *self._data_wait_judge.add(columns["data_wait_s"], columns["window_s"])]
+        found = [*judgement.findings, *self._data_wait_judge.add(columns["data_wait_s"], columns["step_s"])]
         if self._replicas:
             found += compare_replicas(columns["checksum"], columns["grad_norm"], self._hosts, step)
         keys = {} if judgement.skew is None else {"scaling/straggler_skew": judgement.skew}
         keys |= _gpu_keys(columns["temperature_c"], columns["power_w"], columns["throttled"])
-        return keys, [finding.to_dict() for finding in found], asdict(_worst(columns))
+        return {
+            "keys": keys,
+            "findings": [finding.to_dict() for finding in found],
+            "loss": _worst(columns, "loss"),
+            "grad_norm": _worst(columns, "grad_norm"),
+        }
+
+    def comparison(self, judgement: Mapping[str, Any]) -> Comparison:
+        """Return what rank 0 has judged, with the findings of this rank's own GPU.
+
+        Args:
+            judgement (`Mapping[str, Any]`): what `judge` has returned on rank 0.
+        """
+        found = [Finding.from_dict(fields) for fields in judgement["findings"]]
+        if self._gpu is not None:
+            rank = distributed.rank()
+            found += [replace(finding, ranks=(rank,), host=self._hosts[rank]) for finding in self._gpu.take()]
+        return Comparison(
+            keys=judgement["keys"], findings=found, loss=judgement["loss"], grad_norm=judgement["grad_norm"]
+        )
 
     def stop(self) -> None:
         """Remove the timer's hooks and end the GPU thread."""
@@ -201,11 +193,13 @@ class Monitor:
         self._last_checksum_step = step
         return checksum(self._replicas, step)
 
-    def _timed_steps(self) -> list[float]:
-        """Seconds of own work in the last steps, padded with NaN so that all ranks send as many."""
-        assert self._timer is not None
+    def _timed_steps(self) -> dict[str, float]:
+        """Return the seconds of own work in the last steps, padded with NaN; empty if nothing is timed on any rank."""
+        if self._timer is None:
+            return {}
         times = self._timer.span.read()
-        return [math.nan] * (KEPT_STEPS - len(times)) + times
+        padding = [math.nan] * (KEPT_STEPS - len(times))
+        return dict(zip(OWN_S, padding + times, strict=True))
 
     def _gpu_numbers(self) -> dict[str, float]:
         """The last reading of this rank's GPU; NaN where there is none."""
@@ -217,6 +211,13 @@ class Monitor:
             "power_w": math.nan if now.power_w is None else now.power_w,
             "throttled": float(now.throttled is not None),
         }
+
+
+def _worst(columns: Arrays, name: str) -> float | None:
+    """Return the first value that is not finite, else the first; None if no rank has a value."""
+    values = columns[name][columns[f"has_{name}"] > 0]
+    bad = values[~np.isfinite(values)]
+    return next(map(float, [*bad[:1], *values[:1]]), None)
 
 
 def _gpu_keys(temperatures: Numbers, powers: Numbers, throttled: Numbers) -> dict[str, float]:

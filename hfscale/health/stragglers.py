@@ -47,7 +47,7 @@ class Judgement:
 class StragglerJudge:
     """Keeps the last steps of all ranks and finds those that are slow.
 
-    Every rank judges all ranks, so the work is done in NumPy: a few milliseconds for 16,384 ranks.
+    Rank 0 judges all ranks while they wait, so the work is done in NumPy: a few milliseconds for 16,384 ranks.
 
     Args:
         hosts (`Sequence[str]`): the host of each rank.

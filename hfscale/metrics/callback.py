@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.core.clocks import PhaseClock
-from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
+from hfscale.core.phases import COMPUTE, DATA_WAIT, training_seconds
 from hfscale.core.records import last_logged_step
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.errors import ParameterError
 from hfscale.metrics.batches import batch_entries
 from hfscale.metrics.meters import (
-    Columns,
     CommunicationMeter,
     EfficiencyMeter,
     GoodputMeter,
@@ -30,10 +28,10 @@ from hfscale.metrics.tokens import TokenCounter, TokenCounts
 from hfscale.metrics.triage import TriageWatch
 from hfscale.metrics.wandb_run import WandbRun
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+from hfscale.trainer.collector import Columns
 from hfscale.trainer.state import saved_state
 
 logger = get_logger(__name__)
-_OUTSIDE_TRAINING = ("evaluate", "save")
 
 
 class ScalingMetricsCallback(AdapterCallback):
@@ -117,7 +115,6 @@ class ScalingMetricsCallback(AdapterCallback):
         ]
         if self._noise is not None:
             self._meters.append(self._noise)
-        self._clock = PhaseClock()
         self._recorder = RunRecorder()
         self._triage = TriageWatch()
         self._wandb_run: WandbRun | None = None
@@ -153,6 +150,7 @@ class ScalingMetricsCallback(AdapterCallback):
             adapter.run_dir(), args, state, saved_goodput=saved_state(state, "goodput"), facts=self._efficiency.facts()
         )
         self._goodput.goodput_tracker = self._goodput_tracker
+        self._clock = adapter.collect(self)
         self._clock.restart()  # the goodput tracker has accounted for the time until now
         self._triage.begin()
         self._counter.attach(batch_entries(trainer))
@@ -160,19 +158,10 @@ class ScalingMetricsCallback(AdapterCallback):
         self._gathered_tokens = self._counter.tokens
         self._is_first_log = True
         self._logged_step = state.global_step
-        adapter.add_metrics(self._keys)
-        adapter.on_batch(self._batch_fetched)
-        adapter.on_phase_end(self._clock.end)
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._clock.end("other")
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._clock.end("compute")  # ranks that had their batches have waited here for the other ranks
         self._counter.step_begin()
         for meter in self._meters:
             if meter.watches_steps:
@@ -194,19 +183,13 @@ class ScalingMetricsCallback(AdapterCallback):
         for meter in self._meters:
             if meter.watches_steps:
                 meter.step_end(state)
-        self._clock.end("compute")
         # A save may come before the next log, so keep what it stores up to date, estimated from this process alone.
         tokens = self._counter.tokens - self._gathered_tokens
         self._saved["tokens_seen"] = self._tokens_seen + tokens * args.world_size // self._ranks_with_same_tokens
-        self._goodput_tracker.update(self._clock.seconds)
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._clock.end("evaluate")
+        self._goodput_tracker.update(self._clock.seconds_until_now(COMPUTE))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._recorder.saved(state, seconds=self._clock.end("save"))
+        self._recorder.saved(state, seconds=self._clock.elapsed())
 
     def on_log(
         self,
@@ -226,8 +209,6 @@ class ScalingMetricsCallback(AdapterCallback):
             )
             if finding is not None:
                 self._recorder.found(state, finding)
-        # Trainer logs the metrics of an evaluation before it calls `on_evaluate`.
-        self._clock.end("evaluate" if any(key.startswith("eval_") for key in logs or ()) else "other")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -244,14 +225,43 @@ class ScalingMetricsCallback(AdapterCallback):
         for meter in self._meters:
             meter.end()
 
-    def _batch_fetched(self) -> None:
-        self._clock.end("data_wait")
+    def numbers(
+        self, state: TrainerState, logs: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """End the window on this rank, and return its part of the exchange (see `LogPart`).
 
-    def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
-        """Return the metric keys of the window that ends now. It is called on every rank."""
-        numbers = self._numbers(state)
-        table = TRAINING.gather_numbers("log: throughput", list(numbers.values()))
-        columns = dict(zip(numbers, table.T.tolist(), strict=True))
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+            logs (`Mapping[str, float]`): the keys that Trainer logs.
+            seconds (`Mapping[str, float]`): seconds of each phase since the previous log.
+
+        Returns:
+            `dict[str, float]`: the numbers of this rank and of its meters, by name.
+        """
+        self._goodput_tracker.fold(seconds)
+        counts: TokenCounts = self._counter.take()
+        self._gathered_tokens = self._counter.tokens
+        numbers: dict[str, float] = {
+            **{name: float(value) for name, value in asdict(counts).items()},
+            "training_s": training_seconds(seconds),
+            "data_wait_s": seconds.get(DATA_WAIT, 0.0),
+            "memory_peak_gib": _peak_memory_gib(),
+        }
+        for meter in self._meters:
+            numbers |= meter.numbers(state)
+        return numbers
+
+    def keys(self, columns: Columns, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+        """Return the metric keys of the window that ends now. It is called on every rank.
+
+        Args:
+            columns (`Mapping[str, Sequence[float]]`): the numbers of every rank, by name.
+            state (`TrainerState`): the state of the Trainer.
+            logs (`Mapping[str, float]`): the keys that Trainer logs.
+
+        Returns:
+            `dict[str, float]`: the metric keys that are known.
+        """
         window = self._window(columns, state, logs.get("grad_norm"))
         if window is None:
             return {}
@@ -298,23 +308,6 @@ class ScalingMetricsCallback(AdapterCallback):
             keys["scaling/samples_per_s"] = samples / window.seconds
         self._is_first_log = False
         return keys
-
-    def _numbers(self, state: TrainerState) -> dict[str, float]:
-        """End the window on this rank, and return what it contributes to the exchange."""
-        self._clock.end("compute")  # Trainer has just waited for the loss, which means for the GPU
-        seconds = self._clock.take()
-        self._goodput_tracker.fold(seconds)
-        counts: TokenCounts = self._counter.take()
-        self._gathered_tokens = self._counter.tokens
-        numbers: dict[str, float] = {
-            **{name: float(value) for name, value in asdict(counts).items()},
-            "training_s": sum(s for phase, s in seconds.items() if phase not in _OUTSIDE_TRAINING),
-            "data_wait_s": seconds.get("data_wait", 0.0),
-            "memory_peak_gib": _peak_memory_gib(),
-        }
-        for meter in self._meters:
-            numbers |= meter.numbers(state)
-        return numbers
 
     def _window(self, columns: Columns, state: TrainerState, grad_norm: float | None) -> Window | None:
         """Combine the numbers of all ranks, and count their tokens; None if nothing was trained on."""

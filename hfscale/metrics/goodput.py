@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.phases import COMPUTE
 from hfscale.facts.hardware import match_device_name
 from hfscale.facts.prices import all_prices, prices_of
 
-USEFUL_PHASE = "compute"
-"""The phase that counts as useful: forward, backward and optimizer of steps that were kept."""
+USEFUL_PHASE = COMPUTE
+"""The phase that counts as useful, in steps that were kept."""
 START_UP = "start_up"
 """The phase from the launch to the beginning of the training loop."""
 LOST = "lost"

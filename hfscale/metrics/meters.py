@@ -7,7 +7,7 @@ the exchange, and has no metric key.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,11 @@ from hfscale.metrics.throughput import (
 )
 from hfscale.metrics.tokens import TokenCounter
 from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.collector import Columns
 from hfscale.trainer.state import global_batch_size, saved_state
 from hfscale.trainer.strategy import running_strategy, unwrap_compiled
 
 logger = get_logger(__name__)
-
-Columns = Mapping[str, Sequence[float]]
-"""The exchanged numbers: for each name the number of every rank, in rank order, (ranks,)."""
 
 MIN_STEPS_BETWEEN_SAMPLES = 50
 """A noise-scale sample costs about 3% of a step of two small micro-batches, and the noise scale changes over thousands

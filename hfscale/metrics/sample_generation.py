@@ -17,6 +17,7 @@ from transformers import (
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
+from hfscale.core.phases import COMPUTE, EVALUATE
 from hfscale.core.records import append_record, begin_lines
 from hfscale.errors import DataError, HfScaleError, ParameterError, UsageError
 from hfscale.metrics.wandb_run import log_samples
@@ -144,11 +145,11 @@ class SampleGenerationCallback(AdapterCallback):
         if state.global_step % self.every_steps:
             return
         adapter = TrainerAdapter.current()
-        adapter.phase_ended("compute")
+        adapter.phase_ended(COMPUTE)
         samples = self.generate(adapter.trainer)
         if state.is_world_process_zero:
             self._write(output_folder(args) / SAMPLES_NAME, state, samples)
-        adapter.phase_ended("evaluate")
+        adapter.phase_ended(EVALUATE)
 
     def generate(self, trainer: Any) -> list[dict[str, Any]]:
         """Generate from all prompts. Every rank must call it at the same point, within `train`.

@@ -22,7 +22,6 @@ from torch.distributed.pipelining import (
 from transformers import PreTrainedModel, TrainerState
 
 from hfscale.core.clocks import clock_of
-from hfscale.core.collectives import TRAINING
 from hfscale.core.records import RankLines
 from hfscale.core.run_files import JSONL_NAME
 from hfscale.errors import UsageError
@@ -31,6 +30,7 @@ from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.losses import IGNORED_LABEL, AttachLoss, RouterBalanceLoss
 from hfscale.parallel.partition import ModelStructure, StageSpec
 from hfscale.parallel.stages import StagePlan
+from hfscale.trainer.collector import Columns
 
 TORCH_SCHEDULES = {
     "GPipe": ScheduleGPipe,
@@ -474,19 +474,31 @@ class StageTimes:
         self._lines = RankLines(output_dir)
         clock.read()
 
-    def keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of the time since the previous call. Call it on every rank.
+    def numbers(
+        self, state: TrainerState, logs: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the times of this rank since the previous call; its arguments are those of `LogPart`, and not used.
+
+        Returns:
+            `dict[str, float]`: seconds in which stages computed, seconds of the schedules, and their number.
+        """
+        busy_s, schedules_s, schedules = self._clock.read()
+        return {"busy_s": busy_s, "schedules_s": schedules_s, "schedules": schedules}
+
+    def keys(self, columns: Columns, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of the numbers of all ranks. It is called on every rank.
 
         Args:
+            columns (`Mapping[str, Sequence[float]]`): the numbers of every rank, by name.
             state (`TrainerState`): the step, and whether this is the main process, which writes the ranks' times.
             logs (`Mapping[str, float]`): the keys of Trainer's log, which are not used.
 
         Returns:
-            Metric key -> value; empty where no schedule has run.
+            `dict[str, float]`: values by metric key; empty where no schedule has run.
         """
-        busy_s, schedules_s, schedules = self._clock.read()
-        table = TRAINING.gather_numbers("log: stages", [busy_s, schedules_s, schedules])
-        busy, whole, number = table.T.tolist()
+        busy = columns["busy_s"]
+        whole = columns["schedules_s"]
+        number = columns["schedules"]
         if not sum(whole):
             return {}
         if state.is_world_process_zero and (self._folder / JSONL_NAME).exists():

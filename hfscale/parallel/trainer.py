@@ -196,7 +196,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         self.model_wrapped = self.parallel_model
         if self.layout.pp > 1:
             assert self.args.output_dir is not None  # TrainingArguments has a default
-            TrainerAdapter.of(self).add_metrics(StageTimes(self.pipeline.clock, Path(self.args.output_dir)).keys)
+            TrainerAdapter.of(self).collect(StageTimes(self.pipeline.clock, Path(self.args.output_dir)))
         return self.parallel_model, data_loader
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:

@@ -16,9 +16,11 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.core.build_locks import remove_locks_before_deepspeed
+from hfscale.core.clocks import PhaseClock
 from hfscale.core.collectives import TRAINING
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.core.versions import has_epoch_methods
+from hfscale.trainer.collector import Judge, LogCollector, LogPart
 from hfscale.trainer.frames import calling_trainer, training_frame
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
@@ -56,7 +58,7 @@ class TrainerAdapter:
         self._preparations: list[Callable[[], None]] = []
         self._injector: MetricInjector | None = None
         self._fetch_hook: DataFetchHook | None = None
-        self._phase_clock: Callable[[str], object] | None = None
+        self._collector: LogCollector | None = None
         self._eval_listeners: dict[str, Callable[[Any], object]] = {}
         self._wait_for_save: Callable[[], None] | None = None
         self.saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
@@ -98,7 +100,8 @@ class TrainerAdapter:
 
         Args:
             source (`Callable`): called as `source(state, logs)` at each log that Trainer itself makes, with the keys
-                of that log; returns values by metric key. All ranks come there, so it may exchange values.
+                of that log; returns values by metric key. A source that needs values of other ranks is a part of the
+                exchange of the log instead: see `collect`.
         """
         self._metric_injector().add(source)
 
@@ -134,23 +137,33 @@ class TrainerAdapter:
             self.at_training_end(lambda: setattr(self, "_fetch_hook", None))
         self._fetch_hook.add(listener)
 
-    def on_phase_end(self, clock: Callable[[str], object]) -> None:
-        """Have `clock(phase)` called when a callback ends a phase that Trainer has no event for.
+    def collect(self, part: LogPart, judge: Judge | None = None) -> PhaseClock:
+        """Add a part to the exchange that the ranks make at each training log; every rank must add it.
 
         Args:
-            clock (`Callable`): charges the time since the previous event to a phase (`PhaseClock.end`).
+            part (`LogPart`): gives its numbers at each log, and makes metric keys from those of all ranks.
+            judge (`Callable`, *optional*): as in `LogCollector.add`.
+
+        Returns:
+            `PhaseClock`: the clock of this training, which only the collector charges.
         """
-        self._phase_clock = clock
-        self.at_training_end(lambda: setattr(self, "_phase_clock", None))
+        if self._collector is None:
+            self._collector = LogCollector()
+            self.on_batch(self._collector.batch_fetched)
+            self.append_callback(self._collector)
+            self.add_metrics(self._collector.keys)
+            self.at_training_end(lambda: setattr(self, "_collector", None))
+        self._collector.add(part, judge)
+        return self._collector.clock
 
     def phase_ended(self, phase: str) -> None:
-        """Report the end of a phase to the callback that measures them, if there is one.
+        """Report the end of a phase that Trainer has no event for.
 
         Args:
-            phase (`str`): its name, such as `evaluate`.
+            phase (`str`): its name in `hfscale.core.phases`.
         """
-        if self._phase_clock is not None:
-            self._phase_clock(phase)
+        if self._collector is not None:
+            self._collector.clock.end(phase)
 
     def after_reports(self, call: Callable[[], None]) -> None:
         """Have `call()` made after each step for which Trainer has logged, evaluated and saved what was due.

@@ -62,6 +62,8 @@ def in_ranks(function, folder, *, debug="120", ranks=2, ends_all=False, failing=
 def test_one_process_exchanges_with_itself():
     assert TRAINING.gather("a", {"x": (1, 2)}) == [{"x": [1, 2]}]
     assert TRAINING.gather_numbers("b", [1.0, 2.0]).tolist() == [[1.0, 2.0]]
+    shared, total = TRAINING.combine_numbers("h", [1.0, 2.0], lambda table: table.sum().item(), shared=1)
+    assert (shared.tolist(), total) == ([[1.0]], 3.0)
     assert TRAINING.maximum("c", [1.0, 2.0]) == [1.0, 2.0]
     TRAINING.barrier("d")
     assert TRAINING.combine("f", 3, sum) == 3
@@ -196,7 +198,10 @@ def test_a_tree_of_groups_exchanges_what_one_group_exchanges(tmp_path, largest):
         assert text == "0 10000"
         table = [[float(number), 0.5] for number in range(5)]
         assert TRAINING.gather_numbers("numbers", table[rank()]).tolist() == table
-        assert TRAINING.combine_numbers("sum", table[rank()], lambda rows: rows.sum(0).tolist()) == [10.0, 2.5]
+        first, total = TRAINING.combine_numbers("sum", table[rank()], lambda rows: rows.sum(0).tolist(), shared=1)
+        assert first.tolist() == [[0.0], [1.0], [2.0], [3.0], [4.0]]
+        assert total == [10.0, 2.5]
+        assert TRAINING.combine_numbers("rank", table[rank()], lambda _: rank())[1] == 0
         wait = TRAINING.start_max("vote", [float(rank()), -float(rank())])
         TRAINING.barrier("all")
         assert wait() == [4.0, 0.0]

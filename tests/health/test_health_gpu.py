@@ -1,10 +1,12 @@
 """GPU telemetry from recorded NVML readings; no GPU is needed, since the sensor is replaced."""
 
+import json
 import math
 import sys
 import types
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -146,6 +148,14 @@ def test_without_the_package_there_is_no_sensor(monkeypatch):
     assert gpu.sensor_of(torch.device("cuda", 0)) is None
 
 
+def compared(monitor, grad_norm=None):
+    """The metric keys and the findings of a log with one rank."""
+    numbers = monitor.numbers(1, None, grad_norm, {})
+    judgement = monitor.judge(1, {name: np.array([number]) for name, number in numbers.items()})
+    comparison = monitor.comparison(json.loads(json.dumps(judgement)))
+    return comparison.keys, comparison.findings
+
+
 def test_metric_keys_are_logged_with_a_sensor_and_absent_without():
     hot = replace(HEALTHY, reasons=0x20, temperature_c=88.0)
     thread = GpuThread(GpuWatch(RecordedSensor(hot)), every_s=0.01)
@@ -153,13 +163,13 @@ def test_metric_keys_are_logged_with_a_sensor_and_absent_without():
     monitor = Monitor(hosts=["node"], gpu=thread)
     while not thread._found:
         pass
-    keys, found, _ = monitor.exchange(1, None, None)
+    keys, found = compared(monitor)
     assert keys == {"gpu/temperature_c_max": 88.0, "gpu/power_w": 655.0, "gpu/throttled": 1.0}
     assert (found[0].ranks, found[0].host) == ((0,), "node")
     monitor.stop()
-    assert Monitor(hosts=["node"]).exchange(1, None, None)[:2] == ({}, [])
+    assert compared(Monitor(hosts=["node"])) == ({}, [])
     without_values = GpuThread(GpuWatch(RecordedSensor(Reading())))
-    assert Monitor(hosts=["node"], gpu=without_values).exchange(1, None, math.nan)[0] == {"gpu/throttled": 0.0}
+    assert compared(Monitor(hosts=["node"], gpu=without_values), math.nan)[0] == {"gpu/throttled": 0.0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, test_gpu.py reads the sensor")

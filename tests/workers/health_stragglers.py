@@ -6,10 +6,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerState
 from workers.health import Ranks, gloo
 
 from hfscale.health.local_time import LocalTimer
 from hfscale.health.monitor import Monitor, gather_hosts
+from hfscale.trainer.collector import LogCollector
 
 WORK_S = 0.03
 EVERY = 10
@@ -28,6 +30,27 @@ class TimedLayer(nn.Module):
         return self.layer(x)
 
 
+class Compared:
+    """Keeps what the monitor finds at each log."""
+
+    def __init__(self, monitor):
+        self.monitor = monitor
+        self.found = []
+        self.skews = []
+
+    def numbers(self, state, logs, seconds):
+        return self.monitor.numbers(state.global_step, None, None, seconds)
+
+    def judge(self, columns, state):
+        return self.monitor.judge(state.global_step, columns)
+
+    def keys(self, judgement, state, logs):
+        comparison = self.monitor.comparison(judgement)
+        self.skews.append(comparison.keys.get("scaling/straggler_skew"))
+        self.found += [(state.global_step, f.check, f.ranks, f.message) for f in comparison.findings]
+        return {}
+
+
 def trained(rank_store, rank, ratio, guilty, steps, drift, strategy):
     """Rank `guilty` takes `ratio` times as long (`rotating`: each rank in turn) and changes a weight at `drift`."""
     gloo(rank_store)
@@ -43,12 +66,15 @@ def trained(rank_store, rank, ratio, guilty, steps, drift, strategy):
     timer = LocalTimer(model, strategy, torch.device("cpu"))
     replicas = list(model.parameters()) if strategy == "ddp" else ()
     monitor = Monitor(hosts=hosts, timer=timer, replicas=replicas, checksum_every=20)
-    found, skews = [], []
+    part = Compared(monitor)
+    collector = LogCollector()
+    collector.add(part, part.judge)
+    state = TrainerState()
     for step in range(1, steps + 1):
         if guilty == "data" and rank == 1:
             time.sleep(0.01)
-        monitor.batch_arrived()
-        monitor.step_began()
+        collector.batch_fetched()
+        collector.on_step_begin(None, state, None)
         is_slow = rank == (step % rank_store.world_size if guilty == "rotating" else guilty)
         work.seconds = WORK_S * (ratio if is_slow else 1.0)
         optimizer.zero_grad()
@@ -58,12 +84,13 @@ def trained(rank_store, rank, ratio, guilty, steps, drift, strategy):
             with torch.no_grad():
                 work.layer.weight[0, 0] += 1e-3
         monitor.step_ended()
+        collector.on_step_end(None, state, None)
+        state.global_step = step
         if step % EVERY == 0:
-            keys, new, _ = monitor.exchange(step, None, None)
-            skews.append(keys.get("scaling/straggler_skew"))
-            found += [(step, finding.check, finding.ranks, finding.message) for finding in new]
+            collector.keys(state, {})
+            collector.on_log(None, state, None)
     monitor.stop()
-    return {"found": found, "skews": skews, "hosts": hosts}
+    return {"found": part.found, "skews": part.skews, "hosts": hosts}
 
 
 def run(world_size, ratio, guilty, steps=60, drift=None, strategy="ddp"):
