@@ -48,7 +48,7 @@ from hfscale.core.versions import uses_jit_checkpoint
 from hfscale.errors import CheckpointError, ParameterError, StorageError, UsageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from
-from hfscale.trainer.state import saved_state
+from hfscale.trainer.state import output_folder, saved_state
 
 logger = get_logger(__name__)
 
@@ -176,9 +176,9 @@ class SpotCheckpointCallback(AdapterCallback):
         super().on_init_end(args, state, control, **kwargs)
         _refuse_jit_checkpoint(args)
         connect()  # to the supervisor, if there is one
-        finish_renames(Path(args.output_dir))  # so that plain `resume_from_checkpoint=True` finds them too
+        finish_renames(output_folder(args))  # so that plain `resume_from_checkpoint=True` finds them too
         if self.remote is not None and not _is_from_scratch(args):
-            self.remote.fetch(Path(args.output_dir))
+            self.remote.fetch(output_folder(args))
 
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Keep the position in a streamed training dataset in the checkpoints."""
@@ -192,7 +192,7 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         adapter = TrainerAdapter.current()
         _refuse_jit_checkpoint(args)
-        lock_for_all_ranks(args.output_dir, is_holder=args.should_save)
+        lock_for_all_ranks(output_folder(args), is_holder=args.should_save)
         self._refuse_to_discard(adapter, state)
         self._wait()  # for a save that a training left in flight when it broke off
         self._begin_run()
@@ -230,7 +230,7 @@ class SpotCheckpointCallback(AdapterCallback):
             return
         if resumed_from() is None:
             START.on_rank_0("start: checkpoints that cannot be read", lambda: _refuse_to_replace_unread(run_dir))
-        is_trial = run_dir != Path(args.output_dir)  # of a search, which always starts from scratch
+        is_trial = run_dir != output_folder(args)  # of a search, which always starts from scratch
         if self.remote is not None and not is_trial:
             self.remote.refuse_to_discard(run_dir, state.global_step)
 
@@ -243,7 +243,7 @@ class SpotCheckpointCallback(AdapterCallback):
         """
         args = adapter.trainer.args
         self._run_dir = adapter.run_dir()
-        self._output_dir = Path(args.output_dir)
+        self._output_dir = output_folder(args)
         self._limit = args.save_total_limit
         self._saving = TrainerSaving(
             adapter, asynchronous=self.asynchronous, begin=self._begin_save, committed=self._committed
@@ -355,7 +355,7 @@ class SpotCheckpointCallback(AdapterCallback):
             self._rotate_at_end(state)
         atexit.unregister(self._at_exit)
         if args.should_save:
-            unlock_output_dir(args.output_dir)
+            unlock_output_dir(output_folder(args))
         ending = self.preemption.ending(self.last_committed)
         if ending is not None and self.on_preemption == "exit":
             if isinstance(ending, Preempted):  # Python prints nothing for a SystemExit
@@ -540,7 +540,8 @@ class _AfterOthers(TrainerCallback):
 
 def _temporary_steps(state: TrainerState) -> list[int]:
     """Return the steps of the temporary checkpoints that the state of the Trainer names."""
-    return saved_state(state, _STATE_NAME).get(_TEMPORARY, [])
+    steps: list[int] = saved_state(state, _STATE_NAME).get(_TEMPORARY, [])
+    return steps
 
 
 def _refuse_jit_checkpoint(args: TrainingArguments) -> None:

@@ -33,6 +33,7 @@ from hfscale.core.host_memory import available_bytes
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.core.versions import is_distributed_by_transformers, is_peft_model
+from hfscale.trainer.state import model_of
 
 logger = get_logger(__name__)
 
@@ -69,7 +70,7 @@ def model_state(trainer: Trainer) -> dict[str, Any]:
         which `save_pretrained` leaves out too.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    state_dict = model.state_dict()
+    state_dict: dict[str, Any] = model.state_dict()
     if not is_peft_model(model):
         return state_dict
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -87,9 +88,9 @@ def write_model(trainer: Trainer, folder: Path, state_dict: dict[str, Any], proc
     """
     unwrapped = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if isinstance(trainer.model, PreTrainedModel) or is_peft_model(trainer.model):
-        trainer.model.save_pretrained(folder, state_dict=state_dict)
+        trainer.model.save_pretrained(str(folder), state_dict=state_dict)
     elif isinstance(unwrapped, PreTrainedModel) or is_peft_model(unwrapped):
-        unwrapped.save_pretrained(folder, state_dict=state_dict)
+        unwrapped.save_pretrained(str(folder), state_dict=state_dict)
     else:
         safetensors.torch.save_file(state_dict, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
     write_files(folder, processing)
@@ -141,13 +142,14 @@ def frozen_state(trainer: Trainer) -> TrainerState:
         trainer (`Trainer`): its live state is completed too, with what the callbacks export.
     """
     live = trainer.state
+    by_callback: Any = live.stateful_callbacks  # TrainerState makes a dictionary of the list
     for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(exporter, ExportableState):
             name, exported = type(exporter).__name__, exporter.state()
-            if isinstance(live.stateful_callbacks.get(name), list):
-                live.stateful_callbacks[name].append(exported)
+            if isinstance(by_callback.get(name), list):
+                by_callback[name].append(exported)
             else:
-                live.stateful_callbacks[name] = exported
+                by_callback[name] = exported
     frozen = copy.copy(live)
     frozen.log_history = list(live.log_history)  # its records do not change once they are logged
     frozen.stateful_callbacks = copy.deepcopy(live.stateful_callbacks)
@@ -227,7 +229,7 @@ def parameter_names(trainer: Trainer) -> ParameterNames | None:
     if trainer.optimizer is None or trainer.is_deepspeed_enabled:  # DeepSpeed's files name them, its groups do not
         return None
     try:
-        return ParameterNames.of(trainer.model, trainer.optimizer.param_groups)
+        return ParameterNames.of(model_of(trainer), trainer.optimizer.param_groups)
     except KeyError:
         logger.warning(
             "the optimizer steps tensors that are no parameters of the model: this run's checkpoints cannot be "
@@ -252,7 +254,7 @@ def complete_checkpoint(trainer: Trainer, checkpoint: Path, names: ParameterName
         write_atomically(checkpoint / PARAMETERS_NAME, names.to_json())
     if not trainer.is_fsdp_enabled or is_distributed_by_transformers(trainer):
         return
-    model = trainer.model
+    model: Any = trainer.model
     if is_peft_model(model):
         model.peft_config[model.active_adapter].save_pretrained(str(checkpoint))
     elif hasattr(model, "config"):
@@ -273,7 +275,7 @@ def is_sharded_fsdp2(trainer: Trainer) -> bool:
         trainer (`Trainer`): a Trainer under FSDP.
     """
     plugin = trainer.accelerator.state.fsdp_plugin
-    return plugin.fsdp_version == 2 and plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    return bool(plugin.fsdp_version == 2 and plugin.state_dict_type.name == "SHARDED_STATE_DICT")
 
 
 _FSDP_PARTS = {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}
@@ -320,14 +322,16 @@ class FsdpStateCopy:
 
         With PEFT only the adapters are collected.
         """
-        model, options = self._trainer.model, StateDictOptions()
+        model: Any = self._trainer.model
+        options = StateDictOptions()
         if is_peft_model(model):
             from peft import get_peft_model_state_dict
 
             weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
         else:
             weights = get_model_state_dict(model, options=options)
-        optimizer: torch.optim.Optimizer = self._trainer.optimizer
+        optimizer = self._trainer.optimizer
+        assert optimizer is not None  # there is one in a training
         return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 
 
@@ -361,9 +365,9 @@ class DeferredWrites:
     """
 
     def __init__(self, trainer: Trainer, host_copy: HostCopy) -> None:
-        self._deepspeed = trainer.model_wrapped
+        self._deepspeed: Any = trainer.model_wrapped
         self._host_copy = host_copy
-        self._original = self._deepspeed.checkpoint_engine
+        self._original: Any = self._deepspeed.checkpoint_engine
         self._given: list[tuple[Any, str]] = []
 
     def __getattr__(self, name: str) -> Any:

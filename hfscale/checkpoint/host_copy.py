@@ -151,7 +151,8 @@ def _copy_tensor(tensor: torch.Tensor, buffer: Callable[[torch.Tensor], torch.Te
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
         copies = {n: _copy_tensor(p, buffer) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
-        return DTensor.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
+        copied: torch.Tensor = DTensor.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
+        return copied
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain:
         return tensor.detach().to("cpu", copy=True)  # a subclass (quantised states) implements its own copy

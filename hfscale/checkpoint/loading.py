@@ -29,7 +29,7 @@ from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
 from hfscale.trainer.frames import resumed_from
-from hfscale.trainer.state import global_batch_size
+from hfscale.trainer.state import global_batch_size, output_folder
 from hfscale.trainer.strategy import requested_strategy, running_strategy
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def readable_checkpoint(
                 f"{checkpoint} was written under {manifest.strategy.upper()} and cannot be continued under "
                 f"{reader.upper()}: launch with the config that the run started with, {_START_OVER}"
             )
-        target = _conversion_folder(Path(args.output_dir), source, reader, args.world_size)
+        target = _conversion_folder(output_folder(args), source, reader, args.world_size)
         if not _is_converted(target):
             START.on_rank_0("convert", lambda: _convert(source, target, manifest, reader, args.world_size))
         patience_s = 0.0 if args.save_on_each_node else VISIBILITY_TIMEOUT_S
@@ -153,6 +153,7 @@ def discard_conversions(output_dir: str | os.PathLike[str]) -> None:
 def _load_universal(args: "TrainingArguments") -> None:
     """Set `load_universal` in DeepSpeed's config, before the engine is made."""
     plugin = args.deepspeed_plugin
+    assert plugin is not None  # the run has a DeepSpeed config
     for config in (plugin.hf_ds_config.config, plugin.deepspeed_config):
         config.setdefault("checkpoint", {})["load_universal"] = True
 

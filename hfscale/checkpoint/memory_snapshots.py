@@ -144,7 +144,8 @@ class MemorySnapshots(ResetOnCopy):
             own["bytes"] = saving.expected_bytes()
             own["held"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             own["free"] = min(available_bytes(), shutil.disk_usage(self._link.memory.folder).free)
-        return TRAINING.combine("memory snapshots", own, _first_reason)
+        reason: str | None = TRAINING.combine("memory snapshots", own, _first_reason)
+        return reason
 
     def _why_not(self, saving: TrainerSaving) -> str | None:
         if self._link is None:

@@ -57,7 +57,7 @@ def record_samples(adapter: TrainerAdapter, train_dataloader: Any) -> StepSample
         return None
     if args.ignore_data_skip and adapter.trainer.state.global_step:
         return None
-    loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # without Accelerate's part
+    loader: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)  # without Accelerate's part
     sampler = getattr(loader, "batch_sampler", None)
     if sampler is None or isinstance(loader.dataset, IterableDataset):  # whose batch sampler yields no indices
         return None

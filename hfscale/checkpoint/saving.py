@@ -52,7 +52,7 @@ from hfscale.core.versions import is_peft_model, saves_safetensors
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.hub import push_checkpoint
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
-from hfscale.trainer.state import global_batch_size
+from hfscale.trainer.state import global_batch_size, model_of, output_folder
 from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
@@ -174,7 +174,7 @@ class TrainerSaving:
         """
         is_local = is_parallel_trainer(self._trainer)
         total = 0
-        for parameter in self._trainer.model.parameters():
+        for parameter in model_of(self._trainer).parameters():
             part = parameter.to_local() if is_local and isinstance(parameter, DTensor) else parameter
             size = getattr(parameter, "ds_numel", part.numel())
             total += size * (parameter.element_size() + 12 * parameter.requires_grad)
@@ -232,7 +232,7 @@ class TrainerSaving:
 
     def _job_of_copy(self, model: Any, begun: float, *, is_optional: bool = False) -> CheckpointJob:
         trainer = self._trainer
-        run_dir = Path(trainer.args.output_dir)
+        run_dir = output_folder(trainer.args)
         failed, write, write_collectively = None, None, None
         try:
             if self._own_methods:
@@ -320,7 +320,9 @@ class TrainerSaving:
             live["model"] = model_state(trainer)
         if not trainer.args.save_only_model:
             if self._fsdp is None:
+                assert trainer.optimizer is not None
                 live[OPTIMIZER_NAME] = trainer.optimizer.state_dict()
+            assert trainer.lr_scheduler is not None  # Trainer makes both before the first step
             live[SCHEDULER_NAME] = trainer.lr_scheduler.state_dict()
             if trainer.accelerator.scaler is not None:
                 live[SCALER_NAME] = trainer.accelerator.scaler.state_dict()
@@ -366,8 +368,17 @@ class TrainerSaving:
             write_tensors = take_tensors(self._adapter.saved_tensors) if not trainer.args.save_only_model else None
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
-        writes = [write for write in (self._deferred and self._deferred.write, write_tensors) if write is not None]
-        return self._job(run_dir, begun, error=failed, write=lambda folder: [write(folder) for write in writes])
+        writes: list[Callable[[Path], object]] = []
+        if self._deferred is not None:
+            writes.append(self._deferred.write)
+        if write_tensors is not None:
+            writes.append(write_tensors)
+
+        def write_all(folder: Path) -> None:
+            for write in writes:
+                write(folder)
+
+        return self._job(run_dir, begun, error=failed, write=write_all)
 
     @contextmanager
     def _writing_to_unfinished(self, run_dir: Path) -> Iterator[None]:
@@ -426,9 +437,10 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     if "_save_checkpoint" in own and not _ends_with_trainers(type(trainer)):
         return f"{name}._save_checkpoint may read the files after Trainer has written them"
     if is_peft_model(trainer.model):
-        others = {str(config.peft_type.value) for config in trainer.model.peft_config.values()} - {"LORA"}
-        if others:
-            return f"adapters of type {min(others)} are made when they are written"
+        model: Any = trainer.model
+        other_adapters = {str(config.peft_type.value) for config in model.peft_config.values()} - {"LORA"}
+        if other_adapters:
+            return f"adapters of type {min(other_adapters)} are made when they are written"
     readers = [name for name in map(_reader_of_saves, trainer.callback_handler.callbacks) if name]
     return f"{readers[0]}.on_save may read the checkpoint" if readers else None
 

@@ -15,7 +15,7 @@ import functools
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class _Draw:
     """Whether nothing else has drawn from them since the draw before."""
 
 
-class PositionedStream(datasets.IterableDataset):
+class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
     """Reads a stream that can be set to its position after any of the last samples that it returned.
 
     It is a copy of the dataset: other libraries treat it as one.
@@ -61,7 +61,7 @@ class PositionedStream(datasets.IterableDataset):
     """
 
     def __init__(self, dataset: datasets.IterableDataset) -> None:
-        vars(self).update(vars(dataset))
+        self.__dict__.update(vars(dataset))
         self.remembered = 0
         """For how many of the last samples the position is remembered."""
         self._start: dict[str, Any] | None = None
@@ -160,7 +160,7 @@ class PositionedStream(datasets.IterableDataset):
         self._has_ended = False
         self._count = 0
 
-    def _read(self, state: Any) -> Iterator[Any]:
+    def _read(self, state: Any) -> Generator[Any, None, None]:
         if state:
             super().set_epoch(state["epoch"])  # otherwise the state is ignored
         self.load_state_dict(state or {})
@@ -193,7 +193,8 @@ class PositionedStream(datasets.IterableDataset):
 
 def _random_states() -> dict[str, Any]:
     """Return the states of the random number generators of torch (CPU), numpy and Python as JSON values, by name."""
-    name, keys, *others = np.random.get_state()
+    state: Any = np.random.get_state()  # a tuple: the dictionary is made for legacy=False only
+    name, keys, *others = state
     return {
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "numpy": (name, keys.tobytes().hex(), *others),

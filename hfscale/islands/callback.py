@@ -28,7 +28,7 @@ from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
 from hfscale.islands.parameters import PartOfParameters
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from
-from hfscale.trainer.state import global_batch_size, jump_to, saved_state, steps_per_epoch
+from hfscale.trainer.state import global_batch_size, jump_to, model_of, saved_state, steps_per_epoch
 from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
@@ -210,7 +210,7 @@ class DiLoCoCallback(AdapterCallback):
         self._adapter = adapter
         check_support(Combination(strategy=running_strategy(adapter.trainer)))
         self._part = PartOfParameters(adapter.trainer, self.fragments)
-        parameters = sum(parameter.numel() for parameter in adapter.trainer.model.parameters())
+        parameters = sum(parameter.numel() for parameter in model_of(adapter.trainer).parameters())
         # Of the largest pipeline stage: a number that all ranks have, and of which islands must have the same.
         held = ISLANDS.gather_numbers("islands: model", [self._part.layers, parameters]).amax(dim=0).tolist()
         layers, parameters = map(int, held)

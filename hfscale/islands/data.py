@@ -93,7 +93,7 @@ def continue_data_at(
         The epoch of the data in the first epoch of Trainer; None if the data cannot be moved: they have no sampler,
         or an epoch ends with fewer batches than a step needs.
     """
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     if steps_per_epoch == 0 or not hasattr(batches, "sampler") or len(loader) % accumulation:
@@ -136,14 +136,14 @@ class _Continued(Sampler[int]):
             yield from order[part]
 
 
-class _Share(Subset):
+class _Share(Subset[Any]):
     def __init__(self, dataset: Any, shares: list[range], island: int) -> None:
         super().__init__(dataset, shares[island])
         self.shares = shares
 
 
-class _EveryNth(IterableDataset):
-    def __init__(self, dataset: IterableDataset, islands: int, island: int) -> None:
+class _EveryNth(IterableDataset[Any]):
+    def __init__(self, dataset: IterableDataset[Any], islands: int, island: int) -> None:
         self._dataset = dataset
         self._every = (island, None, islands)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.state import model_of
 from hfscale.trainer.strategy import running_strategy
 
 
@@ -34,7 +36,7 @@ class PartOfParameters:
         self._trainer = trainer
         self._strategy = running_strategy(trainer)
         self._fragments: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(fragments)]
-        for name, parameter in trainer.model.named_parameters():
+        for name, parameter in model_of(trainer).named_parameters():
             if parameter.requires_grad:
                 layer = _layer(name)
                 self._fragments[-1 if layer is None else layer % fragments].append((name, parameter))
@@ -49,7 +51,7 @@ class PartOfParameters:
         for name, parameter in self._of(None):
             place = None
             if isinstance(parameter, DTensor):
-                coordinate = parameter.device_mesh.get_coordinate() or []
+                coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or []
                 axes = zip(parameter.placements, coordinate, strict=True)
                 place = [[str(placement), index] for placement, index in axes if not placement.is_replicate()]
             rows.append([name, list(self._local(parameter).shape), place])
@@ -87,7 +89,7 @@ class PartOfParameters:
         """
         self._reshard()
         if self._strategy == "zero3":
-            self._trainer.model_wrapped.optimizer.checkpoint_event_prologue()  # also frees the small ones
+            self._zero_optimizer().checkpoint_event_prologue()  # also frees the small ones
         for parameter, part in self._split(flat, fragment):
             local = self._local(parameter)
             value = part.view(local.shape).to(local.device)
@@ -95,7 +97,11 @@ class PartOfParameters:
             if self._strategy.startswith("zero"):
                 self._set_master(parameter, value)
         if self._strategy == "zero3":
-            self._trainer.model_wrapped.optimizer.checkpoint_event_epilogue()  # gathers them again
+            self._zero_optimizer().checkpoint_event_epilogue()  # gathers them again
+
+    def _zero_optimizer(self) -> Any:
+        """Return DeepSpeed's optimizer, which has no public type."""
+        return self._trainer.model_wrapped.optimizer
 
     def _of(self, fragment: int | None) -> list[tuple[str, nn.Parameter]]:
         if fragment is not None:
@@ -110,14 +116,18 @@ class PartOfParameters:
     def _local(self, parameter: nn.Parameter) -> torch.Tensor:
         if isinstance(parameter, DTensor):
             return parameter.to_local()
-        return parameter.ds_tensor if self._strategy == "zero3" else parameter.data
+        if self._strategy == "zero3":
+            shard: torch.Tensor = getattr(parameter, "ds_tensor")  # noqa: B009 (DeepSpeed adds it)
+            return shard
+        return parameter.data
 
     def _master(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the values that the optimizer steps: under ZeRO a copy of them in fp32."""
         if self._strategy == "zero3":
             from deepspeed.utils import safe_get_local_fp32_param
 
-            return safe_get_local_fp32_param(parameter)
+            master: torch.Tensor = safe_get_local_fp32_param(parameter)
+            return master
         if self._strategy.startswith("zero"):
             from deepspeed.utils import safe_get_full_fp32_param
 
@@ -137,7 +147,7 @@ class PartOfParameters:
 
     def _reshard(self) -> None:
         """Make FSDP2 free what it has gathered: then the parameters are the shards that the optimizer steps."""
-        for module in self._trainer.model.modules():
+        for module in model_of(self._trainer).modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

@@ -18,6 +18,7 @@ from accelerate.utils import DynamoBackend, parse_flag_from_env
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel, TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 from hfscale.core.flags import flag, require_from_0, require_positive
 from hfscale.core.versions import pass_activation_checkpointing, require
@@ -298,7 +299,7 @@ class RecipeTrainingMixin(_TrainingArguments):
     activation_checkpointing_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keywords of torch.utils.checkpoint, as JSON."}
     )
-    bf16: bool | None = flag("bf16 mixed precision. Default: on if the hardware has it.")
+    bf16: bool | None = flag("bf16 mixed precision. Default: on if the hardware has it.")  # type: ignore[assignment]
     recompute: str = flag(
         "What --activation_checkpointing recomputes: complete layers (full), or all but attention and every second "
         "matrix product (selective).",
@@ -352,7 +353,7 @@ class RecipeTrainingMixin(_TrainingArguments):
             require("DeepSpeed", "--deepspeed")
         _check_deepspeed_config(self.deepspeed)
         pass_activation_checkpointing(self)
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         for name in self.report_to or []:
             if name not in INTEGRATION_TO_CALLBACK:
                 raise UsageError(
@@ -484,7 +485,8 @@ def _selective_contexts() -> tuple[Any, Any]:
             return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if op in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
 
 
 def complete_early_stopping(args: TrainingArguments, patience: int | None) -> None:
@@ -516,9 +518,8 @@ def check_evaluation(args: TrainingArguments, *, has_evaluation: bool) -> None:
         UsageError: evaluations are requested without a text.
     """
     if args.eval_strategy != "no" and not has_evaluation:
-        raise UsageError(
-            f"--eval_strategy {args.eval_strategy.value} needs text to evaluate on: give --validation_file"
-        )
+        strategy = IntervalStrategy(args.eval_strategy).value
+        raise UsageError(f"--eval_strategy {strategy} needs text to evaluate on: give --validation_file")
 
 
 def _check_json(name: str, value: object, *, is_text: bool) -> None:
@@ -563,7 +564,8 @@ def _check_scheduler(args: TrainingArguments) -> None:
     """Let transformers check the schedule and its arguments before a model is loaded."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     kwargs = args.lr_scheduler_kwargs or {}
-    name = f"{args.lr_scheduler_type.value} with --lr_scheduler_kwargs '{json.dumps(kwargs)}'"
+    assert isinstance(kwargs, dict)  # TrainingArguments has read the JSON
+    name = f"{SchedulerType(args.lr_scheduler_type).value} with --lr_scheduler_kwargs '{json.dumps(kwargs)}'"
     with errors_name_flag("--lr_scheduler_type", name):
         get_scheduler(args.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs))
 

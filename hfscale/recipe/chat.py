@@ -458,7 +458,7 @@ def _message(raw: Any, number: int) -> Message:
     calls = raw.pop("tool_calls", None)
     if content is None and not calls:
         raise _RejectedError(_BROKEN, f"message {number} is empty")
-    message = raw if content is None else raw | {"content": content}
+    message: Message = raw if content is None else raw | {"content": content}
     if calls:
         message["tool_calls"] = [_tool_call(call, number) for call in calls]
     if thinking:

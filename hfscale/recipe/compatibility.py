@@ -82,7 +82,11 @@ def launcher_attention(family: str) -> str:
 
 
 def _deepspeed_config(args: "TrainingArguments") -> dict[str, Any]:
-    return args.deepspeed_plugin.hf_ds_config.config if requested_family(args) == "zero" else {}
+    if requested_family(args) != "zero":
+        return {}
+    assert args.deepspeed_plugin is not None
+    config: dict[str, Any] = args.deepspeed_plugin.hf_ds_config.config
+    return config
 
 
 def _check_nvme(config: dict[str, Any]) -> None:

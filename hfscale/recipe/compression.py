@@ -69,7 +69,7 @@ def compress_gradients(
 
 
 @dataclass
-class TopKKwargs(DistributedDataParallelKwargs):
+class TopKKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]
     """DDP's options with a top-k hook, which Accelerate does not have."""
 
     fraction: float = 0.01
@@ -122,7 +122,10 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
         state.steps += 1
     if state.steps <= state.start_step:
         gradient.div_(world_size)
-        return dist.all_reduce(gradient, async_op=True).get_future().then(lambda done: done.value()[0])
+        plain: torch.futures.Future[torch.Tensor] = (
+            dist.all_reduce(gradient, async_op=True).get_future().then(lambda done: done.value()[0])
+        )
+        return plain
     residual = state.residuals.get(bucket.index())
     corrected = gradient if residual is None else gradient + residual
     k = max(1, int(state.fraction * corrected.numel()))
@@ -139,4 +142,5 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
         gathered_indices.wait()
         return gradient.zero_().index_add_(0, all_indices, all_values / world_size)
 
-    return gathered.get_future().then(average)
+    averaged: torch.futures.Future[torch.Tensor] = gathered.get_future().then(average)
+    return averaged

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hfscale.core.disk_errors import writing
 from hfscale.core.durable_files import write_atomically
@@ -151,7 +151,9 @@ def _documented_functions(split: str) -> Iterator[tuple[str, str, str]]:
         with tokenize.open(path) as file:
             module = ast.parse(file.read())
         for function in ast.walk(module):
-            docstring = ast.get_docstring(function) if isinstance(function, ast.FunctionDef) else None
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            docstring = ast.get_docstring(function)
             if docstring and len(docstring) <= _LONGEST_ANSWER and not function.name.startswith("_"):
                 yield f"{path.stem}.{function.name}", docstring, ast.unparse(function.args)
 
@@ -197,11 +199,11 @@ def default_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def default_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def default_config(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
     """Return the config of a Llama of about four million parameters, with grouped-query attention and tied embeddings.
 
     Args:
-        tokenizer (`PreTrainedTokenizerFast`): gives the vocabulary size and the special tokens.
+        tokenizer (`PreTrainedTokenizerBase`): gives the vocabulary size and the special tokens.
     """
     return LlamaConfig(
         vocab_size=len(tokenizer),

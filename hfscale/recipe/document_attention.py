@@ -45,21 +45,21 @@ def cut_attention(model: "PreTrainedModel | PeftModel") -> str:
         UnsupportedModelError: tokens of one document would reach the next one.
         UsageError: the attention implementation does not cut.
     """
-    model = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-    name = attention_implementation(model.config)
+    base: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    name = attention_implementation(base.config)
     if name not in (*_DENSE, "flex_attention") and not is_flash_attention(name):
         raise UsageError(
             f"--attn_implementation {name} is not known to cut attention between documents: use sdpa, flex_attention "
             "or flash_attention_2, or give --document_attention false"
         )
-    reason = reason_not_to_cut(model)
+    reason = reason_not_to_cut(base)
     if reason is not None:
         raise UnsupportedModelError(
-            f"the attention of {type(model).__name__} cannot be cut between documents: {reason}; give "
+            f"the attention of {type(base).__name__} cannot be cut between documents: {reason}; give "
             "--document_attention false, or --packing none"
         )
     if is_flash_attention(name):
-        model.base_model.register_forward_pre_hook(pass_document_lengths, with_kwargs=True)
+        base.base_model.register_forward_pre_hook(pass_document_lengths, with_kwargs=True)
     return str(name)
 
 
@@ -116,7 +116,7 @@ def _reason_of_masks(model: PreTrainedModel) -> str | None:
         "position_ids": torch.tensor([[0, 1, 0, 1]]),
         "use_cache": False,
     }
-    original = attention_implementation(model.config)
+    original: Any = attention_implementation(model.config)
     AttentionInterface.register(_PROBE, stop)
     AttentionMaskInterface.register(_PROBE, look)
     try:

@@ -13,6 +13,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.versions import is_peft_model
 from hfscale.errors import UsageError
 from hfscale.trainer.generation import stop_tokens
+from hfscale.trainer.state import output_folder
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -45,7 +46,7 @@ def save_final_model(trainer: "Trainer", *, merge_adapters: bool = False) -> Non
         # Checkpoints are written in shards; the exported model is a single state dict.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
-    folder = Path(trainer.args.output_dir)
+    folder = output_folder(trainer.args)
     if trainer.args.should_save:
         _write_generation_config(trainer, folder)
         if merge_adapters and is_peft_model(trainer.model):

@@ -22,6 +22,7 @@ from hfscale.recipe.layout import finish_on_cpu
 from hfscale.recipe.resume import is_finished
 from hfscale.recipe.sequence_parallel import fix_sequence_parallel
 from hfscale.scaling import ScalingCallback
+from hfscale.trainer.state import output_folder
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -112,7 +113,7 @@ def _print_summary(trainer: "Trainer", scaling: ScalingCallback, metrics: dict[s
 def _summary_rows(trainer: "Trainer", scaling: ScalingCallback, metrics: dict[str, float]) -> list[tuple[str, str]]:
     """Return the lines of the summary as pairs of a name and a text; an unknown value has no line."""
     history = trainer.state.log_history
-    output_dir = Path(trainer.args.output_dir)
+    output_dir = output_folder(trainer.args)
     rows: list[tuple[str, str]] = []
     losses = [entry["loss"] for entry in history if "loss" in entry]
     if losses:

@@ -76,7 +76,8 @@ def _read_source(item: Any, where: str, args: _Arguments) -> tuple[float, _Argum
         raise DataError(
             f"{where}: {item['train_file']} is one text in lines and has no records to mix: make it .jsonl"
         )
-    flags = {"dataset_name": None, "dataset_config_name": None, "dataset_train_split": "train", "train_file": None}
+    flags: dict[str, Any] = dict.fromkeys(("dataset_name", "dataset_config_name", "train_file"))
+    flags["dataset_train_split"] = "train"
     flags |= {SOURCE_FLAGS[key]: value for key, value in item.items() if key in SOURCE_FLAGS}
     percentage = 0 if args.validation_file else args.validation_split_percentage
     # The checks of the flags see one source, as if its flags had been given.

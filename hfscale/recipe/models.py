@@ -1,7 +1,6 @@
 """Loading of the model and the tokenizer that a recipe's flags name, as the strategy needs them."""
 
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments, ModelArguments, errors_name_flag
 from hfscale.recipe.document_attention import cut_attention, is_dense
 from hfscale.recipe.layout import check_model, distributed_config
+from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import requested_family
 
 if TYPE_CHECKING:
@@ -205,7 +205,8 @@ def load_empty_model(
         UsageError: the model does not support the attention.
     """
     with errors_name_flag("--attn_implementation", args.attn_implementation), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **_model_options(args, training_args))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **_model_options(args, training_args))
+        return model
 
 
 def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> "PeftModel":
@@ -221,6 +222,7 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         MissingDependencyError: PEFT is not installed or too old.
     """
     config = args.lora_config(model)
+    assert config is not None  # it is asked for
     from peft import get_peft_model
 
     set_seed(training_args.seed)  # the state of the generator after loading depends on the strategy
@@ -294,7 +296,7 @@ def _build_sharded(
     config: PreTrainedConfig, training_args: "TrainingArguments", sharding: Any, options: dict[str, Any]
 ) -> PreTrainedModel:
     """Initialise a model under tensor parallelism: rank 0 saves it first, since transformers shards while it reads."""
-    folder = Path(training_args.output_dir) / ".initial-weights"
+    folder = output_folder(training_args) / ".initial-weights"
     START.on_rank_0(
         "write initial weights",
         lambda: build_model(config, seed=training_args.seed, **options).save_pretrained(folder),

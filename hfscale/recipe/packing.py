@@ -350,7 +350,7 @@ def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: s
         raise DataError(f"{source} has no records")
     columns = dataset.column_names or list(sample[0])
     features = dataset.features or {}
-    strings = [
+    strings: list[str] = [
         name
         for name in columns
         if getattr(features.get(name), "dtype", None) in _STRINGS

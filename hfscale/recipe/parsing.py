@@ -70,6 +70,10 @@ class _Parser(HfArgumentParser):
         raise UsageError(re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message))
 
 
+def _parser(groups: Any) -> _Parser:  # transformers gives dataclasses a type of their own
+    return _Parser(groups, allow_abbrev=False, add_help=False)
+
+
 def parse_arguments(
     argv: Sequence[str] | None = None, *, task: str = "text", also: Sequence[type] = ()
 ) -> tuple[Any, ...]:
@@ -97,7 +101,7 @@ def parse_arguments(
         if is_main_process():
             print(help_text(task=task, also=also))
         sys.exit(0)
-    parser = _Parser(groups, allow_abbrev=False, add_help=False)
+    parser = _parser(groups)
     known = {flag.name for group in groups for flag in fields(group) if flag.init}
     from_file = to_argv(config, read_yaml_mapping(config, known)) if config else []
     for flag in (token.partition("=")[0] for token in rest):
@@ -145,7 +149,7 @@ def read_flags(values: Mapping[str, Any], *, task: str = "text", also: Sequence[
     Raises:
         UsageError: a value has the wrong type.
     """
-    parser = _Parser((*flag_groups(task), *also), allow_abbrev=False, add_help=False)
+    parser = _parser((*flag_groups(task), *also))
     tokens = to_argv("the flags", values)
     return parser.parse_known_args([*_embedded_defaults(tokens, task), *tokens])[0]
 

@@ -17,6 +17,7 @@ from hfscale.core.run_memory import RunMemory
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
 from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import requested_family
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         StorageError: the remote store cannot be read, and there is no local checkpoint.
     """
     requested = str(args.resume_from_checkpoint)
-    if START.on_rank_0("restarted", lambda: _has_begun(args.output_dir)):
+    if START.on_rank_0("restarted", lambda: _has_begun(output_folder(args))):
         requested = "true"  # restarted by `hfscale run`: the flag was meant for the first launch
     if requested.lower() == "false":
         return None
@@ -65,17 +66,17 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         check_pickles_on_all_ranks(Path(requested), START)
         _check_best(Path(requested), args)
         return requested
-    latest = find_resumable(args.output_dir, remote)
+    latest = find_resumable(output_folder(args), remote)
     if latest.path is None:
-        _check_none_skipped(args.output_dir, latest.skipped)
+        _check_none_skipped(output_folder(args), latest.skipped)
         return None
     _check_best(latest.path, args)
-    is_on_disk = latest.path.parent == Path(args.output_dir)
+    is_on_disk = latest.path.parent == output_folder(args)
     logger.info("continues from %s of %s", latest.path.name, args.output_dir if is_on_disk else "the host's memory")
     return str(latest.path)
 
 
-def _check_none_skipped(output_dir: str, reasons: tuple[str, ...]) -> None:
+def _check_none_skipped(output_dir: Path, reasons: tuple[str, ...]) -> None:
     """Raise a CheckpointError if there are checkpoints, none of which can be resumed from."""
     if reasons:
         others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
@@ -91,7 +92,7 @@ def _check_best(checkpoint: Path, args: "TrainingArguments") -> None:
         check_best_on_all_ranks(checkpoint, START)
 
 
-def _has_begun(output_dir: str) -> bool:
+def _has_begun(output_dir: Path) -> bool:
     """Whether a launch before a restart by `hfscale run` has begun to train."""
     memory = RunMemory.of_environment()
     return memory is not None and memory.snapshots(output_dir).is_dir()
@@ -167,7 +168,7 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
     done = state["global_step"]
     if done < math.ceil(max_steps):
         return False
-    if not _has_results(Path(trainer.args.output_dir), Path(checkpoint)):
+    if not _has_results(output_folder(trainer.args), Path(checkpoint)):
         logger.info("%s has all %d steps but the run has no results yet: they are computed now", checkpoint, done)
         TrainerAdapter.of(trainer).finish_without_steps()
         return False
@@ -178,16 +179,18 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
         done,
     )
     if trainer.is_world_process_zero():
-        discard_conversions(trainer.args.output_dir)
+        discard_conversions(output_folder(trainer.args))
     return True
 
 
 def _has_results(output_dir: Path, checkpoint: Path) -> bool:
     """Whether the main process sees results newer than the checkpoint; older ones are those of a shorter run."""
     results, state = output_dir / RESULTS_NAME, checkpoint / TRAINER_STATE_NAME
-    return START.on_rank_0(
-        "find results", lambda: results.is_file() and results.stat().st_mtime >= state.stat().st_mtime
-    )
+
+    def are_newer() -> bool:
+        return results.is_file() and results.stat().st_mtime >= state.stat().st_mtime
+
+    return bool(START.on_rank_0("find results", are_newer))
 
 
 def _check_given(checkpoint: Path) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from hfscale.core.versions import sequence_parallel_size
 from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -48,7 +49,7 @@ def _fix_gradient(trainer: "Trainer") -> None:
         if module.training and output.loss is not None and output.loss.requires_grad:
             output.loss.register_hook(lambda gradient: gradient / size)
 
-    trainer.model.register_forward_hook(divide)
+    model_of(trainer).register_forward_hook(divide)
 
 
 class SkippableUlyssesLoader:
@@ -117,9 +118,10 @@ class _MicroBatches(Dataset[Any]):
 
     def _after(self, count: int) -> Iterator[Any]:
         batches, micro_batches = divmod(count, self._loader.sp_world_size)
-        rest = copy.copy(self._loader)  # the next pass uses the loader itself, from its beginning
+        rest: Any = copy.copy(self._loader)  # the next pass uses the loader itself, from its beginning
         rest.dl = accelerate.skip_first_batches(self._loader.dl, batches)
         rest.iter, rest.micro_batches = iter(rest.dl), deque()
         for _ in range(micro_batches):
             next(rest)
-        return rest
+        iterator: Iterator[Any] = rest
+        return iterator

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 from datasets import Dataset, IterableDataset
@@ -21,8 +21,8 @@ from hfscale.recipe.mix import mix, read_mix
 
 logger = get_logger(__name__)
 
-AnyDataset = Dataset | IterableDataset
-Splits = dict[str, AnyDataset]
+AnyDataset: TypeAlias = Dataset | IterableDataset
+Splits: TypeAlias = dict[str, AnyDataset]
 
 _BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """The builder of `datasets` for each file name extension."""

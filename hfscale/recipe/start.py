@@ -29,6 +29,7 @@ from hfscale.recipe.entrypoint import check_output_dir
 from hfscale.recipe.layout import set_up_data_parallelism, set_up_parallelism
 from hfscale.recipe.resume import resume_point
 from hfscale.scaling import ScalingCallback
+from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import check_launch
 
 
@@ -89,7 +90,7 @@ def start_run(
         check_compatibility(model_args, training_args, layout)
     training_args.check_method(model_args)
     complete_early_stopping(training_args, scaling_args.early_stopping_patience)
-    check_output_dir(training_args.output_dir)
+    check_output_dir(str(output_folder(training_args)))
     callbacks = _callbacks(data_args, scaling_args, training_args, layout, can_generate=not parallel_trainer)
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     training_args.keep_global_batch(checkpoint, data_parallel_size=layout.data_parallel_size)

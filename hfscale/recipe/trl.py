@@ -99,6 +99,7 @@ class GRPOArguments(RecipeTrainingMixin, GRPOConfig):
             CheckpointError: the checkpoint's manifest is broken.
             LayoutError: no batch sizes of this number of processes give those of the checkpoint.
         """
+        assert self.steps_per_generation is not None  # GRPOConfig computes it
         updates = Fraction(self.steps_per_generation, self.gradient_accumulation_steps)  # per generation
         super().keep_global_batch(checkpoint, data_parallel_size=data_parallel_size)
         micro_batch = self.per_device_train_batch_size * self.world_size

@@ -20,6 +20,8 @@ class Preempted(SystemExit):
         words (`str`): message that says why the run was preempted, and how to resume it.
     """
 
+    code: int
+
     def __init__(self, words: str) -> None:
         super().__init__(EXIT_CODE)
         self.words = words

@@ -51,6 +51,7 @@ from hfscale.core.run_state import ResetOnCopy
 from hfscale.errors import ParameterError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.frames import is_training_in
+from hfscale.trainer.state import output_folder
 
 logger = get_logger(__name__)
 
@@ -187,7 +188,7 @@ class PreemptionStop(ResetOnCopy):
         adapter.before_last_log(self._skip_best_model)
         self.stop = None
         self.last_write_s = None
-        self._stop_path = Path(trainer.args.output_dir) / self.stop_file if self.stop_file else None
+        self._stop_path = output_folder(trainer.args) / self.stop_file if self.stop_file else None
         self._metric_for_best_model = trainer.args.metric_for_best_model
         watch = watch_signals()
         processes = self._gather_processes()
