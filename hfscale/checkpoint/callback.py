@@ -20,6 +20,7 @@ from hfscale.checkpoint.memory_snapshots import MemorySnapshots
 from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies
+from hfscale.checkpoint.resumable import has_been_complete
 from hfscale.checkpoint.resume import newest_resumable
 from hfscale.checkpoint.saving import TrainerSaving
 from hfscale.checkpoint.store import (
@@ -563,9 +564,14 @@ def _is_from_scratch(args: TrainingArguments) -> bool:
 
 
 def _refuse_to_replace_unread(run_dir: Path) -> None:
-    """Raise a CheckpointError if a folder has checkpoints and none of them can be resumed from."""
+    """Raise a CheckpointError if a folder has checkpoints and none of them can be resumed from.
+
+    What an interrupted save of plain Trainer left, which was never complete, is no checkpoint; it is archived.
+    """
+    if not any(has_been_complete(checkpoint) for checkpoint in list_checkpoints(run_dir)):
+        return
     latest = newest_resumable(run_dir, exchanges=OneProcess())
-    if latest.path is None and latest.skipped:
+    if latest.path is None:
         raise CheckpointError(
             f"{run_dir} has checkpoints and none of them is verified, so the training would start at step 0 "
             f"({latest.skipped[0]}): pass the path of one as resume_from_checkpoint, or move them; with "

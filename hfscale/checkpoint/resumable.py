@@ -135,6 +135,15 @@ def check_visible(path: Path, exchanges: Exchanges) -> None:
         )
 
 
+def has_been_complete(checkpoint: Path) -> bool:
+    """Return whether a save of this folder was ever completed: by its manifest, or the file that Trainer writes last.
+
+    Args:
+        checkpoint (`Path`): a folder `checkpoint-N`.
+    """
+    return (checkpoint / MANIFEST_NAME).is_file() or (checkpoint / _LAST_WRITTEN).is_file()
+
+
 def check_complete(checkpoint: Path) -> None:
     """Check that a checkpoint of plain Trainer has every file that a resume needs, and each with its full length.
 

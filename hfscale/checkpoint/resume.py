@@ -47,8 +47,8 @@ def latest_checkpoint(output_dir: str | os.PathLike[str], remote: str | None = N
     That is one whose files all match the hashes of its manifest, or one that plain Trainer has completed; that one has
     no hashes, which a warning says. Its pickles are checked before any library loads them. Candidates are read
     completely, newest first; under `hfscale run` its snapshots in host memory are among them. A warning says why one
-    was skipped. If all are skipped, a training with `SpotCheckpointCallback` that starts at step 0 in `output_dir` is
-    refused, so that nothing that a run has saved is replaced unseen.
+    was skipped. If all are skipped, and one of them was complete once, a training with `SpotCheckpointCallback` that
+    starts at step 0 in `output_dir` is refused, so that nothing that a run has saved is replaced unseen.
 
     With several processes, call it on every rank, before or after the Trainer is made: all ranks get the same answer,
     and each reads a share of the files. Before there is a process group the ranks exchange through the launcher's

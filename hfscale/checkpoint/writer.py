@@ -102,6 +102,8 @@ _RANK_OF_FILE = re.compile(
 )
 _last_writers: dict[Path, "CheckpointWriter"] = {}
 """The writer of this process that was last started, by output directory."""
+_open_to_subclass: set[Path] = set()
+"""Output directories in which a subclass of Trainer is saving now, through a link."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +307,7 @@ def open_to_subclass(run_dir: Path, step: int, *, is_holder: bool) -> Iterator[N
                 target.rename(_replaced(folder))
             target.symlink_to(folder.relative_to(run_dir), target_is_directory=True)
     failed: Exception | None = None
+    _open_to_subclass.add(run_dir.resolve())
     try:
         yield
     except Exception as error:
@@ -313,6 +316,7 @@ def open_to_subclass(run_dir: Path, step: int, *, is_holder: bool) -> Iterator[N
     finally:
         # Another rank may still be writing through the link.
         TRAINING.combine_outcomes("save: link is not used any more", None, lambda _: None, error=failed)
+        _open_to_subclass.discard(run_dir.resolve())
         if is_holder:
             target.unlink()
 
@@ -326,8 +330,9 @@ def finish_renames(run_dir: Path) -> list[Path]:
     """Commit the checkpoints that an ended process left complete but not yet renamed.
 
     Any rank may call it at any time. It does nothing while another process holds the lock of the folder, since that
-    process will finish its own renames. If this process is still writing a checkpoint there, for a training that an
-    exception ended, it waits until that checkpoint is written.
+    process will finish its own renames, nor while a subclass of Trainer saves there in this process. If this process
+    is still writing a checkpoint there, for a training that an exception ended, it waits until that checkpoint is
+    written.
 
     Returns:
         `list[Path]`: the checkpoints that were renamed.
@@ -338,7 +343,8 @@ def finish_renames(run_dir: Path) -> list[Path]:
         last_writer.wait_without_raising()
     left = sorted((run_dir / UNFINISHED).glob("*checkpoint-*"))
     links = [path for path in run_dir.glob("checkpoint-*") if is_link_to_unfinished(path)]
-    if not (left or links) or is_locked_by_another_process(run_dir):
+    is_in_use = run_dir.resolve() in _open_to_subclass or is_locked_by_another_process(run_dir)
+    if is_in_use or not (left or links):
         return renamed
     for link in links:
         link.unlink(missing_ok=True)

@@ -205,7 +205,7 @@ def check_model(
 
     Raises:
         LayoutError: the heads or the sequence are not divisible; the message names the sizes that fit.
-        UsageError: tensor parallelism does not work with the model's family.
+        UsageError: the table of what works with what refuses the model's family under tensor parallelism.
     """
     text = config.get_text_config()
     asked = Combination(

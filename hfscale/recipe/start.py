@@ -121,16 +121,33 @@ def _callbacks(
     callbacks: list[TrainerCallback] = [_scaling_callback(data_args, scaling_args, training_args)]
     callbacks += island_callbacks(scaling_args)
     if data_args.sample_prompts is not None:
-        engine = "trainer" if can_generate else "parallel_trainer"
-        asked = Combination(engine=engine, tp=layout.tp, cp=layout.cp, sample_prompts=data_args.sample_prompts)
-        check_support(asked, "sample_prompts", speaker="recipe")
-        with parameters_are_flags(every_steps="sample_steps", prompts="sample_prompts"):
-            prompts = read_prompts(data_args.sample_prompts)
-            callbacks.append(SampleGenerationCallback(prompts, every_steps=data_args.sample_steps))
+        callbacks.append(sample_generation(data_args, layout, can_generate=can_generate))
     callbacks.append(ProfilerCallback(training_args.profile_steps or ()))
     if scaling_args.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(scaling_args.early_stopping_patience))
     return callbacks
+
+
+def sample_generation(
+    data_args: SourceArguments, layout: ParallelLayout, *, can_generate: bool
+) -> SampleGenerationCallback:
+    """Return the callback for `--sample_prompts`.
+
+    Args:
+        data_args (`SourceArguments`): the file of prompts, and how often to generate from it.
+        layout (`ParallelLayout`): the axes of the run.
+        can_generate (`bool`): whether the trainer's model can generate; that of `ParallelTrainer` cannot.
+
+    Raises:
+        UsageError: the run cannot generate, or the prompts cannot be read.
+    """
+    assert data_args.sample_prompts is not None
+    engine = "trainer" if can_generate else "parallel_trainer"
+    asked = Combination(engine=engine, tp=layout.tp, cp=layout.cp, sample_prompts=data_args.sample_prompts)
+    check_support(asked, "sample_prompts", speaker="recipe")
+    with parameters_are_flags(every_steps="sample_steps", prompts="sample_prompts"):
+        prompts = read_prompts(data_args.sample_prompts)
+        return SampleGenerationCallback(prompts, every_steps=data_args.sample_steps)
 
 
 def _scaling_callback(

@@ -111,6 +111,7 @@ def test_verify_refuses_what_a_matching_manifest_hides(run, capsys, attack, reas
 
 def test_convert_takes_the_newest_good_checkpoint_of_a_run(run, tmp_path, capsys):
     (run / "checkpoint-4" / "model.safetensors").write_bytes(b"")
+    (run / "checkpoint-3" / "trainer_state.json").unlink()  # without a manifest and not complete
     converted = tmp_path / "converted"
     summary = json.loads(
         run_checkpoints(

@@ -15,7 +15,7 @@ from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import writer
 from hfscale.checkpoint.store import verify
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.errors import StorageError, UsageError
+from hfscale.errors import CheckpointError, StorageError, UsageError
 
 
 class Pause(TrainerCallback):
@@ -206,7 +206,8 @@ class TestRotation:
         with pytest.raises(RuntimeError, match="simulated failure"):
             trainer.train()
         assert saved_steps(tmp_path) == [2]
-        assert latest_checkpoint(tmp_path) is None
+        with pytest.raises(CheckpointError, match="it has no hfscale_manifest"):
+            verify(tmp_path / "checkpoint-2")
 
 
 class TestResume:

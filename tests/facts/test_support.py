@@ -21,11 +21,12 @@ from hfscale.parallel.checks import check_config
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner import launchable
 from hfscale.planner.job import Job
-from hfscale.recipe.arguments import DataArguments, ModelArguments, sample_generation
+from hfscale.recipe.arguments import DataArguments, ModelArguments
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.layout import check_model, set_up_parallelism
 from hfscale.recipe.models import cut_document_attention
+from hfscale.recipe.start import sample_generation
 from hfscale.trainer.strategy import check_launch
 
 DDP = {"WORLD_SIZE": "8"}
@@ -50,11 +51,10 @@ def planned(stack="hf", family="llama", layout=None, **options):
     """The planner's reason for a job."""
     shape = replace(find_model("llama-3.1-8b"), model_type=family)
     sizes = {"seq_len": 8192, "micro_batch": 1, "global_batch": 64}
-    stacks = {"framework": stack} if "framework" in Job.__dataclass_fields__ else {"stack": stack}
     layout = ParallelLayout(**(layout or {"dp_shard": 8}))
     splits = {"sequence_parallel": layout.tp > 1}
     return launchable.why_not(
-        Job(shape=shape, gpu=accelerator("H100"), layout=layout, **stacks, **sizes | splits | options)
+        Job(shape=shape, gpu=accelerator("H100"), layout=layout, stack=stack, **sizes | splits | options)
     )
 
 
@@ -116,9 +116,9 @@ def consumers(monkeypatch):
     def rows(cp=2, **data):
         return message_of(cut_document_attention, None, SimpleNamespace(**data), None, ParallelLayout(cp=cp))
 
-    def samples(layout=None, is_split=False):
+    def samples(layout=None, can_generate=True):
         prompts = SimpleNamespace(sample_prompts="prompts.txt", sample_steps=None)
-        return message_of(sample_generation, prompts, ParallelLayout(**layout or {}), is_split=is_split)
+        return message_of(sample_generation, prompts, ParallelLayout(**layout or {}), can_generate=can_generate)
 
     def compressed(method):
         state = SimpleNamespace(distributed_type=None)
@@ -138,7 +138,7 @@ CASES = {
     "TRL's tasks on another stack": lambda c: [planned("titan", task="dpo")],
     "launching another stack": lambda c: [planned("megatron")],
     "TRL with tensor, pipeline or context parallelism": lambda c: [planned(task="dpo", layout=TENSOR)],
-    "a fused loss beside TRL's own": lambda c: [planned(task="sft", fused_loss=True)],
+    "a fused loss beside TRL's own": lambda c: [planned(task="sft", liger=True)],
     "DPO or GRPO with offload": lambda c: [planned(task="dpo", offload="full", zero=3)],
     "FSDP1": lambda c: [c.recipe(FSDP | {"FSDP_VERSION": "1"})],
     "a Trainer under Megatron-LM": lambda c: [c.launch()],
@@ -187,7 +187,7 @@ CASES = {
     "other optimizers than AdamW and SGD with pipeline stages": lambda c: [
         planned(optimizer="adafactor", layout=PIPELINE, zero=3)
     ],
-    "parameters in bf16": lambda c: [planned(pure=True, zero=3)],
+    "parameters in bf16": lambda c: [planned(pure_bf16=True, zero=3)],
     "fp8 with pipeline stages": lambda c: [planned(precision="fp8", layout=PIPELINE, zero=3)],
     "fp16 with `ParallelTrainer`": lambda c: [
         planned(precision="fp16", layout=PIPELINE, zero=3),
@@ -198,12 +198,12 @@ CASES = {
         c.trainer(torch_compile=True),
     ],
     "Liger Kernel with `ParallelTrainer`": lambda c: [
-        planned(fused_loss=True, layout=PIPELINE, zero=3),
+        planned(liger=True, layout=PIPELINE, zero=3),
         c.trainer(use_liger_kernel=True),
     ],
-    "a fused loss with tensor or context parallelism": lambda c: [planned(fused_loss=True, layout=TENSOR, zero=3)],
+    "a fused loss with tensor or context parallelism": lambda c: [planned(liger=True, layout=TENSOR, zero=3)],
     "a fused loss for a family that Liger does not fuse by default": lambda c: [
-        planned(fused_loss=True, family="granite", zero=3)
+        planned(liger=True, family="granite", zero=3)
     ],
     "compressed gradients without DDP": lambda c: [
         c.trainer(gradient_compression="topk"),
@@ -276,7 +276,7 @@ CASES = {
         c.samples({"cp": 2}),
         c.samples({"tp": 2}),
     ],
-    "generating from prompts in `ParallelTrainer`": lambda c: [c.samples(is_split=True)],
+    "generating from prompts in `ParallelTrainer`": lambda c: [c.samples(can_generate=False)],
     "resuming from a path under transformers' tensor parallelism": lambda c: [
         c.recipe(layout=TENSOR, resume_from_checkpoint="out/checkpoint-5")
     ],

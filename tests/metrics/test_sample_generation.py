@@ -240,7 +240,7 @@ class TestMistakes:
             (["--merge_adapters", "true", "--use_peft", "true"], "--model_name_or_path"),
             (
                 ["--merge_adapters", "--use_peft", "--load_in_4bit", "--model_name_or_path", "x"],
-                "--merge_adapters and --load_in_4bit",
+                "--merge_adapters true and --load_in_4bit true",
             ),
             (["--sample_steps", "0"], "--sample_steps is 0"),
         ],

@@ -78,7 +78,12 @@ def test_a_run_records_what_its_estimate_needs(tmp_path, monkeypatch):
     args = trainer.args
     assert job.shape.total_parameters == sum(p.numel() for p in trainer.model.parameters())
     assert (job.micro_batch, job.micro_batches) == (args.train_batch_size, 2)
-    assert (job.seq_len, job.precision, job.optimizer, job.recompute) == (LENGTH, "fp32", "adamw", "none")
+    assert (job.seq_len, job.precision, job.optimizer, job.activation_checkpointing) == (
+        LENGTH,
+        "fp32",
+        "adamw",
+        "none",
+    )
     assert found.tokens_per_s == load_run(tmp_path / "run").median("scaling/tokens_per_s")
 
 

@@ -235,7 +235,7 @@ def test_the_emitted_files_hold_the_flags_of_the_task(tmp_path, task, method):
         (["--task", "grpo", "--num-generations", "1"], ["--num-generations is 1"]),
         (["--task", "grpo", "--global-batch", "100"], ["100", "--num-generations 8", "96"]),
         (["--task", "grpo", "--max-completion-length", "5000"], ["5000", "4096", "4095"]),
-        (["--task", "grpo", "--beta", "-1"], ["beta is -1"]),
+        (["--task", "grpo", "--beta", "-1"], ["--beta is -1"]),
         (["--task", "sft", "--stack", "megatron"], ["sft", "hf", "megatron"]),
         (["--task", "sft", "--liger"], ["--liger"]),
         (["--task", "ppo"], ["ppo", "sft"]),

@@ -17,7 +17,7 @@ from hfscale import ScalingCallback
 from hfscale.core.disk_errors import storage_error
 from hfscale.core.run_files import LOCK_NAME
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
-from hfscale.recipe import entrypoint
+from hfscale.recipe import finish
 from hfscale.recipe.entrypoint import check_output_dir, missing_dependency
 
 
@@ -276,5 +276,5 @@ def test_exit_codes_and_lines(python: Callable[..., Any]) -> None:
 )
 def test_the_summary_has_the_evaluation_that_says_something(tmp_path, metrics, row):
     callback = ScalingCallback()
-    rows = entrypoint._summary_rows(tiny_trainer(tmp_path, callback), callback, metrics)
+    rows = finish._summary_rows(tiny_trainer(tmp_path, callback), callback, metrics)
     assert [found for found in rows if found[0].startswith("evaluation")] == [row]

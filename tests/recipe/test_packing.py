@@ -197,7 +197,7 @@ def test_ranks_of_a_sequence_and_large_masks(tmp_path, caplog):
     args = DataArguments(packing="bestfit", block_size=8192)
     set_packing_defaults(args, is_chat=True)
     training = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2)
-    with pytest.raises(UsageError, match=r"--packing bestfit and cp_size 2.*recipes/tp_pp/train.py"):
+    with pytest.raises(UsageError, match=r"--packing bestfit and --cp_size 2.*recipes/tp_pp/train.py"):
         cut_document_attention(tiny_causal_lm(), args, training, ParallelLayout(cp=2))
     with caplog.at_level("WARNING", logger="hfscale"):
         cut_document_attention(tiny_causal_lm(), args, training)

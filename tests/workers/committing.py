@@ -25,7 +25,7 @@ def main() -> None:
 
         def write(folder: Path, number: int = number, step: int = step) -> None:
             (folder / "shards").mkdir()
-            (folder / "shards" / "rank_0.bin").write_text(f"{number} {step} " * 100)
+            (folder / "shards" / "rank_0.txt").write_text(f"{number} {step} " * 100)
             (folder / "state.json").write_text(f"{number}")
             if number != 2:
                 (folder / "only_in_the_first_save").mkdir()
