@@ -1,16 +1,12 @@
 """Reads a row of a table of runs (`hfscale estimate --table`) as a `Job`, and infers what the row leaves blank.
 
-Columns: model, params_b, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, global_batch_seqs, gpus,
-gpu_type, dp_shard, dp_replicate, tp, pp, cp, precision, ac, compile. Optional columns: stack, virtual_stages, zero,
-interconnect, method, loss (`compiled` or `kernel`), norm (`kernel`), states (`bf16`: parameters and optimizer states,
-without fp32 copies) and measure. Measured columns are ignored; a note is
-searched for adapters if no column names the method, and model, note and source for the name of the software. What is
-inferred:
+docs/planner.md lists the columns; others, such as measured values, are ignored. What free text says is read in
+`hfscale.planner.table_text`. What is inferred:
 
 - the model's shape, where widths are blank: from the catalogue's model of that name, or from the parameter count;
 - whether the MLP is gated and the head tied: from the parameter count, otherwise from ffn = 4 x hidden;
-- a mixture of experts: from a name of the catalogue, or such as `8e top2`, `64 experts, 6 active` or `8x7B`; a name
-  that says `MoE` or `30B-A3B` only is an error, because a dense model of these widths would be another one;
+- a mixture of experts: from a name of the catalogue, or from the text of name and note;
+- the method: from the text of name, precision, recomputation and note;
 - the framework: from the layout and the spelling of precision and recomputation (`infer_framework`);
 - a blank recomputation: the least that fits the memory;
 - a blank micro-batch: one sequence with a pipeline, otherwise the largest that fits;
@@ -34,6 +30,13 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job, can_overlap_experts, is_fine_grained
 from hfscale.planner.memory import GIB, memory_of, state_bytes
 from hfscale.planner.options import ActivationCheckpointing, Method, Precision
+from hfscale.planner.table_text import (
+    adapters_in,
+    experts_in,
+    interconnect_gb_s,
+    names_pytorch_3d,
+    without_power_limit,
+)
 
 # -- the model's shape ------------------------------------------------------------------------------------------------
 
@@ -137,35 +140,8 @@ def row_shape(row: Mapping[str, str]) -> ModelShape:
     ffn = integer(row, "ffn") or 4 * hidden
     if (mixture := _known_mixture(model, layers, hidden)) is not None:
         return mixture
-    experts = (0, 0)
-    words = f"{model} {text_of(row, 'note')}"
-    if found := _EXPERTS.search(words) or _ACTIVE_EXPERTS.search(words):
-        experts = int(found[1]), int(found[2])
-    elif found := _TIMES.search(model):
-        experts = int(found[1]), 2
-    elif found := _MIXTURE.search(model):
-        raise UsageError(
-            f"model {model!r} is a mixture of experts ({found[0]}), and the row does not say of how many: write the "
-            "experts and those of a token into the name, such as '8e top2', or use a name of the catalogue"
-        )
+    experts = experts_in(model, text_of(row, "note"))
     return _shape(layers, hidden, heads, kv_heads, ffn, vocab, billions, experts)
-
-
-_EXPERTS = re.compile(r"(\d+)\s*e(?:xperts?)?\W*top\W*(\d+)", flags=re.IGNORECASE)
-"""`8e top2` in a model's name: a mixture of 8 experts, 2 of them per token."""
-_ACTIVE_EXPERTS = re.compile(
-    r"(\d+)\s*(?:routed\s+)?experts?\W*(\d+)\s*(?:active|activated|selected|used|per\s+token)", flags=re.IGNORECASE
-)
-"""`64 experts, 6 active` in a model's name."""
-_MIXTURE = re.compile(
-    r"moe\b|mixture[ -]of|\bexperts?\b|\d+(?:\.\d+)?b-?a\d+(?:\.\d+)?b|\b\d+e\b"
-    r"|\b(?:mixtral|dbrx|grok|arctic|gpt-?oss|kimi-?k2)|deepseek-?v[23]",
-    flags=re.IGNORECASE,
-)
-"""Words of a mixture of experts in a model's name that do not give the experts: `MoE`, `30B-A3B`, `17B-16E`, or the
-name of a series that has no dense model."""
-_TIMES = re.compile(r"\b(\d+)x\d+(?:\.\d+)?b\b", flags=re.IGNORECASE)
-"""`8x7B` in a model's name: a mixture of 8 experts, 2 of them per token as in Mixtral."""
 
 
 @lru_cache(maxsize=1024)
@@ -252,10 +228,6 @@ RECOMPUTE_WORDS: Mapping[str, ActivationCheckpointing] = {
     "false": "none",
 }
 """Beginnings of words for recomputation; Megatron's `block` and `uniform` are full recomputation."""
-GPUS_PER_NODE = 8
-"""GPUs per node that are assumed."""
-LARGEST_SHARE_GB_S = 200.0
-"""A bandwidth above this, GB/s, is not that of a single GPU: 800 Gbit/s cards have 100 GB/s."""
 
 
 def _precision_of(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
@@ -301,22 +273,13 @@ def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
         if re.search(r"qlora|nf4|4-?bit", text):
             return "qlora", None
         return ("lora" if is_adapter else "full"), None
-    for column in ("model", "precision", "ac", "note"):
-        text = text_of(row, column).lower()
-        if "lora" not in text:  # the usual case, and faster than the regular expressions
-            continue
-        found = re.search(r"\b(q?)lora\b", re.sub(r"\([^)]*\)", "", text))
-        if found is not None:
-            return ("qlora" if found[1] else "lora"), column
-    return "full", None
+    return adapters_in({column: text_of(row, column) for column in ("model", "precision", "ac", "note")})
 
 
 def _gpu_of(row: Mapping[str, str]) -> tuple[str, str | None]:
     """Name of the GPU without a power limit that has no number, and an assumption about it, or None."""
     text = text_of(row, "gpu_type")
-    if "power" not in text.lower():
-        return text, None
-    plain = re.sub(r"[-_ ]*power[-_ ]?(?:limited|capped)\b", "", text, flags=re.IGNORECASE)
+    plain = without_power_limit(text)
     return plain, None if plain == text else f"{plain} at its usual power, because {text} gives no limit"
 
 
@@ -335,33 +298,6 @@ def assumed(row: Mapping[str, str]) -> list[str]:
     assumptions = [f"method {method}, from the column {column}"] if column else []
     power = _gpu_of(row)[1]
     return [*assumptions, power] if power else assumptions
-
-
-def interconnect_gb_s(text: str) -> float | None:
-    """Read GB/s per GPU and direction in a text such as `50 GB/s`, `400Gb/s per GPU`, `3.2Tbps` or `8x400Gb`.
-
-    A total per node, that is a number of cards, terabits or more than a single GPU can have, is divided by eight. A
-    number without a unit is in GB/s.
-
-    Returns:
-        `float`, *optional*: the bandwidth; None for a kind of network without a number (`InfiniBand`), which stands
-            for that of the reference node.
-
-    Raises:
-        UsageError: the text has a number that is not a bandwidth.
-    """
-    if not re.search(r"\d", text):
-        return None
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(G|T)(B|b)(?!i?t?E)", text)
-    if not found:
-        try:
-            return float(text)
-        except ValueError:
-            raise UsageError(f"interconnect is {text!r}, which has no bandwidth: write 50 GB/s or 400 Gb/s") from None
-    cards, value, scale, unit = found.groups()
-    gigabytes = int(cards or 1) * float(value) * (1000 if scale == "T" else 1) / (1 if unit == "B" else 8)
-    is_of_node = cards or scale == "T" or "node" in text.lower() or gigabytes > LARGEST_SHARE_GB_S
-    return gigabytes / GPUS_PER_NODE if is_of_node and "per gpu" not in text.lower() else gigabytes
 
 
 # -- the job ----------------------------------------------------------------------------------------------------------
@@ -486,10 +422,6 @@ def _pipeline_batch(job: Job) -> Job:
 # -- what is inferred -------------------------------------------------------------------------------------------------
 
 
-_PYTORCH_3D = re.compile(r"nanotron|picotron|torchtitan", flags=re.IGNORECASE)
-"""Software that combines the axes in PyTorch without Megatron's fused kernels, whose name in a row decides."""
-
-
 def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
     """Infer the framework that a row's columns indicate.
 
@@ -507,7 +439,7 @@ def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
     ac = text_of(row, "ac").lower()
     compiled = text_of(row, "compile").lower()
     is_sharded_only = layout.tp == layout.pp == 1 and (layout.dp_shard > 1 or layout.world_size == 1)
-    if _PYTORCH_3D.search(f"{text_of(row, 'model')} {text_of(row, 'note')} {text_of(row, 'source')}"):
+    if names_pytorch_3d(text_of(row, column) for column in ("model", "note", "source")):
         return "titan"
     if "float8" in precision or compiled in ("yes", "true", "1"):
         return "titan"

@@ -1,6 +1,9 @@
 """Rows of a table of runs: what is read, what is inferred, and what is refused."""
 
+import re
+
 import pytest
+from conftest import REPOSITORY
 
 from benchmarks.planner_memory import only_ran
 from benchmarks.planner_runs import load
@@ -9,7 +12,8 @@ from hfscale.planner.estimate import estimate_job
 from hfscale.planner.estimate_command import table_line
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import allocated_gib, memory_of
-from hfscale.planner.table import assumed, infer_framework, interconnect_gb_s, job_of, row_shape
+from hfscale.planner.table import assumed, infer_framework, job_of, row_shape
+from hfscale.planner.table_text import interconnect_gb_s
 
 LLAMA = {
     "model": "Llama-3.1-8B",
@@ -313,3 +317,28 @@ def test_a_bad_row_is_one_line(changes, message):
         job_of(row(**changes))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class RecordedRow(dict):
+    """A row that records the columns that are read."""
+
+    def __init__(self, cells):
+        super().__init__(cells)
+        self.read = set()
+
+    def get(self, column):
+        self.read.add(column)
+        return super().get(column)
+
+
+def test_the_documentation_lists_the_columns_that_are_read():
+    read = set()
+    for changes in ({}, {"gpus": "", "layers": "", "hidden": ""}, {"precision": "fp16", "dp_shard": "1", "tp": "8"}):
+        row = RecordedRow(LLAMA | changes)
+        table_line(0, row)
+        read |= row.read
+    page = (REPOSITORY / "docs" / "planner.md").read_text(encoding="utf-8")
+    rows = page.split("## A table of runs\n")[1].partition("\nWithout")[0].splitlines()
+    assert {
+        name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    } == read
