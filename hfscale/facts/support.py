@@ -1,9 +1,13 @@
 """What works with what: `why_not` explains why a combination of options does not work.
 
-The rules stand in `support.toml`, and nowhere else. The planner, the checks of the recipes and `ParallelTrainer` each
-describe what they are asked for as a `Combination`, with the properties that they know; a property that they do not
-know is None, and no rule that depends on it applies. They all refuse with the sentence of the first rule that applies,
-in which parameters are spelled as the caller writes them (`Speaker`).
+The rules stand in `support.toml`, and nowhere else. To allow a combination that is refused, delete or narrow its rule
+there, with its example in tests/facts/test_support.py, and run `python tests/facts/test_support_page.py`, which writes
+docs/strategies.md.
+
+The planner, the checks of the recipes and `ParallelTrainer` each describe what they are asked for as a `Combination`,
+with the properties that they know; a property that they do not know is None, and no rule that depends on it applies.
+They all refuse with the sentence of the first rule that applies, in which parameters are spelled as the caller writes
+them (`Speaker`).
 """
 
 import string
@@ -35,6 +39,8 @@ class Combination:
     """Whether the Trainer is one of TRL."""
     task: str | None = None
     """What a step trains on: `text`, `sft`, `dpo` or `grpo`."""
+    precompute_ref_log_probs: bool | None = None
+    """Whether the log-probabilities of DPO's reference are computed before the training."""
     strategy: str | None = None
     """How Accelerate distributes: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3`, `parallel` (transformers' own
     tensor parallelism and sharding), `megatron_lm`; `fsdp` and `zero` where the version or stage is not known."""

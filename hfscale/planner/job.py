@@ -12,7 +12,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SCHEDULES, rank_layers, schedule_name
 from hfscale.facts.support import Combination, check_support
-from hfscale.planner.option_fields import check_options, names_are_flags, spelled
+from hfscale.planner.option_fields import check_options, speaker, spelled
 from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision
 
 OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
@@ -247,7 +247,7 @@ class Job(LayoutOptions):
             fused_loss=self.liger,
             offload=self.offload,
         )
-        check_support(asked, "task", "trl", speaker="planner" if names_are_flags() else "planner_python")
+        check_support(asked, "task", "trl", speaker=speaker())
         if self.task == "grpo":
             self._check_generation()
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from hfscale.facts import support
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING, Combination
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
+from hfscale.planner.option_fields import speaker
 
 TRAINER_OPTIMIZERS = {name: row["trainer"] for name, row in OPTIMIZERS.items() if "trainer" in row}
 """Trainer's names (`--optim`) of the planner's optimizers; Trainer does not have the others."""
@@ -100,7 +101,7 @@ def why_not(job: Job, *about: str) -> str | None:
         job (`Job`): the run.
         about (`str`): properties of `Combination`; only the rules about these are applied, all where none is given.
     """
-    reason = support.why_not(describe(job), *about, speaker="planner")
+    reason = support.why_not(describe(job), *about, speaker=speaker())
     return reason or _why_sequence_does_not_divide(job)
 
 

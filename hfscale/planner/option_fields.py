@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hfscale.errors import UsageError
+from hfscale.facts.support import Speaker
 
 MODEL = "Model and training"
 HARDWARE = "Hardware"
@@ -158,9 +159,9 @@ def spelled(name: str) -> str:
     return _spelling.get()(name)
 
 
-def names_are_flags() -> bool:
-    """Return whether the caller is a command, so that errors name flags."""
-    return _spelling.get() is flag_of
+def speaker() -> Speaker:
+    """Return how the rules of `hfscale.facts.support` spell parameters: as flags for a command, else as keywords."""
+    return "planner" if _spelling.get() is flag_of else "planner_python"
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.facts.prices import STALE_DAYS, Egress, Price, all_egress, all_prices, prices_of
+from hfscale.facts.support import Combination, check_support
 from hfscale.planner.advice import Advice, advice, assumptions, simplicity
 from hfscale.planner.cost import Cost, compare, cost, reliability
 from hfscale.planner.estimate import Estimate, spread
@@ -19,7 +20,7 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.improvements import Improvement, improvements
 from hfscale.planner.job import strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
-from hfscale.planner.option_fields import options_of, python_options, spelled, with_options
+from hfscale.planner.option_fields import options_of, python_options, speaker, spelled, with_options
 from hfscale.planner.options import MAX_GPUS, Objective, PlanOptions, RunOptions, at_most
 from hfscale.planner.search import PlanRequest, Rejected, search
 
@@ -199,11 +200,8 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         raise UsageError(
             f"hours and costs need the number of tokens to train on: give {spelled('tokens')}, such as 1T or 500M"
         )
-    if options.precompute_ref_log_probs and options.method != "full":
-        raise UsageError(
-            f"{spelled('precompute_ref_log_probs')} saves a reference model, and {spelled('method')} "
-            f"{options.method} needs none: leave it out"
-        )
+    saved = Combination(planned=True, method=options.method, precompute_ref_log_probs=options.precompute_ref_log_probs)
+    check_support(saved, "precompute_ref_log_probs", speaker=speaker())
     gpu = options.gpu
     request = PlanRequest(
         **{name: getattr(options, name) for name in options_of(RunOptions)},

@@ -17,7 +17,7 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job, can_overlap_experts, is_fine_grained, splits_activations, strategy_of
 from hfscale.planner.launchable import can_fuse_loss, engine_of, why_not
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
-from hfscale.planner.option_fields import options_of, spelled
+from hfscale.planner.option_fields import options_of, speaker, spelled
 from hfscale.planner.options import ActivationCheckpointing, Offload, RunOptions, Schedule
 from hfscale.planner.tasks import GENERATION_ROUNDS
 
@@ -521,11 +521,11 @@ def _too_large(job: Job, needed_gib: float) -> Rejected:
 def _unsupported_kinds(request: PlanRequest, gpus: int) -> Iterator[Rejected]:
     """The kinds of layouts of which none is tried, each as one row with an example."""
     split = Combination(planned=True, trl=request.task != "text", method=request.method, tp=gpus, pp=1, cp=1)
-    reason = explain(split, "model_parallel", "ranks_per_replica", speaker="planner")
+    reason = explain(split, "model_parallel", "ranks_per_replica", speaker=speaker())
     if reason is not None:
         yield Rejected(layout=ParallelLayout(tp=gpus), strategy="parallel", reason=reason)
     experts = request.shape.moe.experts if request.shape.moe is not None else 1
     spread = Combination(planned=True, engine=engine_of(request.stack, pp=1), expert_parallel=experts)
-    reason = explain(spread, "expert_parallel", speaker="planner")
+    reason = explain(spread, "expert_parallel", speaker=speaker())
     if reason is not None:
         yield Rejected(layout=ParallelLayout(dp_shard=gpus), strategy="expert parallel", reason=reason)

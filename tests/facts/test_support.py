@@ -1,6 +1,7 @@
 """The planner, the recipes and `ParallelTrainer` refuse the same combinations with the same sentences."""
 
 import ast
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import GPT2Config, LlamaConfig
 
 import hfscale
 from hfscale import ParallelArguments
+from hfscale.cli import main
 from hfscale.errors import HfScaleError, UnsupportedModelError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ParallelLayout
@@ -21,6 +23,7 @@ from hfscale.parallel.checks import check_config
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner import launchable
 from hfscale.planner.job import Job
+from hfscale.planner.option_fields import flag_of, spelling
 from hfscale.recipe.arguments import DataArguments, ModelArguments
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.compression import compress_gradients
@@ -53,9 +56,14 @@ def planned(stack="hf", family="llama", layout=None, **options):
     sizes = {"seq_len": 8192, "micro_batch": 1, "global_batch": 64}
     layout = ParallelLayout(**(layout or {"dp_shard": 8}))
     splits = {"sequence_parallel": layout.tp > 1}
-    return launchable.why_not(
-        Job(shape=shape, gpu=accelerator("H100"), layout=layout, stack=stack, **sizes | splits | options)
-    )
+    with spelling(flag_of):
+        return launchable.why_not(
+            Job(shape=shape, gpu=accelerator("H100"), layout=layout, stack=stack, **sizes | splits | options)
+        )
+
+
+def plan_refuses(**options):
+    return message_of(hfscale.plan, "llama-3.1-8b", gpu="H100-80GB", gpus=8, **options)
 
 
 @pytest.fixture
@@ -139,6 +147,9 @@ CASES = {
     "launching another stack": lambda c: [planned("megatron")],
     "TRL with tensor, pipeline or context parallelism": lambda c: [planned(task="dpo", layout=TENSOR)],
     "a fused loss beside TRL's own": lambda c: [planned(task="sft", liger=True)],
+    "DPO with adapters and log-probabilities that are computed before": lambda c: [
+        plan_refuses(task="dpo", method="lora", precompute_ref_log_probs=True)
+    ],
     "DPO or GRPO with offload": lambda c: [planned(task="dpo", offload="full", zero=3)],
     "FSDP1": lambda c: [c.recipe(FSDP | {"FSDP_VERSION": "1"})],
     "a Trainer under Megatron-LM": lambda c: [c.launch()],
@@ -350,6 +361,16 @@ def test_parameters_are_spelled_as_the_caller_writes_them(speaker, spelled):
     with pytest.raises(UnsupportedModelError, match=f"^{spelled}$"):
         check_support(asked, speaker=speaker)
     assert why_not(asked, "cp", speaker=speaker) is None
+
+
+def test_the_planner_spells_parameters_as_its_caller_does(capsys):
+    asked = ["plan", "llama-3.1-8b", "--gpu", "V100-32GB", "--gpus", "8", "--precision", "fp16", "--json"]
+    assert main(asked) == 0
+    flags = [row["reason"] for row in json.loads(capsys.readouterr().out)["rejected"]]
+    keywords = [row.reason for row in hfscale.plan("llama-3.1-8b", gpu="V100-32GB", gpus=8, precision="fp16").rejected]
+    assert any("--precision fp16: fp16 scales the loss" in reason for reason in flags)
+    assert any(": precision fp16: fp16 scales the loss" in reason for reason in keywords)
+    assert [reason.replace("--", "") for reason in flags] == keywords
 
 
 def test_the_list_of_optimizers_is_that_of_the_planner():
