@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from hfscale import CommHealthCallback, ScalingCallback, ScalingMetricsCallback
 from hfscale.core.clocks import PhaseClock
 from hfscale.health.local_time import LocalTimer
-from hfscale.metrics.noise_scale import LeafProbe
+from hfscale.metrics.meters.noise_scale import LeafProbe
 from hfscale.metrics.tokens import TokenCounter
 from hfscale.trainer.collector import LogCollector
 

@@ -21,7 +21,7 @@ from hfscale.core.clocks import clock_of
 from hfscale.facts.hardware import read_hardware_file
 from hfscale.health import gpu
 from hfscale.islands.parameters import PartOfParameters
-from hfscale.metrics.noise_scale import LeafProbe
+from hfscale.metrics.meters.noise_scale import LeafProbe
 from hfscale.metrics.profiler import ProfilerCallback
 
 pytestmark = pytest.mark.gpu

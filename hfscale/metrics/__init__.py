@@ -8,6 +8,6 @@ Read, called, or set once
 - `_compiled_call_impl` of a module. By: `is_compiled`. Reason: torch has no public way to tell a module that is
   compiled in place. Test: test_tokens.py.
 - `_get_ddp_logging_data`, `_set_ddp_runtime_logging_sample_rate` of DDP and `torch.autograd._profiler_enabled`. By:
-  communication.py. Reason: DDP reports its times nowhere else, and the profiler may already run. Test:
+  meters/communication.py. Reason: DDP reports its times nowhere else, and the profiler may already run. Test:
   test_communication.py.
 """

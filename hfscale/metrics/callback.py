@@ -14,15 +14,12 @@ from hfscale.core.records import last_logged_step
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.errors import ParameterError
 from hfscale.metrics.batches import batch_entries
-from hfscale.metrics.meters import (
-    CommunicationMeter,
-    EfficiencyMeter,
-    GoodputMeter,
-    Meter,
-    NoiseScaleMeter,
-    UtilizationMeter,
-    Window,
-)
+from hfscale.metrics.meters.communication import CommunicationMeter
+from hfscale.metrics.meters.efficiency import EfficiencyMeter
+from hfscale.metrics.meters.goodput_and_cost import GoodputMeter
+from hfscale.metrics.meters.meter import Meter, Window
+from hfscale.metrics.meters.noise_scale import NoiseScaleMeter
+from hfscale.metrics.meters.utilization import UtilizationMeter
 from hfscale.metrics.recorder import RunRecorder
 from hfscale.metrics.tokens import TokenCounter, TokenCounts
 from hfscale.metrics.triage import TriageWatch

@@ -13,7 +13,7 @@ from hfscale.facts.model_shape import ModelShape
 from hfscale.metrics.baseline import Workload
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import TrainingArguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,11 @@ class FlopsModel:
     """Whether the backward recomputes the forward of the layers (activation checkpointing)."""
 
     @classmethod
-    def of(
-        cls, model: "PreTrainedModel", args: "TrainingArguments", *, sizes: tuple[int, int] | None = None
-    ) -> "FlopsModel":
+    def of(cls, model: nn.Module, args: "TrainingArguments", *, sizes: tuple[int, int] | None = None) -> "FlopsModel":
         """Read the FLOPs from a model (also one wrapped by PEFT) and its training arguments.
 
         Args:
-            model (`PreTrainedModel`): The model, with its config.
+            model (`torch.nn.Module`): The model, with its config.
             args (`TrainingArguments`): Say whether activations are recomputed.
             sizes (`tuple[int, int]`, *optional*): Total and trainable parameters of the whole model, where this rank
                 holds only a part of it.
@@ -69,11 +67,11 @@ class FlopsModel:
             recomputes=recomputes_activations(args),
         )
 
-    def model_flops_per_token(self, sequence_length: int) -> float:
+    def model_flops_per_token(self, sequence_length: float) -> float:
         """Return the FLOPs per token that the mathematics needs: no recomputation, full attention (c = 1).
 
         Args:
-            sequence_length (`int`): Tokens per sequence.
+            sequence_length (`float`): Tokens per sequence.
 
         Raises:
             UsageError: The sequence length is not above 0.

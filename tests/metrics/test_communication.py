@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from hfscale.metrics.communication import exposed_communication, subtracted_length, union
+from hfscale.metrics.meters.communication import exposed_communication, subtracted_length, union
 
 
 def test_union_and_difference_equal_a_count_of_milliseconds():

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from hfscale import ScalingMetricsCallback
-from hfscale.metrics.noise_scale import NoiseScale, Sample, advice
+from hfscale.metrics.meters.noise_scale import NoiseScale, Sample, advice
 
 SIZE = 1024
 KNOWN = 8.0

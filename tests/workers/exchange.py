@@ -18,9 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
-from hfscale.metrics.communication import SampledSteps
-from hfscale.metrics.meters import CommunicationMeter
-from hfscale.metrics.noise_scale import NoiseScale, ReduceScatterProbe, Sample
+from hfscale.metrics.meters.communication import CommunicationMeter, SampledSteps
+from hfscale.metrics.meters.noise_scale import NoiseScale, ReduceScatterProbe, Sample
 from hfscale.metrics.triage import TriageInput, triage
 from hfscale.recipe.entrypoint import run
 

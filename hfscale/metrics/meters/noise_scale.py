@@ -16,6 +16,7 @@ takes twice the smallest possible number of steps and twice the smallest possibl
 2.11).
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,10 +25,116 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import Trainer, TrainerState
 
+from hfscale.core.logging import get_logger
+from hfscale.core.versions import context_parallel_size, sequence_parallel_size
+from hfscale.metrics.meters.meter import Meter, Window
+from hfscale.trainer.collector import Columns
+from hfscale.trainer.state import global_batch_size, saved_state
+from hfscale.trainer.strategy import running_strategy
+
+logger = get_logger(__name__)
+
+MIN_STEPS_BETWEEN_SAMPLES = 50
+"""A noise-scale sample costs about 3% of a step of two small micro-batches, and the noise scale changes over thousands
+of steps."""
+_LEAF_PROBE_STRATEGIES = ("single", "ddp")  # checked against a known answer; DeepSpeed's strategies are not
 DECAY = 0.95
 MIN_SAMPLES = 10
 """With fewer samples, one unlucky step would decide the ratio."""
+
+
+class NoiseScaleMeter(Meter):
+    """Measures `scaling/noise_scale` in logged steps, and logs once why a strategy does not allow it."""
+
+    def __init__(self) -> None:
+        self.min_steps_between = MIN_STEPS_BETWEEN_SAMPLES
+        """Smallest number of steps between two samples, even if the Trainer logs more often."""
+        self.advice: str | None = None
+        """One line of advice on the batch size; None while the noise scale is unknown."""
+        self._probe: GradientProbe | None = None
+
+    def begin(self, trainer: Trainer, state: TrainerState) -> None:
+        """Choose the probe for the running strategy; log the reason if there is none."""
+        self._trainer = trainer
+        self.advice = None
+        self._sampled_step = -self.min_steps_between
+        self._scale = NoiseScale(saved_state(state, "noise_scale"))
+        self._global_batch_size = global_batch_size(trainer)
+        probe = self._make_probe(trainer)
+        self._probe = None if isinstance(probe, str) else probe
+        self.watches_steps = self._probe is not None
+        if isinstance(probe, str):
+            logger.info("scaling/noise_scale is not logged: %s", probe)
+
+    def _make_probe(self, trainer: Trainer) -> "GradientProbe | str":
+        """Return the probe for the running strategy, or the reason why there is none."""
+        args = trainer.args
+        strategy = running_strategy(trainer)
+        if args.fp16:
+            return "fp16 scales the loss, and with it the gradients"
+        if trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer) > 1:
+            return "ranks that share a sequence or a matrix see only parts of the gradients"
+        if self._global_batch_size <= args.per_device_train_batch_size:
+            return "it needs two micro-batches per step, from two ranks or by gradient accumulation"
+        if strategy in _LEAF_PROBE_STRATEGIES:
+            assert trainer.model is not None  # Trainer has one when training begins
+            return LeafProbe(trainer.model)
+        if strategy != "fsdp2":
+            return f"hfscale cannot measure it under {strategy}"
+        try:
+            return ReduceScatterProbe(trainer.model_wrapped)
+        except ValueError as error:
+            return f"FSDP2 does not accept a custom reduce-scatter: {error}"
+
+    def step_begin(self, state: TrainerState) -> None:
+        """Measure the step if it will be logged and the last sample is at least `min_steps_between` steps back."""
+        step = state.global_step + 1
+        is_logged = bool(state.logging_steps) and step % state.logging_steps == 0
+        assert self._probe is not None
+        if is_logged and step - self._sampled_step >= self.min_steps_between:
+            self._probe.open()
+            self._sampled_step = step
+
+    def step_end(self, state: TrainerState) -> None:
+        assert self._probe is not None
+        if state.global_step == self._sampled_step:
+            self._probe.close()
+
+    def numbers(self, state: TrainerState) -> dict[str, float]:
+        """Return |G_s|^2 of this rank, or NaN if this step was not measured.
+
+        It is n times the measured sum of squares, because each of the n parts of a step carries 1/n of the mean.
+        """
+        self._parts = self._trainer.current_gradient_accumulation_steps
+        measured = self._probe.read(self._parts) if self._probe is not None else None
+        # A log at the end of an epoch may be of another step, whose gradient norm it has.
+        if measured is None or state.global_step != self._sampled_step:
+            return {"small_batch_square": math.nan}
+        sum_of_squares, self._parts = measured
+        return {"small_batch_square": self._parts * sum_of_squares}
+
+    def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        """Add this step's sample, if all ranks measured it, and return the noise scale averaged over the samples."""
+        norm = window.grad_norm
+        squares = columns["small_batch_square"]
+        if norm is not None and all(map(math.isfinite, [*squares, norm])):
+            passes = self._trainer.current_gradient_accumulation_steps
+            per_rank = self._trainer.args.per_device_train_batch_size * passes
+            self._scale.add(
+                Sample(
+                    small_square=sum(squares) / len(squares),
+                    big_square=float(norm) ** 2,
+                    small_batch=per_rank / self._parts,
+                    big_batch=per_rank * len(squares),
+                )
+            )
+        value = self._scale.value()
+        if value is None:
+            return {}
+        self.advice = advice(value, self._global_batch_size)
+        return {"scaling/noise_scale": value}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ On every fast rank, waiting for a slow rank looks like communication. Of several
 therefore the time of the network, and the rest is skew.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,8 +19,12 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
+from transformers import Trainer, TrainerState
 
 from hfscale.core.logging import get_logger
+from hfscale.metrics.meters.meter import Meter, Window, or_nan
+from hfscale.trainer.collector import Columns
+from hfscale.trainer.strategy import unwrap_compiled
 
 logger = get_logger(__name__)
 
@@ -42,6 +47,70 @@ class Exposed:
     """Communication time over the time of the backward that can hide it."""
     step_s: float | None = None
     """Seconds of the measured step; None if it was as long as any other."""
+
+
+class CommunicationMeter(Meter):
+    """Measures `scaling/comm_fraction`, by DDP's counters or by profiled steps on the first and the last rank."""
+
+    def __init__(self) -> None:
+        self.comm_over_backward: float | None = None
+        """Communication time over backward time, where DDP measures it."""
+        self.shares: list[float] = []
+        """Share of its time that each rank communicates or waits; empty unless every rank has measured it."""
+        self._ddp: DdpCounters | None = None
+        self._sampled: SampledSteps | None = None
+
+    def begin(self, trainer: Trainer, state: TrainerState) -> None:
+        """With several ranks, use DDP's counters, or else profile steps on the first and the last rank."""
+        self._ddp = None
+        self._sampled = None
+        if trainer.args.world_size > 1:
+            self._ddp = DdpCounters.find(unwrap_compiled(trainer.model_wrapped))
+            if self._ddp is None and trainer.args.process_index in (0, trainer.args.world_size - 1):
+                self._sampled = SampledSteps()
+        self.watches_steps = self._sampled is not None
+
+    def step_begin(self, state: TrainerState) -> None:
+        assert self._sampled is not None
+        self._sampled.step_begin()
+
+    def step_end(self, state: TrainerState) -> None:
+        assert self._sampled is not None
+        self._sampled.step_end()
+
+    def end(self) -> None:
+        """Discard a profiled step that has begun."""
+        if self._sampled is not None:
+            self._sampled.stop()
+
+    def numbers(self, state: TrainerState) -> dict[str, float]:
+        """Return the exposed communication in seconds, the length of the measured step in seconds, and a ratio.
+
+        The ratio is communication time over the time of the backward that can hide it.
+        """
+        exposed: Exposed | None = None
+        if self._ddp is not None:
+            exposed = self._ddp.read()
+        elif self._sampled is not None:
+            exposed = self._sampled.last
+        return {
+            "exposed_comm_s": or_nan(exposed.seconds if exposed is not None else None),
+            "exposed_comm_step_s": or_nan(exposed.step_s if exposed is not None else None),
+            "comm_over_backward": or_nan(exposed.comm_over_backward if exposed is not None else None),
+        }
+
+    def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
+        """Return the smallest share of the ranks: the other ranks also wait for slower ones in their collectives."""
+        mean_step_s = window.seconds / window.steps
+        shares = [
+            min(exposed_s / (mean_step_s if math.isnan(step_s) else step_s), 1.0)
+            for exposed_s, step_s in zip(columns["exposed_comm_s"], columns["exposed_comm_step_s"], strict=True)
+            if not math.isnan(exposed_s)
+        ]
+        self.shares = shares if len(shares) == len(columns["exposed_comm_s"]) else []
+        known = [ratio for ratio in columns["comm_over_backward"] if not math.isnan(ratio)]
+        self.comm_over_backward = min(known, default=None)
+        return {"scaling/comm_fraction": min(shares)} if shares else {}
 
 
 class DdpCounters:
