@@ -65,6 +65,7 @@ def prepared_trainer(output_dir):
     """Return a Trainer as it is when training begins."""
     trainer = tiny_trainer(output_dir, gradient_accumulation_steps=2)
     trainer.current_gradient_accumulation_steps = 2  # Trainer sets it with the first batch
+    trainer.state.logging_steps = 1
     return trainer
 
 

@@ -102,6 +102,11 @@ class NoiseScaleMeter(Meter):
         if state.global_step == self._sampled_step:
             self._probe.close()
 
+    def end(self) -> None:
+        """Remove the hooks of a step that has not ended."""
+        if self._probe is not None:
+            self._probe.close()
+
     def numbers(self, state: TrainerState) -> dict[str, float]:
         """Return |G_s|^2 of this rank, or NaN if this step was not measured.
 
