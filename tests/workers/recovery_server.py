@@ -47,8 +47,8 @@ def serve(address):
     class KillingPhases(preemption_server.Phases):
         """Kills its own process at the moments of the trial."""
 
-        def __init__(self, spec, rank, pipe):
-            super().__init__(spec, rank, pipe)
+        def __init__(self, spec, rank, reached, sent):
+            super().__init__(spec, rank, reached, sent)
             restarts = int(os.environ["HFSCALE_RUN_RESTARTS"])
             self.kill = next((k for k in spec["kills"] if [k["restart"], k["rank"]] == [restarts, rank]), None)
 
@@ -67,7 +67,9 @@ def serve(address):
             if pid == 0:
                 preemption_server.Phases = KillingPhases
                 preemption_server.SavingTrainer = transformers.Trainer  # one that overrides methods has no snapshots
-                preemption_server.become_rank(spec | {"env": spec["env"] | spec["environ"]}, rank, port, -1)
+                preemption_server.become_rank(
+                    spec | {"env": spec["env"] | spec["environ"]}, rank, port, reached=-1, sent=-1
+                )
             pids.append(pid)
         return pids
 
